@@ -1,0 +1,35 @@
+# A fresh Linux machine with Python 3.11 (or 3.12) needs nothing else: `make test` or `make demo` sets up what it needs.
+# Another Python: make test PYTHON=/path/to/python3.11
+
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
+PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
+  "$$name" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$name"; break; }; done)
+
+.PHONY: help setup demo test check clean
+
+help:
+	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
+	@echo "make demo    the whole loop on this machine, without a GPU or a Redis; draws into out/"
+	@echo "make test    the tests: real redis-server, real SGLang on CPU (PYTEST='-k name' for some)"
+	@echo "make check   formatting, lint, strict types, import order, file sizes"
+	@echo "make clean   remove .venv, out/ and caches"
+
+setup:
+	@test -n "$(PYTHON)" || { echo "setup: no Python 3.11 or 3.12 found on PATH; install one or pass PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" tools/setup_env.py
+
+demo: setup
+	.venv/bin/rolloutmq demo
+
+test: setup
+	.venv/bin/python -m pytest --ignore=tests/gpu --ignore=tests/chaos $(PYTEST)
+
+check: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	MYPYPATH=.venv/src .venv/bin/mypy -p rolloutmq
+	.venv/bin/python -m pytest -q tests/unit/test_import_order.py tests/unit/test_file_size.py
+
+clean:
+	rm -rf .venv out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,83 @@
+"""What travels between trainers, workers and operators, and the Redis queue it travels on."""
+
+from .broker import Broker, Caps, PoolLoad, Reply
+from .codec import decode, encode
+from .connection import connect
+from .errors import (
+    ClientBusy,
+    ConfigError,
+    DigestMismatch,
+    EngineDead,
+    EngineError,
+    InvalidField,
+    JobFailed,
+    LeaseLost,
+    MalformedMessage,
+    MessageError,
+    PoolBusy,
+    RedisUnavailable,
+    RequestRefused,
+    RolloutMQError,
+    TransferTimeout,
+    UnsupportedVersion,
+    WaitTimeout,
+    WeightSyncError,
+)
+from .ids import new_id
+from .jobs import ChatMessage, GenerateJob, LogitProcessor, LogprobOptions, SamplingParams
+from .keys import Keys
+from .lease import Beat, Claim, Finished, Lease, Release
+from .pool import Control, DeadLetter, WorkerStatus
+from .results import JobFailure, Partial, RolloutResult, Segment, Timings
+from .weights import TensorSpec, WeightAnnouncement, WeightManifest
+
+__all__ = [
+    "Beat",
+    "Broker",
+    "Caps",
+    "ChatMessage",
+    "Claim",
+    "ClientBusy",
+    "ConfigError",
+    "Control",
+    "DeadLetter",
+    "DigestMismatch",
+    "EngineDead",
+    "EngineError",
+    "Finished",
+    "GenerateJob",
+    "InvalidField",
+    "JobFailed",
+    "JobFailure",
+    "Keys",
+    "Lease",
+    "LeaseLost",
+    "LogitProcessor",
+    "LogprobOptions",
+    "MalformedMessage",
+    "MessageError",
+    "Partial",
+    "PoolBusy",
+    "PoolLoad",
+    "RedisUnavailable",
+    "Release",
+    "Reply",
+    "RequestRefused",
+    "RolloutMQError",
+    "RolloutResult",
+    "SamplingParams",
+    "Segment",
+    "TensorSpec",
+    "Timings",
+    "TransferTimeout",
+    "UnsupportedVersion",
+    "WaitTimeout",
+    "WeightAnnouncement",
+    "WeightManifest",
+    "WeightSyncError",
+    "WorkerStatus",
+    "connect",
+    "decode",
+    "encode",
+    "new_id",
+]

@@ -1,0 +1,70 @@
+"""The pool's bell: a short stream that says something changed, so that nobody has to poll.
+
+State is never only on the bell: whoever missed an entry learns the same from the next heartbeat or from the ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from .keys import Keys
+
+Ring = dict[str, str]
+BLOCK_MS = 20_000
+RETRY_S = 0.2
+
+
+class Bell:
+    """Listens from the moment of `open` on. Field `kind` of a ring: weights, join, report, want, cancel, control, worker."""
+
+    def __init__(self, redis: Redis, pool: str) -> None:
+        """redis: a client for blocking reads."""
+        self._redis = redis
+        self._key = Keys(pool).bell
+        self._last = "0"
+        self._rung = asyncio.Event()
+
+    async def open(self) -> None:
+        """Skip what was rung before now."""
+        newest = await self._redis.xrevrange(self._key, count=1)
+        self._last = newest[0][0].decode() if newest else "0"
+
+    async def listen(self, on_ring: Callable[[Ring], None] | None = None) -> None:
+        """Until cancelled: call `on_ring` for each ring, and wake whoever is in `wait`."""
+        while True:
+            try:
+                answer = await self._redis.xread({self._key: self._last}, count=256, block=BLOCK_MS)
+            except (RedisError, OSError):
+                self._rung.set()  # something may have been missed: let everybody look
+                await asyncio.sleep(RETRY_S)
+                continue
+            if not answer:
+                continue
+            entries = answer[0][1]
+            self._last = entries[-1][0].decode()
+            for _, fields in entries:
+                if on_ring is not None:
+                    on_ring({name.decode(): value.decode(errors="replace") for name, value in fields.items()})
+            self._rung.set()
+
+    def quiet(self) -> None:
+        """Forget rings so far. Call it before looking at the state that `wait` is to watch, so that none is missed."""
+        self._rung.clear()
+
+    async def wait(self, deadline: float, glance_s: float) -> None:
+        """Until the next ring since `quiet`, at most `glance_s` seconds and not past the time.monotonic() deadline."""
+        timeout = min(glance_s, max(0.0, deadline - time.monotonic()))
+        try:
+            async with asyncio.timeout(timeout):
+                await self._rung.wait()
+        except TimeoutError:
+            pass
+
+    def ring_here(self) -> None:
+        """Wake whoever is in `wait`, in this process only."""
+        self._rung.set()

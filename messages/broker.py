@@ -1,0 +1,193 @@
+"""The producer's side of a pool: put jobs in, cancel them, read what comes back, look at what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+
+from .codec import MAX_MESSAGE_BYTES, decode, encode
+from .errors import InvalidField, MessageError, PoolBusy
+from .jobs import PRIORITIES, GenerateJob
+from .keys import Keys
+from .lua import Scripts
+from .pool import DeadLetter, WorkerStatus
+from .results import JobFailure, RolloutResult
+
+BATCH_JOBS = 512
+BATCH_BYTES = 4 << 20
+"""One script call accepts at most this much, so that Redis is never busy with one client for long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """Where a pool starts to answer PoolBusy: open (queued or running) jobs, and the bytes of their payloads."""
+
+    jobs: int = 1_000_000
+    nbytes: int = 4 << 30
+    payload: int = MAX_MESSAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One entry of a reply stream; it stays there until `Broker.ack`."""
+
+    entry_id: str
+    outcome: RolloutResult | JobFailure
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLoad:
+    """How much is in a pool. queued counts jobs per priority class, highest first."""
+
+    queued: tuple[int, ...]
+    open_jobs: int
+    open_bytes: int
+    accepted: int
+    done: int
+    cancelled: int
+    expired: int
+    dead: int
+
+
+class Broker:
+    """What a producer or an operator does with a pool."""
+
+    def __init__(self, redis: Redis, pool: str, caps: Caps | None = None) -> None:
+        self.redis = redis
+        self.keys = Keys(pool)
+        self.caps = caps or Caps()
+        self._scripts = Scripts(redis, self.keys)
+
+    async def enqueue(self, jobs: Sequence[GenerateJob]) -> list[str]:
+        """Accept `jobs` in order; returns per job "new", or the state an earlier submission of the same id is in
+        (q queued, r running, or done, cancelled, expired, dead).
+
+        Raises PoolBusy (with how many were accepted) or InvalidField for a job over the payload limit.
+        """
+        states: list[str] = []
+        for batch in self._batches(jobs):
+            answer = await self._scripts.run("enqueue", self.caps.jobs, self.caps.nbytes, *batch)
+            if answer and answer[0] == b"BUSY":
+                raise PoolBusy(
+                    f"pool {self.keys.pool} holds {answer[1]} jobs and {answer[2]} bytes; "
+                    f"its caps are {self.caps.jobs} jobs and {self.caps.nbytes} bytes",
+                    accepted=len(states),
+                )
+            states.extend(state.decode() for state in answer)
+        return states
+
+    def _batches(self, jobs: Sequence[GenerateJob]) -> Iterator[list[str | int | bytes]]:
+        batch: list[str | int | bytes] = []
+        count = size = 0
+        for job in jobs:
+            if not job.reply_to:
+                raise InvalidField("reply_to", job.reply_to, "the id of the client that reads the results")
+            payload = encode(job)
+            if len(payload) > self.caps.payload:
+                raise InvalidField("job", f"{len(payload)} bytes", f"at most {self.caps.payload} bytes encoded")
+            if batch and (count >= BATCH_JOBS or size + len(payload) > BATCH_BYTES):
+                yield batch
+                batch, count, size = [], 0, 0
+            staleness = "" if job.max_staleness is None else job.max_staleness
+            deadline = "" if job.deadline_s is None else max(1, round(job.deadline_s * 1000))
+            batch += [job.id, payload, job.n, PRIORITIES.index(job.priority)]
+            batch += [job.reply_to, job.min_version, staleness, deadline]
+            count += 1
+            size += len(payload)
+        if batch:
+            yield batch
+
+    async def cancel(self, job_ids: Sequence[str], cause: str = "cancelled by the client") -> list[str]:
+        """Cancel jobs; returns per job "ok", or the state it had already ended in, or "unknown"."""
+        if not job_ids:
+            return []
+        return [state.decode() for state in await self._scripts.run("cancel", cause, *job_ids)]
+
+    async def read_replies(
+        self, client_id: str, after: str, *, count: int = 256, block_ms: int | None = None, redis: Redis | None = None
+    ) -> list[Reply]:
+        """Entries of a client's reply stream after entry id `after` ("0" for the first); they stay in the stream.
+
+        block_ms: how long to wait for the first one; None does not wait. redis: a connection for blocking reads.
+        An entry that cannot be decoded becomes a JobFailure, never an exception that hides the others.
+        """
+        key = self.keys.reply(client_id)
+        answer = await (redis or self.redis).xread({key: after}, count=count, block=block_ms)
+        entries: list[tuple[bytes, dict[bytes, bytes]]] = []
+        if isinstance(answer, dict):  # RESP3: {stream: [[entries]]}
+            entries = [entry for chunks in answer.values() for chunk in chunks for entry in chunk]
+        elif answer:  # RESP2: [[stream, entries]]
+            entries = answer[0][1]
+        return [Reply(entry_id.decode(), _outcome(fields)) for entry_id, fields in entries]
+
+    async def ack(self, client_id: str, entry_ids: Sequence[str]) -> None:
+        """Drop entries from a reply stream: the client has them safe."""
+        if entry_ids:
+            await self.redis.xdel(self.keys.reply(client_id), *entry_ids)
+
+    async def load(self) -> PoolLoad:
+        """How much is queued, open and finished."""
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for queue in self.keys.queues:
+                pipe.llen(queue)
+            pipe.hgetall(self.keys.load)
+            *queued, counters = await pipe.execute()
+
+        def count(name: str) -> int:
+            return int(counters.get(name.encode(), 0))
+
+        return PoolLoad(
+            queued=tuple(queued),
+            open_jobs=count("jobs"),
+            open_bytes=count("bytes"),
+            accepted=count("accepted"),
+            done=count("done"),
+            cancelled=count("cancelled"),
+            expired=count("expired"),
+            dead=count("dead"),
+        )
+
+    async def workers(self) -> list[WorkerStatus]:
+        """The workers whose lease has not been taken back, as of their last heartbeat."""
+        ids = [worker.decode() for worker in await self.redis.zrange(self.keys.workers, 0, -1)]
+        if not ids:
+            return []
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for worker in ids:
+                pipe.hget(self.keys.worker(worker), "status")
+            blobs = await pipe.execute()
+        return [decode(blob, WorkerStatus) for blob in blobs if blob]
+
+    async def dead_letters(self, count: int = 100) -> list[DeadLetter]:
+        """The newest dead letters, newest first."""
+        entries = await self.redis.xrevrange(self.keys.dead, count=count)
+        return [
+            DeadLetter(
+                entry_id=entry_id.decode(),
+                job_id=fields[b"id"].decode(),
+                cause=fields[b"cause"].decode(),
+                error=fields[b"error"].decode(errors="replace"),
+                host=fields[b"host"].decode(),
+                attempts=int(fields[b"attempts"]),
+                at=int(fields[b"at"]) / 1000,
+                payload=fields[b"payload"],
+            )
+            for entry_id, fields in entries
+        ]
+
+
+def _outcome(fields: dict[bytes, bytes]) -> RolloutResult | JobFailure:
+    job_id = fields.get(b"j", b"").decode(errors="replace")
+    if b"m" in fields:
+        try:
+            return decode(fields[b"m"], RolloutResult)
+        except MessageError as error:
+            return JobFailure(job_id=job_id, outcome="dead", cause="a result cannot be read", error=str(error))
+    raw: dict[str, Any] = {name: fields.get(short, b"").decode(errors="replace") for name, short in _FAILURE.items()}
+    return JobFailure(job_id=job_id, **raw)
+
+
+_FAILURE = {"outcome": b"o", "cause": b"c", "host": b"h", "error": b"e", "attempts": b"a", "published": b"d"}

@@ -1,0 +1,113 @@
+"""Every error RolloutMQ raises, in one tree under :class:`RolloutMQError`.
+
+An error about a value names the field, the value and what is allowed, so that the text alone is enough to fix the call.
+"""
+
+from __future__ import annotations
+
+
+class RolloutMQError(Exception):
+    """Root of the tree: ``except RolloutMQError`` catches whatever this package raises on purpose."""
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+class MessageError(RolloutMQError):
+    """A message cannot be used. Workers dead-letter the entry and go on with the next."""
+
+
+class MalformedMessage(MessageError):
+    """The bytes are not a message: truncated, oversized, nested too deep, or not msgpack."""
+
+
+class UnsupportedVersion(MessageError):
+    """The message was written by a newer major version of the wire format."""
+
+
+class InvalidField(MessageError):
+    """A field has a value that is not allowed."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = shown[:117] + "..."
+        super().__init__(f"{field}={shown}: {allowed}")
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.field, self.value, self.allowed))
+
+
+# --- queue ----------------------------------------------------------------------------------------------------------
+
+
+class PoolBusy(RolloutMQError):
+    """The pool is over its cap of open jobs or bytes. Of this call's jobs the first `accepted` are in; try the rest later."""
+
+    def __init__(self, message: str, accepted: int = 0) -> None:
+        super().__init__(message)
+        self.accepted = accepted
+
+
+class ClientBusy(RolloutMQError):
+    """This client has more samples outstanding than it promised to hold in memory."""
+
+
+class WaitTimeout(RolloutMQError, TimeoutError):
+    """A wait reached its deadline. Nothing is lost: the results stay on the reply stream and can be waited for again."""
+
+
+class LeaseLost(RolloutMQError):
+    """This worker's lease ran out, its jobs belong to others now."""
+
+
+class JobFailed(RolloutMQError):
+    """A job ended without all its samples; ``failure`` is the :class:`~rolloutmq.messages.results.JobFailure`."""
+
+    def __init__(self, failure: object) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+# --- engine ---------------------------------------------------------------------------------------------------------
+
+
+class EngineError(RolloutMQError):
+    """Something is wrong with the inference engine."""
+
+
+class EngineDead(EngineError):
+    """The engine's processes are gone; whatever ran in them has to be run again."""
+
+
+class RequestRefused(EngineError):
+    """The engine cannot run this request, and no other worker of this kind could. The job is dead-lettered."""
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+class WeightSyncError(RolloutMQError):
+    """A weights version could not be brought to a worker, or to any."""
+
+
+class DigestMismatch(WeightSyncError):
+    """Tensors arrived that are not the ones that were sent; the version is refused."""
+
+
+class TransferTimeout(WeightSyncError):
+    """A weight transfer did not finish by its deadline; who took part goes on with the old weights."""
+
+
+# --- surroundings ---------------------------------------------------------------------------------------------------
+
+
+class ConfigError(RolloutMQError):
+    """A setting is missing, unknown or contradictory."""
+
+
+class RedisUnavailable(RolloutMQError):
+    """No redis-server could be reached or started."""

@@ -1,0 +1,167 @@
+"""What a trainer asks for: a generation job and its sampling parameters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from .base import MAX_TOKENS, Message, TokenIds
+from .ids import is_id, new_id
+
+Priority = Literal["high", "normal", "low"]
+PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
+MAX_SAMPLES = 4096
+MAX_METADATA_ITEMS = 64
+
+
+class SamplingParams(BaseModel):
+    """How tokens are drawn. Names and meanings are SGLang's.
+
+    max_new_tokens: most tokens generated for one sample.
+    temperature: 0 is greedy.
+    top_k: -1 keeps the whole vocabulary.
+    stop_token_ids: end the sample; the stop token is part of the result.
+    logit_bias: token id -> added to its logit before sampling.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_new_tokens: int = Field(default=128, ge=1, le=MAX_TOKENS)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=-1, ge=-1, le=1 << 30)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=2.0)
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), max_length=64)
+    ignore_eos: bool = False
+    logit_bias: dict[Annotated[int, Field(ge=0)], float] = Field(default_factory=dict, max_length=1024)
+
+    @field_validator("top_k")
+    @classmethod
+    def _top_k_zero_is_no_set(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("-1 for the whole vocabulary, or a positive count")
+        return value
+
+
+class ChatMessage(BaseModel):
+    """One turn of a conversation, rendered by the model's chat template on the worker."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: Name
+    content: str = Field(max_length=8 << 20)
+
+
+class LogprobOptions(BaseModel):
+    """Which log-probabilities come back. Off saves 4 bytes a token, nothing in the engine.
+
+    sampled: of each generated token.
+    top: the N most likely tokens at each position.
+    prompt: of the prompt's own tokens.
+    token_ids: of these ids at each position.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sampled: bool = True
+    top: int = Field(default=0, ge=0, le=64)
+    prompt: bool = False
+    token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), max_length=1024)
+
+
+class LogitProcessor(BaseModel):
+    """A logit processor registered on the worker, by name; code never travels."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Name
+    params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+
+
+class GenerateJob(Message):
+    """`n` samples of one prompt.
+
+    Exactly one of `token_ids`, `text` and `messages` is given; text and messages are tokenised by the worker with the
+    model's own tokenizer, and such a job's results carry their prompt ids and their text.
+
+    id: accepted at most once by a pool; submitting the same id again is not an error and not a second job.
+    reply_to: the client whose reply stream gets the results; filled in by the client.
+    group_id: jobs of one group are yielded and cancelled together; the job's own id if not given.
+    deadline_s: seconds from acceptance after which the job expires, wherever it is.
+    min_version: do not start on weights older than this.
+    max_staleness: do not start on a worker more than this many versions behind the newest committed one.
+    metadata: free, small, returned with every result (strings, numbers, booleans, None).
+    """
+
+    KIND: ClassVar[int] = 1
+
+    id: str = ""
+    reply_to: str = Field(default="", max_length=128)
+    token_ids: TokenIds | None = None
+    text: str | None = Field(default=None, max_length=8 << 20)
+    messages: tuple[ChatMessage, ...] | None = Field(default=None, min_length=1, max_length=4096)
+    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    sampling: SamplingParams = SamplingParams()
+    group_id: str = Field(default="", max_length=128)
+    priority: Priority = "normal"
+    deadline_s: float | None = Field(default=None, gt=0, le=30 * 86400.0)
+    min_version: int = Field(default=0, ge=0)
+    max_staleness: int | None = Field(default=None, ge=0)
+    session_id: Name | None = None
+    lora: Name | None = None
+    logprobs: LogprobOptions = LogprobOptions()
+    hidden_states: Literal["none", "last", "all"] = "none"
+    logit_processors: tuple[LogitProcessor, ...] = Field(default=(), max_length=16)
+    seed: int | None = Field(default=None, ge=0, lt=1 << 63)
+    trace_id: str | None = Field(default=None, max_length=64)
+    metadata: dict[str, str | int | float | bool | None] = Field(default_factory=dict, max_length=MAX_METADATA_ITEMS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _give_it_an_id(cls, data: Any) -> Any:
+        # A default would not count as set, and only what is set travels.
+        if isinstance(data, dict) and "id" not in data:
+            return {**data, "id": new_id()}
+        return data
+
+    @field_validator("id")
+    @classmethod
+    def _id_has_the_fixed_form(cls, value: str) -> str:
+        if not is_id(value):
+            raise ValueError("32 lower-case hex digits (rolloutmq.new_id() makes one)")
+        return value
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        given = [name for name in ("token_ids", "text", "messages") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of token_ids, text and messages is required, got {given or 'none'}")
+        if self.token_ids is not None and self.token_ids.size == 0:
+            raise ValueError("token_ids: at least one prompt token is required")
+        if self.text == "":
+            raise ValueError("text: at least one character is required")
+        return self
+
+    @property
+    def group(self) -> str:
+        """The group this job belongs to."""
+        return self.group_id or self.id
+
+    def unsupported(self, features: frozenset[str]) -> list[str]:
+        """Optional fields this job uses and an engine with `features` does not honour."""
+        used = {
+            "session_id": self.session_id is not None,
+            "lora": self.lora is not None,
+            "logprobs.top": self.logprobs.top > 0,
+            "logprobs.prompt": self.logprobs.prompt,
+            "logprobs.token_ids": bool(self.logprobs.token_ids),
+            "hidden_states": self.hidden_states != "none",
+            "logit_processors": bool(self.logit_processors),
+            "seed": self.seed is not None,
+        }
+        return [name for name, on in used.items() if on and name not in features]

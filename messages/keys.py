@@ -1,0 +1,100 @@
+"""Every Redis key name, in one place.
+
+All keys of a pool carry the same hash tag `{pool}`, so a pool lives in one slot of a Redis Cluster and one script may
+touch several of its keys. The Lua scripts build the per-job, per-worker and per-client names from `prefix` the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .errors import InvalidField
+from .jobs import PRIORITIES
+
+_POOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The key names of one pool. Raises InvalidField for a pool name that could not be a hash tag."""
+
+    pool: str
+
+    def __post_init__(self) -> None:
+        if not _POOL.fullmatch(self.pool):
+            raise InvalidField("pool", self.pool, "1 to 64 letters, digits, '_', '.', '-'")
+
+    @property
+    def prefix(self) -> str:
+        """Start of every key of the pool."""
+        return f"rmq:{{{self.pool}}}:"
+
+    @property
+    def queues(self) -> tuple[str, ...]:
+        """LIST of job ids per priority class, next at the left end, highest class first."""
+        return tuple(f"{self.prefix}queue:{index}" for index in range(len(PRIORITIES)))
+
+    def job(self, job_id: str) -> str:
+        """HASH, the one record of a job: payload, state, owner, attempt, published samples, partials."""
+        return f"{self.prefix}job:{job_id}"
+
+    def held(self, worker_id: str) -> str:
+        """SET of the job ids a worker holds."""
+        return f"{self.prefix}held:{worker_id}"
+
+    def worker(self, worker_id: str) -> str:
+        """HASH of a worker's encoded status and its last claim."""
+        return f"{self.prefix}worker:{worker_id}"
+
+    def reply(self, client_id: str) -> str:
+        """STREAM of results for one client; entries leave it only when the client has taken them."""
+        return f"{self.prefix}reply:{client_id}"
+
+    def version(self, version: int) -> str:
+        """HASH of one weights version in the ledger."""
+        return f"{self.prefix}version:{version}"
+
+    def epoch(self, epoch: int) -> str:
+        """HASH of one weight transfer: announcement, joins, reports."""
+        return f"{self.prefix}epoch:{epoch}"
+
+    @property
+    def workers(self) -> str:
+        """ZSET worker id -> lease end, Redis milliseconds."""
+        return f"{self.prefix}workers"
+
+    @property
+    def deadlines(self) -> str:
+        """ZSET job id -> deadline, Redis milliseconds."""
+        return f"{self.prefix}deadlines"
+
+    @property
+    def load(self) -> str:
+        """HASH of counters: jobs and bytes open now, and totals."""
+        return f"{self.prefix}load"
+
+    @property
+    def wake(self) -> str:
+        """LIST with at most one token: work is there for whoever blocks on it."""
+        return f"{self.prefix}wake"
+
+    @property
+    def bell(self) -> str:
+        """STREAM (bounded) that says something changed: weights, cancellations, controls. State is never only here."""
+        return f"{self.prefix}bell"
+
+    @property
+    def dead(self) -> str:
+        """STREAM of dead letters."""
+        return f"{self.prefix}dead"
+
+    @property
+    def weights(self) -> str:
+        """HASH: newest committed version, last epoch, the epoch under way."""
+        return f"{self.prefix}weights"
+
+    @property
+    def wanted(self) -> str:
+        """HASH worker id -> version it has: workers that wait for a catch-up transfer."""
+        return f"{self.prefix}wanted"

@@ -1,0 +1,157 @@
+"""The worker's side of a pool: a lease for everything it holds, and what it does with jobs under that lease."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+
+from .codec import encode
+from .errors import LeaseLost
+from .jobs import PRIORITIES
+from .keys import Keys
+from .lua import Scripts
+from .pool import WorkerStatus
+from .results import Partial, RolloutResult
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One claimed job, still encoded: a payload that cannot be read must not take its neighbours down.
+
+    attempt: the fencing token. queued_s: how long it had waited. left_s: seconds to its deadline, None if it has none.
+    published: samples that are already out. partials: encoded Partial per sample, to be continued.
+    """
+
+    job_id: str
+    attempt: int
+    queued_s: float
+    left_s: float | None
+    payload: bytes
+    published: frozenset[int] = frozenset()
+    partials: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a heartbeat brought back: jobs Redis thinks this worker holds, newest committed version, open epoch or 0."""
+
+    held: int
+    committed: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A sample ready to be published."""
+
+    job_id: str
+    attempt: int
+    sample: int
+    result: RolloutResult
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A job to be given back. lost: it was in an engine that died, which counts against it like a lost lease."""
+
+    job_id: str
+    attempt: int
+    partials: dict[int, Partial] = field(default_factory=dict)
+    lost: bool = False
+
+
+class Lease:
+    """One incarnation of a worker. After LeaseLost it is over: join again under a new id."""
+
+    def __init__(self, redis: Redis, pool: str, worker_id: str, lease_s: float = 10.0) -> None:
+        self.redis = redis
+        self.keys = Keys(pool)
+        self.worker_id = worker_id
+        self.lease_s = lease_s
+        self._scripts = Scripts(redis, self.keys)
+        self._claims = 0
+
+    async def join(self, status: WorkerStatus) -> Beat:
+        """Register; from here on the worker may claim, for `lease_s` seconds at a time."""
+        return await self._beat(status, join=True)
+
+    async def heartbeat(self, status: WorkerStatus) -> Beat:
+        """Renew. Cost does not depend on how much is held. Raises LeaseLost if others have the jobs by now."""
+        return await self._beat(status, join=False)
+
+    async def _beat(self, status: WorkerStatus, join: bool) -> Beat:
+        lease_ms = round(self.lease_s * 1000)
+        answer = await self._scripts.run("heartbeat", self.worker_id, lease_ms, encode(status), int(join))
+        if answer[0] == b"FENCED":
+            raise LeaseLost(f"worker {self.worker_id} was not heard of for {self.lease_s} s")
+        return Beat(*answer[1:])
+
+    async def claim(self, max_jobs: int, max_samples: int, version: int) -> list[Claim]:
+        """Take queued jobs of together about `max_samples` samples (the last one may go over), highest class first.
+
+        A claim whose reply was lost is given again by the next call. Raises LeaseLost.
+        """
+        number = self._claims + 1
+        answer = await self._scripts.run(
+            "claim", self.worker_id, number, max_jobs, max_samples, version, len(PRIORITIES)
+        )
+        if answer and answer[0] == b"NOLEASE":
+            raise LeaseLost(f"worker {self.worker_id} holds no lease")
+        self._claims = number
+        return [_claim(*answer[i : i + 6]) for i in range(0, len(answer), 6)]
+
+    async def complete(self, finished: Sequence[Finished]) -> list[str]:
+        """Publish samples; per sample "ok", "again" (was out already) or "fenced" (refused: somebody else has the job)."""
+        args: list[str | int | bytes] = []
+        for item in finished:
+            args += [item.job_id, item.attempt, item.sample, encode(item.result)]
+        return [state.decode() for state in await self._scripts.run("complete", self.worker_id, *args)]
+
+    async def release(self, jobs: Sequence[Release], max_lost: int) -> list[str]:
+        """Give jobs back unfinished; per job "ok", "dead" (lost once too often) or "fenced"."""
+        args: list[str | int | bytes] = [max_lost]
+        for job in jobs:
+            args += [job.job_id, job.attempt, int(job.lost), len(job.partials)]
+            for sample, partial in job.partials.items():
+                args += [sample, encode(partial)]
+        return [state.decode() for state in await self._scripts.run("release", self.worker_id, *args)]
+
+    async def bury(self, job_id: str, attempt: int, cause: str, host: str, error: str) -> bool:
+        """Dead-letter a job. False if it is not this worker's any more."""
+        answer: bytes = await self._scripts.run("dead", self.worker_id, job_id, attempt, cause, host, error[:2000])
+        return answer == b"ok"
+
+    async def expire(self, job_id: str, attempt: int) -> bool:
+        """End a running job whose deadline passed. False if it is not this worker's any more."""
+        answer: bytes = await self._scripts.run("expire", self.worker_id, job_id, attempt)
+        return answer == b"ok"
+
+    async def leave(self) -> int:
+        """Unregister; returns how many jobs are still held (0: gone)."""
+        return int(await self._scripts.run("leave", self.worker_id))
+
+    async def reap(self, max_lost: int, budget: int = 256) -> tuple[int, int, int, int]:
+        """Take back the jobs of dead workers: (requeued, dead-lettered, expired, workers removed)."""
+        requeued, dead, expired, removed = await self._scripts.run("reap", max_lost, budget)
+        return requeued, dead, expired, removed
+
+    async def held(self) -> frozenset[str]:
+        """Ids of the jobs Redis has under this worker's name."""
+        return frozenset(job.decode() for job in await self.redis.smembers(self.keys.held(self.worker_id)))
+
+
+def _claim(
+    job_id: bytes, attempt: bytes, queued_ms: bytes, left_ms: bytes, payload: bytes, progress: list[bytes]
+) -> Claim:
+    pairs = [(int(progress[i]), progress[i + 1]) for i in range(0, len(progress), 2)]
+    return Claim(
+        job_id=job_id.decode(),
+        attempt=int(attempt),
+        queued_s=int(queued_ms) / 1000,
+        left_s=int(left_ms) / 1000 if left_ms else None,
+        payload=payload,
+        published=frozenset(sample for sample, partial in pairs if not partial),
+        partials={sample: partial for sample, partial in pairs if partial},
+    )

@@ -1,0 +1,72 @@
+"""What workers say about themselves, what operators say to them, and what is left of a job nobody could run."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .base import Message
+
+WorkerState = Literal["starting", "syncing", "serving", "updating", "paused", "draining", "quarantined"]
+
+
+class WorkerStatus(Message):
+    """One worker as of its last heartbeat.
+
+    version: weights version it serves. running: samples in the engine. held: samples of the jobs it holds.
+    generated_tokens, finished_samples, refused_publishes: totals since it joined.
+    started_at: Unix seconds by the worker's clock; for people, never for decisions.
+    """
+
+    KIND: ClassVar[int] = 6
+
+    worker_id: str
+    host: str
+    pid: int
+    state: WorkerState
+    version: int = Field(ge=0)
+    model: str = ""
+    engine: str = ""
+    device: str = ""
+    tp_size: int = Field(default=1, ge=1)
+    max_running: int = Field(default=1, ge=1)
+    running: int = Field(default=0, ge=0)
+    held: int = Field(default=0, ge=0)
+    generated_tokens: int = Field(default=0, ge=0)
+    finished_samples: int = Field(default=0, ge=0)
+    refused_publishes: int = Field(default=0, ge=0)
+    engine_restarts: int = Field(default=0, ge=0)
+    started_at: float = 0.0
+
+
+ControlAction = Literal["pause", "resume", "drain", "flush_cache"]
+
+
+class Control(Message):
+    """An operator's word to one worker, or to all when `worker_id` is empty."""
+
+    KIND: ClassVar[int] = 7
+
+    action: ControlAction
+    worker_id: str = ""
+    params: dict[str, Any] = Field(default_factory=dict, max_length=32)
+
+
+class DeadLetter(BaseModel):
+    """A job that was given up, with what is needed to understand it and to submit it again.
+
+    payload: the job as it was enqueued, possibly not decodable (that may be why it is here).
+    at: Unix seconds by Redis' clock.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    entry_id: str
+    job_id: str
+    cause: str
+    error: str
+    host: str
+    attempts: int
+    at: float
+    payload: bytes

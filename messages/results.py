@@ -1,0 +1,129 @@
+"""What comes back: one result per sample, one failure per job that could not have all of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from .base import Floats, Message, TokenIds
+
+
+class Segment(NamedTuple):
+    """`count` consecutive tokens, all sampled with weights `version`."""
+
+    version: Annotated[int, Field(ge=0)]
+    count: Annotated[int, Field(ge=1)]
+
+
+class Timings(BaseModel):
+    """Where a sample's time went, seconds.
+
+    queued: acceptance to the claim whose attempt finished it, by Redis' clock.
+    generating: in the engine, all legs together, by the worker's clock.
+    waiting: on the worker but not in the engine: for a slot, and while weights were updated.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    queued: float = Field(default=0.0, ge=0)
+    generating: float = Field(default=0.0, ge=0)
+    waiting: float = Field(default=0.0, ge=0)
+
+
+class RolloutResult(Message):
+    """One finished sample.
+
+    token_ids: (t,) int32, what was generated; the stop token is included if one ended it.
+    logprobs: (t,) float32 natural log-probabilities under the weights that sampled each token, or None if not asked
+        for. Before temperature and truncation: at temperature 1 without top-k/top-p they are the behaviour policy.
+    segments: versions and counts in order; the counts add up to t, versions never decrease.
+    attempt: how many times the job had been claimed when this sample was published.
+    prompt_ids: (p,) int32 of a job submitted as text or messages, else None.
+    text: the decoded sample of such a job, else None.
+    fingerprint: engine, model, dtype, device: what a replay needs beside the job.
+    """
+
+    KIND: ClassVar[int] = 2
+    ok: ClassVar[bool] = True
+
+    job_id: str
+    sample: int = Field(ge=0)
+    n: int = Field(ge=1)
+    group_id: str
+    token_ids: TokenIds
+    logprobs: Floats | None = None
+    finish_reason: Literal["stop", "length"]
+    matched_stop: int | None = None
+    segments: tuple[Segment, ...] = ()
+    worker_id: str
+    attempt: int = Field(ge=1)
+    prompt_ids: TokenIds | None = None
+    text: str | None = None
+    timings: Timings = Timings()
+    fingerprint: dict[str, str] = Field(default_factory=dict, max_length=32)
+    metadata: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    trace_id: str | None = None
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        tokens = int(self.token_ids.size)
+        if sum(segment.count for segment in self.segments) != tokens:
+            raise ValueError(f"segments {self.segments} do not add up to {tokens} tokens")
+        if any(a.version > b.version for a, b in zip(self.segments, self.segments[1:], strict=False)):
+            raise ValueError(f"segments {self.segments} go back in version")
+        if self.logprobs is not None and int(self.logprobs.size) != tokens:
+            raise ValueError(f"{self.logprobs.size} logprobs for {tokens} tokens")
+        return self
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The weights versions that sampled this, in order."""
+        return tuple(segment.version for segment in self.segments)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version among the tokens; None for an empty sample."""
+        return self.segments[0].version if self.segments else None
+
+
+Outcome = Literal["cancelled", "expired", "dead"]
+
+
+class JobFailure(BaseModel):
+    """A job's terminal outcome when it is not "all samples published".
+
+    outcome: "cancelled" on request, "expired" past its deadline, "dead" when no worker can or should run it (again).
+    cause: why, in one line; `error` the last exception text, `host` where it happened.
+    attempts: how often it was claimed. published: how many of its samples had been published before; they stand.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    ok: ClassVar[bool] = False
+
+    job_id: str
+    outcome: Outcome
+    cause: str
+    attempts: int = 0
+    published: int = 0
+    host: str = ""
+    error: str = ""
+
+    def __str__(self) -> str:
+        text = f"job {self.job_id} {self.outcome}: {self.cause}"
+        if self.error:
+            text += f" ({self.error})"
+        return f"{text}; attempts={self.attempts}, samples published={self.published}"
+
+
+class Partial(Message):
+    """What a sample had generated when its worker let go of it; the next worker continues from here.
+
+    token_ids: (t,) int32. logprobs: (t,) float32. segments add up to t, as in RolloutResult.
+    """
+
+    KIND: ClassVar[int] = 3
+
+    token_ids: TokenIds
+    logprobs: Floats
+    segments: tuple[Segment, ...]

@@ -1,0 +1,11 @@
+-- Open a weight transfer.
+-- ARGV: prefix, epoch, version, announcement bytes, seconds to remember it
+local key = prefix .. 'epoch:' .. ARGV[2]
+redis.call('HSET', key, 'm', ARGV[4], 'st', 'joining')
+redis.call('EXPIRE', key, ARGV[5])
+redis.call('HSET', prefix .. 'weights', 'open', ARGV[2])
+local version = prefix .. 'version:' .. ARGV[3]
+if not redis.call('HGET', version, 'st') then redis.call('HSET', version, 'st', 'announced', 'at', now_ms()) end
+redis.call('EXPIRE', version, ARGV[5])
+ring('kind', 'weights', 'epoch', ARGV[2])
+return 'ok'

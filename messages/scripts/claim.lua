@@ -1,0 +1,83 @@
+-- Give queued jobs to a worker that holds a lease.
+-- ARGV: prefix, worker id, claim number, max jobs, max samples, weights version, number of classes
+-- Returns {'NOLEASE'}, or a flat list, per job: id, attempt, queued ms, ms to the deadline ('' for none), payload,
+--   then a list: published sample, '' or sample with a partial, its bytes, ...
+-- A repeated claim number returns what that claim gave, as far as it is still held: a client library that re-sends
+-- after a lost reply gets the same jobs instead of the next ones.
+local worker, number = ARGV[2], ARGV[3]
+local max_jobs, max_samples, version = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local SCAN = 64               -- entries one claim looks at beyond what it takes
+local now = now_ms()
+local worker_key = prefix .. 'worker:' .. worker
+local lease = redis.call('ZSCORE', prefix .. 'workers', worker)
+if not lease or tonumber(lease) <= now then return {'NOLEASE'} end
+
+local given = {}
+local function hand_over(id, f)   -- f: fields p, a, t, e, d
+  local progress = {}
+  if tonumber(f[5]) > 0 or redis.call('HEXISTS', job_key(id), 'kk') == 1 then
+    local all = redis.call('HGETALL', job_key(id))
+    for i = 1, #all, 2 do
+      local sample = string.match(all[i], '^s(%d+)$')
+      if sample then
+        progress[#progress + 1] = sample
+        progress[#progress + 1] = ''
+      else
+        sample = string.match(all[i], '^k(%d+)$')
+        if sample then
+          progress[#progress + 1] = sample
+          progress[#progress + 1] = all[i + 1]
+        end
+      end
+    end
+  end
+  local left = f[4] and tostring(tonumber(f[4]) - now) or ''
+  for _, value in ipairs({id, f[2], tostring(now - tonumber(f[3])), left, f[1], progress}) do
+    given[#given + 1] = value
+  end
+end
+
+local last = redis.call('HMGET', worker_key, 'claim', 'ids')
+if last[1] == number then
+  for id in string.gmatch(last[2], '%x+') do
+    local f = redis.call('HMGET', job_key(id), 'p', 'a', 't', 'e', 'd', 'st', 'w')
+    if f[6] == 'r' and f[7] == worker then hand_over(id, f) end
+  end
+  return given
+end
+
+local committed = tonumber(redis.call('HGET', prefix .. 'weights', 'committed')) or 0
+local ids, jobs, samples, looked = {}, 0, 0, 0
+for class = 0, tonumber(ARGV[7]) - 1 do
+  local queue = queue_key(class)
+  local skipped = {}
+  while jobs < max_jobs and samples < max_samples and looked < max_jobs + SCAN do
+    local id = redis.call('LPOP', queue)
+    if not id then break end
+    looked = looked + 1
+    local f = redis.call('HMGET', job_key(id), 'p', 'a', 't', 'e', 'd', 'st', 'n', 'v', 'g')
+    if f[6] == 'q' then                       -- otherwise it was cancelled or expired while queued
+      if f[4] and tonumber(f[4]) <= now then
+        fail(id, 'expired', 'its deadline passed in the queue', '', '')
+      elseif (f[8] and version < tonumber(f[8])) or (f[9] and version < committed - tonumber(f[9])) then
+        skipped[#skipped + 1] = id            -- not for weights this old; keeps its place
+      else
+        f[2] = tostring(tonumber(f[2]) + 1)
+        redis.call('HSET', job_key(id), 'st', 'r', 'w', worker, 'a', f[2])
+        redis.call('SADD', held_key(worker), id)
+        jobs = jobs + 1
+        samples = samples + tonumber(f[7]) - tonumber(f[5])
+        ids[#ids + 1] = id
+        hand_over(id, f)
+      end
+    end
+  end
+  for i = #skipped, 1, -1 do redis.call('LPUSH', queue, skipped[i]) end
+end
+redis.call('HSET', worker_key, 'claim', number, 'ids', table.concat(ids, ','))
+if jobs > 0 then
+  for class = 0, tonumber(ARGV[7]) - 1 do
+    if redis.call('LLEN', queue_key(class)) > 0 then wake() break end
+  end
+end
+return given

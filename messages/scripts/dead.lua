@@ -1,0 +1,6 @@
+-- A worker gives a job up for good: it is refused or not readable.
+-- ARGV: prefix, worker id, job id, attempt, cause, host, error text
+-- Returns ok or fenced.
+if not owns(ARGV[3], ARGV[2], ARGV[4]) then return 'fenced' end
+dead_letter(ARGV[3], ARGV[5], ARGV[6], ARGV[7])
+return 'ok'

@@ -1,0 +1,11 @@
+-- A worker that holds a lease takes part in a transfer that is still open for joins.
+-- ARGV: prefix, epoch, worker id, engine ranks
+-- Returns ok, nolease, or the state the transfer is in.
+local key = prefix .. 'epoch:' .. ARGV[2]
+local state = redis.call('HGET', key, 'st')
+if state ~= 'joining' then return state or 'unknown' end
+local lease = redis.call('ZSCORE', prefix .. 'workers', ARGV[3])
+if not lease or tonumber(lease) <= now_ms() then return 'nolease' end
+redis.call('HSET', key, 'join:' .. ARGV[3], ARGV[4])
+ring('kind', 'join', 'epoch', ARGV[2])
+return 'ok'

@@ -1,0 +1,26 @@
+-- A worker gives jobs back unfinished: they go to the front of their queues with what was generated so far. With `lost`
+-- 0 (drain, preemption) nothing is counted against them; with 1 (the engine died under them) it counts like a lost lease.
+-- ARGV: prefix, worker id, max lost, then per job: id, attempt, lost, number of partials, then sample, bytes for each
+-- Returns per job: ok, dead or fenced.
+local worker, max_lost = ARGV[2], tonumber(ARGV[3])
+local states, i = {}, 4
+while i <= #ARGV do
+  local id, attempt, lost, partials = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
+  local state = owns(id, worker, attempt) and 'ok' or 'fenced'
+  if state == 'ok' then
+    local total = lost > 0 and redis.call('HINCRBY', job_key(id), 'c', lost) or 0
+    if total >= max_lost then
+      dead_letter(id, 'the engine under it died ' .. total .. ' times', worker, '')
+      state = 'dead'
+    else
+      for k = i + 4, i + 2 + 2 * partials, 2 do
+        redis.call('HSET', job_key(id), 'k' .. ARGV[k], ARGV[k + 1], 'kk', 1)
+      end
+      requeue(id, worker)
+      wake()
+    end
+  end
+  states[#states + 1] = state
+  i = i + 4 + 2 * partials
+end
+return states

@@ -1,0 +1,153 @@
+"""The same client for plain training loops: RolloutClient on an event loop in a thread, every call waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from ..messages.broker import Caps, PoolLoad
+from ..messages.jobs import GenerateJob
+from ..messages.pool import WorkerStatus
+from ..messages.results import RolloutResult
+from .client import Group, JobHandle, Outcome, RolloutClient
+
+T = TypeVar("T")
+
+
+class BlockingRolloutClient:
+    """RolloutClient without asyncio; arguments, guarantees and errors are the same, method by method.
+
+    May be used from several threads. An iterator that is left early is closed when it is garbage collected or by
+    `close`; what it had not handed out stays with the client.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        pool: str = "default",
+        *,
+        client_id: str | None = None,
+        max_outstanding: int = 1 << 18,
+        caps: Caps | None = None,
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rolloutmq-client", daemon=True)
+        self._thread.start()
+        self._closed = False
+
+        async def build() -> RolloutClient:
+            client = RolloutClient(redis_url, pool, client_id=client_id, max_outstanding=max_outstanding, caps=caps)
+            try:
+                return await client.open()
+            except BaseException:
+                await client.aclose()
+                raise
+
+        try:
+            self._client = self._run(build())
+        except BaseException:
+            self._stop()
+            raise
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C while waiting: the wait ends in the loop, too
+            raise
+
+    def _stop(self) -> None:
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def close(self) -> None:
+        """Acknowledge what was taken and disconnect; jobs under way are not cancelled. Safe to call twice."""
+        if not self._closed:
+            try:
+                self._run(self._loop.shutdown_asyncgens())
+                self._run(self._client.aclose())
+            finally:
+                self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def client_id(self) -> str:
+        """Name of the reply stream."""
+        return self._client.client_id
+
+    @property
+    def outstanding(self) -> int:
+        """Jobs not fully handed out yet."""
+        return self._client.outstanding
+
+    def submit(self, job: GenerateJob | None = None, /, **fields: Any) -> JobHandle:
+        """See RolloutClient.submit."""
+        return self._run(self._client.submit(job, **fields))
+
+    def submit_many(self, jobs: Iterable[GenerateJob]) -> list[JobHandle]:
+        """See RolloutClient.submit_many."""
+        return self._run(self._client.submit_many(jobs))
+
+    def cancel(self, jobs: Sequence[JobHandle | str]) -> list[str]:
+        """See RolloutClient.cancel."""
+        return self._run(self._client.cancel(jobs))
+
+    def cancel_group(self, group_id: str) -> list[str]:
+        """See RolloutClient.cancel_group."""
+        return self._run(self._client.cancel_group(group_id))
+
+    def wait(self, job: JobHandle, timeout: float | None = None) -> list[RolloutResult]:
+        """See RolloutClient.wait."""
+        return self._run(self._client.wait(job, timeout))
+
+    def results(self, timeout: float | None = None) -> Iterator[Outcome]:
+        """See RolloutClient.results."""
+        return self._iterate(self._client.results(timeout))
+
+    def groups(self, timeout: float | None = None) -> Iterator[Group]:
+        """See RolloutClient.groups."""
+        return self._iterate(self._client.groups(timeout))
+
+    def map(
+        self, jobs: Iterable[GenerateJob], *, window: int = 1024, timeout: float | None = None
+    ) -> Iterator[Outcome]:
+        """See RolloutClient.map. `jobs` is iterated in the client's thread."""
+        return self._iterate(self._client.map(jobs, window=window, timeout=timeout))
+
+    def load(self) -> PoolLoad:
+        """See RolloutClient.load."""
+        return self._run(self._client.load())
+
+    def workers(self) -> list[WorkerStatus]:
+        """See RolloutClient.workers."""
+        return self._run(self._client.workers())
+
+    def _iterate(self, source: AsyncIterator[T]) -> Iterator[T]:
+        async def step() -> tuple[T, ...]:
+            try:
+                return (await anext(source),)
+            except StopAsyncIteration:  # cannot pass through a future
+                return ()
+
+        async def leave() -> None:
+            await source.aclose()  # type: ignore[attr-defined]
+
+        try:
+            while item := self._run(step()):
+                yield item[0]
+        finally:
+            if not self._closed:
+                self._run(leave())

@@ -1,0 +1,336 @@
+"""The trainer's client: submit jobs, take results as they finish or by group, cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from redis.exceptions import RedisError
+
+from ..messages.broker import Broker, Caps, PoolLoad, Reply
+from ..messages.connection import connect, ping
+from ..messages.errors import ClientBusy, InvalidField, JobFailed, PoolBusy, RolloutMQError, WaitTimeout
+from ..messages.jobs import GenerateJob
+from ..messages.pool import WorkerStatus
+from ..messages.results import JobFailure, RolloutResult
+from .inbox import Inbox, as_failure
+
+log = logging.getLogger(__name__)
+Outcome = RolloutResult | JobFailure
+_CLIENT_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+READ_COUNT = 512
+BLOCK_MS = 1000
+RETRY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class JobHandle:
+    """A submitted job. state: "new", or what an earlier submission of the same id is ("q", "r", "done", …)."""
+
+    job_id: str
+    group_id: str
+    n: int
+    state: str = "new"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All that came of a group's jobs: results by job in the order of submission, then by sample."""
+
+    group_id: str
+    results: tuple[RolloutResult, ...]
+    failures: tuple[JobFailure, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every sample is there."""
+        return not self.failures
+
+
+class RolloutClient:
+    """An asyncio client of one pool, for one task or many of one event loop.
+
+    Guarantees: a job that `submit` returned for is accepted, and reaches this client as all its results or as the
+    results it got and one JobFailure. Within a process every outcome is handed out exactly once. An outcome stays on
+    the reply stream until the code that took it comes back for the next one (or `wait` returned it): a client that
+    crashes and starts again under the same `client_id` gets what it had not finished with.
+
+    Args:
+        redis_url: the pool's Redis.
+        pool: its name.
+        client_id: name of the reply stream; by default a new one, whose unread results nobody will ask for again.
+        max_outstanding: samples submitted and not taken yet; `submit` raises ClientBusy above it. This, times the size
+            of a result, bounds the client's memory. `map` keeps to a window instead.
+        caps: where the pool answers PoolBusy to this client.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        pool: str = "default",
+        *,
+        client_id: str | None = None,
+        max_outstanding: int = 1 << 18,
+        caps: Caps | None = None,
+    ) -> None:
+        if client_id is not None and not _CLIENT_ID.fullmatch(client_id):
+            raise InvalidField("client_id", client_id, "1 to 128 letters, digits, '_', '.', '-'")
+        self.client_id = client_id or f"client-{secrets.token_hex(8)}"
+        self._max_outstanding = max_outstanding
+        self._redis, self._blocking = connect(redis_url), connect(redis_url, blocking=True)
+        self.broker = Broker(self._redis, pool, caps)
+        self._inbox = Inbox()
+        self._news = asyncio.Condition()
+        self._reader: asyncio.Task[None] | None = None
+        self._acks: list[str] = []
+        self._broken: BaseException | None = None
+
+    async def open(self) -> Self:
+        """Connect. Raises RedisUnavailable. `async with` does it too."""
+        if self._reader is None:
+            await ping(self._redis)
+            self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def aclose(self) -> None:
+        """Acknowledge what was taken and disconnect; jobs under way are not cancelled."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+            self._reader = None
+        try:
+            await self._flush_acks()
+        finally:
+            await self._redis.aclose()
+            await self._blocking.aclose()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # --- jobs in ---------------------------------------------------------------------------------------------------
+
+    async def submit(self, job: GenerateJob | None = None, /, **fields: Any) -> JobHandle:
+        """Submit one job, given whole or by the fields of GenerateJob: `submit(token_ids=[…], n=8)`.
+
+        Raises InvalidField, PoolBusy, ClientBusy.
+        """
+        return (await self.submit_many([job if job is not None else GenerateJob.build(**fields)]))[0]
+
+    async def submit_many(self, jobs: Iterable[GenerateJob]) -> list[JobHandle]:
+        """Submit jobs in order. If PoolBusy is raised, its `accepted` first ones are in and will be answered."""
+        mine = [job if job.reply_to else job.model_copy(update={"reply_to": self.client_id}) for job in jobs]
+        for job in mine:
+            if job.reply_to != self.client_id:
+                raise InvalidField("reply_to", job.reply_to, f"empty, or this client's own id {self.client_id!r}")
+        samples = sum(job.n for job in mine)
+        if self._inbox.samples + samples > self._max_outstanding:
+            raise ClientBusy(
+                f"{self._inbox.samples} samples are outstanding and {samples} more were submitted; "
+                f"max_outstanding={self._max_outstanding}: take some results first"
+            )
+        await self.open()
+        # Tracked before they are sent: the first result may be here before the reply to the submission.
+        fresh = {job.id for job in mine if self._inbox.track(job.id, job.group, job.n)}
+        states: list[str] = []
+        try:
+            states = await self.broker.enqueue(mine)
+        except PoolBusy as busy:
+            states = ["new"] * busy.accepted
+            raise
+        finally:
+            for job in mine[len(states) :]:
+                if job.id in fresh:
+                    self._inbox.untrack(job.id)
+        handles = [JobHandle(job.id, job.group, job.n, state) for job, state in zip(mine, states, strict=True)]
+        for handle in handles:
+            if handle.state not in {"new", "q", "r"} and not await self._still_to_come(handle):
+                self._inbox.untrack(handle.job_id)
+        return handles
+
+    async def _still_to_come(self, handle: JobHandle) -> bool:
+        """Whether a job that ended before it was submitted again has outcomes that nobody has taken yet."""
+        tracked = self._inbox.tracked(handle.job_id)
+        if tracked is not None and tracked.arrived:
+            return True
+        last = "0"
+        while replies := await self.broker.read_replies(self.client_id, last):
+            if any(reply.outcome.job_id == handle.job_id for reply in replies):
+                return True
+            last = replies[-1].entry_id
+        return False
+
+    async def cancel(self, jobs: Sequence[JobHandle | str]) -> list[str]:
+        """Cancel jobs; each ends with a JobFailure unless it had ended already. Per job "ok" or the state it was in."""
+        return await self.broker.cancel([job if isinstance(job, str) else job.job_id for job in jobs])
+
+    async def cancel_group(self, group_id: str) -> list[str]:
+        """Cancel what this client has outstanding of a group."""
+        return await self.cancel(self._inbox.group_jobs(group_id))
+
+    # --- results out -----------------------------------------------------------------------------------------------
+
+    @property
+    def outstanding(self) -> int:
+        """Jobs not fully handed out yet."""
+        return self._inbox.jobs
+
+    async def results(self, timeout: float | None = None) -> AsyncIterator[Outcome]:
+        """Outcomes as they arrive, until nothing is outstanding. Raises WaitTimeout if none comes for `timeout` s."""
+        while True:
+            await self._until(lambda: len(self._inbox) > 0 or not self._inbox.jobs, timeout)
+            reply = self._inbox.take_next()
+            if reply is None:
+                return
+            try:
+                yield reply.outcome
+            finally:
+                await self._ack([reply])
+
+    async def groups(self, timeout: float | None = None) -> AsyncIterator[Group]:
+        """Groups as they become complete, until nothing is outstanding. Raises WaitTimeout like `results`."""
+        while True:
+            await self._until(lambda: self._inbox.full_group() is not None or not self._inbox.jobs, timeout)
+            group_id = self._inbox.full_group()
+            if group_id is None:
+                return
+            replies = self._inbox.take_group(group_id)
+            try:
+                yield _group(group_id, replies)
+            finally:
+                await self._ack(replies)
+
+    async def wait(self, job: JobHandle, timeout: float | None = None) -> list[RolloutResult]:
+        """All results of one job, by sample number.
+
+        Raises WaitTimeout (nothing is lost, wait again), or JobFailed if it ended without all of them.
+        """
+        if self._inbox.tracked(job.job_id) is None:
+            raise JobFailed(as_failure(job.job_id, job.state))
+        await self._until(lambda: (it := self._inbox.tracked(job.job_id)) is None or it.ended, timeout)
+        replies = self._inbox.take_job(job.job_id)
+        await self._ack(replies)
+        group = _group(job.group_id, replies)
+        if group.failures:
+            raise JobFailed(group.failures[0])
+        return list(group.results)
+
+    async def map(
+        self, jobs: Iterable[GenerateJob], *, window: int = 1024, timeout: float | None = None
+    ) -> AsyncIterator[Outcome]:
+        """Submit `jobs` as results are taken, at most `window` of them outstanding; yields outcomes as they arrive.
+
+        Waits while the pool is busy. Jobs may be a generator of any length: memory is bounded by the window.
+        """
+        source = iter(jobs)
+        batch: list[GenerateJob] = []
+        exhausted = False
+        while True:
+            while not exhausted and len(batch) + self._inbox.jobs < window:
+                job = next(source, None)
+                exhausted = job is None
+                if job is not None:
+                    batch.append(job)
+            busy = False
+            if batch:
+                try:
+                    await self.submit_many(batch)
+                    batch = []
+                except PoolBusy as error:
+                    batch, busy = batch[error.accepted :], True
+            if not self._inbox.jobs and not batch:
+                return
+            try:
+                await self._until(lambda: len(self._inbox) > 0, RETRY_S if busy else timeout)
+            except WaitTimeout:
+                if busy:
+                    continue
+                raise
+            # One round takes what is here, so that a refill is a batch and not one job at a time.
+            for _ in range(len(self._inbox)):
+                reply = self._inbox.take_next()
+                if reply is None:
+                    break
+                try:
+                    yield reply.outcome
+                finally:
+                    await self._ack([reply])
+
+    # --- looking around --------------------------------------------------------------------------------------------
+
+    async def load(self) -> PoolLoad:
+        """How much is queued, open and finished in the pool."""
+        return await self.broker.load()
+
+    async def workers(self) -> list[WorkerStatus]:
+        """The pool's workers as of their last heartbeat."""
+        return await self.broker.workers()
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    async def _until(self, ready: Callable[[], bool], timeout: float | None) -> None:
+        await self.open()
+        try:
+            async with asyncio.timeout(timeout), self._news:
+                while not ready():
+                    if self._broken is not None:
+                        raise RolloutMQError(f"the reader of client {self.client_id} stopped") from self._broken
+                    await self._news.wait()
+        except TimeoutError:
+            raise WaitTimeout(f"nothing arrived for client {self.client_id} within {timeout} s") from None
+
+    async def _read(self) -> None:
+        last = "0"
+        try:
+            while True:
+                await self._flush_acks()
+                try:
+                    replies = await self.broker.read_replies(
+                        self.client_id, last, count=READ_COUNT, block_ms=BLOCK_MS, redis=self._blocking
+                    )
+                except (RedisError, OSError) as error:
+                    log.warning("results cannot be read: %s", error)
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                if replies:
+                    last = replies[-1].entry_id
+                    async with self._news:
+                        for reply in replies:
+                            if not self._inbox.put(reply):
+                                self._acks.append(reply.entry_id)
+                        self._news.notify_all()
+        except Exception as error:
+            async with self._news:
+                self._broken = error
+                self._news.notify_all()
+
+    async def _ack(self, replies: list[Reply]) -> None:
+        self._acks += [reply.entry_id for reply in replies]
+        if len(self._acks) >= READ_COUNT:
+            await self._flush_acks()
+
+    async def _flush_acks(self) -> None:
+        acks, self._acks = self._acks, []
+        try:
+            await self.broker.ack(self.client_id, acks)
+        except (RedisError, OSError):
+            self._acks = acks + self._acks
+
+
+def _group(group_id: str, replies: list[Reply]) -> Group:
+    outcomes = [reply.outcome for reply in replies]
+    return Group(
+        group_id,
+        tuple(outcome for outcome in outcomes if isinstance(outcome, RolloutResult)),
+        tuple(outcome for outcome in outcomes if isinstance(outcome, JobFailure)),
+    )

@@ -1,0 +1,139 @@
+"""Where outcomes wait between the reply stream and whoever takes them: by arrival, by job, or by group."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from ..messages.broker import Reply
+from ..messages.results import JobFailure, RolloutResult
+
+FAILURE = -1
+"""The place of a job's failure among its samples' numbers."""
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A job that is not fully delivered. `arrived` are the samples (or FAILURE) seen, `taken` of them were handed out."""
+
+    job_id: str
+    group_id: str
+    n: int
+    arrived: set[int] = field(default_factory=set)
+    taken: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """All its samples, or its failure, have arrived."""
+        return FAILURE in self.arrived or len(self.arrived) >= self.n
+
+
+class Inbox:
+    """Outcomes that have arrived and not been taken, and the jobs they belong to. Each is handed out exactly once."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, Tracked] = {}
+        self._groups: dict[str, dict[str, None]] = {}
+        self._waiting: OrderedDict[tuple[str, int], Reply] = OrderedDict()
+        self._full_groups: OrderedDict[str, None] = OrderedDict()
+        self.samples = 0
+        """Samples of all jobs that are not fully delivered."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def jobs(self) -> int:
+        """Jobs not fully delivered yet."""
+        return len(self._jobs)
+
+    def tracked(self, job_id: str) -> Tracked | None:
+        return self._jobs.get(job_id)
+
+    def group_jobs(self, group_id: str) -> list[str]:
+        """Jobs of a group, in the order they were submitted."""
+        return list(self._groups.get(group_id, ()))
+
+    # --- in --------------------------------------------------------------------------------------------------------
+
+    def track(self, job_id: str, group_id: str, n: int) -> bool:
+        """Expect a job's outcomes; False if it is expected already."""
+        if job_id in self._jobs:
+            return False
+        self._jobs[job_id] = Tracked(job_id, group_id, n)
+        self._groups.setdefault(group_id, {})[job_id] = None
+        self._full_groups.pop(group_id, None)
+        self.samples += n
+        return True
+
+    def untrack(self, job_id: str) -> None:
+        """Expect nothing (more) of a job."""
+        tracked = self._jobs.pop(job_id, None)
+        if tracked is None:
+            return
+        self.samples -= tracked.n
+        group = self._groups[tracked.group_id]
+        del group[job_id]
+        if not group:
+            del self._groups[tracked.group_id]
+            self._full_groups.pop(tracked.group_id, None)
+        for key in [(job_id, sample) for sample in tracked.arrived]:
+            self._waiting.pop(key, None)
+
+    def put(self, reply: Reply) -> bool:
+        """Take an outcome in; False if it had arrived before. One of an unknown job (the client before this one
+        submitted it) starts to be tracked here."""
+        outcome = reply.outcome
+        sample = outcome.sample if isinstance(outcome, RolloutResult) else FAILURE
+        if outcome.job_id not in self._jobs:
+            known = isinstance(outcome, RolloutResult)
+            self.track(outcome.job_id, outcome.group_id if known else outcome.job_id, outcome.n if known else 1)
+        tracked = self._jobs[outcome.job_id]
+        if sample in tracked.arrived:
+            return False
+        tracked.arrived.add(sample)
+        self._waiting[(outcome.job_id, sample)] = reply
+        if tracked.ended and all(self._jobs[job].ended for job in self._groups[tracked.group_id]):
+            self._full_groups[tracked.group_id] = None
+        return True
+
+    # --- out -------------------------------------------------------------------------------------------------------
+
+    def take_next(self) -> Reply | None:
+        """The outcome that arrived first."""
+        if not self._waiting:
+            return None
+        key, reply = self._waiting.popitem(last=False)
+        self._delivered(key[0], 1)
+        return reply
+
+    def take_job(self, job_id: str) -> list[Reply]:
+        """What is here of one job, by sample number; its failure last."""
+        tracked = self._jobs.get(job_id)
+        if tracked is None:
+            return []
+        order = sorted(tracked.arrived, key=lambda sample: (sample == FAILURE, sample))
+        replies = [self._waiting.pop((job_id, sample), None) for sample in order]
+        found = [reply for reply in replies if reply is not None]
+        self._delivered(job_id, len(found))
+        return found
+
+    def full_group(self) -> str | None:
+        """The group that has been complete for longest and not taken."""
+        return next(iter(self._full_groups), None)
+
+    def take_group(self, group_id: str) -> list[Reply]:
+        """What is here of a group, job by job in the order of submission."""
+        return [reply for job_id in self.group_jobs(group_id) for reply in self.take_job(job_id)]
+
+    def _delivered(self, job_id: str, count: int) -> None:
+        tracked = self._jobs[job_id]
+        tracked.taken += count
+        if tracked.ended and tracked.taken >= len(tracked.arrived):
+            self.untrack(job_id)
+
+
+def as_failure(job_id: str, state: str) -> JobFailure:
+    """What to say about a job that had ended before it was submitted again, and whose outcome was taken then."""
+    cause = f"it had ended ({state}) before this submission, and its outcome was taken then"
+    return JobFailure(job_id=job_id, outcome="dead", cause=cause)

@@ -1,0 +1,100 @@
+"""Runs inside the engine's processes: receives a version, verifies it, and only then touches the model.
+
+SGLang calls `receive` on every tensor-parallel rank through its `custom_weight_loader` hook. All tensors are staged in
+host memory and their digests compared with the trainer's before the first one is loaded, so that a transfer that breaks
+off, or brings something else than was sent, leaves the old weights as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..messages.codec import decode
+from ..messages.errors import DigestMismatch, TransferTimeout
+from ..messages.weights import WeightManifest
+from .digest import digest
+from .group import Group, join_store
+from .snapshot import unpack
+from .transfer import Phase, TransferOrder, TransferReport
+
+
+def receive(model: Any, named_tensors: Any) -> None:
+    """SGLang's hook. The name of the one tensor is JSON: {"order": TransferOrder, "report": path}.
+
+    Never raises, because an exception here ends the engine. What happened is written to `<path>.rank<r>`.
+    """
+    from sglang.srt.distributed import get_tensor_model_parallel_rank  # noqa: PLC0415 – only there inside an engine
+
+    ((payload, _),) = list(named_tensors)
+    told = json.loads(payload)
+    rank = int(get_tensor_model_parallel_rank())
+    order = TransferOrder(**told["order"])
+    report, _tensors = receive_tensors(order, rank, lambda tensors: model.load_weights(tensors.items()))
+    target = Path(f"{told['report']}.rank{rank}")
+    partial = target.with_suffix(target.suffix + ".part")
+    with contextlib.suppress(OSError):  # a missing report is read as a failure in "load"
+        partial.write_text(report.to_json())
+        os.replace(partial, target)
+
+
+def receive_tensors(
+    order: TransferOrder, tp_rank: int, load: Callable[[dict[str, torch.Tensor]], object] | None = None
+) -> tuple[TransferReport, dict[str, torch.Tensor]]:
+    """Receive and verify what `order` announces, as its rank `rank_offset + tp_rank`; then hand it to `load`.
+
+    Blocks up to the order's timeout. Returns the report and the verified tensors (none if it failed).
+    """
+    deadline = time.monotonic() + order.timeout_s
+    phase: Phase = "rendezvous"
+    marks = [time.monotonic()]
+
+    def lap() -> float:
+        marks.append(time.monotonic())
+        return marks[-1] - marks[-2]
+
+    receive_s = verify_s = load_s = 0.0
+    try:
+        store = join_store(order.host, order.port, order.timeout_s)
+        manifest = _manifest(store, order)
+        rank = order.rank_offset + tp_rank
+        left = max(0.1, deadline - time.monotonic())
+        group = Group(store, order.group, order.backend, rank, order.world_size, order.host, left)
+        phase = "receive"
+        buckets = [torch.empty(size, dtype=torch.uint8) for size in manifest.bucket_nbytes]
+        for bucket in buckets:
+            group.broadcast(bucket)
+        receive_s = lap()
+        phase = "verify"
+        tensors: dict[str, torch.Tensor] = {}
+        for spec, tensor in unpack(manifest, buckets):
+            if (arrived := digest(tensor)) != spec.digest:
+                raise DigestMismatch(f"tensor {spec.name}: digest {arrived}, the trainer sent {spec.digest}")
+            tensors[spec.name] = tensor
+        verify_s = lap()
+        if load is not None:
+            phase = "load"
+            load(tensors)
+            load_s = lap()
+    except Exception as error:  # whatever torch or the model raises belongs into the report
+        return TransferReport(ok=False, phase=phase, error=f"{type(error).__name__}: {error}"), {}
+    report = TransferReport(True, "done", "", len(tensors), manifest.nbytes, receive_s, verify_s, load_s)
+    return report, tensors
+
+
+def _manifest(store: Any, order: TransferOrder) -> WeightManifest:
+    try:
+        raw = store.get(f"{order.group}/manifest")
+    except RuntimeError as error:
+        raise TransferTimeout(f"no manifest of version {order.version} in time: {error}") from error
+    manifest = decode(bytes(raw), WeightManifest)
+    if manifest.version != order.version:
+        raise DigestMismatch(f"the manifest is of version {manifest.version}, {order.version} was announced")
+    return manifest

@@ -1,0 +1,68 @@
+"""A tiny model on disk and one real SGLang engine, shared by all tests: it takes seconds to start."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from rolloutmq.worker.cpu_support import prepare_transformers
+from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
+
+VOCAB_SIZE = 512
+MAX_RUNNING = 8
+KV_TOKENS = 1024  # smaller than the model's context, so that the KV cache is what limits a request
+
+
+class EngineUnderTest(SGLangEngine):
+    _weight_loader = "substitute_loader.receive"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint of a two-layer Qwen2 with random weights; no end-of-sequence token."""
+    if find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed")
+    prepare_transformers()
+    import torch  # noqa: PLC0415
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.1,  # peaked enough that rounding does not change the greedy choice
+    )
+    path = tmp_path_factory.mktemp("tiny-model")
+    Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model: Path) -> Any:
+    """The same model in transformers, in float32."""
+    from transformers import Qwen2ForCausalLM  # noqa: PLC0415
+
+    return Qwen2ForCausalLM.from_pretrained(tiny_model, dtype="float32").eval()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engine(tiny_model: Path) -> AsyncIterator[SGLangEngine]:
+    """Started; with the loader of `substitute_loader`."""
+    config = SGLangConfig(
+        model=str(tiny_model), dtype="float32", max_running=MAX_RUNNING, max_total_tokens=KV_TOKENS, random_seed=1
+    )
+    engine = EngineUnderTest(config)
+    await engine.start()
+    yield engine
+    await engine.close()

@@ -1,0 +1,74 @@
+"""Claims jobs whenever there is room, and waits on the pool's wake-up token when there are none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from ..messages.lease import Claim, Lease
+
+log = logging.getLogger(__name__)
+MAX_JOBS = 256
+WAKE_S = 1
+"""A wake-up token can be lost with the worker that took it: an idle worker looks for itself this often."""
+RETRY_S = 0.2
+
+
+class ClaimLoop:
+    """room(): samples this worker could hold more, 0 while it must not claim. version(): the weights it serves."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        waker: Redis,
+        room: Callable[[], int],
+        version: Callable[[], int],
+        admit: Callable[[list[Claim]], Awaitable[None]],
+    ) -> None:
+        self._lease, self._waker = lease, waker
+        self._room, self._version, self._admit = room, version, admit
+        self._changed = asyncio.Event()
+
+    def poke(self) -> None:
+        """There may be room, or different weights, now."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Claim until cancelled. Raises LeaseLost."""
+        wake: asyncio.Task[object] | None = None
+        try:
+            while True:
+                self._changed.clear()
+                room = self._room()
+                if room <= 0:
+                    await self._changed.wait()
+                    continue
+                try:
+                    claims = await self._lease.claim(min(room, MAX_JOBS), room, self._version())
+                except (RedisError, OSError) as error:
+                    log.warning("claim failed: %s", error)
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                if claims:
+                    await self._admit(claims)
+                    continue
+                # Never cancelled while we wait: that would cost the connection, and maybe the token with it.
+                wake = wake or asyncio.create_task(self._wake())
+                changed = asyncio.create_task(self._changed.wait())
+                await asyncio.wait({wake, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                if wake.done():
+                    wake = None
+        finally:
+            if wake is not None:
+                wake.cancel()
+
+    async def _wake(self) -> None:
+        try:
+            await self._waker.blpop([self._lease.keys.wake], timeout=WAKE_S)
+        except (RedisError, OSError):
+            await asyncio.sleep(RETRY_S)

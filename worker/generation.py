@@ -1,0 +1,161 @@
+"""Keeps the engine full: samples wait here for a slot, run leg by leg, and stop and go on around weight updates."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+
+from ..messages.errors import EngineDead, RequestRefused
+from .engine import Engine, EngineRequest
+from .samples import SampleRun
+
+ABORT_AGAIN_S = 0.1
+"""A request on its way into the scheduler is not there yet to be aborted: ask again until the engine is idle."""
+
+
+class Generation:
+    """Runs samples on one engine, at most `max_running` at once.
+
+    on_finished(sample), on_refused(sample, error): what becomes of a sample. on_dead(): the engine died; the samples
+    that were in it are in `died_with` until `clear`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        max_running: int,
+        on_finished: Callable[[SampleRun], None],
+        on_refused: Callable[[SampleRun, RequestRefused], None],
+        on_dead: Callable[[], None],
+    ) -> None:
+        self.version = 0
+        self.generated_tokens = 0
+        self.finished = 0
+        self._engine = engine
+        self._max_running = max_running
+        self._on_finished, self._on_refused, self._on_dead = on_finished, on_refused, on_dead
+        self.died_with: list[SampleRun] = []
+        self._waiting: deque[SampleRun] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: dict[str, SampleRun] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed_by: set[str] = set()
+
+    # --- what is here ----------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Samples in the engine."""
+        return len(self._running)
+
+    def in_engine(self, samples: Iterable[SampleRun]) -> bool:
+        """Whether any of these is in the engine now."""
+        ids = {id(sample) for sample in self._running.values()}
+        return any(id(sample) in ids for sample in samples)
+
+    # --- work in ---------------------------------------------------------------------------------------------------
+
+    def add(self, samples: Iterable[SampleRun]) -> None:
+        """Queue samples; they start as slots get free."""
+        self._waiting.extend(samples)
+        self._pump()
+
+    def _pump(self) -> None:
+        while self._waiting and not self._closed_by and len(self._tasks) < self._max_running:
+            sample = self._waiting.popleft()
+            if sample.dropped:
+                continue
+            # Registered before the task first runs: whoever closes the gate in between must see it.
+            request = sample.next_request(self.version)
+            self._running[request.request_id] = sample
+            self._idle.clear()
+            task = asyncio.create_task(self._run_leg(sample, request, self.version))
+            self._tasks.add(task)
+            task.add_done_callback(self._leg_done)
+
+    def _leg_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "a sample failed in a way nobody expected", "exception": error, "task": task}
+            )
+        self._pump()
+
+    async def _run_leg(self, sample: SampleRun, request: EngineRequest, version: int) -> None:
+        began = time.monotonic()
+        try:
+            output = await self._engine.generate(request)
+        except EngineDead:
+            self.died_with.append(sample)
+            self._on_dead()
+            return
+        except RequestRefused as error:
+            self._on_refused(sample, error)
+            return
+        finally:
+            del self._running[request.request_id]
+            if not self._running:
+                self._idle.set()
+        sample.absorb(output, version, time.monotonic() - began)
+        self.generated_tokens += len(output.token_ids)
+        if sample.dropped:
+            return
+        if sample.finish_reason is None:
+            self._waiting.appendleft(sample)
+        else:
+            self.finished += 1
+            self._on_finished(sample)
+
+    # --- stopping and going on -------------------------------------------------------------------------------------
+
+    def close_gate(self, reason: str) -> None:
+        """Start nothing more until `open_gate` with the same reason; several reasons may hold it."""
+        self._closed_by.add(reason)
+
+    def open_gate(self, reason: str) -> None:
+        self._closed_by.discard(reason)
+        self._pump()
+
+    @asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """The engine runs nothing inside this block: what runs is interrupted, keeps what it has, and goes on after."""
+        self.close_gate("quiet")
+        try:
+            await self.interrupt()
+            yield
+        finally:
+            self.open_gate("quiet")
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Let what is in the engine run to its end; False if that took longer. Close the gate first."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def interrupt(self) -> None:
+        """Stop everything that runs; the samples wait here with what they have. The gate must be closed."""
+        while self._running:
+            self._engine.abort_all()
+            try:
+                async with asyncio.timeout(ABORT_AGAIN_S):
+                    await self._idle.wait()
+            except TimeoutError:
+                continue
+
+    def abort_dropped(self) -> None:
+        """Free the slots of samples nobody wants any more."""
+        for request_id, sample in list(self._running.items()):
+            if sample.dropped:
+                self._engine.abort(request_id)
+
+    def clear(self) -> None:
+        """Forget every sample that is not in the engine."""
+        self._waiting.clear()
+        self.died_with.clear()

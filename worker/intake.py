@@ -1,0 +1,65 @@
+"""From a claimed payload to samples that can run: decode, check, tokenise. What cannot run is named and refused here."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from ..messages.codec import decode
+from ..messages.errors import MessageError, RequestRefused
+from ..messages.jobs import GenerateJob
+from ..messages.lease import Claim
+from ..messages.results import Partial
+from .engine import EngineInfo
+from .held import HeldJob
+from .samples import SampleRun
+from .tokenizer import Tokenizer
+
+
+def admit(claim: Claim, info: EngineInfo, tokenizer: Tokenizer) -> HeldJob:
+    """The job with a SampleRun for each sample that is not published yet.
+
+    Raises MessageError if the payload is not a job, RequestRefused if this kind of engine cannot run it. A partial that
+    cannot be read is not fatal: that sample starts over.
+    """
+    job = decode(claim.payload, GenerateJob)
+    if job.id != claim.job_id:
+        raise MessageError(f"the payload is job {job.id}, it was queued as {claim.job_id}")
+    if missing := job.unsupported(info.features):
+        raise RequestRefused(f"{', '.join(missing)}: not supported by {info.name} {info.version} on this worker")
+    prompt = _prompt(job, tokenizer)
+    room = info.context_length - len(prompt)
+    if job.sampling.max_new_tokens > room:
+        raise RequestRefused(
+            f"sampling.max_new_tokens={job.sampling.max_new_tokens}: the prompt has {len(prompt)} tokens and the "
+            f"context {info.context_length}, so at most {max(0, room)} are possible"
+        )
+    held = HeldJob(claim, job)
+    if claim.left_s is not None:
+        held.deadline = time.monotonic() + claim.left_s
+    for index in range(job.n):
+        if index in claim.published:
+            continue
+        sample = SampleRun(job, prompt, index, claim.attempt, claim.queued_s)
+        if index in claim.partials and (partial := _readable(claim.partials[index])) is not None:
+            sample.resume_from(partial)
+        held.samples[index] = sample
+    return held
+
+
+def _prompt(job: GenerateJob, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
+    if job.token_ids is not None:
+        return job.token_ids
+    if job.text is not None:
+        return tokenizer.encode(job.text)
+    assert job.messages is not None
+    return tokenizer.encode_chat([message.model_dump() for message in job.messages])
+
+
+def _readable(blob: bytes) -> Partial | None:
+    try:
+        return decode(blob, Partial)
+    except MessageError:
+        return None

@@ -1,0 +1,253 @@
+"""Everything of SGLang's insides that this package touches, for 0.5.17 up to 0.5.23.
+
+Differences between releases are found by attribute or signature, never by version number:
+
+- `begin_weight_update` and `end_weight_update` exist, and are required around an update, only in newer releases;
+- a request that is aborted before it was sent raises in older ones and returns an empty output in newer ones;
+- `extra_key` separates prefix caches in all of them (`cache_salt`, in newer ones, is a second such key; not used);
+- the launch state travels in attributes of the tokenizer manager or of the engine, whose names all of them share.
+
+Importing this module imports sglang, so only code that runs after :mod:`.cpu_support` could act may do it: this module
+calls it itself, first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import pickle
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any
+
+from .cpu_support import prepare_engine
+from .engine import EngineRequest
+from .sglang_children import ChildSetup, run_scheduler
+
+prepare_engine()
+_policy = asyncio.get_event_loop_policy()
+
+import sglang  # noqa: E402
+import torch  # noqa: E402
+from sglang.srt.entrypoints import engine as engine_module  # noqa: E402
+from sglang.srt.managers import io_struct  # noqa: E402
+from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
+
+asyncio.set_event_loop_policy(_policy)  # importing sglang replaces it with uvloop's; that is the host program's choice
+
+logger = logging.getLogger(__name__)
+VERSION: str = sglang.__version__
+_PLAIN_OUTPUT_LOGPROBS = "rolloutmq_output_logprobs"
+
+
+class Manager(TokenizerManager):  # type: ignore[misc]
+    """SGLang's tokenizer manager as a part of somebody else's program.
+
+    The original installs SIGTERM and SIGQUIT handlers and ends the whole process when something goes wrong. This one
+    touches no signals, runs only the task that receives outputs, and reports a failure to `on_lost`.
+    """
+
+    event_loop: Any
+    on_lost: Callable[[str], None] = staticmethod(lambda reason: None)
+
+    def auto_create_handle_loop(self) -> None:
+        if self.event_loop is None:
+            self.event_loop = asyncio.get_running_loop()
+            self.asyncio_tasks.add(self.event_loop.create_task(self._receive()))
+
+    async def _receive(self) -> None:
+        try:
+            await self.handle_loop()
+        except Exception as error:
+            logger.exception("receiving from the SGLang scheduler failed")
+            self.on_lost(f"receiving from the scheduler failed: {error!r}")
+
+    def add_logprob_to_meta_info(self, meta_info: dict[str, Any], state: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Hand over the sampled tokens' log-probabilities as the list they are in.
+
+        The original makes a tuple (logprob, token id, None) of each token: half of the work per token in this process.
+        """
+        meta_info[_PLAIN_OUTPUT_LOGPROBS] = state.output_token_logprobs_val
+
+
+def launch(arguments: dict[str, Any], setup: ChildSetup, on_lost: Callable[[str], None]) -> Any:
+    """A running `sgl.Engine`; blocks until its model is loaded, so call it outside the event loop.
+
+    No detokenizer process is started: without a tokenizer in the engine the scheduler answers the manager directly,
+    and that process would only cost its start-up.
+    """
+
+    def make_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
+        manager, templates = engine_module.init_tokenizer_manager(server_args, port_args, Manager)
+        manager.on_lost = on_lost
+        return manager, templates
+
+    class _Engine(engine_module.Engine):  # type: ignore[misc]
+        init_tokenizer_manager_func = staticmethod(make_manager)
+        run_scheduler_process_func = staticmethod(partial(run_scheduler, setup=setup))
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, *_args: object, **_kwargs: object) -> tuple[list[Any], list[str]]:
+            return [], []
+
+        def shutdown(self) -> None:
+            """The original, also run at exit, kills every child of this process; EngineProcesses ends this engine's."""
+
+    # It would replace the root logger's handlers, which belong to the host program; the children still call theirs.
+    engine_module.configure_logger = lambda *_args, **_kwargs: None
+    logging.getLogger("sglang").setLevel(arguments["log_level"].upper())
+    engine = _Engine(**arguments)
+    atexit.unregister(engine.shutdown)  # keeps the engine in memory
+    # Sends SIGQUIT to this process when a child ends; this package watches them itself.
+    engine.tokenizer_manager._subprocess_watchdog.stop()
+    return engine
+
+
+def generate_input(request: EngineRequest) -> Any:
+    """The request in SGLang's form. Never streams: that costs a third of the throughput."""
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "ignore_eos": sampling.ignore_eos,
+    }
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.logit_bias:
+        params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    return io_struct.GenerateReqInput(
+        rid=request.request_id,
+        input_ids=request.token_ids.tolist(),
+        sampling_params=params,
+        return_logprob=True,
+        logprob_start_len=-1,
+        stream=False,
+        extra_key=request.cache_key,
+    )
+
+
+async def generate(manager: Any, request: EngineRequest) -> dict[str, Any] | None:
+    """SGLang's answer to one request, or None if it was aborted before it reached the scheduler.
+
+    Raises what SGLang raises: ValueError for a request that it refuses.
+    """
+    answer: dict[str, Any] | None = None
+    try:
+        # To its end, not just the first item: only that gives back the lock that a weight update waits for.
+        async for item in manager.generate_request(generate_input(request), None):
+            answer = item
+    except ValueError as error:
+        if type(error).__name__ == "RequestAbortedError":
+            return None
+        raise
+    except asyncio.CancelledError:
+        manager.abort_request(request.request_id)
+        raise
+    return answer
+
+
+def output_logprobs(answer: dict[str, Any]) -> list[float]:
+    """Log-probabilities of the generated tokens; empty for a request that never ran."""
+    values: list[float] = answer["meta_info"].get(_PLAIN_OUTPUT_LOGPROBS, [])
+    return values
+
+
+def fail_pending(manager: Any) -> None:
+    """Make every pending `generate` return, because no answer will come any more."""
+    for state in list(manager.rid_to_state.values()):
+        state.finished = True
+        state.out_list.append({"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}})
+        state.event.set()
+    manager.rid_to_state.clear()
+
+
+def token_limit(engine: Any) -> int:
+    """Most tokens of prompt and output together that the scheduler neither cuts short nor leaves waiting for ever.
+
+    SGLang keeps a few positions for itself (`max_req_input_len` has them taken off, from the context length as well
+    as from the KV cache); admission also wants one free page, which counts where pages are larger than a token.
+    """
+    facts = engine._scheduler_init_result.scheduler_infos[0]
+    page = getattr(engine.server_args, "page_size", None) or 1
+    return min(int(facts["max_req_input_len"]), int(facts["max_total_num_tokens"]) - 6 - int(page))
+
+
+@contextlib.asynccontextmanager
+async def weight_update(manager: Any) -> AsyncIterator[None]:
+    """A weight-update session, where the release has them; it is closed in any case.
+
+    Raises RuntimeError if it cannot be opened or closed.
+    """
+    if not hasattr(manager, "begin_weight_update"):
+        yield
+        return
+    _expect(await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None))
+    try:
+        yield
+    except asyncio.CancelledError:  # the engine is gone: nobody would answer
+        raise
+    except BaseException:
+        await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None)
+        raise
+    _expect(await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
+
+
+async def run_loader(manager: Any, loader: str, text: str, tp_size: int) -> None:
+    """Call `loader(model, [(text, one-element tensor)])` on every tensor-parallel rank.
+
+    Raises RuntimeError if SGLang says that it did not happen.
+    """
+    # Pickled by value: the usual way shares the tensor through a file descriptor that this process must keep open.
+    payload = pickle.dumps([(text, torch.zeros(1))])
+    request = io_struct.UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=[payload] * tp_size,
+        load_format=loader,
+        flush_cache=False,  # flushed separately: as a part of this request a refused flush ends the scheduler
+    )
+    _expect(await manager.update_weights_from_tensor(request, None))
+
+
+async def flush_cache(manager: Any, timeout_s: float) -> bool:
+    """Drop all cached prefixes; False if requests were still running after `timeout_s` seconds."""
+    return bool((await manager.flush_cache(timeout_s=timeout_s)).success)
+
+
+def release(engine: Any) -> None:
+    """Give back what the engine holds in this process; its child processes must be gone. Call it on the event loop."""
+    manager = engine.tokenizer_manager
+    for task in list(manager.asyncio_tasks):
+        task.cancel()
+    for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler, engine.send_to_rpc):
+        context = socket.context
+        socket.close(linger=0)
+        context.destroy(linger=0)
+    reader = getattr(manager, "load_snapshot_reader", None)
+    if reader is not None:
+        reader.close()
+    transport = getattr(manager, "cuda_vmm_feature_transport", None)  # newer releases
+    if transport is not None:
+        transport.shutdown()
+    if not engine.loop.is_running():
+        engine.loop.close()
+
+
+def leftover_files(engine: Any) -> list[str]:
+    """Socket files of the engine's message channels, and its shared-memory file, which SGLang leaves behind."""
+    names = [value for value in vars(engine.port_args).values() if isinstance(value, str)]
+    files = [name.removeprefix("ipc://") for name in names if name.startswith("ipc://")]
+    snapshot = getattr(getattr(engine.tokenizer_manager, "load_snapshot_reader", None), "path", None)
+    return [*files, snapshot] if snapshot else files
+
+
+def _expect(answer: Any) -> None:
+    success, message = (answer[0], answer[1]) if isinstance(answer, tuple) else (answer.success, answer.message)
+    if not success:
+        raise RuntimeError(message)

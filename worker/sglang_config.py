@@ -1,0 +1,117 @@
+"""How an SGLang engine is configured, and what that means as SGLang's own server arguments."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..messages.errors import ConfigError
+
+OWNED_ARGUMENTS = frozenset(
+    {
+        "skip_tokenizer_init",
+        "custom_weight_loader",
+        "model_path",
+        "tokenizer_worker_num",
+        "detokenizer_worker_num",
+        "custom_sigquit_handler",
+        "stream_interval",
+    }
+)
+
+
+class SGLangConfig(BaseModel):
+    """One SGLang engine. None leaves SGLang's default, except where said otherwise.
+
+    model: a directory or hub name that SGLang loads.
+    dtype: of the weights and the computation; "auto" is what the model's own configuration says.
+    device: "auto" takes a GPU if there is one, else the CPU.
+    max_running: most requests decoded at the same time.
+    context_length: most tokens of prompt and output together that SGLang is told. It keeps a few for itself, so the
+        engine's `info.context_length` is a little smaller.
+    mem_fraction: share of the device's memory for weights and KV cache; on a CPU 0.05 of the host's memory.
+    max_total_tokens: size of the KV cache in tokens; on a CPU 65536.
+    load_format: "auto" loads the checkpoint, "dummy" starts from random weights (for benchmarks, or where the first
+        weights come from the trainer anyway).
+    cuda_graph, prefill_cuda_graph: capture graphs at start. Decode graphs take seconds, prefill graphs up to a minute.
+    overlap_schedule: prepare the next batch while the current one runs; off on a CPU, where both need the same cores.
+    cpu_threads: threads of the scheduler process on a CPU, 1 by default: see :func:`server_arguments`.
+    log_level: of the processes SGLang starts.
+    extra: further SGLang server arguments, by their names; these win over the fields above.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(min_length=1)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    tp_size: int = Field(default=1, ge=1)
+    max_running: int | None = Field(default=None, ge=1)
+    context_length: int | None = Field(default=None, ge=16)
+    mem_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
+    max_total_tokens: int | None = Field(default=None, ge=64)
+    load_format: str = "auto"
+    attention_backend: str | None = None
+    sampling_backend: str | None = None
+    cuda_graph: bool = True
+    prefill_cuda_graph: bool = True
+    overlap_schedule: bool | None = None
+    random_seed: int | None = Field(default=None, ge=0)
+    cpu_threads: int | None = Field(default=None, ge=1)
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = "error"
+    extra: dict[str, Any] = Field(default_factory=dict)
+
+
+def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weight_loader: str) -> dict[str, Any]:
+    """SGLang's server arguments for `config` on `device`.
+
+    weight_loader: dotted path of the function that receives weights inside the engine.
+
+    Raises ConfigError if `extra` names an argument that this package sets itself.
+    """
+    owned = sorted(OWNED_ARGUMENTS & config.extra.keys())
+    if owned:
+        raise ConfigError(f"extra={owned}: RolloutMQ sets these arguments itself")
+    arguments: dict[str, Any] = {
+        "model_path": config.model,
+        "skip_tokenizer_init": True,  # tokens in, tokens out: text is the worker's edge
+        "custom_weight_loader": [weight_loader],
+        "dtype": config.dtype,
+        "device": device,
+        "tp_size": config.tp_size,
+        "load_format": config.load_format,
+        "log_level": config.log_level,
+        "disable_cuda_graph": not config.cuda_graph,
+        "disable_prefill_cuda_graph": not config.prefill_cuda_graph,
+        "disable_overlap_schedule": not (
+            device == "cuda" if config.overlap_schedule is None else config.overlap_schedule
+        ),
+        "max_running_requests": config.max_running,
+        "context_length": config.context_length,
+        "mem_fraction_static": config.mem_fraction,
+        "max_total_tokens": config.max_total_tokens,
+        "attention_backend": config.attention_backend,
+        "sampling_backend": config.sampling_backend,
+        "random_seed": config.random_seed,
+    }
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    if device == "cpu":
+        arguments = _cpu_defaults(config) | arguments | _cpu_musts()
+    return arguments | config.extra
+
+
+def _cpu_defaults(config: SGLangConfig) -> dict[str, Any]:
+    """What is best on a CPU unless the configuration says otherwise."""
+    return {
+        "attention_backend": "torch_native",  # the only one that needs no compiled CPU kernels
+        "sampling_backend": "pytorch",
+        "mem_fraction_static": 0.05,
+        "max_total_tokens": 65536,
+        "max_running_requests": 256,
+        "sleep_on_idle": True,  # an idle scheduler otherwise spins on a core that another engine could use
+    }
+
+
+def _cpu_musts() -> dict[str, Any]:
+    return {"disable_cuda_graph": True, "disable_prefill_cuda_graph": True}

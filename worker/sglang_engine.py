@@ -1,0 +1,97 @@
+"""The engine protocol on real SGLang, inside the worker's process and on its event loop."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..messages.errors import EngineDead, EngineError, RequestRefused
+from ..sync.transfer import TransferOrder, TransferReport
+from .engine import EngineInfo, EngineOutput, EngineRequest
+from .sglang_config import SGLangConfig
+from .sglang_requests import check_request, engine_output
+from .sglang_run import SGLangRun
+from .sglang_weights import transfer_weights
+
+__all__ = ["SGLangConfig", "SGLangEngine"]
+
+
+class SGLangEngine:
+    """SGLang behind :class:`~rolloutmq.worker.engine.Engine`; one may run in a process at a time.
+
+    Log-probabilities are those of the model's own distribution, with logit bias and penalties but before temperature
+    and truncation.
+    """
+
+    _weight_loader: ClassVar[str] = "rolloutmq.sync.loader.receive"
+
+    def __init__(self, config: SGLangConfig) -> None:
+        self.config = config
+        self._info: EngineInfo | None = None
+        self._run: SGLangRun | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """Valid after `start`, and still after `close`."""
+        if self._info is None:
+            raise EngineError("the engine has not been started")
+        return self._info
+
+    async def start(self) -> None:
+        """See the protocol; seconds on a tiny model, minutes on a large one."""
+        if self._run is not None:
+            if self._run.alive:
+                raise EngineError("the engine is already running")
+            await self.close()
+        self._run = SGLangRun(self.config, self._weight_loader)
+        try:
+            self._info = await self._run.open()
+        except BaseException:
+            self._run = None
+            raise
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        """See the protocol."""
+        from . import sglang_compat  # noqa: PLC0415  (seconds of imports; loaded by start)
+
+        run = self._current()
+        check_request(request, self.info)
+        try:
+            answer = await sglang_compat.generate(run.manager, request)
+        except ValueError as error:
+            run.check()
+            raise RequestRefused(f"SGLang refused the request: {error}") from error
+        except Exception as error:
+            run.check()
+            raise EngineError(f"SGLang failed on the request: {error}") from error
+        run.check()
+        return engine_output(answer, sglang_compat.output_logprobs(answer) if answer else [])
+
+    def abort(self, request_id: str) -> None:
+        """See the protocol."""
+        if self._run is not None and self._run.lost is None:
+            self._run.manager.abort_request(request_id)
+
+    def abort_all(self) -> None:
+        """See the protocol."""
+        if self._run is not None and self._run.lost is None:
+            self._run.manager.abort_request(abort_all=True)
+
+    async def load_weights(self, order: TransferOrder) -> TransferReport:
+        """See the protocol. A caller that is cancelled does not stop the transfer, which has its own deadline."""
+        run = self._current()
+        return await run.race(transfer_weights(run.manager, order, self._weight_loader, self.config.tp_size))
+
+    async def healthy(self) -> bool:
+        """See the protocol."""
+        return self._run is not None and self._run.alive
+
+    async def close(self) -> None:
+        """See the protocol. Python's own resource tracker, one per process and not SGLang's, stays."""
+        run, self._run = self._run, None
+        if run is not None:
+            await run.close()
+
+    def _current(self) -> SGLangRun:
+        if self._run is None:
+            raise EngineDead("the engine is not running")
+        return self._run

@@ -1,0 +1,85 @@
+"""The processes of one SGLang engine: started from a thread that outlives them, watched, ended without collateral.
+
+SGLang's own `shutdown` kills every child process of the calling process. A worker has others (an embedded Redis, an
+RQ child), so this module remembers which ones are the engine's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
+from typing import TypeVar
+
+import psutil  # type: ignore[import-untyped]
+
+KILL_TIMEOUT_S = 30.0
+T = TypeVar("T")
+
+
+class EngineProcesses:
+    """What one engine starts through `multiprocessing`, with everything those processes start in turn.
+
+    The scheduler asks the kernel to be killed when the *thread* that started it ends; so :meth:`launch` runs on a
+    thread of its own that lives until :meth:`close`.
+    """
+
+    def __init__(self) -> None:
+        self._others = set(multiprocessing.active_children())
+        self._roots: set[BaseProcess] = set()
+        self._descendants: set[psutil.Process] = set()
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
+        # Registered after multiprocessing's own exit handler, so it runs before that one, which waits for children.
+        atexit.register(self.kill)
+
+    def launch(self, function: Callable[[], T]) -> Future[T]:
+        """Run `function`, which starts the processes, on the thread that owns them."""
+        return self._thread.submit(function)
+
+    def remember(self) -> None:
+        """Take down which processes exist now: what a killed parent leaves behind is found only through this list."""
+        with self._lock:
+            self._roots |= set(multiprocessing.active_children()) - self._others
+            for root in self._roots:
+                self._descendants |= _tree(root)
+
+    def ended(self) -> str | None:
+        """Which remembered process is gone, in words; None while all of them run."""
+        for root in self._roots:
+            if root.exitcode is not None:
+                return f"process {root.pid} ended with exit code {root.exitcode}"
+        return None
+
+    def kill(self) -> None:
+        """End all of them and wait until they are gone: milliseconds, at most `KILL_TIMEOUT_S` seconds. Blocks."""
+        self.remember()
+        with self._lock:
+            for process in self._descendants:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    pass
+            for root in self._roots:
+                root.join(KILL_TIMEOUT_S)
+            psutil.wait_procs(self._descendants, timeout=KILL_TIMEOUT_S)
+            self._descendants.clear()
+
+    def close(self) -> None:
+        """End everything, the launching thread too, which must be idle. Blocks like :meth:`kill`."""
+        self.kill()
+        atexit.unregister(self.kill)
+        self._thread.shutdown(wait=True)
+
+
+def _tree(root: BaseProcess) -> set[psutil.Process]:
+    if root.pid is None or root.exitcode is not None:
+        return set()
+    try:
+        process = psutil.Process(root.pid)
+        return {process, *process.children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()

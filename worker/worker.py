@@ -1,0 +1,332 @@
+"""A worker: claims jobs while it holds a lease, keeps its engine full, publishes, follows the weights, leaves cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from ..messages.bell import Bell, Ring
+from ..messages.connection import connect, ping
+from ..messages.errors import EngineError, LeaseLost, MessageError, RequestRefused
+from ..messages.lease import Beat, Claim, Finished, Lease
+from ..messages.pool import WorkerState, WorkerStatus
+from ..sync.ledger import Ledger
+from .claims import ClaimLoop
+from .config import WorkerConfig
+from .engine import Engine
+from .generation import Generation
+from .held import HeldJob, HeldJobs
+from .intake import admit
+from .membership import Membership
+from .outbox import Outbox
+from .samples import SampleRun
+from .tokenizer import Tokenizer
+from .weights import WeightFollower
+
+log = logging.getLogger(__name__)
+RETRY_S = 0.2
+LEAVE_S = 2.0
+"""Of the drain budget this much is kept for handing back what did not finish."""
+
+
+class Worker:
+    """One engine in one pool. `run` returns after `drain`, or raises EngineError if the engine cannot be kept up."""
+
+    def __init__(self, config: WorkerConfig, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.worker_id = ""
+        self._engine, self._tokenizer = engine, tokenizer
+        self._host = socket.gethostname()
+        self._held = HeldJobs()
+        self._outbox = Outbox(self._published)
+        self._generation = Generation(engine, config.max_running, self._finished, self._refused, self._engine_died)
+        self._follower: WeightFollower | None = None
+        self._claims: ClaimLoop | None = None
+        self._lease: Lease | None = None
+        self._draining = asyncio.Event()
+        self._dead = asyncio.Event()
+        self._paused = False
+        self._state: WorkerState = "starting"
+        self._refused_publishes = self._restarts = self._restarts_in_a_row = 0
+        self._started_at = time.time()
+        self._side_tasks: set[asyncio.Task[None]] = set()
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Claim nothing more, finish what fits into the budget, hand the rest back, leave. What SIGTERM calls."""
+        self._draining.set()
+        self._poke()
+
+    async def run(self) -> None:
+        """Serve until drained. Raises RedisUnavailable or EngineError if the worker cannot start or go on."""
+        redis = connect(self.config.redis_url)
+        listener, waker = (connect(self.config.redis_url, blocking=True) for _ in range(2))
+        ledger = Ledger(redis, self.config.pool)
+        self._follower = WeightFollower(self._engine, self._generation, ledger, self._engine_died)
+        try:
+            await ping(redis)
+            await self._engine.start()
+            log.info("engine is up: %s", self._engine.info)
+            while not self._draining.is_set():
+                await self._incarnation(redis, listener, waker)
+        finally:
+            await self._engine.close()
+            for client in (redis, listener, waker):
+                await client.aclose()
+
+    async def _incarnation(self, redis: Redis, listener: Redis, waker: Redis) -> None:
+        """Serve under one lease, until it is lost or the worker is drained."""
+        assert self._follower is not None
+        self.worker_id = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._lease = lease = Lease(redis, self.config.pool, self.worker_id, self.config.lease_s)
+        self._claims = ClaimLoop(lease, waker, self._room, lambda: self._generation.version, self._admit)
+        membership = Membership(lease, self.config.beat_s, self.config.max_lost)
+        bell = Bell(listener, self.config.pool)
+        await bell.open()
+        self._state = "syncing"
+        await membership.join(self._status())
+        log.info("joined pool %s as %s", self.config.pool, self.worker_id)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                taking = [
+                    tasks.create_task(self._claims.run()),
+                    tasks.create_task(self._follower.run(self.worker_id, self._poke)),
+                    tasks.create_task(self._keep_engine_up(lease)),
+                ]
+                giving = [
+                    tasks.create_task(membership.run(self._status, self._on_beat)),
+                    tasks.create_task(self._outbox.run(lease)),
+                    tasks.create_task(bell.listen(self._on_ring)),
+                ]
+                await self._draining.wait()
+                for task in taking:
+                    task.cancel()
+                await self._leave(lease)
+                for task in giving:
+                    task.cancel()
+        except* LeaseLost as lost:
+            log.warning("fenced: %s", lost.exceptions[0])
+            self._forget_everything()
+
+    async def _leave(self, lease: Lease) -> None:
+        """Finish what fits, hand back the rest with its partials, unregister."""
+        deadline = time.monotonic() + self.config.drain_s
+        self._generation.close_gate("drain")
+        fits = max(0.0, self.config.drain_s - LEAVE_S)
+        log.info("draining: %d samples run, %d jobs are held", self._generation.running, len(self._held))
+        busy = self._outbox.jobs()
+        waiting = [held for held in self._held if not self._generation.in_engine(held.samples.values())]
+        try:
+            await self._hand_back(lease, [held for held in waiting if held.id not in busy])
+            if not await self._generation.idle(fits):
+                await self._generation.interrupt()
+            async with asyncio.timeout(max(0.5, deadline - time.monotonic())):
+                await self._outbox.flushed()
+                await self._hand_back(lease, list(self._held))
+                await lease.leave()
+        except (RedisError, OSError, TimeoutError) as error:
+            log.warning("left without a word, the lease will run out: %s", error or "out of time")
+
+    async def _hand_back(self, lease: Lease, jobs: list[HeldJob], lost: bool = False) -> None:
+        if jobs:
+            releases = [held.release(lost) for held in jobs]
+            for held in jobs:
+                self._held.drop(held.id)
+            await lease.release(releases, self.config.max_lost)
+
+    def _forget_everything(self) -> None:
+        for held in self._held:
+            self._held.drop(held.id)
+        self._outbox.clear()
+        self._generation.clear()
+        self._generation.abort_dropped()
+
+    # --- jobs in, samples out --------------------------------------------------------------------------------------
+
+    def _room(self) -> int:
+        assert self._follower is not None
+        blocked = self._draining.is_set() or self._paused or self._dead.is_set() or not self._follower.in_service
+        return 0 if blocked else self.config.capacity - self._held.unpublished
+
+    async def _admit(self, claims: list[Claim]) -> None:
+        # Tokenising, and the first import of a tokenizer, may take seconds: not on the loop that renews the lease.
+        for claim, admitted in await asyncio.to_thread(self._try_admit, claims):
+            if isinstance(admitted, HeldJob):
+                self._held.add(admitted)
+                self._generation.add(admitted.samples.values())
+            else:
+                kind = "refused" if isinstance(admitted, RequestRefused) else "not readable"
+                self._bury(claim.job_id, claim.attempt, kind, admitted)
+
+    def _try_admit(self, claims: list[Claim]) -> list[tuple[Claim, HeldJob | Exception]]:
+        admitted: list[tuple[Claim, HeldJob | Exception]] = []
+        for claim in claims:
+            try:
+                admitted.append((claim, admit(claim, self._engine.info, self._tokenizer)))
+            except (MessageError, RequestRefused) as error:
+                admitted.append((claim, error))
+            except Exception as error:  # a tokenizer can raise anything; the job is named, its neighbours go on
+                log.exception("job %s could not be admitted", claim.job_id)
+                admitted.append((claim, error))
+        return admitted
+
+    def _finished(self, sample: SampleRun) -> None:
+        self._restarts_in_a_row = 0
+        text = None if sample.job.token_ids is not None else self._tokenizer.decode(sample.tokens)
+        result = sample.result(self.worker_id, self._engine.info, text)
+        self._outbox.put(Finished(sample.job.id, sample.attempt, sample.index, result))
+
+    def _refused(self, sample: SampleRun, error: RequestRefused) -> None:
+        if self._held.get(sample.job.id, sample.attempt) is not None:
+            self._bury(sample.job.id, sample.attempt, "refused", error)
+
+    def _published(self, finished: Finished, state: str) -> None:
+        if state == "fenced":
+            self._refused_publishes += 1
+            self._drop(finished.job_id)
+        else:
+            self._held.published(finished.job_id, finished.attempt, finished.sample)
+        self._poke()
+
+    def _bury(self, job_id: str, attempt: int, cause: str, error: Exception) -> None:
+        self._drop(job_id)
+        log.warning("job %s is %s: %s", job_id, cause, error)
+        self._aside(self._tell_burial(job_id, attempt, cause, f"{type(error).__name__}: {error}"))
+
+    async def _tell_burial(self, job_id: str, attempt: int, cause: str, error: str) -> None:
+        assert self._lease is not None
+        lease = self._lease
+        while lease is self._lease:  # a lost lease has taken the job along
+            try:
+                await lease.bury(job_id, attempt, cause, self._host, error)
+            except (RedisError, OSError):
+                await asyncio.sleep(RETRY_S)
+            else:
+                return
+
+    def _drop(self, job_id: str) -> None:
+        if self._held.drop(job_id) is not None:
+            self._generation.abort_dropped()
+            self._poke()
+
+    # --- what it hears ---------------------------------------------------------------------------------------------
+
+    async def _on_beat(self, beat: Beat) -> None:
+        assert self._lease is not None and self._follower is not None
+        for held in self._held.overdue():
+            if await self._lease.expire(held.id, held.claim.attempt):
+                self._drop(held.id)
+        if beat.held < len(self._held):
+            # Cancelled or expired, and the bell was missed; what is in the outbox is being published right now.
+            mine = {held.id for held in self._held} - self._outbox.jobs()
+            for job_id in mine - await self._lease.held():
+                self._drop(job_id)
+        self._generation.abort_dropped()
+        if beat.epoch or beat.committed > self._generation.version:
+            self._follower.poke()
+        if not self._dead.is_set() and not await self._engine.healthy():
+            self._engine_died()
+
+    def _on_ring(self, ring: Ring) -> None:
+        kind = ring.get("kind")
+        if kind == "cancel":
+            self._drop(ring.get("id", ""))
+        elif kind == "weights" and self._follower is not None:
+            self._follower.poke()
+        elif kind == "control" and ring.get("worker", "") in {"", self.worker_id}:
+            self._control(ring.get("action", ""))
+
+    def _control(self, action: str) -> None:
+        if action == "drain":
+            self.drain()
+        elif action in {"pause", "resume"}:
+            self._paused = action == "pause"
+            self._poke()
+
+    # --- the engine ------------------------------------------------------------------------------------------------
+
+    def _engine_died(self) -> None:
+        if not self._dead.is_set():
+            self._generation.close_gate("dead")
+            self._dead.set()
+
+    async def _keep_engine_up(self, lease: Lease) -> None:
+        """Restart a dead engine. Its jobs go back to the pool first: others need not wait for the restart."""
+        assert self._follower is not None
+        while True:
+            await self._dead.wait()
+            log.error("the engine died; restarting it")
+            self._restarts += 1
+            self._restarts_in_a_row += 1
+            await self._engine.close()  # whatever still waits for it hears EngineDead now
+            await self._generation.idle(LEAVE_S)
+            died_with = {sample.job.id for sample in self._generation.died_with}
+            busy = self._outbox.jobs()
+            jobs = [held for held in self._held if held.id not in busy]
+            self._generation.clear()
+            try:
+                await self._hand_back(lease, [held for held in jobs if held.id in died_with], lost=True)
+                await self._hand_back(lease, [held for held in jobs if held.id not in died_with])
+            except (RedisError, OSError) as error:
+                raise LeaseLost(f"the dead engine's jobs could not be handed back: {error}") from error
+            if self._restarts_in_a_row > self.config.engine_restarts:
+                raise EngineError(f"the engine died {self._restarts_in_a_row} times without finishing a sample")
+            await self._engine.start()
+            self._dead.clear()
+            self._follower.restarted()
+            self._generation.open_gate("dead")
+
+    # --- small things ----------------------------------------------------------------------------------------------
+
+    def _poke(self) -> None:
+        if self._claims is not None:
+            self._claims.poke()
+
+    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._side_tasks.add(task)
+        task.add_done_callback(self._side_tasks.discard)
+
+    def _status(self) -> WorkerStatus:
+        info = self._engine.info
+        return WorkerStatus(
+            worker_id=self.worker_id,
+            host=self._host,
+            pid=os.getpid(),
+            state=self._current_state(),
+            version=self._generation.version,
+            model=info.model,
+            engine=f"{info.name} {info.version}",
+            device=info.device,
+            tp_size=info.tp_size,
+            max_running=self.config.max_running,
+            running=self._generation.running,
+            held=self._held.unpublished,
+            generated_tokens=self._generation.generated_tokens,
+            finished_samples=self._generation.finished,
+            refused_publishes=self._refused_publishes,
+            engine_restarts=self._restarts,
+            started_at=self._started_at,
+        )
+
+    def _current_state(self) -> WorkerState:
+        assert self._follower is not None
+        if self._dead.is_set():
+            return "quarantined"
+        if self._draining.is_set():
+            return "draining"
+        if not self._follower.in_service:
+            return "syncing"
+        if self._follower.updating:
+            return "updating"
+        return "paused" if self._paused else "serving"
