@@ -16,7 +16,7 @@ MAX_TOKENS = 1 << 20
 
 
 def _packed(dtype: str, what: str) -> Any:
-    """A field that is a 1-D numpy array here and little-endian bytes on the wire; no element ever becomes a Python object."""
+    """A field that is a 1-D numpy array here, little-endian bytes on the wire: no element becomes a Python object."""
     wire = np.dtype(dtype).newbyteorder("<")
 
     def validate(value: Any) -> npt.NDArray[Any]:
@@ -28,11 +28,10 @@ def _packed(dtype: str, what: str) -> Any:
             raw = np.asarray(value)
             if raw.ndim != 1:
                 raise ValueError(f"a one-dimensional array of {what} is required, got {raw.ndim} dimensions")
-            if wire.kind == "i" and raw.size:
-                if raw.dtype.kind not in "iu":
-                    raise ValueError(f"{what} are integers, got {raw.dtype}")
-                if int(raw.max()) > np.iinfo(np.int32).max:
-                    raise ValueError(f"{what} fit 32 bits, got {int(raw.max())}")
+            if raw.size and raw.dtype.kind not in ("iu" if wire.kind == "i" else "fiu"):
+                raise ValueError(f"{what} are {'integers' if wire.kind == 'i' else 'numbers'}, got {raw.dtype}")
+            if wire.kind == "i" and raw.size and int(raw.max()) > np.iinfo(np.int32).max:
+                raise ValueError(f"{what} fit 32 bits, got {int(raw.max())}")
             array = raw.astype(wire, copy=True)
             array.setflags(write=False)
         if array.size > MAX_TOKENS:
@@ -72,7 +71,7 @@ class Message(BaseModel):
             raise as_invalid_field(error) from None
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self.model_dump() == other.model_dump()  # type: ignore[attr-defined]
+        return type(other) is type(self) and self.model_dump() == other.model_dump()
 
     def __hash__(self) -> int:
         return hash((type(self), repr(self.model_dump())))

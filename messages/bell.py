@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -20,11 +21,12 @@ RETRY_S = 0.2
 
 
 class Bell:
-    """Listens from the moment of `open` on. Field `kind` of a ring: weights, join, report, want, cancel, control, worker."""
+    """Listens from the moment of `open` on. A ring's `kind`: weights, join, report, want, cancel, control or worker."""
 
     def __init__(self, redis: Redis, pool: str) -> None:
         """redis: a client for blocking reads."""
-        self._redis = redis
+        # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
+        self._redis: Any = redis
         self._key = Keys(pool).bell
         self._last = "0"
         self._rung = asyncio.Event()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from .codec import MAX_MESSAGE_BYTES, decode, encode
@@ -56,7 +57,8 @@ class Broker:
     """What a producer or an operator does with a pool."""
 
     def __init__(self, redis: Redis, pool: str, caps: Caps | None = None) -> None:
-        self.redis = redis
+        # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
+        self.redis: Any = redis
         self.keys = Keys(pool)
         self.caps = caps or Caps()
         self._scripts = Scripts(redis, self.keys)
@@ -115,12 +117,9 @@ class Broker:
         An entry that cannot be decoded becomes a JobFailure, never an exception that hides the others.
         """
         key = self.keys.reply(client_id)
-        answer = await (redis or self.redis).xread({key: after}, count=count, block=block_ms)
-        entries: list[tuple[bytes, dict[bytes, bytes]]] = []
-        if isinstance(answer, dict):  # RESP3: {stream: [[entries]]}
-            entries = [entry for chunks in answer.values() for chunk in chunks for entry in chunk]
-        elif answer:  # RESP2: [[stream, entries]]
-            entries = answer[0][1]
+        reader: Any = redis or self.redis
+        answer = await reader.xread({key: after}, count=count, block=block_ms)
+        entries: list[tuple[bytes, dict[bytes, bytes]]] = answer[0][1] if answer else []
         return [Reply(entry_id.decode(), _outcome(fields)) for entry_id, fields in entries]
 
     async def ack(self, client_id: str, entry_ids: Sequence[str]) -> None:
@@ -187,7 +186,10 @@ def _outcome(fields: dict[bytes, bytes]) -> RolloutResult | JobFailure:
         except MessageError as error:
             return JobFailure(job_id=job_id, outcome="dead", cause="a result cannot be read", error=str(error))
     raw: dict[str, Any] = {name: fields.get(short, b"").decode(errors="replace") for name, short in _FAILURE.items()}
-    return JobFailure(job_id=job_id, **raw)
+    try:
+        return JobFailure(job_id=job_id, **raw)
+    except ValidationError as error:
+        return JobFailure(job_id=job_id, outcome="dead", cause="an outcome cannot be read", error=str(error))
 
 
 _FAILURE = {"outcome": b"o", "cause": b"c", "host": b"h", "error": b"e", "attempts": b"a", "published": b"d"}

@@ -39,8 +39,12 @@ M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message) -> bytes:
-    """The message's frame. Raises InvalidField if it is larger than any decoder accepts."""
-    body: bytes = msgpack.packb(message.model_dump(exclude_unset=True, exclude_none=True), use_bin_type=True)
+    """The message's frame. Raises InvalidField if it is larger than any decoder accepts or holds what cannot travel."""
+    try:
+        body: bytes = msgpack.packb(message.model_dump(exclude_unset=True, exclude_none=True), use_bin_type=True)
+    except (OverflowError, TypeError, ValueError) as error:
+        # An integer over 64 bits, an object in free parameters, nesting without end.
+        raise InvalidField(type(message).__name__, str(error), "plain data, integers of 64 bits") from None
     if len(body) + HEADER > MAX_MESSAGE_BYTES:
         raise InvalidField(type(message).__name__, f"{len(body)} bytes", f"at most {MAX_MESSAGE_BYTES} bytes encoded")
     return bytes((MAJOR, MINOR, message.KIND)) + body

@@ -7,6 +7,7 @@ and no push message can ever sit between a command and its reply. Nothing here d
 from __future__ import annotations
 
 import asyncio
+import builtins
 import re
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -52,12 +53,24 @@ class BoundedRetry(Retry):
 
     redis-py nests its retries (a command's retry reconnects, which retries too), so counted attempts multiply; here the
     outermost call sets the deadline and the nested ones keep to it. Refused credentials are never retried.
+
+    It also bounds each attempt to `reply_s`, in place of redis-py's socket_timeout: under that one redis-py sends
+    through asyncio.wait_for, which on Python 3.11 loses a cancellation that comes just as the send completes
+    (python/cpython#86296), and a cancelled task in a loop then runs on.
     """
 
-    def __init__(self, budget_s: float = RETRY_BUDGET_S) -> None:
+    def __init__(self, budget_s: float = RETRY_BUDGET_S, reply_s: float = REPLY_TIMEOUT_S) -> None:
         # READONLY: a primary that was just demoted; the new connection finds the new one.
         super().__init__(EqualJitterBackoff(cap=0.5, base=0.01), -1, (ConnectionError, TimeoutError, ReadOnlyError))
         self.budget_s = budget_s
+        self.reply_s = reply_s
+
+    async def _in_time(self, do: Callable[[], Awaitable[T]]) -> T:
+        try:
+            async with asyncio.timeout(self.reply_s):
+                return await do()
+        except builtins.TimeoutError as error:
+            raise TimeoutError(f"no reply within {self.reply_s:g} s") from error
 
     async def call_with_retry(
         self,
@@ -71,12 +84,10 @@ class BoundedRetry(Retry):
         deadline = outer if outer is not None else now() + self.budget_s
         token = _deadline.set(deadline)
         failures = 0
-        task = asyncio.current_task()
-        cancelling = task.cancelling() if task is not None else 0
         try:
             while True:
                 try:
-                    answer = await do()
+                    return await self._in_time(do)
                 except self._supported_errors as error:
                     if is_retryable and not is_retryable(error):
                         raise
@@ -87,12 +98,6 @@ class BoundedRetry(Retry):
                     if refused or now() + pause >= deadline:
                         raise
                     await asyncio.sleep(pause)
-                else:
-                    # redis-py sends under asyncio.wait_for, which on Python 3.11 loses a cancellation that comes as
-                    # the send completes (python/cpython#86296): a task in a loop would then run on for ever.
-                    if task is not None and task.cancelling() > cancelling:
-                        raise asyncio.CancelledError
-                    return answer
         finally:
             _deadline.reset(token)
 
@@ -117,10 +122,10 @@ def connect(url: str, *, blocking: bool = False) -> Redis:
         protocol=2,
         decode_responses=False,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
-        socket_timeout=MAX_BLOCK_S + REPLY_TIMEOUT_S if blocking else REPLY_TIMEOUT_S,
+        socket_timeout=None,  # BoundedRetry does this
         # A pooled connection that idled this long is tried with a PING first: NATs and load balancers forget silently.
         health_check_interval=15,
-        retry=BoundedRetry(0.0 if blocking else RETRY_BUDGET_S),
+        retry=BoundedRetry(0.0, MAX_BLOCK_S + REPLY_TIMEOUT_S) if blocking else BoundedRetry(),
         max_connections=MAX_CONNECTIONS,
         timeout=REPLY_TIMEOUT_S,  # for a free connection, when all are in use
     )

@@ -29,7 +29,10 @@ class InvalidField(MessageError):
     """A field has a value that is not allowed."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except RecursionError:
+            shown = f"<{type(value).__name__}, nested too deep to show>"
         if len(shown) > 120:
             shown = shown[:117] + "..."
         super().__init__(f"{field}={shown}: {allowed}")
@@ -45,7 +48,7 @@ class InvalidField(MessageError):
 
 
 class PoolBusy(RolloutMQError):
-    """The pool is over its cap of open jobs or bytes. Of this call's jobs the first `accepted` are in; try the rest later."""
+    """The pool is over its cap of open jobs or bytes. The first `accepted` jobs of this call are in, no more."""
 
     def __init__(self, message: str, accepted: int = 0) -> None:
         super().__init__(message)
@@ -57,7 +60,7 @@ class ClientBusy(RolloutMQError):
 
 
 class WaitTimeout(RolloutMQError, TimeoutError):
-    """A wait reached its deadline. Nothing is lost: the results stay on the reply stream and can be waited for again."""
+    """A wait reached its deadline. Nothing is lost: what arrives later can be waited for again."""
 
 
 class LeaseLost(RolloutMQError):

@@ -1,6 +1,6 @@
 """Job ids: fixed length and time-ordered.
 
-Fixed length because SGLang matches aborts by prefix; time-ordered so that streams, logs and journals sort by submission.
+Fixed length because SGLang matches aborts by prefix; time-ordered so that streams, logs and journals sort by time.
 """
 
 from __future__ import annotations

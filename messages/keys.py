@@ -1,7 +1,7 @@
 """Every Redis key name, in one place.
 
 All keys of a pool carry the same hash tag `{pool}`, so a pool lives in one slot of a Redis Cluster and one script may
-touch several of its keys. The Lua scripts build the per-job, per-worker and per-client names from `prefix` the same way.
+touch several of its keys. The Lua scripts build per-job, per-worker and per-client names from `prefix` the same way.
 """
 
 from __future__ import annotations

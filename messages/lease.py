@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -66,7 +67,8 @@ class Lease:
     """One incarnation of a worker. After LeaseLost it is over: join again under a new id."""
 
     def __init__(self, redis: Redis, pool: str, worker_id: str, lease_s: float = 10.0) -> None:
-        self.redis = redis
+        # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
+        self.redis: Any = redis
         self.keys = Keys(pool)
         self.worker_id = worker_id
         self.lease_s = lease_s
@@ -100,10 +102,10 @@ class Lease:
         if answer and answer[0] == b"NOLEASE":
             raise LeaseLost(f"worker {self.worker_id} holds no lease")
         self._claims = number
-        return [_claim(*answer[i : i + 6]) for i in range(0, len(answer), 6)]
+        return [_claim(answer[i : i + 6]) for i in range(0, len(answer), 6)]
 
     async def complete(self, finished: Sequence[Finished]) -> list[str]:
-        """Publish samples; per sample "ok", "again" (was out already) or "fenced" (refused: somebody else has the job)."""
+        """Publish samples; per sample "ok", "again" (was out already) or "fenced" (refused: another has the job)."""
         args: list[str | int | bytes] = []
         for item in finished:
             args += [item.job_id, item.attempt, item.sample, encode(item.result)]
@@ -142,9 +144,8 @@ class Lease:
         return frozenset(job.decode() for job in await self.redis.smembers(self.keys.held(self.worker_id)))
 
 
-def _claim(
-    job_id: bytes, attempt: bytes, queued_ms: bytes, left_ms: bytes, payload: bytes, progress: list[bytes]
-) -> Claim:
+def _claim(raw: list[Any]) -> Claim:
+    job_id, attempt, queued_ms, left_ms, payload, progress = raw
     pairs = [(int(progress[i]), progress[i + 1]) for i in range(0, len(progress), 2)]
     return Claim(
         job_id=job_id.decode(),

@@ -10,10 +10,10 @@ from .base import Floats, Message, TokenIds
 
 
 class Segment(NamedTuple):
-    """`count` consecutive tokens, all sampled with weights `version`."""
+    """`tokens` consecutive tokens, all sampled with weights `version`."""
 
     version: Annotated[int, Field(ge=0)]
-    count: Annotated[int, Field(ge=1)]
+    tokens: Annotated[int, Field(ge=1)]
 
 
 class Timings(BaseModel):
@@ -31,13 +31,24 @@ class Timings(BaseModel):
     waiting: float = Field(default=0.0, ge=0)
 
 
+def _check_sums(token_ids: TokenIds, logprobs: Floats | None, segments: tuple[Segment, ...]) -> None:
+    tokens = int(token_ids.size)
+    if sum(segment.tokens for segment in segments) != tokens:
+        raise ValueError(f"segments {segments} do not add up to {tokens} tokens")
+    if any(a.version > b.version for a, b in zip(segments, segments[1:], strict=False)):
+        raise ValueError(f"segments {segments} go back in version")
+    if logprobs is not None and int(logprobs.size) != tokens:
+        raise ValueError(f"{logprobs.size} logprobs for {tokens} tokens")
+
+
 class RolloutResult(Message):
     """One finished sample.
 
     token_ids: (t,) int32, what was generated; the stop token is included if one ended it.
     logprobs: (t,) float32 natural log-probabilities under the weights that sampled each token, or None if not asked
-        for. Before temperature and truncation: at temperature 1 without top-k/top-p they are the behaviour policy.
-    segments: versions and counts in order; the counts add up to t, versions never decrease.
+        for. With logit bias and penalties, before temperature and truncation: at temperature 1 without top-k, top-p
+        and min-p they are the behaviour policy.
+    segments: versions and token counts in order; the counts add up to t, versions never decrease.
     attempt: how many times the job had been claimed when this sample was published.
     prompt_ids: (p,) int32 of a job submitted as text or messages, else None.
     text: the decoded sample of such a job, else None.
@@ -67,13 +78,7 @@ class RolloutResult(Message):
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
-        tokens = int(self.token_ids.size)
-        if sum(segment.count for segment in self.segments) != tokens:
-            raise ValueError(f"segments {self.segments} do not add up to {tokens} tokens")
-        if any(a.version > b.version for a, b in zip(self.segments, self.segments[1:], strict=False)):
-            raise ValueError(f"segments {self.segments} go back in version")
-        if self.logprobs is not None and int(self.logprobs.size) != tokens:
-            raise ValueError(f"{self.logprobs.size} logprobs for {tokens} tokens")
+        _check_sums(self.token_ids, self.logprobs, self.segments)
         return self
 
     @property
@@ -127,3 +132,8 @@ class Partial(Message):
     token_ids: TokenIds
     logprobs: Floats
     segments: tuple[Segment, ...]
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        _check_sums(self.token_ids, self.logprobs, self.segments)
+        return self

@@ -89,12 +89,16 @@ class RolloutClient:
         self._news = asyncio.Condition()
         self._reader: asyncio.Task[None] | None = None
         self._acks: list[str] = []
+        self._last = "0"
         self._broken: BaseException | None = None
 
     async def open(self) -> Self:
         """Connect. Raises RedisUnavailable. `async with` does it too."""
         if self._reader is None:
             await ping(self._redis)
+            # What an earlier client of this id had not finished with, before anything is submitted again.
+            while replies := await self.broker.read_replies(self.client_id, self._last, count=READ_COUNT):
+                self._take_in(replies)
             self._reader = asyncio.create_task(self._read())
         return self
 
@@ -160,15 +164,17 @@ class RolloutClient:
 
     async def _still_to_come(self, handle: JobHandle) -> bool:
         """Whether a job that ended before it was submitted again has outcomes that nobody has taken yet."""
-        tracked = self._inbox.tracked(handle.job_id)
-        if tracked is not None and tracked.arrived:
-            return True
-        last = "0"
-        while replies := await self.broker.read_replies(self.client_id, last):
+        ahead = self._last
+        while True:
+            tracked = self._inbox.tracked(handle.job_id)
+            if tracked is None or tracked.arrived:
+                return True
+            replies = await self.broker.read_replies(self.client_id, ahead)
+            if not replies:
+                return bool(tracked.arrived)
             if any(reply.outcome.job_id == handle.job_id for reply in replies):
                 return True
-            last = replies[-1].entry_id
-        return False
+            ahead = replies[-1].entry_id
 
     async def cancel(self, jobs: Sequence[JobHandle | str]) -> list[str]:
         """Cancel jobs; each ends with a JobFailure unless it had ended already. Per job "ok" or the state it was in."""
@@ -290,29 +296,31 @@ class RolloutClient:
             raise WaitTimeout(f"nothing arrived for client {self.client_id} within {timeout} s") from None
 
     async def _read(self) -> None:
-        last = "0"
         try:
             while True:
                 await self._flush_acks()
                 try:
                     replies = await self.broker.read_replies(
-                        self.client_id, last, count=READ_COUNT, block_ms=BLOCK_MS, redis=self._blocking
+                        self.client_id, self._last, count=READ_COUNT, block_ms=BLOCK_MS, redis=self._blocking
                     )
                 except (RedisError, OSError) as error:
                     log.warning("results cannot be read: %s", error)
                     await asyncio.sleep(RETRY_S)
                     continue
                 if replies:
-                    last = replies[-1].entry_id
                     async with self._news:
-                        for reply in replies:
-                            if not self._inbox.put(reply):
-                                self._acks.append(reply.entry_id)
+                        self._take_in(replies)
                         self._news.notify_all()
         except Exception as error:
             async with self._news:
                 self._broken = error
                 self._news.notify_all()
+
+    def _take_in(self, replies: list[Reply]) -> None:
+        self._last = replies[-1].entry_id
+        for reply in replies:
+            if not self._inbox.put(reply):
+                self._acks.append(reply.entry_id)
 
     async def _ack(self, replies: list[Reply]) -> None:
         self._acks += [reply.entry_id for reply in replies]

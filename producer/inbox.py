@@ -14,7 +14,7 @@ FAILURE = -1
 
 @dataclass(slots=True)
 class Tracked:
-    """A job that is not fully delivered. `arrived` are the samples (or FAILURE) seen, `taken` of them were handed out."""
+    """A job that is not fully delivered. `arrived`: the samples (or FAILURE) seen; `taken` of them were handed out."""
 
     job_id: str
     group_id: str
@@ -86,8 +86,10 @@ class Inbox:
         outcome = reply.outcome
         sample = outcome.sample if isinstance(outcome, RolloutResult) else FAILURE
         if outcome.job_id not in self._jobs:
-            known = isinstance(outcome, RolloutResult)
-            self.track(outcome.job_id, outcome.group_id if known else outcome.job_id, outcome.n if known else 1)
+            if isinstance(outcome, RolloutResult):
+                self.track(outcome.job_id, outcome.group_id, outcome.n)
+            else:
+                self.track(outcome.job_id, outcome.job_id, 1)
         tracked = self._jobs[outcome.job_id]
         if sample in tracked.arrived:
             return False

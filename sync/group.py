@@ -54,7 +54,7 @@ class Group:
     """One transfer's process group; rank 0 sends, the others receive. Every wait ends by `timeout_s`."""
 
     def __init__(
-        self, store: Any, name: str, backend: Backend, rank: int, world: int, host: str, timeout_s: float
+        self, store: Any, name: str, *, backend: Backend, rank: int, world: int, host: str, timeout_s: float
     ) -> None:
         """host: an address whose route leads to the peers; gloo listens on this host's end of it.
 

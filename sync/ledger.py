@@ -1,13 +1,13 @@
 """The ledger of weights versions and transfers in Redis: announced, then committed or failed.
 
-A transfer is an epoch: joining -> sealed -> closed. Membership is settled at the seal, before anything is sent; a worker
-that is not in the sealed roster has no part in it and asks for a later one.
+A transfer is an epoch: joining -> sealed -> closed. Membership is settled at the seal, before anything is sent; a
+worker that is not in the sealed roster has no part in it and asks for a later one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from redis.asyncio import Redis
 
@@ -37,7 +37,8 @@ class Ledger:
     """Reads and writes of one pool's ledger; every write is one idempotent script."""
 
     def __init__(self, redis: Redis, pool: str) -> None:
-        self.redis = redis
+        # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
+        self.redis: Any = redis
         self.keys = Keys(pool)
         self._scripts = Scripts(redis, self.keys)
 
@@ -58,7 +59,7 @@ class Ledger:
         raw = await self.redis.hgetall(self.keys.epoch(number))
         if b"m" not in raw:
             return None
-        fields = {name.decode(): value for name, value in raw.items()}
+        fields: dict[str, Any] = {name.decode(): value for name, value in raw.items()}
         return Epoch(
             state=fields["st"].decode(),
             announcement=decode(fields["m"], WeightAnnouncement),

@@ -66,7 +66,15 @@ def receive_tensors(
         manifest = _manifest(store, order)
         rank = order.rank_offset + tp_rank
         left = max(0.1, deadline - time.monotonic())
-        group = Group(store, order.group, order.backend, rank, order.world_size, order.host, left)
+        group = Group(
+            store,
+            order.group,
+            backend=order.backend,
+            rank=rank,
+            world=order.world_size,
+            host=order.host,
+            timeout_s=left,
+        )
         phase = "receive"
         buckets = [torch.empty(size, dtype=torch.uint8) for size in manifest.bucket_nbytes]
         for bucket in buckets:

@@ -133,7 +133,7 @@ class Sender:
             world += ranks
         announcement = announcement.model_copy(update={"roster": roster, "world_size": world})
         await ledger.seal(announcement)
-        failures = {worker: "did not answer the announcement in time" for worker in expected - roster.keys()}
+        failures = dict.fromkeys(expected - roster.keys(), "did not answer the announcement in time")
         result = TransferResult(committed=not expected, failures=failures)
         if roster:
             broadcast = asyncio.create_task(asyncio.to_thread(self._broadcast, snapshot, announcement))
@@ -160,11 +160,11 @@ class Sender:
         group = Group(
             self._store,
             name,
-            announcement.backend,
-            0,
-            announcement.world_size,
-            announcement.host,
-            announcement.transfer_timeout_s,
+            backend=announcement.backend,
+            rank=0,
+            world=announcement.world_size,
+            host=announcement.host,
+            timeout_s=announcement.transfer_timeout_s,
         )
         for bucket in snapshot.buckets:
             group.broadcast(bucket)

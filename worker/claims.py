@@ -32,10 +32,16 @@ class ClaimLoop:
         self._lease, self._waker = lease, waker
         self._room, self._version, self._admit = room, version, admit
         self._changed = asyncio.Event()
+        self._taking = asyncio.Lock()
 
     def poke(self) -> None:
         """There may be room, or different weights, now."""
         self._changed.set()
+
+    async def settled(self) -> None:
+        """Return once what a claim under way brings is admitted. With no room given, none comes after it."""
+        async with self._taking:
+            pass
 
     async def run(self) -> None:
         """Claim until cancelled. Raises LeaseLost."""
@@ -48,13 +54,15 @@ class ClaimLoop:
                     await self._changed.wait()
                     continue
                 try:
-                    claims = await self._lease.claim(min(room, MAX_JOBS), room, self._version())
+                    async with self._taking:
+                        claims = await self._lease.claim(min(room, MAX_JOBS), room, self._version())
+                        if claims:
+                            await self._admit(claims)
                 except (RedisError, OSError) as error:
                     log.warning("claim failed: %s", error)
                     await asyncio.sleep(RETRY_S)
                     continue
                 if claims:
-                    await self._admit(claims)
                     continue
                 # Never cancelled while we wait: that would cost the connection, and maybe the token with it.
                 wake = wake or asyncio.create_task(self._wake())

@@ -9,8 +9,8 @@ class WorkerConfig(BaseModel):
     """Settings of one worker.
 
     max_running: samples in the engine at once.
-    prefetch: samples kept waiting locally so that the engine never idles for a round trip; None is an eighth of
-        max_running. What is prefetched here cannot run on an idle neighbour.
+    prefetch: samples that wait in the engine's own queue, so that it never idles for a round trip; None is an eighth
+        of max_running. What is prefetched here cannot run on an idle neighbour.
     lease_s: how long the pool waits for a silent worker before it gives its jobs to others.
     max_lost: a job whose worker or engine died this often is dead-lettered.
     drain_s: what SIGTERM leaves to running samples before the rest is handed back.

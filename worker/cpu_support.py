@@ -71,6 +71,16 @@ def prepare_engine() -> None:
         sys.modules["sgl_kernel"] = _stand_in("sgl_kernel")
 
 
+def share_cores(ranks: int) -> None:
+    """Let `ranks` tensor-parallel ranks share the cores of this host.
+
+    SGLang otherwise wants a NUMA node for each. Its own variable, where it is set, wins. Only a real `sgl_kernel` pins
+    threads to these cores; the torch_native path just counts them.
+    """
+    cores = range(os.cpu_count() or 1)
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([f"{cores[0]}-{cores[-1]}"] * ranks))
+
+
 def _own_operators_load(package: Path) -> bool:
     """Whether torchvision's own operators load here, as they do where torchvision was built for a CPU torch."""
     for binary in package.glob("_C*.so"):

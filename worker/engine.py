@@ -43,7 +43,7 @@ class EngineOutput:
 
     token_ids: (n,) int32, generated tokens only, the stop token included if one was hit.
     logprobs: (n,) float32, natural log of the probability each token was sampled with, under the weights that
-        sampled it, before temperature and truncation (SGLang's default).
+        sampled it: with logit bias and penalties, before temperature and truncation.
     finish_reason: "abort" means the tokens are a valid prefix of a sample that can be continued.
     matched_stop: the stop token id that ended it, or None.
     """

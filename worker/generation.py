@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from ..messages.errors import EngineDead, RequestRefused
 from .engine import Engine, EngineRequest
 from .samples import SampleRun
 
+log = logging.getLogger(__name__)
 ABORT_AGAIN_S = 0.1
 """A request on its way into the scheduler is not there yet to be aborted: ask again until the engine is idle."""
 
@@ -75,14 +78,14 @@ class Generation:
             self._idle.clear()
             task = asyncio.create_task(self._run_leg(sample, request, self.version))
             self._tasks.add(task)
-            task.add_done_callback(self._leg_done)
+            task.add_done_callback(partial(self._leg_done, sample))
 
-    def _leg_done(self, task: asyncio.Task[None]) -> None:
+    def _leg_done(self, sample: SampleRun, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": "a sample failed in a way nobody expected", "exception": error, "task": task}
-            )
+            # Held for ever otherwise: nobody would generate or publish it any more.
+            log.error("a sample failed in a way nobody expected", exc_info=error)
+            self._on_refused(sample, RequestRefused(f"unexpected {type(error).__name__}: {error}"))
         self._pump()
 
     async def _run_leg(self, sample: SampleRun, request: EngineRequest, version: int) -> None:

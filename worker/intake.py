@@ -1,4 +1,4 @@
-"""From a claimed payload to samples that can run: decode, check, tokenise. What cannot run is named and refused here."""
+"""From a claimed payload to samples that can run: decode, check, tokenise. What cannot run is refused here, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lease of one incarnation of a worker: renewed every beat, given up in time, watched by this worker's own clock."""
+"""The lease of one incarnation of a worker: renewed every beat, given up in time by this worker's own clock."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ class Membership:
                 async with asyncio.timeout(self._until - sent):
                     beat = await self.lease.heartbeat(status())
                 self._until = sent + self.lease.lease_s
-                await on_beat(beat)
-                await self._reap()
+                async with asyncio.timeout(self._until - time.monotonic()):
+                    await on_beat(beat)
+                    await self._reap()
             except (RedisError, OSError, TimeoutError) as error:
                 log.warning("no heartbeat: %s", error or "Redis does not answer")
             now = time.monotonic()

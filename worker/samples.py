@@ -51,6 +51,9 @@ class SampleRun:
         Request ids are 44 digits: job (32), sample (4), attempt (4), leg (4); the first 36 name the sample.
         """
         self._legs += 1
+        if self.segments and self.segments[-1].version > version:
+            # Released by a worker that was ahead of this one. Versions never decrease within a sample: start over.
+            self.tokens, self.logprobs, self.segments = self.tokens[:0], self.logprobs[:0], []
         return EngineRequest(
             request_id=f"{self.job.id}{self.index:04x}{self.attempt & 0xFFFF:04x}{self._legs & 0xFFFF:04x}",
             token_ids=np.concatenate([self.prompt, self.tokens]) if len(self.tokens) else self.prompt,
@@ -66,7 +69,7 @@ class SampleRun:
             self.tokens = np.concatenate([self.tokens, output.token_ids])
             self.logprobs = np.concatenate([self.logprobs, output.logprobs])
             if self.segments and self.segments[-1].version == version:
-                self.segments[-1] = Segment(version, self.segments[-1].count + count)
+                self.segments[-1] = Segment(version, self.segments[-1].tokens + count)
             else:
                 self.segments.append(Segment(version, count))
         if output.finish_reason != "abort":

@@ -13,6 +13,8 @@ import threading
 import warnings
 from dataclasses import dataclass
 
+import torch
+
 from .cpu_support import prepare_engine
 
 prepare_engine()
@@ -20,7 +22,9 @@ prepare_engine()
 
 @dataclass(frozen=True, slots=True)
 class ChildSetup:
-    """What a child does before SGLang's own code runs.
+    """What a child does before SGLang's own code runs: at the moment in which it unpickles this object.
+
+    The target's own body would be too late, because unpickling its arguments already imports SGLang.
 
     cpu: this engine computes on the CPU.
     threads: for torch's operators, or None for as many as torch chooses.
@@ -31,23 +35,25 @@ class ChildSetup:
     threads: int | None = None
     quiet: bool = True
 
-    def apply(self) -> None:
-        import torch  # noqa: PLC0415
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_set_up, (self.cpu, self.threads, self.quiet))
 
-        # By default progress bars share a named semaphore between processes, which a killed process leaves behind.
-        importlib.import_module("tqdm").tqdm.set_lock(threading.RLock())
-        if self.quiet:
-            os.environ.setdefault("TQDM_DISABLE", "1")
-            warnings.simplefilter("ignore")
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
+
+def _set_up(cpu: bool, threads: int | None, quiet: bool) -> ChildSetup:
+    # The model's own distribution: before temperature and truncation. Read when SGLang's sampler is imported.
+    os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
+    if quiet:
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        warnings.simplefilter("ignore")
+    # By default progress bars share a named semaphore between processes, which a killed process leaves behind.
+    importlib.import_module("tqdm").tqdm.set_lock(threading.RLock())
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return ChildSetup(cpu, threads, quiet)
 
 
 def run_scheduler(*args: object, setup: ChildSetup, **kwargs: object) -> None:
-    """SGLang's scheduler process, after `setup`. The other arguments are SGLang's."""
-    setup.apply()
-    # The model's own distribution: before temperature and truncation. Read when the sampler is imported.
-    os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
+    """SGLang's scheduler process. The other arguments are SGLang's."""
     from sglang.srt.managers.scheduler import run_scheduler_process  # noqa: PLC0415
 
     if setup.cpu:

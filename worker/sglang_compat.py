@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import logging
 import pickle
+import warnings
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
@@ -29,11 +30,13 @@ from .sglang_children import ChildSetup, run_scheduler
 prepare_engine()
 _policy = asyncio.get_event_loop_policy()
 
-import sglang  # noqa: E402
-import torch  # noqa: E402
-from sglang.srt.entrypoints import engine as engine_module  # noqa: E402
-from sglang.srt.managers import io_struct  # noqa: E402
-from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it warns of every kernel that this host has no use for
+    import sglang
+    import torch
+    from sglang.srt.entrypoints import engine as engine_module
+    from sglang.srt.managers import io_struct
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 asyncio.set_event_loop_policy(_policy)  # importing sglang replaces it with uvloop's; that is the host program's choice
 

@@ -36,7 +36,8 @@ class SGLangConfig(BaseModel):
         weights come from the trainer anyway).
     cuda_graph, prefill_cuda_graph: capture graphs at start. Decode graphs take seconds, prefill graphs up to a minute.
     overlap_schedule: prepare the next batch while the current one runs; off on a CPU, where both need the same cores.
-    cpu_threads: threads of the scheduler process on a CPU, 1 by default: see :func:`server_arguments`.
+    cpu_threads: torch's threads in the scheduler process on a CPU, 1 by default. On small models a second one loses
+        at 1 and 64 requests and wins a quarter at 256, and it slows down every other process on the same cores.
     log_level: of the processes SGLang starts.
     extra: further SGLang server arguments, by their names; these win over the fields above.
     """

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 KILL_TIMEOUT_S = 30.0
 T = TypeVar("T")

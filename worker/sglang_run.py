@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ..messages.errors import EngineDead, EngineError, RolloutMQError
-from .cpu_support import gpu_found
+from .cpu_support import gpu_found, share_cores
 from .engine import EngineInfo
 from .sglang_children import ChildSetup
 from .sglang_config import SGLangConfig, server_arguments
@@ -127,6 +127,8 @@ class SGLangRun:
             threads=(self.config.cpu_threads or 1) if device == "cpu" else None,
             quiet=self.config.log_level in ("error", "critical"),
         )
+        if device == "cpu" and self.config.tp_size > 1:
+            share_cores(self.config.tp_size)
         arguments = server_arguments(self.config, device, self.weight_loader)
         engine = sglang_compat.launch(arguments, setup, self._lose)
         self._processes.remember()

@@ -18,7 +18,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_chat(self, messages: list[dict[str, str]]) -> npt.NDArray[np.int32]:
-        """(n,) ids of a conversation in the model's chat template, ready for the assistant's turn. Raises RequestRefused."""
+        """(n,) ids of a conversation in the model's chat template, up to the answer. Raises RequestRefused."""
         ...
 
     def decode(self, token_ids: npt.NDArray[np.int32]) -> str:

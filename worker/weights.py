@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
-from ..messages.errors import EngineDead
+from ..messages.errors import EngineDead, MessageError
 from ..messages.weights import WeightAnnouncement
 from ..sync.ledger import Epoch, Ledger
 from ..sync.transfer import TransferOrder, TransferReport
@@ -68,7 +68,7 @@ class WeightFollower:
                 if self._generation.version < committed and time.monotonic() - asked > LOOK_S:
                     asked = time.monotonic()
                     await self._ledger.want(worker_id, self._generation.version)
-            except (RedisError, OSError) as error:
+            except (RedisError, OSError, MessageError) as error:
                 log.warning("the weights ledger cannot be read: %s", error)
             try:
                 async with asyncio.timeout(LOOK_S):
@@ -84,13 +84,13 @@ class WeightFollower:
         if announcement.mode != "drain":
             await self._join_and_load(announcement, worker_id)
             return
-        self._generation.close_gate("drain")
+        self._generation.close_gate("update")
         try:
             # Who cannot finish in the time the trainer gives stays on the old version and asks again later.
             if await self._generation.idle(announcement.join_timeout_s):
                 await self._join_and_load(announcement, worker_id)
         finally:
-            self._generation.open_gate("drain")
+            self._generation.open_gate("update")
 
     async def _join_and_load(self, announcement: WeightAnnouncement, worker_id: str) -> None:
         number = announcement.epoch

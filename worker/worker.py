@@ -1,8 +1,9 @@
-"""A worker: claims jobs while it holds a lease, keeps its engine full, publishes, follows the weights, leaves cleanly."""
+"""A worker: claims jobs under its lease, keeps its engine full, publishes, follows the weights, leaves cleanly."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -48,7 +49,7 @@ class Worker:
         self._host = socket.gethostname()
         self._held = HeldJobs()
         self._outbox = Outbox(self._published)
-        self._generation = Generation(engine, config.max_running, self._finished, self._refused, self._engine_died)
+        self._generation = Generation(engine, config.capacity, self._finished, self._refused, self._engine_died)
         self._follower: WeightFollower | None = None
         self._claims: ClaimLoop | None = None
         self._lease: Lease | None = None
@@ -92,9 +93,14 @@ class Worker:
         self._claims = ClaimLoop(lease, waker, self._room, lambda: self._generation.version, self._admit)
         membership = Membership(lease, self.config.beat_s, self.config.max_lost)
         bell = Bell(listener, self.config.pool)
-        await bell.open()
         self._state = "syncing"
-        await membership.join(self._status())
+        try:
+            await bell.open()
+            await membership.join(self._status())
+        except (RedisError, OSError) as error:
+            log.warning("cannot join, trying again: %s", error)
+            await asyncio.sleep(RETRY_S)
+            return
         log.info("joined pool %s as %s", self.config.pool, self.worker_id)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -109,6 +115,9 @@ class Worker:
                     tasks.create_task(bell.listen(self._on_ring)),
                 ]
                 await self._draining.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LEAVE_S):
+                        await self._claims.settled()
                 for task in taking:
                     task.cancel()
                 await self._leave(lease)
@@ -132,6 +141,7 @@ class Worker:
                 await self._generation.interrupt()
             async with asyncio.timeout(max(0.5, deadline - time.monotonic())):
                 await self._outbox.flushed()
+                await asyncio.gather(*self._side_tasks)
                 await self._hand_back(lease, list(self._held))
                 await lease.leave()
         except (RedisError, OSError, TimeoutError) as error:
@@ -222,7 +232,8 @@ class Worker:
     # --- what it hears ---------------------------------------------------------------------------------------------
 
     async def _on_beat(self, beat: Beat) -> None:
-        assert self._lease is not None and self._follower is not None
+        assert self._lease is not None
+        assert self._follower is not None
         for held in self._held.overdue():
             if await self._lease.expire(held.id, held.claim.attempt):
                 self._drop(held.id)

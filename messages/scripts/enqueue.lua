@@ -4,9 +4,10 @@
 -- Returns {'BUSY', open jobs, open bytes}, or one of new|q|r|done|cancelled|expired|dead per job.
 local STRIDE = 8
 local max_jobs, max_bytes = tonumber(ARGV[2]), tonumber(ARGV[3])
-local jobs, bytes = 0, 0
+local jobs, bytes, seen = 0, 0, {}
 for i = 4, #ARGV, STRIDE do
-  if redis.call('EXISTS', job_key(ARGV[i])) == 0 then
+  if not seen[ARGV[i]] and redis.call('EXISTS', job_key(ARGV[i])) == 0 then
+    seen[ARGV[i]] = true
     jobs = jobs + 1
     bytes = bytes + #ARGV[i + 1]
   end

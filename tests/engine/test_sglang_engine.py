@@ -221,7 +221,7 @@ async def test_one_engine_in_a_process(engine: SGLangEngine) -> None:
 
 async def test_a_killed_scheduler_is_noticed_and_the_engine_starts_again(engine: SGLangEngine, reference: Any) -> None:
     """It comes back in bfloat16, so that this start serves two tests."""
-    bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)  # noqa: ASYNC220
+    bystander = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)  # noqa: ASYNC220
     sigterm, sigquit = signal.getsignal(signal.SIGTERM), engine._run._sigquit
     tasks = [asyncio.create_task(engine.generate(request(max_new_tokens=900))) for _ in range(12)]
     transfer = asyncio.create_task(engine.load_weights(order("fine")))  # waits for the requests inside SGLang

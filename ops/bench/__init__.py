@@ -1,0 +1,1 @@
+"""Measurements; each prints what it does and ends with one line of JSON."""

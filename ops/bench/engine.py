@@ -1,0 +1,148 @@
+"""`rolloutmq bench engine`: what the pool costs.
+
+One engine in one process answers the same prompts in turns: given to it directly, all at once, and through the pool
+(client process -> Redis -> worker -> engine -> worker -> Redis -> client process). The figure is the ratio of tokens per
+second, so that a slow or busy host does not change it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ...messages.jobs import GenerateJob
+from ...worker.config import WorkerConfig
+from ...worker.engine import Engine, EngineRequest
+from ...worker.sglang_config import SGLangConfig
+from ...worker.tokenizer import NoTokenizer
+from ...worker.worker import Worker
+from ..embedded_redis import EmbeddedRedis
+from ..options import as_config
+from ..tiny_model import write_tiny_model
+from .workload import Workload
+
+
+def run_engine_bench(
+    *,
+    model: str | None,
+    prompts: int,
+    max_running: int,
+    rounds: int,
+    max_new_tokens: int,
+    dtype: str,
+    load_format: str,
+    extra: dict[str, Any],
+    quiet: bool,
+) -> dict[str, Any]:
+    """Run it and print the last line; returns what that line says."""
+    console = Console(stderr=True, quiet=quiet)
+    with tempfile.TemporaryDirectory() as scratch, EmbeddedRedis() as server:
+        label = Path(model).name if model else "tiny"
+        if model is None:
+            model = scratch
+            write_tiny_model(Path(scratch))
+        config = as_config(
+            SGLangConfig, model=model, dtype=dtype, max_running=max_running, load_format=load_format, extra=extra
+        )
+        worker_config = as_config(WorkerConfig, redis_url=server.url, pool="bench", max_running=max_running)
+        figures = asyncio.run(_compare(config, worker_config, prompts, max_new_tokens, rounds, console))
+        figures["model"] = label
+    print(json.dumps(figures))
+    return figures
+
+
+async def _compare(
+    config: SGLangConfig, worker_config: WorkerConfig, prompts: int, max_new_tokens: int, rounds: int, console: Console
+) -> dict[str, Any]:
+    from ...worker.sglang_engine import SGLangEngine  # noqa: PLC0415 – imports SGLang
+
+    engine = SGLangEngine(config)
+    worker = Worker(worker_config, engine, NoTokenizer())
+    console.print("starting the engine")
+    serving = asyncio.create_task(worker.run())
+    try:
+        while not worker.worker_id and not serving.done():
+            await asyncio.sleep(0.05)
+        if serving.done():
+            await serving
+        vocab = min(engine.info.vocab_size, 32000)
+        workload = Workload(prompts, max_new_tokens, vocab)
+        tokens, jobs = workload.tokens, workload.jobs()
+        await _direct(engine, jobs[: worker_config.max_running])  # warm-up: kernels, caches, Python itself
+        direct: list[float] = []
+        pool: list[float] = []
+        for number in range(rounds):
+            # In turns and in changing order, so that a host that gets slower or faster hurts both sides alike.
+            for side in ("direct", "pool") if number % 2 == 0 else ("pool", "direct"):
+                if side == "direct":
+                    direct.append(tokens / await _direct(engine, jobs))
+                else:
+                    pool.append(tokens / await _through_pool(worker_config, workload))
+            console.print(f"round {number + 1}: direct {direct[-1]:,.0f} tok/s, pool {pool[-1]:,.0f} tok/s")
+    finally:
+        worker.drain()
+        await serving
+    info = engine.info
+    return {
+        "ratio": round(statistics.median(pool) / statistics.median(direct), 4),
+        "pool_tok_s": round(statistics.median(pool), 1),
+        "direct_tok_s": round(statistics.median(direct), 1),
+        "ratios": [round(ours / theirs, 4) for ours, theirs in zip(pool, direct, strict=True)],
+        "rounds": rounds,
+        "prompts": prompts,
+        "tokens_per_round": tokens,
+        "max_running": worker_config.max_running,
+        "engine": f"{info.name} {info.version}",
+        "device": info.device,
+        "dtype": info.dtype,
+        "python": platform.python_version(),
+    }
+
+
+async def _direct(engine: Engine, jobs: list[GenerateJob]) -> float:
+    """Seconds the engine takes for all of them, asked at once. A new cache key: no prefix is left from before."""
+    key = f"direct-{time.monotonic_ns()}"
+    requests = [
+        EngineRequest(
+            request_id=f"{job.id}{0:012x}",
+            token_ids=job.token_ids,
+            sampling=job.sampling,
+            max_new_tokens=job.sampling.max_new_tokens,
+            cache_key=key,
+        )
+        for job in jobs
+        if job.token_ids is not None
+    ]
+    began = time.perf_counter()
+    await asyncio.gather(*(engine.generate(request) for request in requests))
+    return time.perf_counter() - began
+
+
+async def _through_pool(config: WorkerConfig, workload: Workload) -> float:
+    """Seconds a client process takes for all of them."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        f"{__package__}.client_process",
+        config.redis_url,
+        config.pool,
+        json.dumps(asdict(workload)),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"the client process ended with {process.returncode}")
+    answer = json.loads(output)
+    if answer["tokens"] != workload.tokens:
+        raise RuntimeError(f"{answer['tokens']} tokens came back, {workload.tokens} were asked for")
+    return float(answer["seconds"])

@@ -1,0 +1,223 @@
+"""The command line: one small function per command, each of which imports what it needs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..messages.errors import RolloutMQError
+from .options import Pool, RedisUrl
+
+app = typer.Typer(
+    name="rolloutmq",
+    help="A rollout pool for asynchronous RL: Redis jobs in, version-tagged samples out.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+bench = typer.Typer(help="Measure; every bench ends with one line of JSON.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+class _Failure(typer.Exit):
+    def __init__(self, error: RolloutMQError) -> None:
+        typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
+        super().__init__(2)
+
+
+@app.command()
+def worker(
+    model: Annotated[str, typer.Option(help="Directory or hub name of the model; its weights are version 0.")],
+    redis: RedisUrl = "redis://127.0.0.1:6379/0",
+    pool: Pool = "default",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 1,
+    max_running: Annotated[int, typer.Option(help="Samples decoded at the same time.")] = 256,
+    prefetch: Annotated[int | None, typer.Option(help="Samples queued in the engine; default max-running / 8.")] = None,
+    lease: Annotated[float, typer.Option(help="Seconds of silence after which others get this worker's jobs.")] = 10.0,
+    drain: Annotated[float, typer.Option(help="Seconds that SIGTERM leaves to running samples.")] = 30.0,
+    max_lost: Annotated[int, typer.Option(help="A job is dead-lettered when its worker died this often.")] = 3,
+    context_length: Annotated[int | None, typer.Option(help="Most tokens of prompt and output together.")] = None,
+    mem_fraction: Annotated[float | None, typer.Option(help="Share of device memory for weights and KV cache.")] = None,
+    max_total_tokens: Annotated[int | None, typer.Option(help="Size of the KV cache in tokens.")] = None,
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
+    attention_backend: Annotated[str | None, typer.Option(help="SGLang's name; default its own choice.")] = None,
+    sampling_backend: Annotated[str | None, typer.Option(help="SGLang's name; default its own choice.")] = None,
+    cuda_graph: Annotated[bool, typer.Option(help="Capture CUDA graphs for decoding.")] = True,
+    prefill_cuda_graph: Annotated[bool, typer.Option(help="Capture CUDA graphs for prefill (slow start).")] = True,
+    cpu_threads: Annotated[int | None, typer.Option(help="Threads of the engine on a CPU.")] = None,
+    sglang: Annotated[list[str] | None, typer.Option(help="Further SGLang argument, NAME=JSON; repeatable.")] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve a pool with one SGLang engine until SIGTERM or Ctrl-C, then drain and leave."""
+    from ..worker.config import WorkerConfig
+    from ..worker.main import run_worker
+    from ..worker.sglang_config import SGLangConfig
+    from .options import as_config, parse_extra
+
+    _log(log_level)
+    try:
+        engine = as_config(
+            SGLangConfig,
+            model=model,
+            dtype=dtype,
+            device=device,
+            tp_size=tp,
+            max_running=max_running,
+            context_length=context_length,
+            mem_fraction=mem_fraction,
+            max_total_tokens=max_total_tokens,
+            load_format=load_format,
+            attention_backend=attention_backend,
+            sampling_backend=sampling_backend,
+            cuda_graph=cuda_graph,
+            prefill_cuda_graph=prefill_cuda_graph,
+            cpu_threads=cpu_threads,
+            extra=parse_extra(sglang or []),
+        )
+        config = as_config(
+            WorkerConfig,
+            redis_url=redis,
+            pool=pool,
+            max_running=max_running,
+            prefetch=prefetch,
+            lease_s=lease,
+            drain_s=drain,
+            max_lost=max_lost,
+        )
+        run_worker(config, engine)
+    except RolloutMQError as error:
+        raise _Failure(error) from error
+
+
+@app.command()
+def submit(
+    file: Annotated[Path, typer.Argument(help="JSONL: per line a job with text, messages or token_ids.", exists=True)],
+    out: Annotated[Path, typer.Option(help="JSONL of results, in the order of the input.")],
+    redis: RedisUrl = "redis://127.0.0.1:6379/0",
+    pool: Pool = "default",
+    n: Annotated[int, typer.Option(help="Samples per line, where the line does not say.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Where the line does not say.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Where the line does not say.")] = 1.0,
+    window: Annotated[int, typer.Option(help="Jobs outstanding at a time.")] = 1024,
+    logprobs: Annotated[bool, typer.Option(help="Write the logprob of every token.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace a finished output file.")] = False,
+) -> None:
+    """Answer every line of a file exactly once. Stopped with Ctrl-C, the same command goes on where it was."""
+    from .submit import Defaults, submit_file
+
+    _log("warning")
+    try:
+        code = submit_file(
+            file,
+            out,
+            redis,
+            pool,
+            Defaults(n=n, max_new_tokens=max_new_tokens, temperature=temperature, logprobs=logprobs),
+            window=window,
+            overwrite=overwrite,
+        )
+    except RolloutMQError as error:
+        raise _Failure(error) from error
+    raise typer.Exit(code)
+
+
+@app.command()
+def status(
+    redis: RedisUrl = "redis://127.0.0.1:6379/0",
+    pool: Pool = "default",
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """What is queued, who works on it, which weights they serve."""
+    from .status import show_status
+
+    try:
+        show_status(redis, pool, as_json=json)
+    except RolloutMQError as error:
+        raise _Failure(error) from error
+
+
+@app.command("redis")
+def redis_server(
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 picks a free one.")] = 6379,
+    directory: Annotated[Path | None, typer.Option(help="Keep data here, with an append-only file.")] = None,
+) -> None:
+    """Run an embedded redis-server on this machine until Ctrl-C: for laptops and trials."""
+    import signal
+
+    from .embedded_redis import EmbeddedRedis
+
+    try:
+        with EmbeddedRedis(port=port or None, directory=directory, appendonly=directory is not None) as server:
+            typer.echo(server.url)
+            signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    except RolloutMQError as error:
+        raise _Failure(error) from error
+
+
+@app.command("tiny-model")
+def tiny_model(directory: Annotated[Path, typer.Argument(help="Where to write it.")]) -> None:
+    """Write a tiny random Qwen2-style model with a byte-level tokenizer: something to try a worker with, offline."""
+    from .tiny_model import write_tiny_model
+
+    write_tiny_model(directory)
+    typer.echo(f"wrote {directory}: rolloutmq worker --model {directory}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where summary.json and report.png go.")] = Path("out/demo"),
+    steps: Annotated[int | None, typer.Option(help="Training steps; default: as many as the demo needs.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the task, the model and the trainer.")] = 0,
+) -> None:
+    """Asynchronous RL on this machine: a trainer learns from what a pool generates, while workers die and join."""
+    from .demo import run_demo
+
+    raise typer.Exit(run_demo(out, steps=steps, seed=seed))
+
+
+@bench.command("engine")
+def bench_engine(
+    model: Annotated[str | None, typer.Option(help="Default: the tiny model.")] = None,
+    prompts: Annotated[int, typer.Option(help="Prompts per round.")] = 512,
+    max_running: Annotated[int, typer.Option(help="Samples decoded at the same time.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Rounds of each side, taken in turns.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer; lengths are spread below it.")] = 128,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
+    sglang: Annotated[list[str] | None, typer.Option(help="Further SGLang argument, NAME=JSON; repeatable.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Nothing but the last line.")] = False,
+) -> None:
+    """Tokens/s through the pool divided by tokens/s of the same engine given the same prompts directly."""
+    from .bench.engine import run_engine_bench
+    from .options import parse_extra
+
+    _log("warning")
+    try:
+        run_engine_bench(
+            model=model,
+            prompts=prompts,
+            max_running=max_running,
+            rounds=rounds,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            load_format=load_format,
+            extra=parse_extra(sglang or []),
+            quiet=json,
+        )
+    except RolloutMQError as error:
+        raise _Failure(error) from error
+
+
+def _log(level: str) -> None:
+    logging.basicConfig(
+        level=getattr(logging, level.upper(), logging.INFO), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def main(**_: Any) -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,243 @@
+"""`rolloutmq submit`: a file of prompts in, a file of answers out, every line exactly once, however often it is stopped.
+
+Answers are appended to `OUT.part` as they come; when the last one is there the file is sorted into `OUT`. The first line
+of `OUT.part` remembers under which ids the lines were submitted, so that the same command finds its own jobs again:
+finished ones on its reply stream, running ones in the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..messages.base import as_invalid_field
+from ..messages.errors import ConfigError, InvalidField
+from ..messages.jobs import GenerateJob
+from ..messages.results import RolloutResult
+from ..producer.client import Outcome, RolloutClient
+
+SAMPLING = "sampling"
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What lines get that do not say otherwise; logprobs: write them."""
+
+    n: int = 1
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    logprobs: bool = False
+
+
+def submit_file(
+    file: Path, out: Path, redis_url: str, pool: str, defaults: Defaults, *, window: int = 1024, overwrite: bool = False
+) -> int:
+    """Answer every line of `file` in `out`; returns the exit code: 0, 1 if lines failed, 130 if interrupted.
+
+    Raises InvalidField for a line that is no job (before anything is submitted), ConfigError for files that do not
+    belong together, RedisUnavailable.
+    """
+    if out.exists() and not overwrite:
+        raise ConfigError(f"{out} exists and is complete; remove it or give --overwrite")
+    lines = _read_lines(file, defaults)
+    work = _Work(out, lines, hashlib.sha256(file.read_bytes()).hexdigest())
+    try:
+        return asyncio.run(_run(work, redis_url, pool, defaults, window))
+    finally:
+        work.close()
+
+
+def _read_lines(file: Path, defaults: Defaults) -> dict[int, dict[str, Any]]:
+    lines: dict[int, dict[str, Any]] = {}
+    with file.open(encoding="utf-8") as source:
+        for number, raw in enumerate(source, start=1):
+            if raw.strip():
+                lines[number] = _fields(number, raw, defaults)
+    if not lines:
+        raise ConfigError(f"{file} has no line to answer")
+    return lines
+
+
+def _fields(number: int, raw: str, defaults: Defaults) -> dict[str, Any]:
+    """The job's fields of one line; checked by building the job once."""
+    where = f"line {number}"
+    try:
+        given = json.loads(raw)
+    except json.JSONDecodeError as error:
+        raise InvalidField(where, raw.strip(), f'JSON, such as {{"text": "…"}}: {error}') from None
+    if isinstance(given, str):
+        given = {"text": given}
+    if not isinstance(given, dict):
+        raise InvalidField(where, given, "an object with text, messages or token_ids, or a string")
+    if taken := sorted({"id", "reply_to", "metadata"} & given.keys()):
+        raise InvalidField(f"{where}.{taken[0]}", given[taken[0]], "not given: the command uses it itself")
+    sampling = given.get(SAMPLING, {})
+    if not isinstance(sampling, dict):
+        raise InvalidField(f"{where}.{SAMPLING}", sampling, "an object of sampling parameters")
+    sampling = {"max_new_tokens": defaults.max_new_tokens, "temperature": defaults.temperature} | sampling
+    fields = {"n": defaults.n} | given | {SAMPLING: sampling}
+    try:
+        GenerateJob(**fields)
+    except ValidationError as error:
+        invalid = as_invalid_field(error)
+        raise InvalidField(f"{where}.{invalid.field}", invalid.value, invalid.allowed) from None
+    return fields
+
+
+class _Work:
+    """Which lines are there and which are answered, on disk at every moment."""
+
+    def __init__(self, out: Path, lines: dict[int, dict[str, Any]], digest: str) -> None:
+        self.out, self.lines = out, lines
+        self.part = out.with_name(out.name + ".part")
+        self.answered: dict[int, set[int]] = {}
+        self.failed: set[int] = set()
+        self.open_lines = set(lines)
+        self._file: TextIO
+        if self.part.exists():
+            self.base, self.client_id = self._resume(digest)
+        else:
+            self.base, self.client_id = f"{int(time.time() * 1000):012x}{secrets.token_hex(6)}", ""
+            self.client_id = f"submit-{self.base}"
+            out.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.part.open("w", encoding="utf-8")
+            self._write({"input": digest, "base": self.base, "client": self.client_id})
+
+    def _resume(self, digest: str) -> tuple[str, str]:
+        with self.part.open("rb+") as raw:  # a line cut off by a crash is as good as not written
+            content = raw.read()
+            raw.truncate(content.rfind(b"\n") + 1)
+        with self.part.open(encoding="utf-8") as source:
+            header = json.loads(source.readline() or "{}")
+            if header.get("input") != digest:
+                raise ConfigError(f"{self.part} belongs to another input file; remove it to start over")
+            for raw_line in source:
+                record = json.loads(raw_line)
+                self._note(record["line"], record.get("sample"))
+        self._file = self.part.open("a", encoding="utf-8")
+        return header["base"], header["client"]
+
+    def _note(self, line: int, sample: int | None) -> None:
+        if sample is None:
+            self.failed.add(line)
+        else:
+            self.answered.setdefault(line, set()).add(sample)
+        if line in self.failed or len(self.answered[line]) >= self.lines[line]["n"]:
+            self.open_lines.discard(line)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def jobs(self) -> Iterator[GenerateJob]:
+        """A job per open line; the line number is the end of its id."""
+        for line in sorted(self.open_lines):
+            yield GenerateJob(id=f"{self.base}{line:08x}", metadata={"line": line}, **self.lines[line])
+
+    def take(self, outcome: Outcome, logprobs: bool) -> bool:
+        """Write an answer down; False if it was there already or is not of this run."""
+        if not outcome.job_id.startswith(self.base):
+            return False
+        line = int(outcome.job_id[len(self.base) :], 16)
+        if line not in self.open_lines:
+            return False
+        record: dict[str, Any] = {"line": line}
+        for name in ("text", "messages"):
+            if name in self.lines[line]:
+                record["prompt"] = self.lines[line][name]
+        if isinstance(outcome, RolloutResult):
+            if outcome.sample in self.answered.get(line, ()):
+                return False
+            record |= {
+                "sample": outcome.sample,
+                "text": outcome.text,
+                "finish_reason": outcome.finish_reason,
+                "segments": [list(segment) for segment in outcome.segments],
+                "token_ids": outcome.token_ids.tolist(),
+                "worker": outcome.worker_id,
+                "attempt": outcome.attempt,
+            }
+            if logprobs and outcome.logprobs is not None:
+                record["logprobs"] = [round(float(value), 6) for value in outcome.logprobs]
+        else:
+            record["error"] = {"outcome": outcome.outcome, "cause": outcome.cause, "detail": outcome.error}
+        self._write({name: value for name, value in record.items() if value is not None})
+        self._note(line, record.get("sample"))
+        return True
+
+    def finish(self) -> None:
+        """Sort the answers by line and sample into the output file."""
+        with self.part.open(encoding="utf-8") as source:
+            source.readline()
+            records = sorted(((r["line"], r.get("sample", -1), text) for text in source if (r := json.loads(text))))
+        sorted_part = self.out.with_name(self.out.name + ".sorted")
+        with sorted_part.open("w", encoding="utf-8") as target:
+            target.writelines(text for _, _, text in records)
+            target.flush()
+            os.fsync(target.fileno())
+        os.replace(sorted_part, self.out)
+        self.part.unlink()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+async def _run(work: _Work, redis_url: str, pool: str, defaults: Defaults, window: int) -> int:
+    console = Console(stderr=True)
+    task = asyncio.current_task()
+    assert task is not None
+    interrupted = False
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, interrupt)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    if resumed := len(work.lines) - len(work.open_lines):
+        console.print(f"going on: {resumed} of {len(work.lines)} lines are answered")
+    try:
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task("answered", total=len(work.lines), completed=resumed, rate="")
+            began, tokens = time.monotonic(), 0
+            async with RolloutClient(redis_url, pool, client_id=work.client_id) as client:
+                if not await client.workers():
+                    console.print(f"no worker serves pool {pool!r} yet; waiting for one")
+                async for outcome in client.map(work.jobs(), window=window):
+                    if work.take(outcome, defaults.logprobs) and isinstance(outcome, RolloutResult):
+                        tokens += len(outcome.token_ids)
+                    rate = f"{tokens / max(1e-3, time.monotonic() - began):.0f} tok/s"
+                    progress.update(bar, completed=len(work.lines) - len(work.open_lines), rate=rate)
+    except asyncio.CancelledError:
+        if not interrupted:
+            raise
+        console.print(f"stopped: {len(work.open_lines)} lines are open. The same command goes on from here.")
+        return 130
+    if work.open_lines:
+        console.print(f"{len(work.open_lines)} lines were answered, but somebody else took the answers")
+        return 1
+    work.finish()
+    console.print(f"{len(work.lines)} lines answered in {work.out}, {len(work.failed)} of them with an error")
+    return 1 if work.failed else 0

@@ -1,0 +1,56 @@
+"""A model small enough for any machine, with a tokenizer that takes any text: for trials, tests and benchmarks.
+
+Random weights: what it says means nothing, how fast and how exactly it says it does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..worker.cpu_support import prepare_transformers
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def write_tiny_model(
+    directory: Path, *, layers: int = 2, width: int = 128, context: int = 4096, seed: int = 0, dtype: str = "bfloat16"
+) -> None:
+    """Write config, safetensors and tokenizer of a Qwen2 architecture with a byte vocabulary (259 ids, padded to 320)."""
+    prepare_transformers()
+    import torch  # noqa: PLC0415
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
+
+    directory.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
+    bytes_only = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bytes_only,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=320,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        tie_word_embeddings=False,
+        bos_token_id=vocabulary["<|endoftext|>"],
+        eos_token_id=vocabulary["<|im_end|>"],
+        pad_token_id=vocabulary["<|endoftext|>"],
+    )
+    Qwen2ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)

@@ -1,0 +1,127 @@
+"""What the tests of a pool share: waiting for a condition, looking at all of Redis, workers inside this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+from redis.asyncio import Redis
+
+from rolloutmq.messages import Broker, RolloutResult, WorkerStatus
+from rolloutmq.messages.broker import Reply
+from rolloutmq.worker.config import WorkerConfig
+from rolloutmq.worker.scripted_engine import ScriptedEngine, scripted_logprob, scripted_token
+from rolloutmq.worker.tokenizer import NoTokenizer, Tokenizer
+from rolloutmq.worker.worker import Worker
+
+
+async def eventually(condition: Callable[[], Any], timeout: float = 10.0, what: str = "") -> Any:
+    """The condition's value (awaited if it can be) as soon as it is truthy; fails after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if isinstance(value, Awaitable):
+            value = await value
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what or condition}"
+        await asyncio.sleep(0.005)
+
+
+async def dump(redis: Redis, skip: tuple[str, ...] = ("bell", "wake")) -> dict[str, Any]:
+    """Every key and its content, apart from keys that end with `skip` and the times until leases end."""
+    read = {
+        b"hash": redis.hgetall,
+        b"set": redis.smembers,
+        b"list": lambda key: redis.lrange(key, 0, -1),
+        b"stream": redis.xrange,
+        b"string": redis.get,
+        b"zset": lambda key: redis.zrange(key, 0, -1),
+    }
+    found: dict[str, Any] = {}
+    for key in sorted(await redis.keys()):
+        name = key.decode()
+        if not name.endswith(skip):
+            found[name] = await read[await redis.type(key)](key)
+    return found
+
+
+def status(worker_id: str, **fields: Any) -> WorkerStatus:
+    return WorkerStatus(**({"worker_id": worker_id, "host": "h", "pid": 1, "state": "serving", "version": 0} | fields))
+
+
+async def replies(broker: Broker, client_id: str = "client") -> list[Reply]:
+    """Everything on a client's reply stream."""
+    found: list[Reply] = []
+    while more := await broker.read_replies(client_id, found[-1].entry_id if found else "0", count=1000):
+        found += more
+    return found
+
+
+async def wait_replies(broker: Broker, count: int, client_id: str = "client", timeout: float = 15.0) -> list[Reply]:
+    """The reply stream once it has `count` entries; more would be a duplicate."""
+
+    async def enough() -> bool:
+        return await broker.redis.xlen(broker.keys.reply(client_id)) >= count
+
+    await eventually(enough, timeout, f"{count} replies")
+    found = await replies(broker, client_id)
+    assert len(found) == count
+    return found
+
+
+def check_scripted(result: RolloutResult, prompt_len: int) -> None:
+    """Every token is the one that its position and the version of its segment demand, and so is its logprob."""
+    stream, position = f"{result.job_id}{result.sample:04x}", prompt_len
+    expected: list[int] = []
+    for version, count in result.segments:
+        expected += [scripted_token(stream, position + i, version) for i in range(count)]
+        position += count
+    assert result.token_ids.tolist() == expected
+    if result.logprobs is not None:
+        assert np.allclose(result.logprobs, [scripted_logprob(token) for token in expected])
+
+
+class Running:
+    """A worker on this event loop. `stop` drains it; `crash` is what a SIGKILL looks like from outside."""
+
+    def __init__(self, worker: Worker, engine: ScriptedEngine) -> None:
+        self.worker, self.engine = worker, engine
+        self.task = asyncio.create_task(worker.run())
+
+    @property
+    def id(self) -> str:
+        return self.worker.worker_id
+
+    async def stop(self) -> None:
+        self.worker.drain()
+        await asyncio.wait_for(self.task, 20)
+
+    async def crash(self) -> None:
+        """No word to anybody: whatever it would still send to Redis is never sent."""
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+
+@asynccontextmanager
+async def worker(
+    url: str, *, engine: ScriptedEngine | None = None, tokenizer: Tokenizer | None = None, **config: Any
+) -> AsyncIterator[Running]:
+    """A real Worker with a ScriptedEngine. Joined when the block is entered, drained when it is left."""
+    engine = engine or ScriptedEngine()
+    settings = WorkerConfig(**({"redis_url": url, "drain_s": 5.0} | config))
+    running = Running(Worker(settings, engine, tokenizer or NoTokenizer()), engine)
+    try:
+        await eventually(lambda: running.id or running.task.done(), what="the worker's start")
+        if running.task.done():
+            running.task.result()
+        yield running
+    finally:
+        if not running.task.done():
+            await running.stop()

@@ -1,0 +1,46 @@
+"""A pool on the shared server: its broker, and leases as workers would hold them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from pool import status
+from redis.asyncio import Redis
+
+from rolloutmq.messages import Broker, Lease, connect
+
+MakeLease = Callable[..., Awaitable[Lease]]
+
+
+@pytest.fixture
+async def db(redis_db: str) -> AsyncIterator[Redis]:
+    async with connect(redis_db) as client:
+        yield client
+
+
+@pytest.fixture
+def broker(db: Redis) -> Broker:
+    return Broker(db, "default")
+
+
+@pytest.fixture
+def joined(db: Redis) -> MakeLease:
+    """Makes a lease that has joined."""
+
+    async def make(worker_id: str = "w1", lease_s: float = 10.0) -> Lease:
+        lease = Lease(db, "default", worker_id, lease_s)
+        await lease.join(status(worker_id))
+        return lease
+
+    return make
+
+
+@pytest.fixture
+def expire_lease(db: Redis, broker: Broker) -> Callable[[Lease], Awaitable[None]]:
+    """Makes a lease end now, as if its worker had been silent for that long."""
+
+    async def expire(lease: Lease) -> None:
+        assert await db.zadd(broker.keys.workers, {lease.worker_id: 1}, xx=True, ch=True)
+
+    return expire

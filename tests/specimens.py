@@ -1,0 +1,112 @@
+"""One specimen of every kind of message, with fixed values, and small makers of jobs and results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rolloutmq.messages import (
+    ChatMessage,
+    Control,
+    GenerateJob,
+    LogprobOptions,
+    Partial,
+    RolloutResult,
+    SamplingParams,
+    Segment,
+    TensorSpec,
+    Timings,
+    WeightAnnouncement,
+    WeightManifest,
+    WorkerStatus,
+)
+from rolloutmq.messages.base import Message
+
+ID = "0192f0c1a2b37c4d8e5f60718293a4b5"
+
+
+def specimens() -> dict[str, Message]:
+    """By name; every optional field of a kind is set in at least one of them."""
+    return {
+        "job": GenerateJob(
+            id=ID,
+            reply_to="client-1",
+            token_ids=[1, 2, 300000],
+            n=4,
+            sampling=SamplingParams(max_new_tokens=16, temperature=0.5, stop_token_ids=(7,), logit_bias={5: -1.5}),
+            group_id="g1",
+            priority="high",
+            deadline_s=60.0,
+            min_version=2,
+            max_staleness=1,
+            logprobs=LogprobOptions(sampled=False),
+            seed=42,
+            trace_id="t",
+            metadata={"a": 1, "b": None, "c": True, "d": 0.5, "e": "x"},
+        ),
+        "chat": GenerateJob(id=ID, reply_to="c", messages=(ChatMessage(role="user", content="hé"),)),
+        "result": RolloutResult(
+            job_id=ID,
+            sample=1,
+            n=4,
+            group_id="g1",
+            token_ids=[5, 6, 7],
+            logprobs=[-0.5, -0.25, -1.0],
+            finish_reason="stop",
+            matched_stop=7,
+            segments=(Segment(2, 1), Segment(3, 2)),
+            worker_id="w",
+            attempt=2,
+            prompt_ids=[1],
+            text="abc",
+            timings=Timings(queued=0.5, generating=1.0, waiting=0.25),
+            fingerprint={"engine": "e-1"},
+            metadata={"k": 1},
+            trace_id="t",
+        ),
+        "partial": Partial(token_ids=[5], logprobs=[-0.5], segments=(Segment(2, 1),)),
+        "manifest": WeightManifest(
+            version=3,
+            bucket_nbytes=(64,),
+            tensors=(
+                TensorSpec(name="a", dtype="bfloat16", shape=(2, 3), bucket=0, offset=0, nbytes=12, digest="00ff" * 4),
+            ),
+        ),
+        "announcement": WeightAnnouncement(
+            version=3,
+            epoch=1,
+            mode="drain",
+            backend="gloo",
+            host="10.0.0.1",
+            port=29500,
+            catch_up=True,
+            join_timeout_s=10.0,
+            transfer_timeout_s=60.0,
+            roster={"w": 1},
+            world_size=2,
+        ),
+        "status": WorkerStatus(
+            worker_id="w", host="h", pid=9, state="serving", version=3, model="m", running=2, held=3, started_at=1.5
+        ),
+        "control": Control(action="drain", worker_id="w", params={"x": 1}),
+    }
+
+
+def job(**fields: Any) -> GenerateJob:
+    """A token job that a client called "client" waits for."""
+    return GenerateJob(**({"token_ids": [1, 2, 3], "reply_to": "client"} | fields))
+
+
+def result(of: GenerateJob, sample: int = 0, attempt: int = 1, worker: str = "w1", **fields: Any) -> RolloutResult:
+    """A finished sample of two tokens."""
+    base = {
+        "job_id": of.id,
+        "sample": sample,
+        "n": of.n,
+        "group_id": of.group,
+        "token_ids": [5, 6],
+        "finish_reason": "length",
+        "segments": (Segment(0, 2),),
+        "worker_id": worker,
+        "attempt": attempt,
+    }
+    return RolloutResult(**(base | fields))

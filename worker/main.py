@@ -1,0 +1,35 @@
+"""A worker as a process: signals in, exit code out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+from .config import WorkerConfig
+from .sglang_config import SGLangConfig
+from .tokenizer import ModelTokenizer
+from .worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+def run_worker(config: WorkerConfig, engine: SGLangConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. Raises what Worker.run raises; a second SIGINT ends it at once."""
+    asyncio.run(_run(config, engine))
+
+
+async def _run(config: WorkerConfig, engine: SGLangConfig) -> None:
+    from .sglang_engine import SGLangEngine  # noqa: PLC0415 – seconds of imports, after the settings were checked
+
+    worker = Worker(config, SGLangEngine(engine), ModelTokenizer(engine.model))
+    loop = asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        log.info("%s: draining, %g s at most", signal.Signals(number).name, config.drain_s)
+        worker.drain()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    await worker.run()
