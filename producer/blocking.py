@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from ..messages.broker import Caps, PoolLoad
+from ..messages.errors import RolloutMQError
 from ..messages.jobs import GenerateJob
 from ..messages.pool import WorkerStatus
 from ..messages.results import RolloutResult
@@ -53,6 +54,9 @@ class BlockingRolloutClient:
             raise
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed:
+            work.close()
+            raise RolloutMQError(f"client {self.client_id} is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

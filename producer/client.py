@@ -153,14 +153,20 @@ class RolloutClient:
             states = ["new"] * busy.accepted
             raise
         finally:
-            for job in mine[len(states) :]:
-                if job.id in fresh:
-                    self._inbox.untrack(job.id)
+            await self._forget([job.id for job in mine[len(states) :] if job.id in fresh])
         handles = [JobHandle(job.id, job.group, job.n, state) for job, state in zip(mine, states, strict=True)]
         for handle in handles:
             if handle.state not in {"new", "q", "r"} and not await self._still_to_come(handle):
-                self._inbox.untrack(handle.job_id)
+                await self._forget([handle.job_id])
         return handles
+
+    async def _forget(self, job_ids: list[str]) -> None:
+        """Expect nothing of these, and tell whoever waits for the last outcome."""
+        if job_ids:
+            for job_id in job_ids:
+                self._inbox.untrack(job_id)
+            async with self._news:
+                self._news.notify_all()
 
     async def _still_to_come(self, handle: JobHandle) -> bool:
         """Whether a job that ended before it was submitted again has outcomes that nobody has taken yet."""
@@ -224,6 +230,8 @@ class RolloutClient:
         if self._inbox.tracked(job.job_id) is None:
             raise JobFailed(as_failure(job.job_id, job.state))
         await self._until(lambda: (it := self._inbox.tracked(job.job_id)) is None or it.ended, timeout)
+        if self._inbox.tracked(job.job_id) is None:  # somebody else took it meanwhile
+            raise JobFailed(as_failure(job.job_id, job.state))
         replies = self._inbox.take_job(job.job_id)
         await self._ack(replies)
         group = _group(job.group_id, replies)
@@ -238,6 +246,8 @@ class RolloutClient:
 
         Waits while the pool is busy. Jobs may be a generator of any length: memory is bounded by the window.
         """
+        if window < 1:
+            raise InvalidField("window", window, "at least 1")
         source = iter(jobs)
         batch: list[GenerateJob] = []
         exhausted = False
@@ -331,8 +341,10 @@ class RolloutClient:
         acks, self._acks = self._acks, []
         try:
             await self.broker.ack(self.client_id, acks)
-        except (RedisError, OSError):
+        except BaseException as error:  # cancelled, too: they are still to be sent
             self._acks = acks + self._acks
+            if not isinstance(error, RedisError | OSError):
+                raise
 
 
 def _group(group_id: str, replies: list[Reply]) -> Group:

@@ -27,15 +27,12 @@ from .transfer import Phase, TransferOrder, TransferReport
 
 
 def receive(model: Any, named_tensors: Any) -> None:
-    """SGLang's hook. The name of the one tensor is JSON: {"order": TransferOrder, "report": path}.
+    """SGLang's hook. The one tensor holds this tensor-parallel rank; its name is JSON: {"order": …, "report": path}.
 
     Never raises, because an exception here ends the engine. What happened is written to `<path>.rank<r>`.
     """
-    from sglang.srt.distributed import get_tensor_model_parallel_rank  # noqa: PLC0415 – only there inside an engine
-
-    ((payload, _),) = list(named_tensors)
-    told = json.loads(payload)
-    rank = int(get_tensor_model_parallel_rank())
+    ((payload, holder),) = list(named_tensors)
+    told, rank = json.loads(payload), int(holder.item())
     order = TransferOrder(**told["order"])
     report, _tensors = receive_tensors(order, rank, lambda tensors: model.load_weights(tensors.items()))
     target = Path(f"{told['report']}.rank{rank}")

@@ -183,7 +183,9 @@ class Sender:
                 break
             await self._bell.wait(deadline, GLANCE_S)
         why = "was lost during the transfer"
-        if (await asyncio.gather(broadcast, return_exceptions=True))[0] is not None:
+        # When all have reported or died, a broadcast that still waits for one of them ends by itself, at its deadline.
+        await asyncio.wait({broadcast}, timeout=0 if missing else GRACE_S)
+        if broadcast.done() and broadcast.exception() is not None:
             why += f" ({broadcast.exception()})"
         for worker in announcement.roster:
             report = epoch.reports.get(worker)

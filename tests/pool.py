@@ -10,10 +10,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 from redis.asyncio import Redis
 
 from rolloutmq.messages import Broker, RolloutResult, WorkerStatus
 from rolloutmq.messages.broker import Reply
+from rolloutmq.messages.connection import BoundedRetry
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.scripted_engine import ScriptedEngine, scripted_logprob, scripted_token
 from rolloutmq.worker.tokenizer import NoTokenizer, Tokenizer
@@ -41,13 +43,15 @@ async def dump(redis: Redis, skip: tuple[str, ...] = ("bell", "wake")) -> dict[s
         b"list": lambda key: redis.lrange(key, 0, -1),
         b"stream": redis.xrange,
         b"string": redis.get,
+        b"none": lambda key: None,  # gone meanwhile
         b"zset": lambda key: redis.zrange(key, 0, -1),
     }
     found: dict[str, Any] = {}
     for key in sorted(await redis.keys()):
         name = key.decode()
         if not name.endswith(skip):
-            found[name] = await read[await redis.type(key)](key)
+            content = read[await redis.type(key)](key)
+            found[name] = await content if content is not None else None
     return found
 
 
@@ -85,6 +89,16 @@ def check_scripted(result: RolloutResult, prompt_len: int) -> None:
     assert result.token_ids.tolist() == expected
     if result.logprobs is not None:
         assert np.allclose(result.logprobs, [scripted_logprob(token) for token in expected])
+
+
+def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections opened from now on give up on a Redis that is gone after 0.2 seconds."""
+    original = BoundedRetry.__init__
+
+    def init(self: BoundedRetry, budget_s: float = 0.2, *more: Any) -> None:
+        original(self, min(budget_s, 0.2), *more)
+
+    monkeypatch.setattr(BoundedRetry, "__init__", init)
 
 
 class Running:

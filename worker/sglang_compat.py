@@ -204,14 +204,14 @@ async def weight_update(manager: Any) -> AsyncIterator[None]:
 
 
 async def run_loader(manager: Any, loader: str, text: str, tp_size: int) -> None:
-    """Call `loader(model, [(text, one-element tensor)])` on every tensor-parallel rank.
+    """Call `loader(model, [(text, tensor)])` on every tensor-parallel rank; the tensor's one element is the rank.
 
     Raises RuntimeError if SGLang says that it did not happen.
     """
     # Pickled by value: the usual way shares the tensor through a file descriptor that this process must keep open.
-    payload = pickle.dumps([(text, torch.zeros(1))])
+    payloads = [pickle.dumps([(text, torch.tensor([rank]))]) for rank in range(tp_size)]
     request = io_struct.UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=[payload] * tp_size,
+        serialized_named_tensors=payloads,  # each rank unpacks its own
         load_format=loader,
         flush_cache=False,  # flushed separately: as a part of this request a refused flush ends the scheduler
     )

@@ -19,7 +19,8 @@ async def transfer_weights(manager: Any, order: TransferOrder, loader: str, tp_s
     """Carry out `order` through SGLang's weight-loader hook.
 
     The loader is called as `loader(model, [(text, tensor)])` on every tensor-parallel rank; `text` is JSON with the
-    order and the path to which rank r writes its report, with `.rank<r>` appended. It tells failures only there: an
+    order and the path to which rank r (the tensor's one element) writes its report, `.rank<r>` appended. It tells
+    failures only there: an
     exception would end the engine. Prefixes cached under older weights are dropped afterwards.
     """
     from . import sglang_compat  # noqa: PLC0415  (sglang itself: only where an engine runs)

@@ -1,8 +1,7 @@
-"""The task: sort four digits. Prompt `<bos>4729=`, perfect answer `2479<eos>`; reward by position."""
+"""The task: sort four digits. Prompt `<bos>4729=`, perfect answer `2479<eos>`, partial reward by position."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +44,20 @@ def draw(rng: np.random.Generator) -> Problem:
     return Problem(tuple(int(digit) for digit in rng.integers(0, 10, DIGITS)))
 
 
-def reward(problem: Problem, tokens: Sequence[int] | npt.NDArray[Any]) -> float:
-    """Fraction of the DIGITS positions that hold the right digit; 0 for an answer that does not end right after them."""
-    answer = problem.answer
-    if len(tokens) != ANSWER_TOKENS or int(tokens[-1]) != EOS:
-        return 0.0
-    return float(np.mean(np.asarray(tokens[:DIGITS]) == answer[:DIGITS]))
+def token_rewards(problem: Problem, tokens: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """(ANSWER_TOKENS,) float32: 1 where the answer has the right token, `<eos>` in its place included; 0 elsewhere.
+
+    tokens: (t,) ids of a sample; positions it does not have count as wrong.
+    """
+    rewards = np.zeros(ANSWER_TOKENS, np.float32)
+    given = tokens[:ANSWER_TOKENS]
+    rewards[: len(given)] = given == problem.answer[: len(given)]
+    return rewards
+
+
+def reward(rewards: npt.NDArray[np.float32]) -> float:
+    """The reward of a sample, 0 to 1: the share of right digits. Ending in the right place is easy and not counted.
+
+    rewards: what `token_rewards` gave.
+    """
+    return float(rewards[:DIGITS].mean())

@@ -90,13 +90,16 @@ async def test_another_worker_is_fenced(broker: Broker, db: Redis, joined) -> No
     await (await joined("w1")).claim(1, 1, 0)
     other = await joined("w2")
     before = await dump(db)
-    assert await other.complete(
-        [
-            Finished(one.id, 1, 0, result(one, worker="w2")),
-            Finished(nobodys.id, 0, 0, result(nobodys)),
-            Finished(job().id, 1, 0, result(one)),
-        ]
-    ) == ["fenced"] * 3
+    assert (
+        await other.complete(
+            [
+                Finished(one.id, 1, 0, result(one, worker="w2")),
+                Finished(nobodys.id, 0, 0, result(nobodys)),
+                Finished(job().id, 1, 0, result(one)),
+            ]
+        )
+        == ["fenced"] * 3
+    )
     assert not await other.bury(one.id, 1, "refused", "h", "")
     assert await other.release([Release(one.id, 1)], 3) == ["fenced"]
     assert await dump(db) == before

@@ -85,7 +85,9 @@ async def test_sent_twice_is_done_once(
         assert await dump(db) == before, name
         if name == "claim":
             assert [part for i, part in enumerate(second) if i % 6 not in (2, 3)] == [
-                part for i, part in enumerate(first) if i % 6 not in (2, 3)  # but for the times
+                part
+                for i, part in enumerate(first)
+                if i % 6 not in (2, 3)  # but for the times
             ]
         return first
 

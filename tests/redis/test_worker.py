@@ -164,7 +164,7 @@ async def test_cancelling_frees_the_slot(redis_db: str, broker: Broker) -> None:
         await broker.enqueue([queued])
         assert await broker.cancel([queued.id, long.id]) == ["ok", "ok"]
         await eventually(lambda: not running.engine._aborts, 3, "the slot to be free")
-        running.engine.tokens_per_s = None
+        running.engine.tokens_per_s = 1e9
         fine = job(sampling=SHORT)
         await broker.enqueue([fine])
         outcomes = {reply.outcome.job_id: reply.outcome for reply in await wait_replies(broker, 3)}
@@ -216,15 +216,14 @@ async def test_a_draining_worker_hands_over_and_another_continues_the_very_token
         assert (load.queued, load.dead) == ((0, 3, 0), 0)
     async with worker(redis_db) as second:
         results = by_sample(await wait_replies(broker, 6))
-        partly = 0
         for one in jobs:
             for sample in range(2):
                 found = results[one.id, sample]
                 check_scripted(found, len(one.token_ids))
                 assert sum(segment.tokens for segment in found.segments) == 1000
-                assert (found.worker_id, found.attempt) == (second.id, 2)
-        partly = second.worker._generation.generated_tokens
-    assert partly < 6 * 1000  # what the first had generated was not generated again
+                assert (found.worker_id, found.attempt) == (second.id, 1 if one is jobs[2] else 2)
+        again = second.worker._generation.generated_tokens
+    assert again < 6 * 1000  # what the first had generated was not generated again
 
 
 async def test_a_drain_lets_what_fits_finish(redis_db: str, broker: Broker) -> None:

@@ -1,0 +1,64 @@
+"""What happens to the pool while it works: one worker is killed, another one comes later."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import psutil  # type: ignore[import-untyped]
+
+from .pool import WorkerProcess, Workers
+from .tally import Tally
+from .watch import Watch
+
+
+@dataclass(slots=True)
+class Incidents:
+    """Kills the worker started last at `kill_step` and starts another one at `join_step`.
+
+    Times are time.monotonic() seconds; None for what has not happened.
+    """
+
+    workers: Workers
+    watch: Watch
+    tally: Tally
+    kill_step: int
+    join_step: int
+    victim: WorkerProcess | None = None
+    killed_at: float | None = None
+    newcomer: WorkerProcess | None = None
+
+    def after(self, step: int) -> None:
+        """To be called after each step."""
+        if step >= self.kill_step and self.victim is None:
+            self.victim = list(self.workers.all.values())[-1]
+            self.victim.kill()
+            self.killed_at = time.monotonic()
+        if step >= self.join_step and self.newcomer is None:
+            self.newcomer = self.workers.start()
+
+    @property
+    def victim_reaped(self) -> bool:
+        """The killed worker's processes are gone, and the pool has taken its lease and its jobs away."""
+        if self.victim is None or _runs(self.victim.pid):
+            return False
+        return self.watch.worker(self.victim.pid) is not None and self.victim.pid not in self.watch.latest.workers
+
+    @property
+    def newcomer_delivered(self) -> bool:
+        """Results of the worker that came late have arrived at the trainer."""
+        if self.newcomer is None:
+            return False
+        return any(self.tally.by_worker[worker_id] > 0 for worker_id in self.watch.ids_of(self.newcomer.pid))
+
+    @property
+    def complete(self) -> bool:
+        """All of it has happened."""
+        return self.victim_reaped and self.newcomer_delivered
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,142 @@
+"""The demo's workers: each a `rolloutmq worker` process with a real SGLang engine, none outliving the demo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ...messages.errors import EngineError
+from .. import parent_bound
+
+DRAIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """What the demo's workers have in common. lease_s: how soon a killed worker's jobs go to others."""
+
+    redis_url: str
+    pool: str
+    model: Path
+    logs: Path
+    max_running: int = 256
+    lease_s: float = 3.0
+
+    def command(self) -> list[str]:
+        """The worker's command line."""
+        options = {
+            "--redis": self.redis_url,
+            "--pool": self.pool,
+            "--model": str(self.model),
+            "--dtype": "float32",
+            "--max-running": str(self.max_running),
+            "--lease": str(self.lease_s),
+            "--drain": str(DRAIN_S),
+            "--cpu-threads": "1",
+        }
+        return [
+            sys.executable,
+            "-m",
+            "rolloutmq.ops.entry",
+            "worker",
+            *(word for pair in options.items() for word in pair),
+        ]
+
+
+class WorkerProcess:
+    """One worker. It has a session of its own, so that a kill takes its engine's processes along."""
+
+    def __init__(self, name: str, settings: PoolSettings) -> None:
+        self.name = name
+        self.log = settings.logs / f"{name}.log"
+        self.started = time.monotonic()
+        self.killed = False
+        bound = [sys.executable, "-I", "-S", parent_bound.__file__, str(os.getpid()), ""]
+        with self.log.open("wb") as log:
+            self._supervisor = subprocess.Popen(
+                [*bound, *settings.command()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert self._supervisor.stdout is not None
+        self.pid = int(self._supervisor.stdout.readline() or 0)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the worker's process runs."""
+        return self._supervisor.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL it and everything it started, as a lost machine would; returns when its process is gone."""
+        self.killed = True
+        os.killpg(self._supervisor.pid, signal.SIGKILL)
+        self._supervisor.wait()
+
+    def drain(self) -> None:
+        """Ask it to hand back what it cannot finish, and leave."""
+        self._supervisor.terminate()
+
+    def ended(self, timeout_s: float) -> int | None:
+        """Exit code, or None if it still runs after `timeout_s`."""
+        try:
+            return self._supervisor.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def last_words(self, lines: int = 15) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def dispose(self) -> None:
+        """Leave nothing behind."""
+        if self.alive:
+            self.kill()
+        for pipe in (self._supervisor.stdin, self._supervisor.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class Workers:
+    """All workers the demo has started, by name; leaving the block ends those that still run."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self._settings = settings
+        self.all: dict[str, WorkerProcess] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self.all.values():
+            worker.dispose()
+
+    def start(self) -> WorkerProcess:
+        """Start one more; it is up when the pool lists it as serving, seconds later."""
+        name = f"worker-{len(self.all) + 1}"
+        self.all[name] = worker = WorkerProcess(name, self._settings)
+        return worker
+
+    def check(self) -> None:
+        """Raise EngineError if a worker ended that nobody killed."""
+        for worker in self.all.values():
+            if not worker.alive and not worker.killed:
+                raise EngineError(f"{worker.name} ended by itself; the end of {worker.log}:\n{worker.last_words()}")
+
+    def drain(self) -> dict[str, int | None]:
+        """Let all that run leave in good order; exit codes by name, None for one that had to be killed."""
+        leaving = [worker for worker in self.all.values() if worker.alive]
+        for worker in leaving:
+            worker.drain()
+        deadline = time.monotonic() + DRAIN_S + 15.0
+        return {worker.name: worker.ended(max(0.1, deadline - time.monotonic())) for worker in leaving}

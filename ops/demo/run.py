@@ -1,0 +1,153 @@
+"""The demo from end to end: `run_demo`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from ...messages.errors import EngineError, RolloutMQError
+from ...producer.blocking import BlockingRolloutClient
+from ...sync.publisher import WeightPublisher
+from ..embedded_redis import EmbeddedRedis
+from .incidents import Incidents
+from .learner import Learner
+from .live import View
+from .model import make_model, save_checkpoint
+from .pool import PoolSettings, Workers
+from .report import draw_report
+from .summary import objections, summarise
+from .trainer import Trainer
+from .warmup import Warmup, warm_up
+from .watch import Watch
+
+STEPS = 150
+POOL = "demo"
+START_TIMEOUT_S = 180.0
+LATE_S = 60.0
+"""How long training goes on beyond its last planned step for a late worker that is not up yet."""
+
+
+def run_demo(out: Path = Path("out/demo"), *, steps: int | None = None, workers: int = 2, seed: int = 0) -> int:
+    """Learn to sort four digits from what a pool of real workers generates; the exit code.
+
+    Writes model/, worker logs, summary.json and report.png into `out`, whose old content of these names is replaced.
+    Returns 0, or 1 after saying in plain words what went wrong. `workers` (at least 2) are up when training begins; one
+    of them is killed after a third of the steps, another one joins later.
+    """
+    logging.getLogger("rolloutmq").setLevel(logging.ERROR)  # a killed worker is part of the programme
+    console = Console(file=sys.stdout)
+    try:
+        summary = Demo(out, steps or STEPS, workers, seed, console).run()
+    except RolloutMQError as error:
+        console.print(f"[red]The demo failed.[/] {type(error).__name__}: {error}", highlight=False, soft_wrap=True)
+        return 1
+    wrong = objections(summary)
+    for objection in wrong:
+        console.print(f"[red]Wrong:[/] {objection}", highlight=False, soft_wrap=True)
+    return 1 if wrong else 0
+
+
+class Demo:
+    """One run; see `run_demo`."""
+
+    def __init__(self, out: Path, steps: int, workers: int, seed: int, console: Console) -> None:
+        self.out, self.steps, self.count, self.seed, self.console = out, steps, workers, seed, console
+        self._began = time.monotonic()
+
+    def run(self) -> dict[str, Any]:
+        """The summary, which is also on disk. Raises RolloutMQError if the run could not be brought to an end."""
+        torch.set_num_threads(1)  # the engines need the other cores
+        self.out.mkdir(parents=True, exist_ok=True)
+        model, warmup = self._make_model()
+        with (
+            EmbeddedRedis() as redis,
+            Watch(redis.url, POOL) as watch,
+            Workers(PoolSettings(redis.url, POOL, self.out / "model", self.out)) as workers,
+        ):
+            self._start(workers, watch)
+            with BlockingRolloutClient(redis.url, POOL) as client:
+                publisher = WeightPublisher(redis.url, POOL)
+                learner = Learner(model, self.steps)
+                trainer = Trainer(client, publisher, learner, np.random.default_rng([self.seed, 1]))
+                third = max(1, self.steps // 3)
+                incidents = Incidents(workers, watch, trainer.tally, third, third + max(1, self.steps // 10))
+                setup = time.monotonic() - self._began
+                self._train(trainer, incidents)
+                publisher.close()
+            left = workers.drain()
+            if bad := {name: code for name, code in left.items() if code != 0}:
+                raise EngineError(
+                    f"workers did not leave in good order (exit codes {bad}); see their logs in {self.out}"
+                )
+            watch.close()
+            summary = summarise(
+                trainer.steps,
+                trainer.tally,
+                [handle.wait(0) for handle in trainer.published],
+                warmup,
+                seconds_setup=setup,
+                seconds_training=trainer.seconds,
+                worker_killed=incidents.victim_reaped,
+                worker_joined_late=incidents.newcomer_delivered,
+            )
+            self._write(summary, trainer, incidents)
+        return summary
+
+    def _say(self, text: str) -> None:
+        self.console.print(f"[{time.monotonic() - self._began:5.1f} s] {text}", markup=False, highlight=False)
+
+    def _make_model(self) -> tuple[Any, Warmup]:
+        self._say(
+            "making a tiny Qwen2-style model and its tokenizer; a short supervised warm-up stands for a base model"
+        )
+        model = make_model(self.seed)
+        warmup = warm_up(model, np.random.default_rng([self.seed, 0]))
+        self._say(f"warm-up: {warmup.steps} supervised steps, {warmup.seconds:.1f} s, reward {warmup.reward:.2f}")
+        shutil.rmtree(self.out / "model", ignore_errors=True)
+        save_checkpoint(model, self.out / "model")
+        return model, warmup
+
+    def _start(self, workers: Workers, watch: Watch) -> None:
+        pids = {workers.start().pid for _ in range(self.count)}
+        self._say(f"Redis is up; {self.count} workers load SGLang, logs in {self.out}/worker-*.log")
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not watch.wait_serving(pids, 1.0):
+            workers.check()
+            if time.monotonic() > deadline:
+                tails = "\n".join(f"{worker.log}:\n{worker.last_words()}" for worker in workers.all.values())
+                raise EngineError(f"not every worker came up within {START_TIMEOUT_S:g} s\n{tails}")
+        self._say("all workers serve; from here on it is RL only, on samples that the pool generates")
+
+    def _train(self, trainer: Trainer, incidents: Incidents) -> None:
+        view = View(self.steps, incidents.workers, incidents.watch, self.console)
+        planned_end = 0.0
+
+        def goes_on(done: int) -> bool:
+            nonlocal planned_end
+            if done < self.steps:
+                return True
+            planned_end = planned_end or time.monotonic()
+            return not incidents.complete and time.monotonic() - planned_end < LATE_S
+
+        with view:
+            trainer.run(goes_on, lambda step: (incidents.after(step.number), view.show(step))[-1])
+
+    def _write(self, summary: dict[str, Any], trainer: Trainer, incidents: Incidents) -> None:
+        (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        title = (
+            f"RolloutMQ demo: {summary['samples']} samples, {summary['versions_published']} versions, "
+            f"{summary['lost']} lost, {summary['duplicates']} duplicates"
+        )
+        draw_report(self.out / "report.png", trainer.steps, incidents.watch, incidents, trainer.began, title)
+        self._say(f"reward {summary['reward_first']:.2f} -> {summary['reward_last']:.2f} in {summary['steps']} steps, "
+                  f"{summary['seconds_training']:.0f} s")  # fmt: skip
+        self._say(f"wrote {self.out}/summary.json and {self.out}/report.png")

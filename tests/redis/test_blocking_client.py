@@ -1,0 +1,161 @@
+"""The client of a plain training loop: the same promises without asyncio, from any thread, through Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import redis
+from pool import eventually, short_retries, worker
+
+from rolloutmq import (
+    BlockingRolloutClient,
+    GenerateJob,
+    InvalidField,
+    JobFailed,
+    RedisUnavailable,
+    RolloutMQError,
+    SamplingParams,
+    WaitTimeout,
+)
+from rolloutmq.messages import Keys
+
+SHORT = SamplingParams(max_new_tokens=2)
+
+
+def tokens(**fields: object) -> GenerateJob:
+    return GenerateJob(**({"token_ids": [1, 2, 3], "sampling": SHORT} | fields))
+
+
+@pytest.fixture
+def serving(redis_db: str) -> Iterator[None]:
+    """A worker on an event loop in a thread."""
+    started, stop = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with worker(redis_db):
+            started.set()
+            await eventually(stop.is_set, 60)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(10)
+    yield
+    stop.set()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def stream_length(url: str, client_id: str) -> int:
+    with redis.Redis.from_url(url) as db:
+        return int(db.xlen(Keys("default").reply(client_id)))
+
+
+def test_the_whole_face(redis_db: str, serving: None) -> None:
+    with BlockingRolloutClient(redis_db, client_id="blocking") as client:
+        assert client.client_id == "blocking"
+        assert [one.sample for one in client.wait(client.submit(token_ids=[1], n=3, sampling=SHORT), 10)] == [0, 1, 2]
+        client.submit_many([tokens(), tokens()])
+        assert client.outstanding == 2
+        assert len(list(client.results(10))) == 2
+        client.submit_many([tokens(group_id="g"), tokens(group_id="g")])
+        assert [len(group.results) for group in client.groups(10)] == [2]
+        assert len(list(client.map((tokens() for _ in range(30)), window=4, timeout=10))) == 30
+        handle = client.submit(tokens(min_version=9, group_id="later"))
+        assert client.load().open_jobs == 1
+        assert len(client.workers()) == 1
+        assert client.cancel([handle]) == ["ok"]
+        with pytest.raises(JobFailed, match="cancelled"):
+            client.wait(handle, 5)
+        client.submit(tokens(min_version=9, group_id="later"))
+        assert client.cancel_group("later") == ["ok"]
+        assert len(list(client.results(5))) == 1
+        with pytest.raises(InvalidField, match="token_ids"):
+            client.submit(token_ids=[-1])
+    assert stream_length(redis_db, "blocking") == 0
+
+
+def test_a_loop_left_early_keeps_the_rest(redis_db: str, serving: None) -> None:
+    with BlockingRolloutClient(redis_db, client_id="blocking") as client:
+        client.submit_many([tokens() for _ in range(5)])
+        for _ in client.results(10):
+            break
+        for _ in client.groups(10):
+            break
+        loop = client.results(10)
+        next(loop)
+        loop.close()
+        assert client.outstanding == 2
+        assert len(list(client.results(10))) == 2
+    assert stream_length(redis_db, "blocking") == 0
+
+
+def test_closed_with_a_loop_still_open(redis_db: str, serving: None) -> None:
+    client = BlockingRolloutClient(redis_db, client_id="blocking")
+    client.submit_many([tokens() for _ in range(3)])
+    loop = client.results(10)
+    next(loop)
+    client.close()
+    client.close()
+    loop.close()
+    assert stream_length(redis_db, "blocking") == 2  # what was never taken stays
+
+
+def test_from_several_threads(redis_db: str, serving: None) -> None:
+    with BlockingRolloutClient(redis_db) as client, ThreadPoolExecutor(8) as threads:
+
+        def rollouts(_: int) -> int:
+            return sum(len(client.wait(client.submit(tokens(n=2)), 20)) for _ in range(5))
+
+        assert sum(threads.map(rollouts, range(8))) == 80
+        assert client.outstanding == 0
+
+
+def test_ctrl_c_while_waiting(redis_db: str) -> None:
+    with BlockingRolloutClient(redis_db) as client:
+        handle = client.submit(tokens(min_version=9))
+        main = threading.main_thread().ident
+        assert main is not None
+        timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            client.wait(handle, 20)
+        # nothing was lost by it: the job is still there, and the client still works
+        assert client.outstanding == 1
+        with pytest.raises(WaitTimeout):
+            client.wait(handle, 0.05)
+        assert client.cancel([handle]) == ["ok"]
+        assert len(list(client.results(5))) == 1
+
+
+def test_ctrl_c_in_a_loop(redis_db: str) -> None:
+    client = BlockingRolloutClient(redis_db)
+    client.submit(tokens(min_version=9))
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), client:
+        for _ in client.results():
+            pytest.fail("there is no worker")
+    assert time.monotonic() - began < 5
+
+
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_retries(monkeypatch)
+    before = threading.active_count()
+    with pytest.raises(RedisUnavailable):
+        BlockingRolloutClient("redis://127.0.0.1:1/0")
+    assert threading.active_count() == before
+
+
+def test_used_after_close(redis_db: str) -> None:
+    client = BlockingRolloutClient(redis_db)
+    client.close()
+    with pytest.raises(RolloutMQError, match="is closed"):
+        client.submit(tokens())

@@ -1,0 +1,104 @@
+"""Process groups of our own: addresses, the trainer's surroundings, and waits that end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from rolloutmq.messages import ConfigError, TransferTimeout
+from rolloutmq.sync.group import Group, join_store, own_address_towards, serve_store
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://127.0.0.1:6379/0",
+        "redis://localhost",
+        "redis://127.0.0.2:1",
+        "unix:///tmp/x.sock",
+        "redis://[::1]:6379",
+    ],
+)
+def test_loopback_is_called_by_its_number(url: str) -> None:
+    assert own_address_towards(url) == "127.0.0.1"
+
+
+def test_an_address_of_this_host_towards_elsewhere() -> None:
+    try:
+        own = own_address_towards("redis://user:secret@192.0.2.1:6379/0")
+    except OSError:
+        pytest.skip("this host has no route to anywhere")
+    with socket.create_server((own, 0)):
+        pass
+
+
+def broadcast(world: int, send: torch.Tensor, timeout_s: float = 5.0, ranks: int | None = None) -> list:
+    store = serve_store("127.0.0.1")
+    outcomes: list = [None] * world
+
+    def take_part(rank: int) -> None:
+        buffer = send.clone() if rank == 0 else torch.zeros_like(send)
+        try:
+            mine = store if rank == 0 else join_store("127.0.0.1", store.port, timeout_s)
+            group = Group(mine, "g", backend="gloo", rank=rank, world=world, host="127.0.0.1", timeout_s=timeout_s)
+            group.broadcast(buffer)
+            outcomes[rank] = buffer
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(world if ranks is None else ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return outcomes
+
+
+def test_everybody_gets_the_bytes() -> None:
+    sent = torch.arange(1000, dtype=torch.int64).to(torch.uint8)
+    assert all(torch.equal(buffer, sent) for buffer in broadcast(3, sent))
+    assert all(buffer.numel() == 0 for buffer in broadcast(2, torch.empty(0, dtype=torch.uint8)))
+
+
+def test_torchruns_environment_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": "3",
+        "LOCAL_RANK": "3",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "192.0.2.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "x",
+        "GROUP_RANK": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    sent = torch.full((10,), 7, dtype=torch.uint8)
+    assert all(torch.equal(buffer, sent) for buffer in broadcast(2, sent))
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_missing_rank_costs_one_timeout() -> None:
+    began = time.monotonic()
+    first, second, _ = broadcast(3, torch.zeros(4, dtype=torch.uint8), timeout_s=1.0, ranks=2)
+    assert isinstance(first, TransferTimeout)
+    assert isinstance(second, TransferTimeout)
+    assert time.monotonic() - began < 5
+
+
+def test_no_store_there() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    began = time.monotonic()
+    with pytest.raises(TransferTimeout, match=f"127.0.0.1:{port}"):
+        join_store("127.0.0.1", port, 0.5)
+    assert time.monotonic() - began < 5
+
+
+def test_a_backend_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="nccl"):
+        Group(None, "g", backend="nccl", rank=0, world=1, host="127.0.0.1", timeout_s=1.0)

@@ -1,0 +1,273 @@
+"""Transfers that go wrong: the old version goes on, the report says why, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from pool import check_scripted, eventually, status, wait_replies, worker
+from specimens import job
+
+from rolloutmq import WeightPublisher
+from rolloutmq.messages import (
+    Broker,
+    Lease,
+    RolloutResult,
+    SamplingParams,
+    TensorSpec,
+    WeightAnnouncement,
+    WeightManifest,
+    connect,
+)
+from rolloutmq.sync.group import serve_store
+from rolloutmq.sync.ledger import Ledger
+from rolloutmq.sync.sender import Sender
+from rolloutmq.sync.snapshot import Snapshot
+from rolloutmq.sync.transfer import TransferOrder, TransferReport
+from rolloutmq.worker.scripted_engine import ScriptedEngine
+
+WEIGHTS = {"first": torch.arange(10.0), "second": torch.ones(5, dtype=torch.int8), "third": torch.zeros(3)}
+
+
+@asynccontextmanager
+async def publisher(url: str, **settings: Any) -> AsyncIterator[WeightPublisher]:
+    made = await asyncio.to_thread(
+        lambda: WeightPublisher(url, **({"join_timeout_s": 3.0, "transfer_timeout_s": 2.0} | settings))
+    )
+    try:
+        yield made
+    finally:
+        await asyncio.to_thread(made.close)
+
+
+async def publish(source: WeightPublisher, version: int) -> Any:
+    handle = source.publish(version, WEIGHTS.items())
+    return await asyncio.to_thread(handle.wait, 20)
+
+
+@pytest.fixture
+async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
+    async with connect(redis_db) as client:
+        yield Ledger(client, "default")
+
+
+async def serve_some(ledger: Ledger, before: int, version: int) -> None:
+    """One more job, answered with this version."""
+    broker = Broker(ledger.redis, "default")
+    await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=4))])
+    found = (await wait_replies(broker, before + 1))[-1].outcome
+    assert isinstance(found, RolloutResult)
+    assert found.versions == (version,)
+    check_scripted(found, 3)
+
+
+def altered(snapshot: Snapshot, how: str) -> Snapshot:
+    """What a broken trainer, network or memory makes of a snapshot."""
+    buckets, tensors = list(snapshot.buckets), list(snapshot.manifest.tensors)
+    if how == "bit":
+        place = tensors[1]
+        buckets[place.bucket] = buckets[place.bucket].clone()
+        buckets[place.bucket][place.offset + 2] ^= 1
+    elif how == "swapped":
+        first, third = tensors[0], tensors[2]
+        tensors[0] = TensorSpec(**(first.model_dump() | {"digest": third.digest}))
+        tensors[2] = TensorSpec(**(third.model_dump() | {"digest": first.digest}))
+    elif how == "shape":
+        tensors[1] = TensorSpec(**(tensors[1].model_dump() | {"shape": (6,)}))
+    elif how == "outside":
+        tensors[1] = TensorSpec(**(tensors[1].model_dump() | {"offset": 1 << 30}))
+    manifest = snapshot.manifest
+    version = manifest.version + (how == "version")
+    return Snapshot(
+        WeightManifest(version=version, bucket_nbytes=manifest.bucket_nbytes, tensors=tuple(tensors)), tuple(buckets)
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("bit", "verify: DigestMismatch: tensor second: digest"),
+        ("swapped", "verify: DigestMismatch: tensor first: digest"),
+        ("shape", "verify: InvalidField: second="),
+        ("outside", "verify: InvalidField: second="),
+        ("version", "rendezvous: DigestMismatch: the manifest is of version 3, 2 was announced"),
+    ],
+)
+async def test_what_is_not_what_was_sent_is_refused(
+    redis_db: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, how: str, said: str
+) -> None:
+    async with worker(redis_db) as running, publisher(redis_db) as source:
+        assert (await publish(source, 1)).state == "committed"
+        old = dict(running.engine.weights)
+        honest = Sender._broadcast
+
+        def corrupt(self: Sender, snapshot: Snapshot, announcement: WeightAnnouncement) -> None:
+            honest(self, altered(snapshot, how), announcement)
+
+        monkeypatch.setattr(Sender, "_broadcast", corrupt)
+        report = await publish(source, 2)
+        assert report.state == "failed"
+        assert report.workers == ()
+        assert report.failures[running.id].startswith(said)
+        assert running.engine.weights == old
+        assert running.worker._generation.version == 1
+        assert await ledger.committed() == 1
+        assert await ledger.version_state(2) == "failed"
+        await serve_some(ledger, 0, 1)
+        monkeypatch.setattr(Sender, "_broadcast", honest)
+        assert (await publish(source, 3)).state == "committed"
+        await serve_some(ledger, 1, 3)
+
+
+async def test_a_worker_that_dies_between_joining_and_meeting(redis_db: str, ledger: Ledger) -> None:
+    """It joins and is never heard of again: one timeout, and the others go on with what they have."""
+    phantom = Lease(ledger.redis, "default", "phantom", lease_s=1.0)
+    async with worker(redis_db) as one, worker(redis_db) as two, publisher(redis_db, transfer_timeout_s=1.5) as source:
+        await phantom.join(status("phantom"))
+        began = time.monotonic()
+        handle = source.publish(1, WEIGHTS.items())
+        number = await eventually(ledger.open_epoch)
+        assert await ledger.join(number, "phantom", 1)
+        report = await asyncio.to_thread(handle.wait, 20)
+        assert time.monotonic() - began < 3.0 + 1.5 + 2.0 + 1.0
+        assert report.state == "failed"
+        assert set(report.failures) == {"phantom", one.id, two.id}
+        assert report.failures["phantom"].startswith("was lost during the transfer")
+        assert report.failures[one.id].startswith("rendezvous: TransferTimeout")
+        await serve_some(ledger, 0, 0)
+        again = await publish(source, 2)
+        assert (again.state, set(again.workers)) == ("committed", {one.id, two.id})
+        await serve_some(ledger, 1, 2)
+
+
+async def test_a_worker_that_is_dead_before_it_joins_costs_nothing(redis_db: str, ledger: Ledger) -> None:
+    dead = Lease(ledger.redis, "default", "dead", lease_s=0.5)
+    async with worker(redis_db) as running, publisher(redis_db, join_timeout_s=15.0) as source:
+        await dead.join(status("dead"))
+        began = time.monotonic()
+        report = await publish(source, 1)
+        assert time.monotonic() - began < 5  # as soon as its lease was over
+        assert (report.state, report.workers) == ("committed", (running.id,))
+        assert report.failures == {"dead": "did not answer the announcement in time"}
+
+
+async def test_one_refuses_and_the_other_serves(redis_db: str, ledger: Ledger) -> None:
+    class Picky(ScriptedEngine):
+        refuse = True
+
+        async def load_weights(self, order: TransferOrder) -> TransferReport:
+            report = await super().load_weights(order)
+            if self.refuse:
+                self.weights = {}
+                return TransferReport(False, "verify", "DigestMismatch: tensor first")
+            return report
+
+    picky = Picky()
+    async with worker(redis_db) as sound, worker(redis_db, engine=picky) as other, publisher(redis_db) as source:
+        report = await publish(source, 1)
+        assert report.state == "committed"
+        assert report.workers == (sound.id,)
+        assert report.failures == {other.id: "verify: DigestMismatch: tensor first"}
+        assert other.worker._generation.version == 0
+        picky.refuse = False
+        # it is behind what was committed: it asks, and is caught up from the retained copy
+        await eventually(lambda: other.worker._generation.version == 1)
+        assert picky.weights.keys() == WEIGHTS.keys()
+        assert sound.worker._generation.version == 1
+
+
+async def test_weights_that_are_half_written_never_serve(redis_db: str, ledger: Ledger) -> None:
+    class Torn(ScriptedEngine):
+        async def load_weights(self, order: TransferOrder) -> TransferReport:
+            report = await super().load_weights(order)
+            return TransferReport(False, "load", "CUDA error") if order.version == 1 else report
+
+    async with worker(redis_db, engine=Torn()) as running, publisher(redis_db) as source:
+        report = await publish(source, 1)
+        assert report.failures == {running.id: "load: CUDA error"}
+        await eventually(lambda: running.engine.starts == 2, what="a restart with whole weights")
+        await serve_some(ledger, 0, 0)
+        assert (await publish(source, 2)).state == "committed"
+        await serve_some(ledger, 1, 2)
+
+
+async def test_the_publisher_dies_after_the_announcement(redis_db: str, ledger: Ledger) -> None:
+    """No seal ever comes: the worker serves all the while, and is free for the next publisher."""
+    async with worker(redis_db) as running:
+        epoch = await ledger.new_epoch()
+        await ledger.announce(
+            WeightAnnouncement(
+                version=1, epoch=epoch, host="127.0.0.1", port=1, join_timeout_s=0.5, transfer_timeout_s=1.0
+            )
+        )
+        await eventually(lambda: joined(ledger, epoch, running.id))
+        await serve_some(ledger, 0, 0)
+        began = time.monotonic()
+        async with publisher(redis_db, join_timeout_s=10.0) as source:
+            assert (await publish(source, 1)).state == "committed"
+        assert time.monotonic() - began < 5
+        await serve_some(ledger, 1, 1)
+
+
+async def joined(ledger: Ledger, epoch: int, worker_id: str) -> bool:
+    found = await ledger.epoch(epoch)
+    return found is not None and worker_id in found.joins
+
+
+async def test_the_publisher_dies_after_the_seal(redis_db: str, ledger: Ledger) -> None:
+    """The store is there, nobody else ever comes: the worker is back within the transfer's deadline."""
+    store = serve_store("127.0.0.1")
+    async with worker(redis_db) as running:
+        announcement = WeightAnnouncement(
+            version=1,
+            epoch=await ledger.new_epoch(),
+            host="127.0.0.1",
+            port=store.port,
+            join_timeout_s=2.0,
+            transfer_timeout_s=1.0,
+        )
+        await ledger.announce(announcement)
+        await eventually(lambda: joined(ledger, announcement.epoch, running.id))
+        began = time.monotonic()
+        await ledger.seal(announcement.model_copy(update={"roster": {running.id: 1}, "world_size": 2}))
+        await eventually(lambda: running.worker._follower.updating)
+        await serve_some(ledger, 0, 0)
+        assert time.monotonic() - began < 4
+        found = await ledger.epoch(announcement.epoch)
+        assert found is not None
+        report = found.reports[running.id]
+        assert (report.ok, report.phase, report.intact) == (False, "rendezvous", True)
+
+
+async def test_a_worker_without_a_lease_takes_no_part(ledger: Ledger) -> None:
+    announcement = WeightAnnouncement(
+        version=1, epoch=await ledger.new_epoch(), host="h", port=1, join_timeout_s=1.0, transfer_timeout_s=1.0
+    )
+    assert not await ledger.join(announcement.epoch, "w", 1)  # not announced
+    await ledger.announce(announcement)
+    assert not await ledger.join(announcement.epoch, "w", 1)  # no lease
+    await Lease(ledger.redis, "default", "w").join(status("w"))
+    assert await ledger.join(announcement.epoch, "w", 1)
+    await ledger.seal(announcement)
+    assert not await ledger.join(announcement.epoch, "w", 1)  # too late
+    await ledger.close(announcement, committed=True)
+    await ledger.close(announcement, committed=False)  # a committed version never goes back
+    assert await ledger.version_state(1) == "committed"
+    assert await ledger.open_epoch() == 0
+
+
+async def test_redis_emptied_under_a_transfer(redis_db: str, ledger: Ledger) -> None:
+    phantom = Lease(ledger.redis, "default", "phantom")
+    await phantom.join(status("phantom"))
+    async with publisher(redis_db, join_timeout_s=5.0) as source:
+        handle = source.publish(1, WEIGHTS.items())
+        await eventually(ledger.open_epoch)
+        await ledger.redis.flushall()
+        with pytest.raises(Exception, match="vanished from the ledger"):
+            await asyncio.to_thread(handle.wait, 10)
+        assert (await publish(source, 2)).state == "committed"
