@@ -33,10 +33,11 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One entry of a reply stream; it stays there until `Broker.ack`."""
+    """One entry of a reply stream; it stays there until `Broker.ack`. last: nothing more comes of its job."""
 
     entry_id: str
     outcome: RolloutResult | JobFailure
+    last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class Broker:
         reader: Any = redis or self.redis
         answer = await reader.xread({key: after}, count=count, block=block_ms)
         entries: list[tuple[bytes, dict[bytes, bytes]]] = answer[0][1] if answer else []
-        return [Reply(entry_id.decode(), _outcome(fields)) for entry_id, fields in entries]
+        return [Reply(entry_id.decode(), _outcome(fields), fields.get(b"l") != b"0") for entry_id, fields in entries]
 
     async def ack(self, client_id: str, entry_ids: Sequence[str]) -> None:
         """Drop entries from a reply stream: the client has them safe."""

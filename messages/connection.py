@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import os
 import re
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -130,6 +131,11 @@ def connect(url: str, *, blocking: bool = False) -> Redis:
         timeout=REPLY_TIMEOUT_S,  # for a free connection, when all are in use
     )
     return Redis.from_pool(pool)
+
+
+def default_url() -> str:
+    """Where Redis is if nobody says: $ROLLOUTMQ_REDIS, else redis://127.0.0.1:6379/0; as on the command line."""
+    return os.environ.get("ROLLOUTMQ_REDIS") or "redis://127.0.0.1:6379/0"
 
 
 async def ping(client: Redis) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -35,7 +36,7 @@ def _check_sums(token_ids: TokenIds, logprobs: Floats | None, segments: tuple[Se
     tokens = int(token_ids.size)
     if sum(segment.tokens for segment in segments) != tokens:
         raise ValueError(f"segments {segments} do not add up to {tokens} tokens")
-    if any(a.version > b.version for a, b in zip(segments, segments[1:], strict=False)):
+    if any(a.version > b.version for a, b in pairwise(segments)):
         raise ValueError(f"segments {segments} go back in version")
     if logprobs is not None and int(logprobs.size) != tokens:
         raise ValueError(f"{logprobs.size} logprobs for {tokens} tokens")

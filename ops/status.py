@@ -20,8 +20,8 @@ async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
     """Queue, workers, weights and dead letters as plain data."""
     redis = connect(redis_url)
     try:
-        await ping(redis)
         broker, ledger = Broker(redis, pool), Ledger(redis, pool)
+        await ping(redis)
         load, workers = await broker.load(), await broker.workers()
         alive = await ledger.live_workers()
         return {

@@ -217,14 +217,14 @@ async def _run(work: _Work, redis_url: str, pool: str, defaults: Defaults, windo
         TimeRemainingColumn(),
     )
     if resumed := len(work.lines) - len(work.open_lines):
-        console.print(f"going on: {resumed} of {len(work.lines)} lines are answered")
+        console.print(f"going on: {resumed} of {len(work.lines)} lines are answered", soft_wrap=True)
     try:
         with Progress(*columns, console=console) as progress:
             bar = progress.add_task("answered", total=len(work.lines), completed=resumed, rate="")
             began, tokens = time.monotonic(), 0
             async with RolloutClient(redis_url, pool, client_id=work.client_id) as client:
                 if not await client.workers():
-                    console.print(f"no worker serves pool {pool!r} yet; waiting for one")
+                    console.print(f"no worker serves pool {pool!r} yet; waiting for one", soft_wrap=True)
                 async for outcome in client.map(work.jobs(), window=window):
                     if work.take(outcome, defaults.logprobs) and isinstance(outcome, RolloutResult):
                         tokens += len(outcome.token_ids)
@@ -233,11 +233,15 @@ async def _run(work: _Work, redis_url: str, pool: str, defaults: Defaults, windo
     except asyncio.CancelledError:
         if not interrupted:
             raise
-        console.print(f"stopped: {len(work.open_lines)} lines are open. The same command goes on from here.")
+        console.print(
+            f"stopped: {len(work.open_lines)} lines are open. The same command goes on from here.", soft_wrap=True
+        )
         return 130
     if work.open_lines:
-        console.print(f"{len(work.open_lines)} lines were answered, but somebody else took the answers")
+        console.print(f"{len(work.open_lines)} lines were answered, but somebody else took the answers", soft_wrap=True)
         return 1
     work.finish()
-    console.print(f"{len(work.lines)} lines answered in {work.out}, {len(work.failed)} of them with an error")
+    console.print(
+        f"{len(work.lines)} lines answered in {work.out}, {len(work.failed)} of them with an error", soft_wrap=True
+    )
     return 1 if work.failed else 0

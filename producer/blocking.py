@@ -27,7 +27,7 @@ class BlockingRolloutClient:
 
     def __init__(
         self,
-        redis_url: str,
+        redis_url: str | None = None,
         pool: str = "default",
         *,
         client_id: str | None = None,

@@ -14,7 +14,7 @@ from typing import Any, Self
 from redis.exceptions import RedisError
 
 from ..messages.broker import Broker, Caps, PoolLoad, Reply
-from ..messages.connection import connect, ping
+from ..messages.connection import connect, default_url, ping
 from ..messages.errors import ClientBusy, InvalidField, JobFailed, PoolBusy, RolloutMQError, WaitTimeout
 from ..messages.jobs import GenerateJob
 from ..messages.pool import WorkerStatus
@@ -62,7 +62,7 @@ class RolloutClient:
     crashes and starts again under the same `client_id` gets what it had not finished with.
 
     Args:
-        redis_url: the pool's Redis.
+        redis_url: the pool's Redis; by default $ROLLOUTMQ_REDIS, or the one on this host.
         pool: its name.
         client_id: name of the reply stream; by default a new one, whose unread results nobody will ask for again.
         max_outstanding: samples submitted and not taken yet; `submit` raises ClientBusy above it. This, times the size
@@ -72,7 +72,7 @@ class RolloutClient:
 
     def __init__(
         self,
-        redis_url: str,
+        redis_url: str | None = None,
         pool: str = "default",
         *,
         client_id: str | None = None,
@@ -83,7 +83,8 @@ class RolloutClient:
             raise InvalidField("client_id", client_id, "1 to 128 letters, digits, '_', '.', '-'")
         self.client_id = client_id or f"client-{secrets.token_hex(8)}"
         self._max_outstanding = max_outstanding
-        self._redis, self._blocking = connect(redis_url), connect(redis_url, blocking=True)
+        url = redis_url or default_url()
+        self._redis, self._blocking = connect(url), connect(url, blocking=True)
         self.broker = Broker(self._redis, pool, caps)
         self._inbox = Inbox()
         self._news = asyncio.Condition()

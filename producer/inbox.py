@@ -14,18 +14,17 @@ FAILURE = -1
 
 @dataclass(slots=True)
 class Tracked:
-    """A job that is not fully delivered. `arrived`: the samples (or FAILURE) seen; `taken` of them were handed out."""
+    """A job that is not fully delivered. `arrived`: the samples (or FAILURE) seen; `taken` of them were handed out.
+
+    ended: its last outcome has arrived; earlier ones may have been taken by an earlier client of the same id.
+    """
 
     job_id: str
     group_id: str
     n: int
     arrived: set[int] = field(default_factory=set)
     taken: int = 0
-
-    @property
-    def ended(self) -> bool:
-        """All its samples, or its failure, have arrived."""
-        return FAILURE in self.arrived or len(self.arrived) >= self.n
+    ended: bool = False
 
 
 class Inbox:
@@ -94,6 +93,7 @@ class Inbox:
         if sample in tracked.arrived:
             return False
         tracked.arrived.add(sample)
+        tracked.ended |= reply.last
         self._waiting[(outcome.job_id, sample)] = reply
         if tracked.ended and all(self._jobs[job].ended for job in self._groups[tracked.group_id]):
             self._full_groups[tracked.group_id] = None

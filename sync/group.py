@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from ..messages.errors import ConfigError, TransferTimeout
+from ..messages.errors import ConfigError, RedisUnavailable, TransferTimeout
 from .transfer import Backend
 
 
@@ -23,15 +23,20 @@ def own_address_towards(url: str) -> str:
     """The IP address of this host that whoever serves `url` (a Redis URL) would see.
 
     A worker that reaches the same Redis reaches the trainer under it too, but for unusual networks: give the address
-    by hand there. "127.0.0.1" for a Redis on this host or on a unix socket.
+    by hand there. "127.0.0.1" for a Redis on this host or on a unix socket. Raises RedisUnavailable for a host that is
+    unknown or that no route leads to.
     """
     parts = urlsplit(url)
     if not parts.hostname or parts.scheme == "unix":
         return "127.0.0.1"
-    family, kind, proto, _, address = socket.getaddrinfo(parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, proto) as probe:
-        probe.connect(address)  # a datagram socket: nothing is sent, the route alone is asked for
-        own: str = probe.getsockname()[0]
+    port = parts.port or 6379
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(address)  # a datagram socket: nothing is sent, the route alone is asked for
+            own: str = probe.getsockname()[0]
+    except OSError as error:
+        raise RedisUnavailable(f"no way to {parts.hostname}:{port}: {error}") from error
     return "127.0.0.1" if ipaddress.ip_address(own).is_loopback else own
 
 

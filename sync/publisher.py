@@ -15,7 +15,7 @@ from typing import Literal, Self
 
 import torch
 
-from ..messages.connection import connect, ping
+from ..messages.connection import connect, default_url, ping
 from ..messages.errors import InvalidField, WaitTimeout, WeightSyncError
 from ..messages.keys import Keys
 from ..messages.weights import UpdateMode
@@ -79,7 +79,7 @@ class WeightPublisher:
     matched; versions commit in order; every wait inside is bounded by the two timeouts, whoever dies.
 
     Args:
-        redis_url: the pool's Redis.
+        redis_url: the pool's Redis; by default $ROLLOUTMQ_REDIS, or the one on this host.
         pool: its name.
         host: this host as workers reach it; by default the address that the route to Redis leaves from.
         port: where the rendezvous store listens; 0 picks a free one.
@@ -91,7 +91,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        redis_url: str,
+        redis_url: str | None = None,
         pool: str = "default",
         *,
         host: str | None = None,
@@ -103,12 +103,13 @@ class WeightPublisher:
     ) -> None:
         if mode not in ("resume", "drain"):
             raise InvalidField("mode", mode, "'resume' or 'drain'")
+        url = redis_url or default_url()
         Keys(pool)  # a bad pool name is told here, not in the thread
         self._bucket_bytes = bucket_bytes
         self._settings = Settings(
-            redis_url=redis_url,
+            redis_url=url,
             pool=pool,
-            host=host or own_address_towards(redis_url),
+            host=host or own_address_towards(url),
             port=port,
             mode=mode,
             join_timeout_s=join_timeout_s,

@@ -7,6 +7,7 @@ set before torch starts its threads. It must not import sglang itself at module 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import threading
@@ -60,4 +61,7 @@ def run_scheduler(*args: object, setup: ChildSetup, **kwargs: object) -> None:
         from .cpu_attention import install  # noqa: PLC0415
 
         install()
+        # On a CPU SGLang's "empty the device's cache" is a full garbage collection, after every weight update and now
+        # and then when idle. Half a second, if it walks all that was imported until now; a few milliseconds if not.
+        gc.freeze()
     run_scheduler_process(*args, **kwargs)

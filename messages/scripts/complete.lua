@@ -16,9 +16,10 @@ for i = 3, #ARGV, 4 do
     return redis.error_reply('ERR sample ' .. sample .. ' of a job with ' .. f[5] .. ' samples')
   else
     local reply = prefix .. 'reply:' .. f[6]
-    redis.call('XADD', reply, '*', 'j', id, 's', sample, 'm', ARGV[i + 3])
-    streams[reply] = true
     local done = tonumber(f[4]) + 1
+    -- l marks the job's last result: a client that has forgotten which ones it took before still knows when to stop.
+    redis.call('XADD', reply, '*', 'j', id, 's', sample, 'm', ARGV[i + 3], 'l', done == tonumber(f[5]) and 1 or 0)
+    streams[reply] = true
     if done == tonumber(f[5]) then
       finish(id, 'done', worker)
     else

@@ -50,7 +50,6 @@ class Learner:
         self._remember()
         return float(loss.detach())
 
-    @torch.no_grad()
     def logprob_gaps(self, batch: Batch) -> torch.Tensor:
         """(k,) float32: |trainer's - engine's log-probability| of every token whose version is still remembered.
 
@@ -63,7 +62,8 @@ class Learner:
             here = batch.versions == version
             rows = here.any(1)
             self._scratch.load_state_dict(self._states[version])
-            logprobs = token_logprobs(self._scratch, batch.sequences[rows])[:, PROMPT_TOKENS - 1 :]
+            with torch.no_grad():
+                logprobs = token_logprobs(self._scratch, batch.sequences[rows])[:, PROMPT_TOKENS - 1 :]
             gaps.append((logprobs - batch.behaviour[rows]).abs()[here[rows]])
         return torch.cat(gaps) if gaps else torch.empty(0)
 

@@ -40,6 +40,7 @@ class PoolSettings:
             "--lease": str(self.lease_s),
             "--drain": str(DRAIN_S),
             "--cpu-threads": "1",
+            "--sglang": "disable_radix_cache=true",
         }
         return [
             sys.executable,

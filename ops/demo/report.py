@@ -23,7 +23,7 @@ SMOOTH = 10
 
 
 def draw_report(
-    path: Path, steps: Sequence[Step], watch: Watch, incidents: Incidents, began: float, title: str
+    path: Path, steps: Sequence[Step], watch: Watch, incidents: Incidents, *, began: float, title: str
 ) -> None:
     """Write a PNG. began: time.monotonic() of the first submission, the zero of all time axes."""
     import matplotlib  # noqa: PLC0415 – a second of imports, at the end of the run
@@ -61,8 +61,8 @@ def _reward(axis: Any, steps: Sequence[Step]) -> None:
 def _staleness(axis: Any, steps: Sequence[Step]) -> None:
     times = [step.at for step in steps]
     means = [sum(k * n for k, n in step.stale.items()) / max(1, step.stale.total()) for step in steps]
-    axis.fill_between(times, [min(step.stale, default=0) for step in steps], [max(step.stale, default=0) for step in steps],
-                      color="#f0c05a", alpha=0.4, label="range")  # fmt: skip
+    low, high = [min(step.stale, default=0) for step in steps], [max(step.stale, default=0) for step in steps]
+    axis.fill_between(times, low, high, color="#f0c05a", alpha=0.4, label="range")
     axis.plot(times, means, color="#b45f06", label="mean of tokens")
     axis.set(ylabel="versions behind", title="Staleness: trainer's version minus the one that sampled a token")
     axis.legend(loc="upper left")

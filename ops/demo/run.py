@@ -25,7 +25,7 @@ from .model import make_model, save_checkpoint
 from .pool import PoolSettings, Workers
 from .report import draw_report
 from .summary import objections, summarise
-from .trainer import Trainer
+from .trainer import Step, Trainer
 from .warmup import Warmup, warm_up
 from .watch import Watch
 
@@ -103,7 +103,9 @@ class Demo:
         return summary
 
     def _say(self, text: str) -> None:
-        self.console.print(f"[{time.monotonic() - self._began:5.1f} s] {text}", markup=False, highlight=False)
+        self.console.print(
+            f"[{time.monotonic() - self._began:5.1f} s] {text}", markup=False, highlight=False, soft_wrap=True
+        )
 
     def _make_model(self) -> tuple[Any, Warmup]:
         self._say(
@@ -138,8 +140,13 @@ class Demo:
             planned_end = planned_end or time.monotonic()
             return not incidents.complete and time.monotonic() - planned_end < LATE_S
 
+        def on_step(step: Step) -> None:
+            incidents.after(step.number)
+            incidents.workers.check()
+            view.show(step)
+
         with view:
-            trainer.run(goes_on, lambda step: (incidents.after(step.number), view.show(step))[-1])
+            trainer.run(goes_on, on_step)
 
     def _write(self, summary: dict[str, Any], trainer: Trainer, incidents: Incidents) -> None:
         (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -147,7 +154,9 @@ class Demo:
             f"RolloutMQ demo: {summary['samples']} samples, {summary['versions_published']} versions, "
             f"{summary['lost']} lost, {summary['duplicates']} duplicates"
         )
-        draw_report(self.out / "report.png", trainer.steps, incidents.watch, incidents, trainer.began, title)
+        draw_report(
+            self.out / "report.png", trainer.steps, incidents.watch, incidents, began=trainer.began, title=title
+        )
         self._say(f"reward {summary['reward_first']:.2f} -> {summary['reward_last']:.2f} in {summary['steps']} steps, "
                   f"{summary['seconds_training']:.0f} s")  # fmt: skip
         self._say(f"wrote {self.out}/summary.json and {self.out}/report.png")

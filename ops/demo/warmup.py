@@ -47,13 +47,13 @@ def warm_up(model: Any, rng: np.random.Generator) -> Warmup:
     return Warmup(steps, time.monotonic() - began, earned)
 
 
-@torch.no_grad()
 def sampled_reward(model: Any, problems: list[Problem]) -> float:
     """Mean reward of one answer each, sampled at temperature 1 with torch's global generator."""
     sequences = _as_batch([problem.prompt for problem in problems])
-    for _ in range(ANSWER_TOKENS):
-        logits = model(input_ids=sequences, use_cache=False).logits[:, -1].float()
-        sequences = torch.cat([sequences, torch.multinomial(torch.softmax(logits, -1), 1)], 1)
+    with torch.no_grad():
+        for _ in range(ANSWER_TOKENS):
+            logits = model(input_ids=sequences, use_cache=False).logits[:, -1].float()
+            sequences = torch.cat([sequences, torch.multinomial(torch.softmax(logits, -1), 1)], 1)
     answers = sequences[:, PROMPT_TOKENS:].numpy()
     return float(np.mean([_reward(problem, answer) for problem, answer in zip(problems, answers, strict=True)]))
 

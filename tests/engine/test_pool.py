@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,27 @@ def test_a_killed_worker_loses_nothing_and_a_dead_engine_is_restarted(
         assert seen == {(job.job_id, sample) for job in jobs for sample in range(2)}
         status = client.workers()
         assert [worker.engine_restarts for worker in status] == [1]
+
+
+def test_the_trainer_example_runs_as_written(
+    workers: list[WorkerProcess], redis_url: str, model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tiny").symlink_to(model_dir)
+    example = Path(__file__).parents[2] / "examples" / "trainer.py"
+    environment = os.environ | {"ROLLOUTMQ_REDIS": redis_url}
+    ran = subprocess.run(
+        [sys.executable, str(example)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    versions = [int(line.split()[1].rstrip(":")) for line in ran.stdout.splitlines() if line.startswith("version")]
+    assert versions == list(range(versions[0], versions[0] + 10))
 
 
 def test_sigterm_hands_back_what_does_not_fit_and_leaves_nothing_behind(

@@ -65,7 +65,7 @@ async def test_over_the_count_cap(broker: Broker, db: Redis) -> None:
     small = Broker(db, "default", Caps(jobs=3))
     await small.enqueue([job(), job()])
     before = await dump(db)
-    with pytest.raises(PoolBusy, match="holds 2 jobs.*caps are 3 jobs") as caught:
+    with pytest.raises(PoolBusy, match=r"holds 2 jobs.*caps are 3 jobs") as caught:
         await small.enqueue([job(), job()])
     assert caught.value.accepted == 0
     assert await dump(db) == before

@@ -207,7 +207,8 @@ async def test_a_lost_lease_does_not_wait_for_a_frozen_reap(
 ) -> None:
     """The heartbeat came through, then Redis froze under the next command: the lease is over in time all the same."""
     engine = ScriptedEngine(tokens_per_s=1)
-    async with worker(redis_db, engine=engine, lease_s=0.5) as running:
+    # full, so that it does not learn from a claim that its lease is over
+    async with worker(redis_db, engine=engine, lease_s=0.5, max_running=1, prefetch=0) as running:
         await broker.enqueue([job(sampling=LONG)])
         await eventually(lambda: engine._aborts)
         lease = running.worker._lease

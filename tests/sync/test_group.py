@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from rolloutmq.messages import ConfigError, TransferTimeout
+from rolloutmq.messages import ConfigError, RedisUnavailable, TransferTimeout
 from rolloutmq.sync.group import Group, join_store, own_address_towards, serve_store
 
 
@@ -30,10 +30,19 @@ def test_loopback_is_called_by_its_number(url: str) -> None:
 def test_an_address_of_this_host_towards_elsewhere() -> None:
     try:
         own = own_address_towards("redis://user:secret@192.0.2.1:6379/0")
-    except OSError:
+    except RedisUnavailable:
         pytest.skip("this host has no route to anywhere")
     with socket.create_server((own, 0)):
         pass
+
+
+def test_a_host_that_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(RedisUnavailable, match="no way to nowhere:6379"):
+        own_address_towards("redis://user:secret@nowhere")
 
 
 def broadcast(world: int, send: torch.Tensor, timeout_s: float = 5.0, ranks: int | None = None) -> list:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from rolloutmq.messages import (
     TensorSpec,
     WeightAnnouncement,
     WeightManifest,
+    WeightSyncError,
     connect,
 )
 from rolloutmq.sync.group import serve_store
@@ -268,6 +270,7 @@ async def test_redis_emptied_under_a_transfer(redis_db: str, ledger: Ledger) -> 
         handle = source.publish(1, WEIGHTS.items())
         await eventually(ledger.open_epoch)
         await ledger.redis.flushall()
-        with pytest.raises(Exception, match="vanished from the ledger"):
-            await asyncio.to_thread(handle.wait, 10)
+        # "vanished from the ledger", or no live worker is left: it depends on what the sender was reading
+        with contextlib.suppress(WeightSyncError):
+            assert (await asyncio.to_thread(handle.wait, 10)).state == "failed"
         assert (await publish(source, 2)).state == "committed"

@@ -1,0 +1,27 @@
+import torch
+from rolloutmq import BlockingRolloutClient, GenerateJob, SamplingParams, WeightPublisher
+from rolloutmq.worker.cpu_support import prepare_transformers
+
+prepare_transformers()  # does something only beside a CPU build of torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("out/tiny", dtype=torch.float32)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+prompts = [[10 + i, 20, 30] for i in range(8)]
+with BlockingRolloutClient() as client, WeightPublisher() as publisher:
+    for version in range(publisher.last_version + 1, publisher.last_version + 11):
+        jobs = [GenerateJob(token_ids=p, n=8, sampling=SamplingParams(max_new_tokens=16)) for p in prompts]
+        prompt_of = {job.job_id: p for job, p in zip(client.submit_many(jobs), prompts)}
+        scores = []
+        for group in client.groups(timeout=300):
+            rewards = torch.tensor([float((r.token_ids % 2 == 0).mean()) for r in group.results])
+            scores += rewards.tolist()
+            for r, advantage in zip(group.results, rewards - rewards.mean()):
+                ids = torch.tensor([*prompt_of[r.job_id], *r.token_ids])
+                logits = model(ids[None, :-1]).logits[0, -len(r.token_ids):]
+                logprobs = torch.log_softmax(logits, -1).gather(1, ids[-len(r.token_ids):, None])[:, 0]
+                ratio = torch.exp(logprobs - torch.tensor(r.logprobs)).clamp(max=2.0)  # trained with / sampled with
+                (-advantage * ratio.mean() / 64).backward()
+        optimizer.step(), optimizer.zero_grad()
+        publisher.publish(version, model.state_dict().items())  # returns at once; workers switch when it is verified
+        print(f"version {version}: mean reward {sum(scores) / len(scores):.3f} over {len(scores)} samples")
