@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +43,13 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """How much is in a pool. queued counts jobs per priority class, highest first."""
+    """How much is in a pool. queued: jobs per priority class, highest first. suspects: jobs on their last chance.
+
+    A job cancelled while it was queued is counted as queued until a worker comes across it.
+    """
 
     queued: tuple[int, ...]
+    suspects: int
     open_jobs: int
     open_bytes: int
     accepted: int
@@ -131,16 +136,19 @@ class Broker:
     async def load(self) -> PoolLoad:
         """How much is queued, open and finished."""
         async with self.redis.pipeline(transaction=False) as pipe:
-            for queue in self.keys.queues:
+            for queue, waiting in zip(self.keys.queues, self.keys.waiting, strict=True):
                 pipe.llen(queue)
+                pipe.zcard(waiting)
+            pipe.llen(self.keys.suspects)
             pipe.hgetall(self.keys.load)
-            *queued, counters = await pipe.execute()
+            *counts, suspects, counters = await pipe.execute()
 
         def count(name: str) -> int:
             return int(counters.get(name.encode(), 0))
 
         return PoolLoad(
-            queued=tuple(queued),
+            queued=tuple(counts[i] + counts[i + 1] for i in range(0, len(counts), 2)),
+            suspects=suspects,
             open_jobs=count("jobs"),
             open_bytes=count("bytes"),
             accepted=count("accepted"),
@@ -151,7 +159,7 @@ class Broker:
         )
 
     async def workers(self) -> list[WorkerStatus]:
-        """The workers whose lease has not been taken back, as of their last heartbeat."""
+        """The workers whose lease has not been taken back, as of their last heartbeat, as far as they can be read."""
         ids = [worker.decode() for worker in await self.redis.zrange(self.keys.workers, 0, -1)]
         if not ids:
             return []
@@ -159,7 +167,12 @@ class Broker:
             for worker in ids:
                 pipe.hget(self.keys.worker(worker), "status")
             blobs = await pipe.execute()
-        return [decode(blob, WorkerStatus) for blob in blobs if blob]
+        statuses: list[WorkerStatus] = []
+        for blob in blobs:
+            # One of another major version, in the middle of an upgrade, does not hide the others.
+            with contextlib.suppress(MessageError):
+                statuses += [decode(blob, WorkerStatus)] if blob else []
+        return statuses
 
     async def dead_letters(self, count: int = 100) -> list[DeadLetter]:
         """The newest dead letters, newest first."""

@@ -7,19 +7,33 @@ from __future__ import annotations
 
 import re
 import secrets
+import threading
 import time
 
-ID_LENGTH = 32
 _PATTERN = re.compile(r"[0-9a-f]{32}")
 
 
 def new_id(now_ms: int | None = None) -> str:
-    """32 hex digits in the layout of UUIDv7 (RFC 9562): 48 bits of Unix milliseconds, version, 74 random bits."""
-    ms = int(time.time() * 1000) if now_ms is None else now_ms
+    """32 hex digits in the layout of UUIDv7 (RFC 9562): 48 bits of Unix milliseconds, version, 74 random bits.
+
+    Ids made by one process at the clock's own time ascend strictly, within a millisecond and if the clock is set back.
+    """
+    global _last  # noqa: PLW0603 – one counter per process is the point
+    if now_ms is None:
+        with _lock:
+            _last = max(_stamp(int(time.time() * 1000)), _last + 1)
+            return f"{_last:032x}"
+    return f"{_stamp(now_ms):032x}"
+
+
+_lock = threading.Lock()
+_last = 0
+
+
+def _stamp(ms: int) -> int:
     value = (ms & (1 << 48) - 1) << 80 | secrets.randbits(80)
     value = value & ~(0xF << 76) | 0x7 << 76
-    value = value & ~(0x3 << 62) | 0x2 << 62
-    return f"{value:032x}"
+    return value & ~(0x3 << 62) | 0x2 << 62
 
 
 def is_id(text: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
 
 from .base import MAX_TOKENS, Message, TokenIds
 from .ids import is_id, new_id
@@ -38,7 +38,7 @@ class SamplingParams(BaseModel):
     repetition_penalty: float = Field(default=1.0, gt=0.0, le=2.0)
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), max_length=64)
     ignore_eos: bool = False
-    logit_bias: dict[Annotated[int, Field(ge=0)], float] = Field(default_factory=dict, max_length=1024)
+    logit_bias: dict[Annotated[int, Field(ge=0)], FiniteFloat] = Field(default_factory=dict, max_length=1024)
 
     @field_validator("top_k")
     @classmethod

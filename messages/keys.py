@@ -35,6 +35,16 @@ class Keys:
         """LIST of job ids per priority class, next at the left end, highest class first."""
         return tuple(f"{self.prefix}queue:{index}" for index in range(len(PRIORITIES)))
 
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """ZSET of job ids per priority class that wait for newer weights; score: the version they need."""
+        return tuple(f"{self.prefix}later:{index}" for index in range(len(PRIORITIES)))
+
+    @property
+    def suspects(self) -> str:
+        """LIST of job ids on their last chance: each of them runs alone."""
+        return f"{self.prefix}suspects"
+
     def job(self, job_id: str) -> str:
         """HASH, the one record of a job: payload, state, owner, attempt, published samples, partials."""
         return f"{self.prefix}job:{job_id}"

@@ -21,12 +21,14 @@ from .results import Partial, RolloutResult
 class Claim:
     """One claimed job, still encoded: a payload that cannot be read must not take its neighbours down.
 
-    attempt: the fencing token. queued_s: how long it had waited. left_s: seconds to its deadline, None if it has none.
-    published: samples that are already out. partials: encoded Partial per sample, to be continued.
+    attempt: the fencing token. n: its samples, as it was accepted. queued_s: how long it had waited. left_s: seconds to
+    its deadline, None if it has none. published: samples that are out. partials: encoded Partial per sample that is to
+    be continued.
     """
 
     job_id: str
     attempt: int
+    n: int
     queued_s: float
     left_s: float | None
     payload: bytes
@@ -45,12 +47,17 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A sample ready to be published."""
+    """A sample ready to be published. Raises InvalidField if its result is larger than a message may be."""
 
     job_id: str
     attempt: int
     sample: int
     result: RolloutResult
+    payload: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Here, where one sample fails alone, and not when it is in a batch with others.
+        object.__setattr__(self, "payload", encode(self.result))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +109,13 @@ class Lease:
         if answer and answer[0] == b"NOLEASE":
             raise LeaseLost(f"worker {self.worker_id} holds no lease")
         self._claims = number
-        return [_claim(answer[i : i + 6]) for i in range(0, len(answer), 6)]
+        return [_claim(answer[i : i + 7]) for i in range(0, len(answer), 7)]
 
     async def complete(self, finished: Sequence[Finished]) -> list[str]:
         """Publish samples; per sample "ok", "again" (was out already) or "fenced" (refused: another has the job)."""
         args: list[str | int | bytes] = []
         for item in finished:
-            args += [item.job_id, item.attempt, item.sample, encode(item.result)]
+            args += [item.job_id, item.attempt, item.sample, item.payload]
         return [state.decode() for state in await self._scripts.run("complete", self.worker_id, *args)]
 
     async def release(self, jobs: Sequence[Release], max_lost: int) -> list[str]:
@@ -145,11 +152,12 @@ class Lease:
 
 
 def _claim(raw: list[Any]) -> Claim:
-    job_id, attempt, queued_ms, left_ms, payload, progress = raw
+    job_id, attempt, n, queued_ms, left_ms, payload, progress = raw
     pairs = [(int(progress[i]), progress[i + 1]) for i in range(0, len(progress), 2)]
     return Claim(
         job_id=job_id.decode(),
         attempt=int(attempt),
+        n=int(n),
         queued_s=int(queued_ms) / 1000,
         left_s=int(left_ms) / 1000 if left_ms else None,
         payload=payload,

@@ -97,6 +97,11 @@ class BlockingRolloutClient:
         """Jobs not fully handed out yet."""
         return self._client.outstanding
 
+    @property
+    def repeats(self) -> int:
+        """See RolloutClient.repeats."""
+        return self._client.repeats
+
     def submit(self, job: GenerateJob | None = None, /, **fields: Any) -> JobHandle:
         """See RolloutClient.submit."""
         return self._run(self._client.submit(job, **fields))

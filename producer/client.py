@@ -91,6 +91,7 @@ class RolloutClient:
         self._reader: asyncio.Task[None] | None = None
         self._acks: list[str] = []
         self._last = "0"
+        self._repeats = 0
         self._broken: BaseException | None = None
 
     async def open(self) -> Self:
@@ -197,6 +198,11 @@ class RolloutClient:
     def outstanding(self) -> int:
         """Jobs not fully handed out yet."""
         return self._inbox.jobs
+
+    @property
+    def repeats(self) -> int:
+        """Outcomes the pool delivered once more and this client kept to itself: 0 unless the broker broke its word."""
+        return self._repeats
 
     async def results(self, timeout: float | None = None) -> AsyncIterator[Outcome]:
         """Outcomes as they arrive, until nothing is outstanding. Raises WaitTimeout if none comes for `timeout` s."""
@@ -331,6 +337,7 @@ class RolloutClient:
         self._last = replies[-1].entry_id
         for reply in replies:
             if not self._inbox.put(reply):
+                self._repeats += 1
                 self._acks.append(reply.entry_id)
 
     async def _ack(self, replies: list[Reply]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..messages.codec import decode
-from ..messages.errors import MessageError, RequestRefused
+from ..messages.errors import InvalidField, MessageError, RequestRefused
 from ..messages.jobs import GenerateJob
 from ..messages.lease import Claim
 from ..messages.results import Partial
@@ -27,6 +27,8 @@ def admit(claim: Claim, info: EngineInfo, tokenizer: Tokenizer) -> HeldJob:
     job = decode(claim.payload, GenerateJob)
     if job.id != claim.job_id:
         raise MessageError(f"the payload is job {job.id}, it was queued as {claim.job_id}")
+    if job.n != claim.n:
+        raise InvalidField("n", job.n, f"{claim.n}, as the job was queued")
     if missing := job.unsupported(info.features):
         raise RequestRefused(f"{', '.join(missing)}: not supported by {info.name} {info.version} on this worker")
     prompt = _prompt(job, tokenizer)

@@ -123,8 +123,11 @@ class Worker:
                 await self._leave(lease)
                 for task in giving:
                     task.cancel()
-        except* LeaseLost as lost:
-            log.warning("fenced: %s", lost.exceptions[0])
+        except BaseExceptionGroup as group:
+            fatal = group.split(LeaseLost)[1]
+            if fatal is not None:
+                raise fatal.exceptions[0] from None
+            log.warning("fenced: %s", group.exceptions[0])
             self._forget_everything()
 
     async def _leave(self, lease: Lease) -> None:

@@ -19,6 +19,11 @@ end
 local function job_key(id) return prefix .. 'job:' .. id end
 local function held_key(worker) return prefix .. 'held:' .. worker end
 local function queue_key(class) return prefix .. 'queue:' .. class end
+-- ZSET of jobs that need newer weights than those who looked at them had; score: the version they need.
+local function later_key(class) return prefix .. 'later:' .. class end
+-- LIST of jobs on their last chance. Each runs alone on its worker, so that it takes no neighbour along if it is the
+-- one that kills engines, and is not taken along if it is not.
+local suspects_key = prefix .. 'suspects'
 
 -- Whoever blocks on `wake` gets the token, claims, and passes it on while work is left.
 local function wake()
@@ -36,9 +41,10 @@ end
 -- Job `id` reaches `outcome`: out of every index, its record shrinks to a tombstone.
 local function finish(id, outcome, owner)
   local key = job_key(id)
-  local f = redis.call('HMGET', key, 'z', 'e')
+  local f = redis.call('HMGET', key, 'z', 'e', 'q', 'v', 'g')
   if owner then redis.call('SREM', held_key(owner), id) end
   if f[2] then redis.call('ZREM', prefix .. 'deadlines', id) end
+  if f[4] or f[5] then redis.call('ZREM', later_key(f[3]), id) end
   redis.call('DEL', key)
   redis.call('HSET', key, 'st', outcome)
   redis.call('EXPIRE', key, TOMBSTONE_S)
@@ -64,13 +70,18 @@ local function dead_letter(id, cause, host, err)
   fail(id, 'dead', cause, host, err)
 end
 
--- A running job goes back to the front of its queue, without an owner.
-local function requeue(id, owner)
+-- A running job goes back to the front of its queue, without an owner; on its last chance to the suspects.
+local function requeue(id, owner, max_lost)
   local key = job_key(id)
+  local lost = tonumber(redis.call('HGET', key, 'c')) or 0
   redis.call('HDEL', key, 'w')
   redis.call('HSET', key, 'st', 'q')
   redis.call('SREM', held_key(owner), id)
-  redis.call('LPUSH', queue_key(redis.call('HGET', key, 'q')), id)
+  if lost > 0 and lost >= max_lost - 1 then
+    redis.call('RPUSH', suspects_key, id)
+  else
+    redis.call('LPUSH', queue_key(redis.call('HGET', key, 'q')), id)
+  end
 end
 
 -- Whether `worker` holds job `id` in this very attempt.

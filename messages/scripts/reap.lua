@@ -15,7 +15,7 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT
       dead_letter(id, 'its worker was lost ' .. lost .. ' times', worker, '')
       dead = dead + 1
     else
-      requeue(id, worker)
+      requeue(id, worker, max_lost)
       requeued = requeued + 1
     end
     budget = budget - 1

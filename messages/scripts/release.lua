@@ -16,7 +16,7 @@ while i <= #ARGV do
       for k = i + 4, i + 2 + 2 * partials, 2 do
         redis.call('HSET', job_key(id), 'k' .. ARGV[k], ARGV[k + 1], 'kk', 1)
       end
-      requeue(id, worker)
+      requeue(id, worker, max_lost)
       wake()
     end
   end

@@ -40,7 +40,8 @@ class PoolSettings:
             "--lease": str(self.lease_s),
             "--drain": str(DRAIN_S),
             "--cpu-threads": "1",
-            "--sglang": "disable_radix_cache=true",
+            "--sglang": "disable_radix_cache=true",  # prompts of six tokens: to share them costs more than it saves
+            "--log-level": "info",
         }
         return [
             sys.executable,

@@ -82,6 +82,7 @@ def _throughput(axis: Any, steps: Sequence[Step], watch: Watch, began: float) ->
 
 def _lifelines(axis: Any, watch: Watch, incidents: Incidents, began: float) -> None:
     names = list(incidents.workers.all)
+    span = watch.latest.at - began
     seen: set[str] = set()
     for row, worker in enumerate(incidents.workers.all.values()):
         lives = [(glance.at - began, glance.workers.get(worker.pid)) for glance in watch.glances]
@@ -96,8 +97,11 @@ def _lifelines(axis: Any, watch: Watch, incidents: Incidents, began: float) -> N
             axis.barh(row, until - at, left=at, height=0.5, color=COLOURS.get(state, "#000000"),
                       label=None if state in seen else state)  # fmt: skip
             seen.add(state)
-        for at, status in points[:: max(1, len(points) // 12)]:
-            axis.annotate(f"v{status.version}", (at, row), (0, 14), textcoords="offset points", fontsize=7)
+        labelled = -span
+        for at, status in points:
+            if at - labelled >= span / 16 and at <= end:
+                axis.annotate(f"v{status.version}", (at, row), (0, 14), textcoords="offset points", fontsize=7)
+                labelled = at
     axis.set_yticks(range(len(names)), names)
     axis.set(title="Workers", ylim=(-0.6, len(names) - 0.2))
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, -0.45), ncols=len(seen) or 1, fontsize=8)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, -0.35), ncols=len(seen) or 1, fontsize=8)

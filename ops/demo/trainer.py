@@ -19,7 +19,7 @@ from .learner import Learner
 from .tally import Tally
 from .task import ANSWER_TOKENS, EOS, Problem, draw
 
-GROUPS = 32
+GROUPS = 20
 SAMPLES = 16
 AHEAD = 2
 MAX_STALENESS = 8
@@ -81,6 +81,7 @@ class Trainer:
             on_step(self._learn(groups, waited))
         for group in arriving:
             self.tally.received(group)
+        self.tally.duplicates += self.client.repeats  # those never reach a group
 
     @property
     def seconds(self) -> float:

@@ -222,9 +222,6 @@ async def test_a_worker_expires_its_own(broker: Broker, joined) -> None:
     assert (failure.outcome, failure.published, failure.attempts) == ("expired", 1, 1)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a claim looks at 64 entries beyond what it takes, and skipped ones stay in front"
-)
 async def test_jobs_for_newer_weights_do_not_starve_those_behind_them(broker: Broker, joined) -> None:
     await broker.enqueue([job(min_version=9, priority="high") for _ in range(200)])
     await broker.enqueue([job() for _ in range(3)])

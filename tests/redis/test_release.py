@@ -62,8 +62,13 @@ async def test_lost_in_dead_engines_until_it_is_dead_itself(broker: Broker, join
         await lease.claim(2, 9, 0)
         states = await lease.release([Release(one.id, attempt, lost=True), Release(neighbour.id, attempt)], 3)
         assert states == ["ok", "ok"]
-    await lease.claim(2, 9, 0)
-    assert await lease.release([Release(one.id, 3, lost=True), Release(neighbour.id, 3)], 3) == ["dead", "ok"]
+    # On its last chance it runs alone: whatever happens now is its own doing, and nobody goes down with it.
+    assert [claim.job_id for claim in await lease.claim(2, 9, 0)] == [one.id]
+    assert await lease.claim(2, 9, 0) == []
+    assert (await broker.load()).suspects == 0
+    assert await lease.release([Release(one.id, 3, lost=True)], 3) == ["dead"]
+    assert [claim.job_id for claim in await lease.claim(2, 9, 0)] == [neighbour.id]
+    assert await lease.release([Release(neighbour.id, 3)], 3) == ["ok"]
     assert await lease.release([Release(one.id, 3, lost=True)], 3) == ["fenced"]
     (letter,) = await broker.dead_letters()
     assert (letter.job_id, letter.attempts, letter.host) == (one.id, 3, "w1")
