@@ -1,8 +1,8 @@
-"""`rolloutmq submit`: a file of prompts in, a file of answers out, every line exactly once, however often it is stopped.
+"""`rolloutmq submit`: a file of prompts in, a file of answers out, every line exactly once, however often it stops.
 
-Answers are appended to `OUT.part` as they come; when the last one is there the file is sorted into `OUT`. The first line
-of `OUT.part` remembers under which ids the lines were submitted, so that the same command finds its own jobs again:
-finished ones on its reply stream, running ones in the pool.
+Answers are appended to `OUT.part` as they come; when the last one is there the file is sorted into `OUT`. The first
+line of `OUT.part` remembers under which ids the lines were submitted, so that the same command finds its own jobs
+again: finished ones on its reply stream, running ones in the pool.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _Work:
         """Sort the answers by line and sample into the output file."""
         with self.part.open(encoding="utf-8") as source:
             source.readline()
-            records = sorted(((r["line"], r.get("sample", -1), text) for text in source if (r := json.loads(text))))
+            records = sorted((r["line"], r.get("sample", -1), text) for text in source if (r := json.loads(text)))
         sorted_part = self.out.with_name(self.out.name + ".sorted")
         with sorted_part.open("w", encoding="utf-8") as target:
             target.writelines(text for _, _, text in records)

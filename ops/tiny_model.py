@@ -19,7 +19,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 def write_tiny_model(
     directory: Path, *, layers: int = 2, width: int = 128, context: int = 4096, seed: int = 0, dtype: str = "bfloat16"
 ) -> None:
-    """Write config, safetensors and tokenizer of a Qwen2 architecture with a byte vocabulary (259 ids, padded to 320)."""
+    """Write config, safetensors and tokenizer: Qwen2 architecture, byte vocabulary (259 ids, padded to 320)."""
     prepare_transformers()
     import torch  # noqa: PLC0415
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415

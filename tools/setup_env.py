@@ -23,7 +23,7 @@ STAMP = VENV / "setup-stamp"
 LOG = VENV / "setup.log"
 PIP = "pip==26.3"
 TORCH_CPU = "torch==2.13.0"
-# Bytecode is written on first import instead: only for what is used, which is a small part of these packages.
+# pip compiles with one core and one file after the other; compile_packages does it with all of them.
 INSTALL = [str(PYTHON), "-m", "pip", "install", "-q", "--no-input", "--no-compile", "--disable-pip-version-check"]
 BEGAN = time.monotonic()
 
@@ -121,6 +121,20 @@ def install(lock: int, step: str, what: str, *arguments: str) -> None:
         fail(f"installing {what} failed (status {code}). The end of {LOG}:\n{tail}\nRun it again to go on from here.")
 
 
+def compile_packages() -> None:
+    """Write bytecode now: SGLang and torch are thousands of files, each engine process would compile them again where
+    PYTHONDONTWRITEBYTECODE is set, and seconds of every first start are gone where it is not."""
+    say("compiling")
+    packages = VENV / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    # Some packages carry files for other Pythons; those fail, and are never imported.
+    subprocess.run(
+        [str(PYTHON), "-m", "compileall", "-q", "-q", "-j", "0", str(packages)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+
+
 def main() -> None:
     check_python()
     lock = lock_out_others()
@@ -140,6 +154,7 @@ def main() -> None:
         pinned = ["-r", "requirements/engine-cpu.txt", "-r", "requirements/dev.txt"]
         install(lock, "pinned", "SGLang for CPU and the development tools", "--no-deps", *pinned)
         install(lock, "editable", "rolloutmq itself, editable", "--no-deps", "--no-build-isolation", "-e", ".")
+    compile_packages()
     # mypy does not follow the finder of an editable install; this link on MYPYPATH gives it the package by its name.
     link = VENV / "src" / "rolloutmq"
     link.parent.mkdir(exist_ok=True)

@@ -45,6 +45,8 @@ class Worker:
     def __init__(self, config: WorkerConfig, engine: Engine, tokenizer: Tokenizer) -> None:
         self.config = config
         self.worker_id = ""
+        self.joined = asyncio.Event()
+        """Set once the engine is up and the worker holds its first lease."""
         self._engine, self._tokenizer = engine, tokenizer
         self._host = socket.gethostname()
         self._held = HeldJobs()
@@ -101,6 +103,7 @@ class Worker:
             log.warning("cannot join, trying again: %s", error)
             await asyncio.sleep(RETRY_S)
             return
+        self.joined.set()
         log.info("joined pool %s as %s", self.config.pool, self.worker_id)
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -1,8 +1,8 @@
 """`rolloutmq bench engine`: what the pool costs.
 
 One engine in one process answers the same prompts in turns: given to it directly, all at once, and through the pool
-(client process -> Redis -> worker -> engine -> worker -> Redis -> client process). The figure is the ratio of tokens per
-second, so that a slow or busy host does not change it.
+(client process -> Redis -> worker -> engine -> worker -> Redis -> client process). The figure is the ratio of tokens
+per second, so that a slow or busy host does not change it.
 """
 
 from __future__ import annotations
@@ -55,14 +55,29 @@ def run_engine_bench(
             SGLangConfig, model=model, dtype=dtype, max_running=max_running, load_format=load_format, extra=extra
         )
         worker_config = as_config(WorkerConfig, redis_url=server.url, pool="bench", max_running=max_running)
-        figures = asyncio.run(_compare(config, worker_config, prompts, max_new_tokens, rounds, console))
+        figures = asyncio.run(
+            _compare(
+                config,
+                worker_config,
+                prompts=prompts,
+                max_new_tokens=max_new_tokens,
+                rounds=rounds,
+                console=console,
+            )
+        )
         figures["model"] = label
     print(json.dumps(figures))
     return figures
 
 
 async def _compare(
-    config: SGLangConfig, worker_config: WorkerConfig, prompts: int, max_new_tokens: int, rounds: int, console: Console
+    config: SGLangConfig,
+    worker_config: WorkerConfig,
+    *,
+    prompts: int,
+    max_new_tokens: int,
+    rounds: int,
+    console: Console,
 ) -> dict[str, Any]:
     from ...worker.sglang_engine import SGLangEngine  # noqa: PLC0415 – imports SGLang
 
@@ -71,9 +86,10 @@ async def _compare(
     console.print("starting the engine")
     serving = asyncio.create_task(worker.run())
     try:
-        while not worker.worker_id and not serving.done():
-            await asyncio.sleep(0.05)
+        joined = asyncio.create_task(worker.joined.wait())
+        await asyncio.wait({joined, serving}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
+            joined.cancel()
             await serving
         vocab = min(engine.info.vocab_size, 32000)
         workload = Workload(prompts, max_new_tokens, vocab)

@@ -61,6 +61,9 @@ def make_tokenizer() -> Any:
 
 def save_checkpoint(model: Any, directory: Path) -> None:
     """Model and tokenizer as SGLang and AutoTokenizer load them."""
+    from transformers.utils import logging  # noqa: PLC0415
+
+    logging.disable_progress_bar()  # one file of half a megabyte
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
 

@@ -30,6 +30,7 @@ from .warmup import Warmup, warm_up
 from .watch import Watch
 
 STEPS = 150
+GOAL = 0.9
 POOL = "demo"
 START_TIMEOUT_S = 180.0
 LATE_S = 60.0
@@ -51,6 +52,8 @@ def run_demo(out: Path = Path("out/demo"), *, steps: int | None = None, workers:
         console.print(f"[red]The demo failed.[/] {type(error).__name__}: {error}", highlight=False, soft_wrap=True)
         return 1
     wrong = objections(summary)
+    if steps is None and summary["reward_last"] < GOAL:
+        wrong.append(f"the reward came to {summary['reward_last']:.2f} only; {GOAL} was to be reached")
     for objection in wrong:
         console.print(f"[red]Wrong:[/] {objection}", highlight=False, soft_wrap=True)
     return 1 if wrong else 0

@@ -9,7 +9,7 @@ from pool import dump, eventually, replies, status
 from redis.asyncio import Redis
 from specimens import job, result
 
-from rolloutmq.messages import Broker, Finished, GenerateJob, Lease, LeaseLost, Release, decode
+from rolloutmq.messages import Broker, Claim, Finished, GenerateJob, Lease, LeaseLost, Release, decode
 from rolloutmq.messages.weights import WeightAnnouncement
 from rolloutmq.sync.ledger import Ledger
 
@@ -230,3 +230,34 @@ async def test_jobs_for_newer_weights_do_not_starve_those_behind_them(broker: Br
     for _ in range(10):
         found += [claim.job_id for claim in await lease.claim(8, 8, 0)]
     assert len(found) == 3
+
+
+async def test_a_suspect_waits_for_a_worker_of_its_own(broker: Broker, joined) -> None:
+    suspect, others = job(), [job() for _ in range(3)]
+    await broker.enqueue([suspect])
+    ward = await joined("w1")
+    await ward.claim(1, 9, 0)
+    await ward.release([Release(suspect.id, 1, lost=True)], 2)
+    assert (await broker.load()).suspects == 1
+    await broker.enqueue(others)
+    # Another worker is in the middle of something: it takes the turn, finishes that first, and gets the suspect alone.
+    busy = await joined("w2")
+    (held,) = await _claim_past_suspects(busy, broker)
+    assert await busy.claim(9, 9, 0) == []
+    assert held.job_id == others[0].id
+    await busy.complete([Finished(held.job_id, 1, 0, result(others[0]))])
+    assert [claim.job_id for claim in await busy.claim(9, 9, 0)] == [suspect.id]
+    assert await busy.claim(9, 9, 0) == []
+    # Meanwhile everybody else goes on.
+    assert [claim.job_id for claim in await ward.claim(9, 9, 0)] == [one.id for one in others[1:]]
+    await busy.complete([Finished(suspect.id, 2, 0, result(suspect, attempt=2))])
+    assert await busy.claim(9, 9, 0) == []
+    assert (await broker.load()).open_jobs == 2
+
+
+async def _claim_past_suspects(lease: Lease, broker: Broker) -> list[Claim]:
+    """One ordinary job for a worker that comes while suspects are there: as if it had claimed it before."""
+    aside = await broker.redis.lpop(broker.keys.suspects)
+    claims = await lease.claim(1, 9, 0)
+    await broker.redis.rpush(broker.keys.suspects, aside)
+    return claims

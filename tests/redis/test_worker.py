@@ -300,3 +300,14 @@ async def test_published_samples_are_not_generated_again(redis_db: str, broker: 
         assert running.worker._generation.generated_tokens == 10
     assert sorted(sample for _, sample in results) == [0, 1, 2]
     assert results[one.id, 1].worker_id == "earlier"
+
+
+async def test_a_payload_that_disagrees_with_its_record_is_buried(redis_db: str, broker: Broker, db: Redis) -> None:
+    """Published samples are counted against the record: a payload with more of them could never end."""
+    one = job(n=3)
+    await broker.enqueue([one])
+    await db.hset(broker.keys.job(one.id), "n", 2)
+    async with worker(redis_db):
+        (reply,) = await wait_replies(broker, 1)
+    assert isinstance(reply.outcome, JobFailure)
+    assert "n=3: 2, as the job was queued" in reply.outcome.error

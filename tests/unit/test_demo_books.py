@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 from rolloutmq.messages import JobFailure, RolloutResult, Segment
 from rolloutmq.ops.demo.batch import NO_VERSION, make_batch, token_versions
@@ -78,14 +77,14 @@ def test_batch_lays_out_tokens_and_their_versions() -> None:
 
 def test_gap_compares_each_token_with_the_version_that_sampled_it() -> None:
     learner = Learner(make_model(0), steps=10)
-    batch = make_batch([(PROBLEM, [result("j", 0, [(0, 5)]), result("j", 1, [(0, 2), (1, 3)])])])
+    batch = make_batch([(PROBLEM, [result("j", 0, [(0, 5)]), result("j", 1, [(0, 2), (1, 2)])])])
     first = token_logprobs(learner.model, batch.sequences)[:, PROMPT_TOKENS - 1 :].detach()
     learner.step(batch)
     second = token_logprobs(learner.model, batch.sequences)[:, PROMPT_TOKENS - 1 :].detach()
     assert not torch.allclose(first, second, atol=1e-4)
     batch.behaviour.copy_(torch.where(batch.versions == 0, first, second))
     gaps = learner.logprob_gaps(batch)
-    assert gaps.shape == (2 * ANSWER_TOKENS,)
+    assert gaps.shape == (ANSWER_TOKENS + 4,)
     assert gaps.max() < 1e-5
     batch.behaviour.copy_(second)  # as if every token had been sampled by version 1
     assert learner.logprob_gaps(batch).max() > 1e-4

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 from rolloutmq.ops.demo import grpo
 

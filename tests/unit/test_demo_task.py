@@ -8,9 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 from rolloutmq.ops.demo import task
 from rolloutmq.ops.demo.model import make_model, save_checkpoint
 from rolloutmq.ops.demo.task import ANSWER_TOKENS, EOS, EQUALS, ZERO, Problem, reward, token_rewards

@@ -45,5 +45,8 @@ def test_ids_are_fixed_length_and_sort_by_time() -> None:
         assert one[12] == "7"
         assert one[16] in "89ab"
     assert len({new_id(5) for _ in range(1000)}) == 1000
+    fresh = [new_id() for _ in range(5000)]  # many of them in one millisecond
+    assert fresh == sorted(set(fresh))
+    assert all(map(is_id, fresh))
     assert not is_id(ids[0] + "\n")
     assert not is_id(ids[0].upper().replace("0", "G"))
