@@ -151,7 +151,7 @@ async def ping(client: Redis) -> None:
     except (RedisError, OSError) as error:
         raise RedisUnavailable(
             f"no Redis at {where}: {error}. Is it running there, and is the port open from here? "
-            "TLS servers need rediss://. Without a Redis at hand, the embedded one will do."
+            "TLS servers need rediss://. `rolloutmq redis` runs one on this machine."
         ) from error
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import psutil
-
-from .pool import WorkerProcess, Workers
+from .pool import WorkerProcess, Workers, runs
 from .tally import Tally
 from .watch import Watch
 
@@ -40,7 +38,7 @@ class Incidents:
     @property
     def victim_reaped(self) -> bool:
         """The killed worker's processes are gone, and the pool has taken its lease and its jobs away."""
-        if self.victim is None or _runs(self.victim.pid):
+        if self.victim is None or runs(self.victim.pid):
             return False
         return self.watch.worker(self.victim.pid) is not None and self.victim.pid not in self.watch.latest.workers
 
@@ -55,10 +53,3 @@ class Incidents:
     def complete(self) -> bool:
         """All of it has happened."""
         return self.victim_reaped and self.newcomer_delivered
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

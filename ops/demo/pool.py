@@ -12,10 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from ...messages.errors import EngineError
 from .. import parent_bound
 
 DRAIN_S = 5.0
+GONE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,9 @@ class WorkerProcess:
         self.killed = True
         os.killpg(self._supervisor.pid, signal.SIGKILL)
         self._supervisor.wait()
+        deadline = time.monotonic() + GONE_S
+        while runs(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def drain(self) -> None:
         """Ask it to hand back what it cannot finish, and leave."""
@@ -142,3 +148,11 @@ class Workers:
             worker.drain()
         deadline = time.monotonic() + DRAIN_S + 15.0
         return {worker.name: worker.ended(max(0.1, deadline - time.monotonic())) for worker in leaving}
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -77,15 +77,13 @@ class Demo:
             Workers(PoolSettings(redis.url, POOL, self.out / "model", self.out)) as workers,
         ):
             self._start(workers, watch)
-            with BlockingRolloutClient(redis.url, POOL) as client:
-                publisher = WeightPublisher(redis.url, POOL)
+            with BlockingRolloutClient(redis.url, POOL) as client, WeightPublisher(redis.url, POOL) as publisher:
                 learner = Learner(model, self.steps)
                 trainer = Trainer(client, publisher, learner, np.random.default_rng([self.seed, 1]))
                 third = max(1, self.steps // 3)
                 incidents = Incidents(workers, watch, trainer.tally, third, third + max(1, self.steps // 10))
                 setup = time.monotonic() - self._began
                 self._train(trainer, incidents)
-                publisher.close()
             left = workers.drain()
             if bad := {name: code for name, code in left.items() if code != 0}:
                 raise EngineError(
