@@ -1,6 +1,7 @@
 """The pool's bell: a short stream that says something changed, so that nobody has to poll.
 
-State is never only on the bell: whoever missed an entry learns the same from the next heartbeat or from the ledger.
+State is never only on the bell, but for an operator's controls: whoever missed another entry learns the same from the
+next heartbeat or from the ledger.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from .errors import InvalidField, MessageError, PoolBusy
 from .jobs import PRIORITIES, GenerateJob
 from .keys import Keys
 from .lua import Scripts
-from .pool import DeadLetter, WorkerStatus
+from .pool import Control, DeadLetter, WorkerStatus
 from .results import JobFailure, RolloutResult
 
 BATCH_JOBS = 512
@@ -76,7 +76,8 @@ class Broker:
         Raises PoolBusy (with how many were accepted) or InvalidField for a job over the payload limit.
         """
         states: list[str] = []
-        for batch in self._batches(jobs):
+        # All encoded before the first is sent: a job that is refused leaves none of the others in the pool.
+        for batch in list(self._batches(jobs)):
             answer = await self._scripts.run("enqueue", self.caps.jobs, self.caps.nbytes, *batch)
             if answer and answer[0] == b"BUSY":
                 raise PoolBusy(
@@ -110,9 +111,19 @@ class Broker:
 
     async def cancel(self, job_ids: Sequence[str], cause: str = "cancelled by the client") -> list[str]:
         """Cancel jobs; returns per job "ok", or the state it had already ended in, or "unknown"."""
-        if not job_ids:
-            return []
-        return [state.decode() for state in await self._scripts.run("cancel", cause, *job_ids)]
+        states: list[str] = []
+        for start in range(0, len(job_ids), BATCH_JOBS):
+            answer = await self._scripts.run("cancel", cause, *job_ids[start : start + BATCH_JOBS])
+            states += [state.decode() for state in answer]
+        return states
+
+    async def end_overdue(self, budget: int = 256) -> int:
+        """End jobs past their deadline; returns how many. Workers do it too, but a pool may have none."""
+        return int(await self._scripts.run("overdue", budget))
+
+    async def control(self, control: Control) -> None:
+        """Say something to the workers that are there now; who is away does not hear it."""
+        await self._scripts.run("control", control.worker_id, encode(control).hex())
 
     async def read_replies(
         self, client_id: str, after: str, *, count: int = 256, block_ms: int | None = None, redis: Redis | None = None
@@ -136,9 +147,9 @@ class Broker:
     async def load(self) -> PoolLoad:
         """How much is queued, open and finished."""
         async with self.redis.pipeline(transaction=False) as pipe:
-            for queue, waiting in zip(self.keys.queues, self.keys.waiting, strict=True):
+            for queue, later in zip(self.keys.queues, self.keys.later, strict=True):
                 pipe.llen(queue)
-                pipe.zcard(waiting)
+                pipe.zcard(later)
             pipe.llen(self.keys.suspects)
             pipe.hgetall(self.keys.load)
             *counts, suspects, counters = await pipe.execute()

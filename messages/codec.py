@@ -30,6 +30,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_STR = 8 << 20
 MAX_BIN = 16 << 20
 MAX_ITEMS = 1 << 17
+MAX_MAPS = MAX_ITEMS + 1024
 
 KINDS: dict[int, type[Message]] = {
     cls.KIND: cls
@@ -75,11 +76,21 @@ def decode(data: bytes, expect: type[M]) -> M:
 
 
 def _unpack(body: bytes, expect: type[Message]) -> dict[str, Any]:
+    maps = 0
+
+    def count(fields: dict[Any, Any]) -> dict[Any, Any]:
+        nonlocal maps
+        maps += 1
+        if maps > MAX_MAPS:  # an empty map is one byte there and 64 here
+            raise ValueError(f"more than {MAX_MAPS} maps")
+        return fields
+
     try:
         fields = msgpack.unpackb(
             body,
             raw=False,
             use_list=False,
+            object_hook=count,
             strict_map_key=False,  # logit_bias is keyed by token id; the models check every key
             max_str_len=MAX_STR,
             max_bin_len=MAX_BIN,

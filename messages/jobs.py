@@ -89,7 +89,7 @@ class GenerateJob(Message):
     Exactly one of `token_ids`, `text` and `messages` is given; text and messages are tokenised by the worker with the
     model's own tokenizer, and such a job's results carry their prompt ids and their text.
 
-    id: accepted at most once by a pool; submitting the same id again is not an error and not a second job.
+    id: submitting it again, until an hour after the job has ended, is not an error and not a second job.
     reply_to: the client whose reply stream gets the results; filled in by the client.
     group_id: jobs of one group are yielded and cancelled together; the job's own id if not given.
     deadline_s: seconds from acceptance after which the job expires, wherever it is.

@@ -36,7 +36,7 @@ class Keys:
         return tuple(f"{self.prefix}queue:{index}" for index in range(len(PRIORITIES)))
 
     @property
-    def waiting(self) -> tuple[str, ...]:
+    def later(self) -> tuple[str, ...]:
         """ZSET of job ids per priority class that wait for newer weights; score: the version they need."""
         return tuple(f"{self.prefix}later:{index}" for index in range(len(PRIORITIES)))
 
@@ -44,6 +44,11 @@ class Keys:
     def suspects(self) -> str:
         """LIST of job ids on their last chance: each of them runs alone."""
         return f"{self.prefix}suspects"
+
+    @property
+    def ward(self) -> str:
+        """STRING with a TTL: the worker whose turn it is to run suspects."""
+        return f"{self.prefix}ward"
 
     def job(self, job_id: str) -> str:
         """HASH, the one record of a job: payload, state, owner, attempt, published samples, partials."""
@@ -91,7 +96,7 @@ class Keys:
 
     @property
     def bell(self) -> str:
-        """STREAM (bounded) that says something changed: weights, cancellations, controls. State is never only here."""
+        """STREAM (bounded) that says something changed: weights, cancellations, controls; see bell.py."""
         return f"{self.prefix}bell"
 
     @property

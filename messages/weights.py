@@ -48,7 +48,7 @@ class WeightAnnouncement(Message):
     """A transfer of one version is about to happen.
 
     epoch: number of the transfer; one version can have several (a failed one again, late joiners).
-    catch_up: meant only for the workers in `roster` (late joiners); the others are not to pause.
+    catch_up: for late joiners; who has the version already has no part in it.
     host, port: the trainer's rendezvous store. mode: how running samples are treated.
     join_timeout_s, transfer_timeout_s: how long the trainer waits for joins, and for the transfer to finish.
     roster: filled in when sealed: worker id -> rank of its first engine process (the trainer is rank 0).

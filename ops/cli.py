@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -216,8 +216,3 @@ def _log(level: str) -> None:
     logging.basicConfig(
         level=getattr(logging, level.upper(), logging.INFO), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-
-
-def main(**_: Any) -> None:
-    """Run the command line."""
-    app()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import time
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -56,7 +57,7 @@ def join_store(host: str, port: int, timeout_s: float) -> Any:
 
 
 class Group:
-    """One transfer's process group; rank 0 sends, the others receive. Every wait ends by `timeout_s`."""
+    """One transfer's process group; rank 0 sends, the others receive. All its waits together end by `timeout_s`."""
 
     def __init__(
         self, store: Any, name: str, *, backend: Backend, rank: int, world: int, host: str, timeout_s: float
@@ -67,9 +68,9 @@ class Group:
         """
         if backend != "gloo":
             raise ConfigError(f"backend={backend!r}: 'gloo' is what this transfer supports")
-        self._timeout = timedelta(seconds=timeout_s)
+        self._deadline = time.monotonic() + timeout_s
         options = ProcessGroupGloo._Options()
-        options._timeout = self._timeout
+        options._timeout = timedelta(seconds=timeout_s)
         options._devices = [ProcessGroupGloo.create_device(hostname=_local_end(host))]
         try:
             self._group = ProcessGroupGloo(PrefixStore(f"{name}/", store), rank, world, options)
@@ -83,7 +84,8 @@ class Group:
         if buffer.numel() == 0:
             return
         try:
-            self._group.broadcast(buffer, 0).wait(self._timeout)
+            left = max(0.001, self._deadline - time.monotonic())
+            self._group.broadcast(buffer, 0).wait(timedelta(seconds=left))
         except RuntimeError as error:
             raise TransferTimeout(f"broadcast of {buffer.numel()} bytes broke off: {error}") from error
 

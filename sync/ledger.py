@@ -12,6 +12,7 @@ from typing import Any, Literal
 from redis.asyncio import Redis
 
 from ..messages.codec import decode, encode
+from ..messages.errors import MessageError
 from ..messages.keys import Keys
 from ..messages.lua import Scripts
 from ..messages.weights import WeightAnnouncement
@@ -64,11 +65,7 @@ class Ledger:
             state=fields["st"].decode(),
             announcement=decode(fields["m"], WeightAnnouncement),
             joins={name[5:]: int(value) for name, value in fields.items() if name.startswith("join:")},
-            reports={
-                name[7:]: TransferReport.from_json(value.decode())
-                for name, value in fields.items()
-                if name.startswith("report:")
-            },
+            reports={name[7:]: _report(value) for name, value in fields.items() if name.startswith("report:")},
         )
 
     async def announce(self, announcement: WeightAnnouncement) -> None:
@@ -113,3 +110,10 @@ class Ledger:
         seconds, micros = await self.redis.time()
         now = seconds * 1000 + micros // 1000
         return {worker.decode() for worker in await self.redis.zrangebyscore(self.keys.workers, now, "+inf")}
+
+
+def _report(value: bytes) -> TransferReport:
+    try:
+        return TransferReport.from_json(value.decode(errors="replace"))
+    except MessageError as error:  # one strange worker does not stop the others
+        return TransferReport(ok=False, phase="load", error=str(error))

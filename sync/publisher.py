@@ -24,6 +24,7 @@ from .sender import Sender, Settings
 from .snapshot import BUCKET_BYTES, PackedWeights
 
 log = logging.getLogger(__name__)
+RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +209,19 @@ class WeightPublisher:
                 elif closing:
                     return
                 else:
-                    await sender.catch_up()
+                    await self._catch_up(sender)
         finally:
             self._sender = None
             await sender.close()
             await redis.aclose()
             await blocking.aclose()
+
+    async def _catch_up(self, sender: Sender) -> None:
+        try:
+            await sender.catch_up()
+        except Exception:
+            log.exception("a late worker could not be caught up; it asks again")
+            await asyncio.sleep(RETRY_S)
 
     async def _send(self, sender: Sender, order: _Order) -> None:
         try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, get_args
+
+from ..messages.errors import MalformedMessage
 
 Backend = Literal["gloo", "nccl"]
 Phase = Literal["rendezvous", "receive", "verify", "load", "done"]
@@ -28,13 +30,6 @@ class TransferOrder:
     rank_offset: int
     world_size: int
     timeout_s: float
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> TransferOrder:
-        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,4 +59,12 @@ class TransferReport:
 
     @classmethod
     def from_json(cls, text: str) -> TransferReport:
-        return cls(**json.loads(text))
+        """Unknown fields are dropped. Raises MalformedMessage for what is no report."""
+        try:
+            raw = json.loads(text)
+            report = cls(**{name.name: raw[name.name] for name in fields(cls) if name.name in raw})
+            if not isinstance(report.ok, bool) or report.phase not in get_args(Phase):
+                raise ValueError(f"ok={report.ok!r}, phase={report.phase!r}")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise MalformedMessage(f"a transfer report cannot be read: {error}") from None
+        return report

@@ -101,7 +101,8 @@ class Engine(Protocol):
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """Run one request to its end or its abort.
 
-        Raises RequestRefused if this request can never run here, EngineDead if the engine dies meanwhile.
+        Raises RequestRefused if this request can never run here, EngineDead if the engine dies meanwhile, and another
+        EngineError for a failure that the same request need not meet again.
         """
         ...
 

@@ -10,36 +10,41 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 
-from ..messages.errors import EngineDead, RequestRefused
+from ..messages.errors import EngineDead, EngineError, RequestRefused
 from .engine import Engine, EngineRequest
 from .samples import SampleRun
 
 log = logging.getLogger(__name__)
+INTERRUPT_S = 15.0
 ABORT_AGAIN_S = 0.1
 """A request on its way into the scheduler is not there yet to be aborted: ask again until the engine is idle."""
 
 
 class Generation:
-    """Runs samples on one engine, at most `max_running` at once.
+    """Runs samples on one engine, at most `slots` at once.
 
-    on_finished(sample), on_refused(sample, error): what becomes of a sample. on_dead(): the engine died; the samples
+    on_finished(sample), on_refused(sample, error), on_failed(sample, error): what becomes of a sample; another worker
+    may do better with one that failed. on_dead(): the engine died; the samples
     that were in it are in `died_with` until `clear`.
     """
 
     def __init__(
         self,
         engine: Engine,
-        max_running: int,
+        slots: int,
+        *,
         on_finished: Callable[[SampleRun], None],
         on_refused: Callable[[SampleRun, RequestRefused], None],
+        on_failed: Callable[[SampleRun, EngineError], None],
         on_dead: Callable[[], None],
     ) -> None:
         self.version = 0
         self.generated_tokens = 0
         self.finished = 0
         self._engine = engine
-        self._max_running = max_running
-        self._on_finished, self._on_refused, self._on_dead = on_finished, on_refused, on_dead
+        self._slots = slots
+        self._on_finished, self._on_refused = on_finished, on_refused
+        self._on_failed, self._on_dead = on_failed, on_dead
         self.died_with: list[SampleRun] = []
         self._waiting: deque[SampleRun] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -68,7 +73,7 @@ class Generation:
         self._pump()
 
     def _pump(self) -> None:
-        while self._waiting and not self._closed_by and len(self._tasks) < self._max_running:
+        while self._waiting and not self._closed_by and len(self._tasks) < self._slots:
             sample = self._waiting.popleft()
             if sample.dropped:
                 continue
@@ -99,6 +104,9 @@ class Generation:
         except RequestRefused as error:
             self._on_refused(sample, error)
             return
+        except EngineError as error:
+            self._on_failed(sample, error)
+            return
         finally:
             del self._running[request.request_id]
             if not self._running:
@@ -125,10 +133,15 @@ class Generation:
 
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
-        """The engine runs nothing inside this block: what runs is interrupted, keeps what it has, and goes on after."""
+        """The engine runs nothing inside this block: what runs is interrupted, keeps what it has, and goes on after.
+
+        Raises EngineDead, and tells on_dead, if the engine cannot be interrupted.
+        """
         self.close_gate("quiet")
         try:
-            await self.interrupt()
+            if not await self.interrupt():
+                self._on_dead()
+                raise EngineDead(f"what runs could not be interrupted within {INTERRUPT_S:g} s")
             yield
         finally:
             self.open_gate("quiet")
@@ -142,15 +155,22 @@ class Generation:
             return False
         return True
 
-    async def interrupt(self) -> None:
-        """Stop everything that runs; the samples wait here with what they have. The gate must be closed."""
+    async def interrupt(self, timeout_s: float = INTERRUPT_S) -> bool:
+        """Stop everything that runs; the samples wait here with what they have. The gate must be closed.
+
+        False if the engine did not answer in time: it is stuck.
+        """
+        deadline = time.monotonic() + timeout_s
         while self._running:
+            if time.monotonic() >= deadline:
+                return False
             self._engine.abort_all()
             try:
                 async with asyncio.timeout(ABORT_AGAIN_S):
                     await self._idle.wait()
             except TimeoutError:
                 continue
+        return True
 
     def abort_dropped(self) -> None:
         """Free the slots of samples nobody wants any more."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from redis.exceptions import RedisError
 
 from ..messages.lease import Finished, Lease
 
 MAX_BATCH = 256
+MAX_BYTES = 4 << 20
 RETRY_S = 0.2
 
 
@@ -44,11 +46,21 @@ class Outbox:
         """Return once everything put so far is published."""
         await self._empty.wait()
 
+    def _batch(self) -> list[Finished]:
+        batch: list[Finished] = []
+        nbytes = 0
+        for finished in islice(self._ready, MAX_BATCH):
+            nbytes += len(finished.payload)
+            if batch and nbytes > MAX_BYTES:
+                break
+            batch.append(finished)
+        return batch
+
     async def run(self, lease: Lease) -> None:
         """Publish until cancelled. A Redis that does not answer is asked again; nothing is dropped meanwhile."""
         while True:
             await self._more.wait()
-            batch = [self._ready[i] for i in range(min(MAX_BATCH, len(self._ready)))]
+            batch = self._batch()
             if not batch:
                 self._more.clear()
                 self._empty.set()

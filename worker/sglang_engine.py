@@ -68,18 +68,26 @@ class SGLangEngine:
 
     def abort(self, request_id: str) -> None:
         """See the protocol."""
-        if self._run is not None and self._run.lost is None:
+        if self._run is not None and self._run.ready:
             self._run.manager.abort_request(request_id)
 
     def abort_all(self) -> None:
         """See the protocol."""
-        if self._run is not None and self._run.lost is None:
+        if self._run is not None and self._run.ready:
             self._run.manager.abort_request(abort_all=True)
 
     async def load_weights(self, order: TransferOrder) -> TransferReport:
         """See the protocol. A caller that is cancelled does not stop the transfer, which has its own deadline."""
         run = self._current()
-        return await run.race(transfer_weights(run.manager, order, self._weight_loader, self.config.tp_size))
+        return await run.race(
+            transfer_weights(
+                run.manager,
+                order,
+                loader=self._weight_loader,
+                tp_size=self.config.tp_size,
+                model=self.config.model,
+            )
+        )
 
     async def healthy(self) -> bool:
         """See the protocol."""

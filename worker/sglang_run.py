@@ -50,14 +50,21 @@ class SGLangRun:
 
     @property
     def manager(self) -> Any:
-        """SGLang's tokenizer manager. Raises EngineDead if the processes are gone."""
+        """SGLang's tokenizer manager. Raises EngineDead if the processes are gone or not there yet."""
         self.check()
+        if self._engine is None:
+            raise EngineDead("the SGLang engine is still starting")
         return self._engine.tokenizer_manager
 
     def check(self) -> None:
         """Raises EngineDead if the processes are gone."""
         if self.lost is not None:
             raise EngineDead(f"the SGLang engine is gone: {self.lost}")
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be sent, as far as is known without looking at the processes."""
+        return self._engine is not None and self.lost is None
 
     @property
     def alive(self) -> bool:

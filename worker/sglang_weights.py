@@ -9,32 +9,37 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ..messages.errors import MessageError
 from ..sync.transfer import TransferOrder, TransferReport
 
 logger = logging.getLogger(__name__)
 FLUSH_TIMEOUT_S = 10.0
 
 
-async def transfer_weights(manager: Any, order: TransferOrder, loader: str, tp_size: int) -> TransferReport:
+async def transfer_weights(
+    manager: Any, order: TransferOrder, *, loader: str, tp_size: int, model: str
+) -> TransferReport:
     """Carry out `order` through SGLang's weight-loader hook.
 
     The loader is called as `loader(model, [(text, tensor)])` on every tensor-parallel rank; `text` is JSON with the
-    order and the path to which rank r (the tensor's one element) writes its report, `.rank<r>` appended. It tells
-    failures only there: an
-    exception would end the engine. Prefixes cached under older weights are dropped afterwards.
+    order, the model's directory and the path to which rank r (the tensor's one element) writes its report, `.rank<r>`
+    appended. It tells failures only there: an exception would end the engine. Prefixes cached under older weights are
+    dropped afterwards.
     """
     from . import sglang_compat  # noqa: PLC0415  (sglang itself: only where an engine runs)
 
     with tempfile.TemporaryDirectory(prefix="rolloutmq-") as folder:
         path = Path(folder) / "report"
-        text = json.dumps({"order": dataclasses.asdict(order), "report": str(path)})
-        error = "the loader wrote no report"
+        text = json.dumps({"order": dataclasses.asdict(order), "report": str(path), "model": model})
+        error, refused = "the loader wrote no report", False
         try:
             async with sglang_compat.weight_update(manager):
                 await sglang_compat.run_loader(manager, loader, text, tp_size)
         except RuntimeError as refusal:
-            error = f"SGLang refused the update: {refusal}"
+            error, refused = f"SGLang refused the update: {refusal}", True
         report = _combine([_read(Path(f"{path}.rank{rank}"), error) for rank in range(tp_size)])
+    if refused and report.ok:  # loaded, but SGLang could not finish the update: what it would serve is not known
+        return TransferReport(ok=False, phase="load", error=error)
     if report.ok and not await sglang_compat.flush_cache(manager, FLUSH_TIMEOUT_S):
         # Harmless for correctness, because every request names its version; the memory comes back as it is needed.
         logger.warning("SGLang did not drop its cached prefixes after weights version %d", order.version)
@@ -45,7 +50,7 @@ def _read(path: Path, otherwise: str) -> TransferReport:
     """A rank's report; without one nothing is known, so the weights count as partly written."""
     try:
         return TransferReport.from_json(path.read_text())
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, MessageError) as error:
         return TransferReport(ok=False, phase="load", error=f"{otherwise} ({error})")
 
 

@@ -19,6 +19,7 @@ from .generation import Generation
 log = logging.getLogger(__name__)
 SEAL_GRACE_S = 2.0
 """How much longer than the trainer's own join deadline a worker waits for the seal."""
+STUCK_S = 30.0
 LOOK_S = 1.0
 """Without a poke the ledger is looked at this often."""
 
@@ -36,14 +37,20 @@ class WeightFollower:
         self._engine, self._generation, self._ledger = engine, generation, ledger
         self._on_corrupt = on_corrupt
         self._seen_epoch = 0
+        self._halted = False
         self._poked = asyncio.Event()
 
     def poke(self) -> None:
         """Look at the ledger now."""
         self._poked.set()
 
+    def halt(self) -> None:
+        """Take part in nothing until `restarted`: there is no engine to load into."""
+        self._halted = True
+
     def restarted(self) -> None:
         """The engine has its base weights again: version 0, and maybe behind."""
+        self._halted = False
         self._generation.version = 0
         self.in_service = False
         self._seen_epoch = 0
@@ -60,7 +67,8 @@ class WeightFollower:
                     self.in_service = True
                     on_change()
                 number = await self._ledger.open_epoch()
-                if number > self._seen_epoch:
+                # Not "greater": the numbers start again in a Redis that lost its data.
+                if number and number != self._seen_epoch and not self._halted:
                     self._seen_epoch = number
                     await self._take_part(number, worker_id)
                     on_change()
@@ -81,6 +89,9 @@ class WeightFollower:
         if epoch is None or epoch.state != "joining" or epoch.announcement.version <= self._generation.version:
             return
         announcement = epoch.announcement
+        if announcement.mode == "in_place":
+            log.warning("version %s is to be loaded in place, which this worker cannot", announcement.version)
+            return
         if announcement.mode != "drain":
             await self._join_and_load(announcement, worker_id)
             return
@@ -103,10 +114,16 @@ class WeightFollower:
         self.updating = True
         try:
             async with self._generation.quiet():
-                report = await self._load(announcement, worker_id)
+                try:
+                    report = await self._load(announcement, worker_id)
+                except asyncio.CancelledError:
+                    self._on_corrupt()  # the transfer goes on in the engine: what it will hold is not known
+                    raise
                 if report.ok:
                     self._generation.version = announcement.version
                     self.in_service = True
+        except EngineDead as error:
+            report = TransferReport(ok=False, phase="rendezvous", error=str(error))
         finally:
             self.updating = False
         if not report.ok:
@@ -130,9 +147,11 @@ class WeightFollower:
             timeout_s=announcement.transfer_timeout_s,
         )
         try:
-            return await self._engine.load_weights(order)
-        except EngineDead as error:
-            return TransferReport(ok=False, phase="load", error=str(error))
+            # The engine keeps to the order's own deadline; this one is for an engine that is stuck.
+            async with asyncio.timeout(2 * order.timeout_s + STUCK_S):
+                return await self._engine.load_weights(order)
+        except Exception as error:  # nothing is known about the weights now: as bad as a load that broke off
+            return TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}")
 
     async def _sealed(self, number: int, deadline: float) -> Epoch | None:
         """The epoch once it is sealed; None if it closed, vanished or was never sealed in time."""

@@ -16,10 +16,11 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ..messages.bell import Bell, Ring
+from ..messages.codec import decode
 from ..messages.connection import connect, ping
 from ..messages.errors import EngineError, LeaseLost, MessageError, RequestRefused
 from ..messages.lease import Beat, Claim, Finished, Lease
-from ..messages.pool import WorkerState, WorkerStatus
+from ..messages.pool import Control, WorkerState, WorkerStatus
 from ..sync.ledger import Ledger
 from .claims import ClaimLoop
 from .config import WorkerConfig
@@ -51,7 +52,14 @@ class Worker:
         self._host = socket.gethostname()
         self._held = HeldJobs()
         self._outbox = Outbox(self._published)
-        self._generation = Generation(engine, config.capacity, self._finished, self._refused, self._engine_died)
+        self._generation = Generation(
+            engine,
+            config.capacity,
+            on_finished=self._finished,
+            on_refused=self._refused,
+            on_failed=self._failed,
+            on_dead=self._engine_died,
+        )
         self._follower: WeightFollower | None = None
         self._claims: ClaimLoop | None = None
         self._lease: Lease | None = None
@@ -78,14 +86,28 @@ class Worker:
         self._follower = WeightFollower(self._engine, self._generation, ledger, self._engine_died)
         try:
             await ping(redis)
-            await self._engine.start()
-            log.info("engine is up: %s", self._engine.info)
+            await self._start_engine()
             while not self._draining.is_set():
                 await self._incarnation(redis, listener, waker)
         finally:
             await self._engine.close()
             for client in (redis, listener, waker):
                 await client.aclose()
+
+    async def _start_engine(self) -> None:
+        """Start the engine; a drain meanwhile ends the start, which can take minutes."""
+        starting = asyncio.create_task(self._engine.start())
+        drained = asyncio.create_task(self._draining.wait())
+        try:
+            await asyncio.wait({starting, drained}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            drained.cancel()
+            if not starting.done():
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+        if not starting.cancelled():
+            await starting
+            log.info("engine is up: %s", self._engine.info)
 
     async def _incarnation(self, redis: Redis, listener: Redis, waker: Redis) -> None:
         """Serve under one lease, until it is lost or the worker is drained."""
@@ -119,7 +141,7 @@ class Worker:
                 ]
                 await self._draining.wait()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LEAVE_S):
+                    async with asyncio.timeout(max(LEAVE_S, self.config.drain_s / 2)):
                         await self._claims.settled()
                 for task in taking:
                     task.cancel()
@@ -144,12 +166,13 @@ class Worker:
         try:
             await self._hand_back(lease, [held for held in waiting if held.id not in busy])
             if not await self._generation.idle(fits):
-                await self._generation.interrupt()
+                await self._generation.interrupt(LEAVE_S)
             async with asyncio.timeout(max(0.5, deadline - time.monotonic())):
                 await self._outbox.flushed()
                 await asyncio.gather(*self._side_tasks)
                 await self._hand_back(lease, list(self._held))
-                await lease.leave()
+                if left := await lease.leave():
+                    log.warning("%d jobs stay here until the lease runs out", left)
         except (RedisError, OSError, TimeoutError) as error:
             log.warning("left without a word, the lease will run out: %s", error or "out of time")
 
@@ -206,6 +229,21 @@ class Worker:
         if self._held.get(sample.job.id, sample.attempt) is not None:
             self._bury(sample.job.id, sample.attempt, "refused", error)
 
+    def _failed(self, sample: SampleRun, error: EngineError) -> None:
+        held = self._held.get(sample.job.id, sample.attempt)
+        if held is not None and self._lease is not None:
+            log.warning("job %s failed here, another worker may try: %s", held.id, error)
+            self._aside(self._try_elsewhere(self._lease, held))
+
+    async def _try_elsewhere(self, lease: Lease, held: HeldJob) -> None:
+        # What it has finished must be out before it is somebody else's.
+        await self._outbox.flushed()
+        if self._held.get(held.id, held.claim.attempt) is held:
+            with contextlib.suppress(RedisError, OSError):  # then the lease will bring it back
+                await self._hand_back(lease, [held], lost=True)
+            self._generation.abort_dropped()
+            self._poke()
+
     def _published(self, finished: Finished, state: str) -> None:
         if state == "fenced":
             self._refused_publishes += 1
@@ -261,14 +299,19 @@ class Worker:
         elif kind == "weights" and self._follower is not None:
             self._follower.poke()
         elif kind == "control" and ring.get("worker", "") in {"", self.worker_id}:
-            self._control(ring.get("action", ""))
+            try:
+                self._control(decode(bytes.fromhex(ring.get("m", "")), Control))
+            except (MessageError, ValueError) as error:
+                log.warning("a control message cannot be read: %s", error)
 
-    def _control(self, action: str) -> None:
-        if action == "drain":
+    def _control(self, control: Control) -> None:
+        if control.action == "drain":
             self.drain()
-        elif action in {"pause", "resume"}:
-            self._paused = action == "pause"
+        elif control.action in {"pause", "resume"}:
+            self._paused = control.action == "pause"
             self._poke()
+        else:
+            log.warning("%s: this worker cannot do that", control.action)
 
     # --- the engine ------------------------------------------------------------------------------------------------
 
@@ -276,6 +319,8 @@ class Worker:
         if not self._dead.is_set():
             self._generation.close_gate("dead")
             self._dead.set()
+            if self._follower is not None:
+                self._follower.halt()
 
     async def _keep_engine_up(self, lease: Lease) -> None:
         """Restart a dead engine. Its jobs go back to the pool first: others need not wait for the restart."""
@@ -287,9 +332,12 @@ class Worker:
             self._restarts_in_a_row += 1
             await self._engine.close()  # whatever still waits for it hears EngineDead now
             await self._generation.idle(LEAVE_S)
+            # There is no room while the engine is dead: after this nothing is admitted, and what is finished is out.
+            if self._claims is not None:
+                await self._claims.settled()
+            await self._outbox.flushed()
             died_with = {sample.job.id for sample in self._generation.died_with}
-            busy = self._outbox.jobs()
-            jobs = [held for held in self._held if held.id not in busy]
+            jobs = list(self._held)
             self._generation.clear()
             try:
                 await self._hand_back(lease, [held for held in jobs if held.id in died_with], lost=True)

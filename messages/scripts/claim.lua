@@ -49,12 +49,17 @@ end
 local committed = tonumber(redis.call('HGET', prefix .. 'weights', 'committed')) or 0
 local ids, jobs, samples, looked = {}, 0, 0, 0
 
+local function version_needed(id)
+  local f = redis.call('HMGET', job_key(id), 'v', 'g')
+  return math.max(tonumber(f[1]) or 0, f[2] and committed - tonumber(f[2]) or 0)
+end
+
 -- What becomes of an id that was taken from a queue.
 local function consider(id, later)
   looked = looked + 1
-  local f = redis.call('HMGET', job_key(id), 'p', 'a', 't', 'e', 'd', 'st', 'n', 'v', 'g')
+  local f = redis.call('HMGET', job_key(id), 'p', 'a', 't', 'e', 'd', 'st', 'n')
   if f[6] ~= 'q' then return end               -- it was cancelled or expired while queued
-  local needs = math.max(tonumber(f[8]) or 0, f[9] and committed - tonumber(f[9]) or 0)
+  local needs = version_needed(id)
   if f[4] and tonumber(f[4]) <= now then
     fail(id, 'expired', 'its deadline passed in the queue', '', '')
   elseif version < needs then
@@ -83,8 +88,13 @@ if redis.call('LLEN', suspects_key) > 0 then
   if redis.call('GET', ward) == worker or redis.call('SET', ward, worker, 'NX', 'PX', 10000) then
     redis.call('PEXPIRE', ward, 10000)
     while redis.call('SCARD', held_key(worker)) == 0 do
-      local id = redis.call('LPOP', suspects_key)
+      local id = redis.call('LINDEX', suspects_key, 0)
       if not id then break end
+      if redis.call('HGET', job_key(id), 'st') == 'q' and version < version_needed(id) then
+        redis.call('DEL', ward)                -- somebody with newer weights may have the turn
+        break
+      end
+      redis.call('LPOP', suspects_key)
       consider(id, later_key(redis.call('HGET', job_key(id), 'q') or 0))
       if jobs > 0 then redis.call('HSET', worker_key, 'alone', id) end
     end

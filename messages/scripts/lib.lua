@@ -9,6 +9,7 @@
 local prefix = ARGV[1]
 local load_key = KEYS[1]
 local TOMBSTONE_S = 3600       -- how long an id is remembered after its job ended
+local DEAD_LETTERS = 10000     -- the newest are kept; their clients were told in any case
 local REPLY_TTL_S = 604800     -- an absent client's results are kept a week after the last one
 
 local function now_ms()
@@ -65,7 +66,7 @@ end
 
 local function dead_letter(id, cause, host, err)
   local f = redis.call('HMGET', job_key(id), 'p', 'a')
-  redis.call('XADD', prefix .. 'dead', '*', 'id', id, 'cause', cause, 'host', host, 'error', err,
+  redis.call('XADD', prefix .. 'dead', 'MAXLEN', '~', DEAD_LETTERS, '*', 'id', id, 'cause', cause, 'host', host, 'error', err,
              'attempts', f[2] or '0', 'at', now_ms(), 'payload', f[1])
   fail(id, 'dead', cause, host, err)
 end
@@ -88,4 +89,22 @@ end
 local function owns(id, worker, attempt)
   local f = redis.call('HMGET', job_key(id), 'st', 'w', 'a')
   return f[1] == 'r' and f[2] == worker and f[3] == attempt
+end
+
+-- End what is past its deadline, at most `budget` jobs. A running one is its worker's to stop; when a second has passed
+-- nobody is left to do it. Returns how many were ended.
+local function end_overdue(now, budget)
+  local expired = 0
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'deadlines', '-inf', now, 'LIMIT', 0, math.max(budget, 0))) do
+    local f = redis.call('HMGET', job_key(id), 'st', 'e')
+    if not f[2] then
+      redis.call('ZREM', prefix .. 'deadlines', id)
+    elseif f[1] == 'q' or tonumber(f[2]) + 1000 <= now then
+      fail(id, 'expired', f[1] == 'q' and 'its deadline passed in the queue' or 'its deadline passed while it was running',
+           '', '')
+      if f[1] == 'r' then ring('kind', 'cancel', 'id', id) end
+      expired = expired + 1
+    end
+  end
+  return expired
 end

@@ -10,7 +10,7 @@ while i <= #ARGV do
   if state == 'ok' then
     local total = lost > 0 and redis.call('HINCRBY', job_key(id), 'c', lost) or 0
     if total >= max_lost then
-      dead_letter(id, 'the engine under it died ' .. total .. ' times', worker, '')
+      dead_letter(id, 'the engine under it died or failed ' .. total .. ' times', worker, '')
       state = 'dead'
     else
       for k = i + 4, i + 2 + 2 * partials, 2 do

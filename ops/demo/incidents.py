@@ -9,10 +9,15 @@ from .pool import WorkerProcess, Workers, runs
 from .tally import Tally
 from .watch import Watch
 
+PATIENCE = 10
+"""Steps that the kill waits at most."""
+
 
 @dataclass(slots=True)
 class Incidents:
-    """Kills the worker started last at `kill_step` and starts another one at `join_step`.
+    """Kills the worker that holds most jobs at `kill_step`, and starts another one at `join_step`.
+
+    The kill waits a few steps for a moment in which there is something to lose.
 
     Times are time.monotonic() seconds; None for what has not happened.
     """
@@ -29,9 +34,12 @@ class Incidents:
     def after(self, step: int) -> None:
         """To be called after each step."""
         if step >= self.kill_step and self.victim is None:
-            self.victim = list(self.workers.all.values())[-1]
-            self.victim.kill()
-            self.killed_at = time.monotonic()
+            held = {worker.name: self.watch.held_now(worker.pid) for worker in self.workers.all.values()}
+            busiest = max(held, key=held.__getitem__)
+            if held[busiest] or step >= self.kill_step + PATIENCE:
+                self.victim = self.workers.all[busiest]
+                self.victim.kill()
+                self.killed_at = time.monotonic()
         if step >= self.join_step and self.newcomer is None:
             self.newcomer = self.workers.start()
 

@@ -29,7 +29,7 @@ class PoolSettings:
     pool: str
     model: Path
     logs: Path
-    max_running: int = 256
+    max_running: int = 128
     lease_s: float = 3.0
 
     def command(self) -> list[str]:

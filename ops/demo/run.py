@@ -29,7 +29,7 @@ from .trainer import Step, Trainer
 from .warmup import Warmup, warm_up
 from .watch import Watch
 
-STEPS = 150
+STEPS = 130
 GOAL = 0.9
 POOL = "demo"
 START_TIMEOUT_S = 180.0

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from redis import Redis
+
 from ...messages.errors import RolloutMQError, WaitTimeout
+from ...messages.keys import Keys
 from ...messages.pool import WorkerStatus
 from ...producer.blocking import BlockingRolloutClient
 
@@ -60,6 +63,12 @@ class Watch:
     def ids_of(self, pid: int) -> set[str]:
         """Every id a process has had in the pool: a worker that lost its lease comes back under a new one."""
         return {glance.workers[pid].worker_id for glance in self.glances if pid in glance.workers}
+
+    def held_now(self, pid: int) -> int:
+        """Jobs the pool has in a worker's hands at this moment: exact, where a glance is half a second old."""
+        url, pool = self._where
+        with Redis.from_url(url) as redis:
+            return sum(int(redis.scard(Keys(pool).held(worker_id))) for worker_id in self.ids_of(pid))
 
     def last_seen(self, pid: int) -> float | None:
         """When the pool last listed a worker: a dead one stays on the list until its lease is reaped."""

@@ -72,7 +72,7 @@ async def test_lost_in_dead_engines_until_it_is_dead_itself(broker: Broker, join
     assert await lease.release([Release(one.id, 3, lost=True)], 3) == ["fenced"]
     (letter,) = await broker.dead_letters()
     assert (letter.job_id, letter.attempts, letter.host) == (one.id, 3, "w1")
-    assert letter.cause == "the engine under it died 3 times"
+    assert letter.cause == "the engine under it died or failed 3 times"
     assert decode(letter.payload, GenerateJob) == one
     (reply,) = await replies(broker)
     assert (reply.outcome.outcome, reply.outcome.cause, reply.outcome.attempts) == ("dead", letter.cause, 3)

@@ -11,7 +11,7 @@ from pool import dump, replies, status
 from redis.asyncio import Redis
 from specimens import job, result
 
-from rolloutmq.messages import Broker, Finished, Lease, Partial, Release, Segment, WeightAnnouncement
+from rolloutmq.messages import Broker, Control, Finished, Lease, Partial, Release, Segment, WeightAnnouncement
 from rolloutmq.messages.lua import Scripts
 from rolloutmq.sync.ledger import Ledger
 from rolloutmq.sync.transfer import TransferReport
@@ -30,6 +30,8 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
     await worker.claim(4, 99, 0)
     await worker.complete([Finished(done.id, 1, i, result(done, i)) for i in range(2)])
     await broker.cancel([cancelled.id, queued.id])
+    await broker.control(Control(action="resume"))
+    assert await broker.end_overdue() == 0
     await worker.bury(buried.id, 1, "refused", "h", "no")
     await worker.expire(expired.id, 1)
     await dying.claim(4, 99, 0)

@@ -274,3 +274,23 @@ async def test_redis_emptied_under_a_transfer(redis_db: str, ledger: Ledger) -> 
         with contextlib.suppress(WeightSyncError):
             assert (await asyncio.to_thread(handle.wait, 10)).state == "failed"
         assert (await publish(source, 2)).state == "committed"
+
+
+async def test_a_failed_catch_up_does_not_end_the_publisher(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = asyncio.Event()
+    catch_up = Sender.catch_up
+    loop = asyncio.get_running_loop()
+
+    async def once(self: Sender) -> Any:
+        if not failed.is_set():
+            loop.call_soon_threadsafe(failed.set)
+            raise ConnectionError("Redis went away")
+        return await catch_up(self)
+
+    monkeypatch.setattr(Sender, "catch_up", once)
+    async with publisher(redis_db) as source:
+        assert (await publish(source, 1)).state == "committed"  # nobody is there: whoever comes catches up
+        async with worker(redis_db) as late:
+            await eventually(lambda: late.worker._generation.version == 1, 15)
+            assert failed.is_set()
+            assert (await publish(source, 2)).state == "committed"

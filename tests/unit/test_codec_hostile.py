@@ -168,3 +168,10 @@ def test_any_valid_job_comes_back_equal(sent: GenerateJob) -> None:
     assert back == sent
     assert hash(back) == hash(sent)
     assert encode(back) == encode(sent)
+
+
+def test_a_bomb_of_empty_maps_ends_before_it_is_built() -> None:
+    """An empty map is one byte on the wire and 64 in memory: a frame of 64 MB would take gigabytes."""
+    lists = [[{}] * 100_000] * 3
+    with pytest.raises(MalformedMessage, match=r"more than \d+ maps"):
+        decode(frame(GenerateJob.KIND, {"id": ID, "token_ids": lists}), GenerateJob)

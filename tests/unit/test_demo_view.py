@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -33,10 +34,8 @@ class StoodIn(WorkerProcess):
 
 
 def glance(at: float, pids: list[int]) -> Glance:
-    statuses = {
-        pid: WorkerStatus(worker_id=f"w{pid}", host="h", pid=pid, state="serving", version=7, finished_samples=123)
-        for pid in pids
-    }
+    fields: dict[str, Any] = {"host": "h", "state": "serving", "version": 7, "finished_samples": 123}
+    statuses = {pid: WorkerStatus(worker_id=f"w{pid}", pid=pid, **fields) for pid in pids}
     return Glance(at, 5, statuses)
 
 
@@ -94,16 +93,25 @@ def test_a_worker_that_ends_by_itself_is_told_with_its_last_words(
             started.check()
 
 
-def test_a_kill_takes_the_worker_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_busiest_worker_is_killed_and_counts_as_gone_once_the_pool_has_reaped_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(PoolSettings, "command", lambda _: [sys.executable, "-c", "import signal; signal.pause()"])
     with Workers(PoolSettings("redis://127.0.0.1:1/0", "demo", tmp_path, tmp_path)) as started:
-        worker = started.start()
-        assert worker.alive
-        worker.kill()
-        assert not worker.alive
+        idle, busy = started.start(), started.start()
+        incidents = Incidents(started, Watch("redis://127.0.0.1:1/0", "demo"), Tally(), kill_step=3, join_step=99)
+        held: dict[int, int] = {}
+        monkeypatch.setattr(Watch, "held_now", lambda _, pid: held.get(pid, 0))
+        glances = incidents.watch.glances
+        glances.append(glance(1.0, [idle.pid, busy.pid]))
+        incidents.after(3)
+        assert incidents.victim is None  # nobody holds anything: a kill would show nothing
+        held[busy.pid] = 5
+        incidents.after(4)
+        assert incidents.victim is busy
+        assert not busy.alive
+        assert idle.alive
         started.check()  # a kill is no accident
-        incidents = Incidents(started, Watch("redis://127.0.0.1:1/0", "demo"), Tally(), 1, 1, victim=worker)
-        incidents.watch.glances = [glance(1.0, [worker.pid])]
         assert not incidents.victim_reaped  # the pool still lists it
-        incidents.watch.glances.append(glance(2.0, []))
+        glances.append(glance(3.0, [idle.pid]))
         assert incidents.victim_reaped
