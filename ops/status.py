@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..messages.broker import Broker
@@ -57,25 +58,31 @@ def show_status(redis_url: str, pool: str, *, as_json: bool) -> None:
     console = Console()
     queued = ", ".join(f"{count} {name}" for name, count in state["queued"].items())
     ended = ", ".join(f"{count} {name}" for name, count in state["ended"].items())
-    console.print(f"[bold]pool {pool}[/bold]   weights version {state['committed_version']}")
+    console.print(f"[bold]pool {escape(pool)}[/bold]   weights version {state['committed_version']}")
     console.print(f"open: {state['open_jobs']} jobs, {state['open_bytes']:,} bytes   queued: {queued}")
     console.print(f"ended: {ended}")
-    if not state["workers"]:
+    if state["workers"]:
+        console.print(_table(state["workers"]))
+    else:
         console.print("no workers: start one with  rolloutmq worker --model …")
-        return
+    for letter in state["dead_letters"]:
+        said = escape(f"{letter['job_id']}: {letter['cause']}: {letter['error']}")
+        console.print(f"[red]dead[/red] {said}")
+
+
+def _table(workers: list[dict[str, Any]]) -> Table:
+    """What workers say of themselves; escaped, as theirs are the words and rich's the brackets."""
     table = Table("worker", "state", "version", "running", "held", "samples", "tokens", "engine", "up")
-    for worker in state["workers"]:
+    for worker in workers:
         table.add_row(
-            worker["worker_id"],
-            worker["state"] if worker["alive"] else "[red]silent[/red]",
+            escape(worker["worker_id"]),
+            escape(worker["state"]) if worker["alive"] else "[red]silent[/red]",
             str(worker["version"]),
             f"{worker['running']}/{worker['max_running']}",
             str(worker["held"]),
             f"{worker['finished_samples']:,}",
             f"{worker['generated_tokens']:,}",
-            f"{worker['engine']} on {worker['device']}",
+            escape(f"{worker['engine']} on {worker['device']}"),
             f"{max(0, time.time() - worker['started_at']):.0f} s",
         )
-    console.print(table)
-    for letter in state["dead_letters"]:
-        console.print(f"[red]dead[/red] {letter['job_id']}: {letter['cause']}: {letter['error']}")
+    return table

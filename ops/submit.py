@@ -2,12 +2,15 @@
 
 Answers are appended to `OUT.part` as they come; when the last one is there the file is sorted into `OUT`. The first
 line of `OUT.part` remembers under which ids the lines were submitted, so that the same command finds its own jobs
-again: finished ones on its reply stream, running ones in the pool.
+again: finished ones on its reply stream, running ones in the pool. Answers are synced to the disk once a second and at
+the end, and the pool drops them only then: a power cut costs nothing but the time to write the last second's again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -15,9 +18,9 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -30,6 +33,7 @@ from ..messages.results import RolloutResult
 from ..producer.client import Outcome, RolloutClient
 
 SAMPLING = "sampling"
+SYNC_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +52,12 @@ def submit_file(
     """Answer every line of `file` in `out`; returns the exit code: 0, 1 if lines failed, 130 if interrupted.
 
     Raises InvalidField for a line that is no job (before anything is submitted), ConfigError for files that do not
-    belong together, RedisUnavailable.
+    belong together or cannot be written (what was not written stays in the pool), RedisUnavailable.
     """
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} exists and is complete; remove it or give --overwrite")
     lines = _read_lines(file, defaults)
-    work = _Work(out, lines, hashlib.sha256(file.read_bytes()).hexdigest())
+    work = _Work(out, lines, {"input": hashlib.sha256(file.read_bytes()).hexdigest(), "defaults": asdict(defaults)})
     try:
         return asyncio.run(_run(work, redis_url, pool, defaults, window))
     finally:
@@ -98,37 +102,60 @@ def _fields(number: int, raw: str, defaults: Defaults) -> dict[str, Any]:
 
 
 class _Work:
-    """Which lines are there and which are answered, on disk at every moment."""
+    """Which lines are there and which are answered, on disk at every moment.
 
-    def __init__(self, out: Path, lines: dict[int, dict[str, Any]], digest: str) -> None:
+    header: what has to be the same whenever the command is given again.
+    """
+
+    def __init__(self, out: Path, lines: dict[int, dict[str, Any]], header: dict[str, Any]) -> None:
         self.out, self.lines = out, lines
         self.part = out.with_name(out.name + ".part")
         self.answered: dict[int, set[int]] = {}
         self.failed: set[int] = set()
         self.open_lines = set(lines)
-        self._file: TextIO
-        if self.part.exists():
-            self.base, self.client_id = self._resume(digest)
-        else:
-            self.base, self.client_id = f"{int(time.time() * 1000):012x}{secrets.token_hex(6)}", ""
-            self.client_id = f"submit-{self.base}"
-            out.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.part.open("w", encoding="utf-8")
-            self._write({"input": digest, "base": self.base, "client": self.client_id})
+        self._synced, self._lost = 0.0, False
+        out.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = self.part.open("ab+")
+        try:
+            self._lock()
+            self.base, self.client_id = self._resume(header) or self._begin(header)
+        except BaseException:
+            self._file.close()
+            raise
 
-    def _resume(self, digest: str) -> tuple[str, str]:
-        with self.part.open("rb+") as raw:  # a line cut off by a crash is as good as not written
-            content = raw.read()
-            raw.truncate(content.rfind(b"\n") + 1)
-        with self.part.open(encoding="utf-8") as source:
-            header = json.loads(source.readline() or "{}")
-            if header.get("input") != digest:
-                raise ConfigError(f"{self.part} belongs to another input file; remove it to start over")
-            for raw_line in source:
-                record = json.loads(raw_line)
-                self._note(record["line"], record.get("sample"))
-        self._file = self.part.open("a", encoding="utf-8")
-        return header["base"], header["client"]
+    def _lock(self) -> None:
+        """Two runs at once would write every answer twice."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{self.part}: another submit is writing it") from None
+        if not self.part.exists() or not os.path.samestat(self.part.stat(), os.fstat(self._file.fileno())):
+            raise ConfigError(f"{self.part}: another submit has just finished it")
+
+    def _begin(self, header: dict[str, Any]) -> tuple[str, str]:
+        base = f"{int(time.time() * 1000):012x}{secrets.token_hex(6)}"
+        self._write(header | {"base": base, "client": f"submit-{base}"})
+        _sync_folder(self.part)
+        return base, f"submit-{base}"
+
+    def _resume(self, header: dict[str, Any]) -> tuple[str, str] | None:
+        """The ids that an earlier run of the command used; None if there was none."""
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content.rfind(b"\n") + 1
+        self._file.truncate(whole)  # a line cut off by a crash is as good as not written
+        if not whole:
+            return None
+        first, *records = (json.loads(line) for line in content[:whole].splitlines())
+        if first.get("input") != header["input"]:
+            raise ConfigError(f"{self.part} belongs to another input file; remove it to start over")
+        before = first.get("defaults", {})
+        if changed := [name for name, value in header["defaults"].items() if before.get(name) != value]:
+            said = ", ".join(f"{name}={before.get(name)!r}, not {header['defaults'][name]!r}" for name in changed)
+            raise ConfigError(f"{self.part} was begun with {said}; give the same again, or remove it to start over")
+        for record in records:
+            self._note(record["line"], record.get("sample"))
+        return first["base"], first["client"]
 
     def _note(self, line: int, sample: int | None) -> None:
         if sample is None:
@@ -139,8 +166,23 @@ class _Work:
             self.open_lines.discard(line)
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise ConfigError(f"{self.part} cannot be written: {error}") from error
+
+    def sync(self, *, now: bool) -> bool:
+        """Bring what was written to the disk, at most once in SYNC_S unless it has to be `now`; whether it is there."""
+        if self._lost or (not now and time.monotonic() < self._synced + SYNC_S):
+            return False
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._lost = True  # a second fsync would succeed, and what the first one dropped would still be missing
+            raise ConfigError(f"{self.part} cannot be written: {error}") from error
+        self._synced = time.monotonic()
+        return True
 
     def jobs(self) -> Iterator[GenerateJob]:
         """A job per open line; the line number is the end of its id."""
@@ -189,10 +231,33 @@ class _Work:
             target.flush()
             os.fsync(target.fileno())
         os.replace(sorted_part, self.out)
+        _sync_folder(self.out)
         self.part.unlink()
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written was not acknowledged
+            self._file.close()
+
+
+def _sync_folder(file: Path) -> None:
+    """A new name in a folder survives a power cut only once the folder is synced."""
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class _Client(RolloutClient):
+    """Acknowledges only answers that are on the disk: all it is asked to acknowledge has been written before."""
+
+    def __init__(self, work: _Work, redis_url: str, pool: str) -> None:
+        super().__init__(redis_url, pool, client_id=work.client_id)
+        self._work = work
+
+    async def _flush_acks(self) -> None:
+        if self._acks and self._work.sync(now=self._closed):
+            await super()._flush_acks()
 
 
 async def _run(work: _Work, redis_url: str, pool: str, defaults: Defaults, window: int) -> int:
@@ -222,7 +287,7 @@ async def _run(work: _Work, redis_url: str, pool: str, defaults: Defaults, windo
         with Progress(*columns, console=console) as progress:
             bar = progress.add_task("answered", total=len(work.lines), completed=resumed, rate="")
             began, tokens = time.monotonic(), 0
-            async with RolloutClient(redis_url, pool, client_id=work.client_id) as client:
+            async with _Client(work, redis_url, pool) as client:
                 if not await client.workers():
                     console.print(f"no worker serves pool {pool!r} yet; waiting for one", soft_wrap=True)
                 async for outcome in client.map(work.jobs(), window=window):

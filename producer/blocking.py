@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -21,8 +23,9 @@ T = TypeVar("T")
 class BlockingRolloutClient:
     """RolloutClient without asyncio; arguments, guarantees and errors are the same, method by method.
 
-    May be used from several threads. An iterator that is left early is closed when it is garbage collected or by
-    `close`; what it had not handed out stays with the client.
+    May be used from several threads; `close` ends the calls that wait in the others with a RolloutMQError. An iterator
+    that is left early is closed when it is garbage collected or by `close`; what it had not handed out stays with the
+    client.
     """
 
     def __init__(
@@ -38,6 +41,9 @@ class BlockingRolloutClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rolloutmq-client", daemon=True)
         self._thread.start()
         self._closed = False
+        self._closing = threading.Lock()
+        # Nothing is handed to the loop after its last task. Reentrant: garbage collection closes iterators anywhere.
+        self._gate = threading.RLock()
 
         async def build() -> RolloutClient:
             client = RolloutClient(redis_url, pool, client_id=client_id, max_outstanding=max_outstanding, caps=caps)
@@ -54,30 +60,47 @@ class BlockingRolloutClient:
             raise
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._closed:
-            work.close()
-            raise RolloutMQError(f"client {self.client_id} is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._gate:
+            if self._closed:
+                work.close()
+                raise RolloutMQError(f"client {self.client_id} is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:  # by `_stop`
+            raise RolloutMQError(f"client {self.client_id} is closed") from None
         except BaseException:
             future.cancel()  # Ctrl-C while waiting: the wait ends in the loop, too
             raise
 
     def _stop(self) -> None:
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """End what still runs in the loop, and the loop: nobody waits for ever for a task of a loop that is gone."""
+
+        async def end_tasks() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._loop.shutdown_asyncgens()
+
+        with self._gate:
+            self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(end_tasks(), self._loop)
+        try:
+            ending.result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def close(self) -> None:
         """Acknowledge what was taken and disconnect; jobs under way are not cancelled. Safe to call twice."""
-        if not self._closed:
-            try:
-                self._run(self._loop.shutdown_asyncgens())
-                self._run(self._client.aclose())
-            finally:
-                self._stop()
+        with self._closing:
+            if not self._closed:
+                try:
+                    self._run(self._client.aclose())
+                finally:
+                    self._stop()
 
     def __enter__(self) -> Self:
         return self
@@ -158,5 +181,8 @@ class BlockingRolloutClient:
             while item := self._run(step()):
                 yield item[0]
         finally:
-            if not self._closed:
-                self._run(leave())
+            if threading.current_thread() is self._thread:  # garbage collection runs anywhere: do not wait for oneself
+                asyncio.run_coroutine_threadsafe(leave(), self._loop)
+            else:
+                with contextlib.suppress(RolloutMQError):  # closed: the source is, too
+                    self._run(leave())

@@ -24,6 +24,7 @@ from .inbox import Inbox, as_failure
 log = logging.getLogger(__name__)
 Outcome = RolloutResult | JobFailure
 _CLIENT_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_OPEN = frozenset({"new", "q", "r"})
 READ_COUNT = 512
 BLOCK_MS = 1000
 RETRY_S = 0.2
@@ -59,7 +60,8 @@ class RolloutClient:
     Guarantees: a job that `submit` returned for is accepted, and reaches this client as all its results or as the
     results it got and one JobFailure. Within a process every outcome is handed out exactly once. An outcome stays on
     the reply stream until the code that took it comes back for the next one (or `wait` returned it): a client that
-    crashes and starts again under the same `client_id` gets what it had not finished with.
+    crashes and starts again under the same `client_id` gets what it had not finished with. Leaving a loop over
+    outcomes by an error or by `break` does not count as coming back: the last outcome stays there, too.
 
     Args:
         redis_url: the pool's Redis; by default $ROLLOUTMQ_REDIS, or the one on this host.
@@ -88,24 +90,40 @@ class RolloutClient:
         self.broker = Broker(self._redis, pool, caps)
         self._inbox = Inbox()
         self._news = asyncio.Condition()
+        self._opening = asyncio.Lock()
         self._reader: asyncio.Task[None] | None = None
         self._acks: list[str] = []
         self._last = "0"
-        self._repeats = 0
+        self.repeats = 0
+        """Outcomes the pool delivered again and this client kept to itself: 0 unless the broker broke its word."""
         self._broken: BaseException | None = None
+        self._closed = False
 
     async def open(self) -> Self:
-        """Connect. Raises RedisUnavailable. `async with` does it too."""
-        if self._reader is None:
-            await ping(self._redis)
-            # What an earlier client of this id had not finished with, before anything is submitted again.
-            while replies := await self.broker.read_replies(self.client_id, self._last, count=READ_COUNT):
-                self._take_in(replies)
-            self._reader = asyncio.create_task(self._read())
+        """Connect. Raises RedisUnavailable. `async with` does it too, and so does the first call that needs it."""
+        async with self._opening:  # first calls at the same time start one reader
+            if self._reader is None and not self._closed:
+                await ping(self._redis)
+                # What an earlier client of this id had not finished with, before anything is submitted again.
+                while replies := await self.broker.read_replies(self.client_id, self._last, count=READ_COUNT):
+                    self._take_in(replies)
+                self._check_open()
+                self._reader = asyncio.create_task(self._read())
+        self._check_open()
         return self
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutMQError(f"client {self.client_id} is closed")
+
     async def aclose(self) -> None:
-        """Acknowledge what was taken and disconnect; jobs under way are not cancelled."""
+        """Acknowledge what was taken and disconnect, for good; jobs under way are not cancelled.
+
+        Whoever waits for an outcome gets a RolloutMQError.
+        """
+        self._closed = True
+        async with self._news:
+            self._news.notify_all()
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -134,52 +152,67 @@ class RolloutClient:
         return (await self.submit_many([job if job is not None else GenerateJob.build(**fields)]))[0]
 
     async def submit_many(self, jobs: Iterable[GenerateJob]) -> list[JobHandle]:
-        """Submit jobs in order. If PoolBusy is raised, its `accepted` first ones are in and will be answered."""
+        """Submit jobs in order. If PoolBusy is raised, its `accepted` first ones are in and will be answered.
+
+        A job whose outcome waits here to be taken (an earlier client of this id submitted it) is not sent again.
+        """
         mine = [job if job.reply_to else job.model_copy(update={"reply_to": self.client_id}) for job in jobs]
         for job in mine:
             if job.reply_to != self.client_id:
                 raise InvalidField("reply_to", job.reply_to, f"empty, or this client's own id {self.client_id!r}")
-        samples = sum(job.n for job in mine)
+        await self.open()
+        samples = sum({job.id: job.n for job in mine if self._inbox.tracked(job.id) is None}.values())
         if self._inbox.samples + samples > self._max_outstanding:
             raise ClientBusy(
                 f"{self._inbox.samples} samples are outstanding and {samples} more were submitted; "
                 f"max_outstanding={self._max_outstanding}: take some results first"
             )
-        await self.open()
-        # Tracked before they are sent: the first result may be here before the reply to the submission.
-        fresh = {job.id for job in mine if self._inbox.track(job.id, job.group, job.n)}
-        states: list[str] = []
-        try:
-            states = await self.broker.enqueue(mine)
-        except PoolBusy as busy:
-            states = ["new"] * busy.accepted
-            raise
-        finally:
-            await self._forget([job.id for job in mine[len(states) :] if job.id in fresh])
+        states = await self._send(mine)
         handles = [JobHandle(job.id, job.group, job.n, state) for job, state in zip(mine, states, strict=True)]
         for handle in handles:
-            if handle.state not in {"new", "q", "r"} and not await self._still_to_come(handle):
+            if handle.state not in _OPEN and not await self._still_to_come(handle):
+                self._inbox.end(handle.job_id)
                 await self._forget([handle.job_id])
         return handles
 
-    async def _forget(self, job_ids: list[str]) -> None:
-        """Expect nothing of these, and tell whoever waits for the last outcome."""
-        if job_ids:
-            for job_id in job_ids:
+    async def _send(self, jobs: list[GenerateJob]) -> list[str]:
+        """Track and enqueue jobs; the state of each. Expects nothing of those that were not accepted."""
+        # Tracked before they are sent: the first result may be here before the reply to the submission.
+        fresh = {job.id for job in jobs if self._inbox.track(job.id, job.group, job.n)}
+        # The pool may have forgotten a job that ended, and would run it again.
+        states = [it.state if (it := self._inbox.tracked(job.id)) and it.ended else "" for job in jobs]
+        places = [place for place, state in enumerate(states) if not state]
+        accepted = 0
+        try:
+            for place, state in zip(places, await self.broker.enqueue([jobs[place] for place in places]), strict=True):
+                states[place] = state
+            accepted = len(places)
+        except PoolBusy as busy:
+            accepted, busy.accepted = busy.accepted, places[busy.accepted]  # counted over the caller's list
+            raise
+        finally:
+            if accepted < len(places):
+                await self._forget(fresh - {jobs[place].id for place in places[:accepted]})
+        return states
+
+    async def _forget(self, job_ids: Iterable[str]) -> None:
+        """Expect nothing of these, apart from those that were accepted after all: an outcome is here already."""
+        for job_id in job_ids:
+            if (tracked := self._inbox.tracked(job_id)) and not tracked.arrived:
                 self._inbox.untrack(job_id)
-            async with self._news:
-                self._news.notify_all()
+        async with self._news:
+            self._news.notify_all()
 
     async def _still_to_come(self, handle: JobHandle) -> bool:
-        """Whether a job that ended before it was submitted again has outcomes that nobody has taken yet."""
+        """Whether a job that ended before it was submitted again has outcomes that this client has yet to read."""
         ahead = self._last
         while True:
             tracked = self._inbox.tracked(handle.job_id)
-            if tracked is None or tracked.arrived:
+            if tracked is None or tracked.ended:
                 return True
             replies = await self.broker.read_replies(self.client_id, ahead)
             if not replies:
-                return bool(tracked.arrived)
+                return tracked.ended
             if any(reply.outcome.job_id == handle.job_id for reply in replies):
                 return True
             ahead = replies[-1].entry_id
@@ -199,45 +232,41 @@ class RolloutClient:
         """Jobs not fully handed out yet."""
         return self._inbox.jobs
 
-    @property
-    def repeats(self) -> int:
-        """Outcomes the pool delivered once more and this client kept to itself: 0 unless the broker broke its word."""
-        return self._repeats
-
     async def results(self, timeout: float | None = None) -> AsyncIterator[Outcome]:
-        """Outcomes as they arrive, until nothing is outstanding. Raises WaitTimeout if none comes for `timeout` s."""
+        """Outcomes as they arrive, until nothing is outstanding. Raises WaitTimeout if none comes for `timeout` s.
+
+        Coming back for the next outcome acknowledges the one before. After `break` or an error the last one is not
+        acknowledged: only a client that starts again under the same id gets it once more. Use `wait` for single jobs.
+        """
         while True:
             await self._until(lambda: len(self._inbox) > 0 or not self._inbox.jobs, timeout)
             reply = self._inbox.take_next()
             if reply is None:
                 return
-            try:
-                yield reply.outcome
-            finally:
-                await self._ack([reply])
+            yield reply.outcome
+            await self._ack([reply])
 
     async def groups(self, timeout: float | None = None) -> AsyncIterator[Group]:
-        """Groups as they become complete, until nothing is outstanding. Raises WaitTimeout like `results`."""
+        """Groups as they become complete, until nothing is outstanding. Times out and acknowledges like `results`."""
         while True:
             await self._until(lambda: self._inbox.full_group() is not None or not self._inbox.jobs, timeout)
             group_id = self._inbox.full_group()
             if group_id is None:
                 return
             replies = self._inbox.take_group(group_id)
-            try:
-                yield _group(group_id, replies)
-            finally:
-                await self._ack(replies)
+            yield _group(group_id, replies)
+            await self._ack(replies)
 
     async def wait(self, job: JobHandle, timeout: float | None = None) -> list[RolloutResult]:
         """All results of one job, by sample number.
 
-        Raises WaitTimeout (nothing is lost, wait again), or JobFailed if it ended without all of them.
+        Raises WaitTimeout (nothing is lost, wait again), JobFailed if it ended without all of them, or RolloutMQError
+        if somebody else took them from this client.
         """
-        if self._inbox.tracked(job.job_id) is None:
-            raise JobFailed(as_failure(job.job_id, job.state))
         await self._until(lambda: (it := self._inbox.tracked(job.job_id)) is None or it.ended, timeout)
-        if self._inbox.tracked(job.job_id) is None:  # somebody else took it meanwhile
+        if self._inbox.tracked(job.job_id) is None:
+            if job.state in _OPEN:
+                raise RolloutMQError(f"nothing is outstanding of job {job.job_id}: what came of it was taken before")
             raise JobFailed(as_failure(job.job_id, job.state))
         replies = self._inbox.take_job(job.job_id)
         await self._ack(replies)
@@ -252,6 +281,7 @@ class RolloutClient:
         """Submit `jobs` as results are taken, at most `window` of them outstanding; yields outcomes as they arrive.
 
         Waits while the pool is busy. Jobs may be a generator of any length: memory is bounded by the window.
+        Acknowledges like `results`.
         """
         if window < 1:
             raise InvalidField("window", window, "at least 1")
@@ -284,10 +314,8 @@ class RolloutClient:
                 reply = self._inbox.take_next()
                 if reply is None:
                     break
-                try:
-                    yield reply.outcome
-                finally:
-                    await self._ack([reply])
+                yield reply.outcome
+                await self._ack([reply])
 
     # --- looking around --------------------------------------------------------------------------------------------
 
@@ -305,7 +333,10 @@ class RolloutClient:
         await self.open()
         try:
             async with asyncio.timeout(timeout), self._news:
-                while not ready():
+                while True:
+                    self._check_open()
+                    if ready():
+                        return
                     if self._broken is not None:
                         raise RolloutMQError(f"the reader of client {self.client_id} stopped") from self._broken
                     await self._news.wait()
@@ -320,6 +351,9 @@ class RolloutClient:
                     replies = await self.broker.read_replies(
                         self.client_id, self._last, count=READ_COUNT, block_ms=BLOCK_MS, redis=self._blocking
                     )
+                    if not replies and self._inbox.jobs:
+                        # Deadlines pass, too, while the pool has no worker to notice it.
+                        await self.broker.end_overdue()
                 except (RedisError, OSError) as error:
                     log.warning("results cannot be read: %s", error)
                     await asyncio.sleep(RETRY_S)
@@ -337,7 +371,7 @@ class RolloutClient:
         self._last = replies[-1].entry_id
         for reply in replies:
             if not self._inbox.put(reply):
-                self._repeats += 1
+                self.repeats += 1
                 self._acks.append(reply.entry_id)
 
     async def _ack(self, replies: list[Reply]) -> None:

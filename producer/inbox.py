@@ -17,6 +17,7 @@ class Tracked:
     """A job that is not fully delivered. `arrived`: the samples (or FAILURE) seen; `taken` of them were handed out.
 
     ended: its last outcome has arrived; earlier ones may have been taken by an earlier client of the same id.
+    state: "r" until then, afterwards how it ended. guessed: only its failure is known, which tells neither group nor n.
     """
 
     job_id: str
@@ -25,6 +26,8 @@ class Tracked:
     arrived: set[int] = field(default_factory=set)
     taken: int = 0
     ended: bool = False
+    state: str = "r"
+    guessed: bool = False
 
 
 class Inbox:
@@ -57,13 +60,19 @@ class Inbox:
 
     def track(self, job_id: str, group_id: str, n: int) -> bool:
         """Expect a job's outcomes; False if it is expected already."""
-        if job_id in self._jobs:
+        known = self._jobs.get(job_id)
+        if known is not None and not known.guessed:
             return False
-        self._jobs[job_id] = Tracked(job_id, group_id, n)
-        self._groups.setdefault(group_id, {})[job_id] = None
-        self._full_groups.pop(group_id, None)
+        if known is not None:
+            self._leave_group(known)
+            self.samples -= known.n
+            known.group_id, known.n, known.guessed = group_id, n, False
+        else:
+            self._jobs[job_id] = Tracked(job_id, group_id, n)
         self.samples += n
-        return True
+        self._groups.setdefault(group_id, {})[job_id] = None
+        self._look_at_group(group_id)
+        return known is None
 
     def untrack(self, job_id: str) -> None:
         """Expect nothing (more) of a job."""
@@ -71,11 +80,7 @@ class Inbox:
         if tracked is None:
             return
         self.samples -= tracked.n
-        group = self._groups[tracked.group_id]
-        del group[job_id]
-        if not group:
-            del self._groups[tracked.group_id]
-            self._full_groups.pop(tracked.group_id, None)
+        self._leave_group(tracked)
         for key in [(job_id, sample) for sample in tracked.arrived]:
             self._waiting.pop(key, None)
 
@@ -89,15 +94,38 @@ class Inbox:
                 self.track(outcome.job_id, outcome.group_id, outcome.n)
             else:
                 self.track(outcome.job_id, outcome.job_id, 1)
+                self._jobs[outcome.job_id].guessed = True
         tracked = self._jobs[outcome.job_id]
         if sample in tracked.arrived:
             return False
         tracked.arrived.add(sample)
-        tracked.ended |= reply.last
         self._waiting[(outcome.job_id, sample)] = reply
-        if tracked.ended and all(self._jobs[job].ended for job in self._groups[tracked.group_id]):
-            self._full_groups[tracked.group_id] = None
+        if reply.last:
+            tracked.ended = True
+            tracked.state = outcome.outcome if isinstance(outcome, JobFailure) else "done"
+            self._look_at_group(tracked.group_id)
         return True
+
+    def end(self, job_id: str) -> None:
+        """Nothing more will arrive of a job: what there was beside it was taken by an earlier client."""
+        tracked = self._jobs.get(job_id)
+        if tracked is not None and tracked.arrived:
+            tracked.ended = True
+            self._look_at_group(tracked.group_id)
+            self._delivered(job_id, 0)
+
+    def _leave_group(self, tracked: Tracked) -> None:
+        group = self._groups[tracked.group_id]
+        del group[tracked.job_id]
+        if not group:
+            del self._groups[tracked.group_id]
+            self._full_groups.pop(tracked.group_id, None)
+
+    def _look_at_group(self, group_id: str) -> None:
+        if all(self._jobs[job].ended for job in self._groups[group_id]):
+            self._full_groups.setdefault(group_id)
+        else:
+            self._full_groups.pop(group_id, None)
 
     # --- out -------------------------------------------------------------------------------------------------------
 
@@ -136,6 +164,6 @@ class Inbox:
 
 
 def as_failure(job_id: str, state: str) -> JobFailure:
-    """What to say about a job that had ended before it was submitted again, and whose outcome was taken then."""
-    cause = f"it had ended ({state}) before this submission, and its outcome was taken then"
+    """What to say about a job that had ended before it was submitted again, and whose outcome has been taken."""
+    cause = f"it had ended ({state}) before this submission, and its outcome has been taken"
     return JobFailure(job_id=job_id, outcome="dead", cause=cause)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from pool import eventually, worker
+from pool import eventually, status, worker
+from rich.console import Console
 
 from rolloutmq import RolloutClient
+from rolloutmq.messages import Broker, connect
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.ops.options import as_config, parse_extra
-from rolloutmq.ops.status import pool_state
+from rolloutmq.ops.status import _table, pool_state, show_status
 from rolloutmq.worker.config import WorkerConfig
 
 COMMAND = [sys.executable, "-m", "rolloutmq.ops.entry"]
@@ -94,6 +97,27 @@ def test_status_prints_for_people_and_for_scripts(redis_db: str) -> None:
     assert people.returncode == 0
     assert "no workers" in people.stdout
     assert json.loads(run("status", "--redis", redis_db, "--json").stdout)["open_jobs"] == 0
+
+
+async def test_status_shows_any_text_and_the_dead_where_nobody_works(
+    redis_db: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    letter = {"id": "j", "cause": "c", "error": "[/INST] [bold]", "host": "h", "attempts": 1, "at": 1, "payload": b""}
+    async with connect(redis_db) as db:
+        await db.xadd(Broker(db, "default").keys.dead, letter)
+    await asyncio.to_thread(show_status, redis_db, "default", as_json=False)
+    shown = capsys.readouterr().out
+    assert "no workers" in shown
+    assert "dead j: c: [/INST] [bold]" in shown
+
+
+def test_status_shows_workers_of_any_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    named = status("w[/x]", engine="sglang[/y]", device="[z]").model_dump() | {"alive": True}
+    Console().print(_table([named]))
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("w[/x]", "sglang[/y] on [z]"))
 
 
 def test_the_readme_shows_the_example_that_is_tested() -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import os
+import resource
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pool import eventually, worker
 
+from rolloutmq import RolloutResult
+from rolloutmq.messages import Broker, connect
 from rolloutmq.messages.errors import ConfigError, InvalidField
+from rolloutmq.ops import submit as module
 from rolloutmq.ops.submit import Defaults, submit_file
 from rolloutmq.worker.scripted_engine import ScriptedEngine
 
@@ -24,12 +31,20 @@ def write_lines(path: Path, lines: list[Any]) -> Path:
     return path
 
 
-async def run(url: str, source: Path, out: Path, *options: str) -> tuple[int, str]:
+async def run(url: str, source: Path, out: Path, *options: str, largest_file: int = -1) -> tuple[int, str]:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+
     process = await asyncio.create_subprocess_exec(
-        *COMMAND, str(source), "--out", str(out), "--redis", url, *options, stderr=asyncio.subprocess.PIPE
-    )
+        *COMMAND, str(source), "--out", str(out), "--redis", url, *options,
+        stderr=asyncio.subprocess.PIPE, preexec_fn=limit if largest_file > 0 else None,
+    )  # fmt: skip
     _, text = await asyncio.wait_for(process.communicate(), 60)
     return process.returncode or 0, text.decode()
+
+
+def header(source: Path, defaults: Defaults) -> dict[str, Any]:
+    return {"input": hashlib.sha256(source.read_bytes()).hexdigest(), "defaults": asdict(defaults)}
 
 
 def read(out: Path) -> list[dict[str, Any]]:
@@ -112,3 +127,73 @@ async def test_it_goes_on_after_it_was_stopped(redis_db: str, tmp_path: Path, en
         assert "going on:" in text
         assert generated < running.worker._generation.finished <= 300  # nothing is generated a second time
     assert [(a["line"], a["sample"]) for a in read(out)] == [(i + 1, k) for i in range(200) for k in range(1 + i % 2)]
+
+
+async def test_a_full_disk_loses_no_answer(redis_db: str, tmp_path: Path) -> None:
+    source, out = (
+        write_lines(tmp_path / "in.jsonl", [{"token_ids": [i + 1]} for i in range(40)]),
+        tmp_path / "out.jsonl",
+    )
+    async with worker(redis_db, max_running=32) as running:
+        code, text = await run(redis_db, source, out, "--max-new-tokens", "3", largest_file=3000)
+        assert (code, "cannot be written" in text, "Traceback" in text) == (2, True, False)
+        await eventually(lambda: running.worker._generation.finished == 40)
+        code, text = await run(redis_db, source, out, "--max-new-tokens", "3")
+        assert code == 0, text
+        assert running.worker._generation.finished == 40  # none was generated again
+    assert [a["line"] for a in read(out)] == list(range(1, 41))
+
+
+def test_going_on_with_other_defaults_is_refused(tmp_path: Path) -> None:
+    source, out = write_lines(tmp_path / "in.jsonl", [{"token_ids": [1]}]), tmp_path / "out.jsonl"
+    begun = module._Work(out, module._read_lines(source, Defaults()), header(source, Defaults()))
+    begun.close()
+    kept = begun.part.read_bytes()
+    for other, names in ((Defaults(n=2), "n=1, not 2;"), (Defaults(max_new_tokens=9), "max_new_tokens=128, not 9;")):
+        with pytest.raises(ConfigError, match=names):
+            submit_file(source, out, "redis://127.0.0.1:1/0", "default", other)
+    assert begun.part.read_bytes() == kept
+    again = module._Work(out, begun.lines, header(source, Defaults()))
+    assert again.base == begun.base
+    again.close()
+
+
+def test_a_second_run_at_the_same_time_is_refused(tmp_path: Path) -> None:
+    source, out = write_lines(tmp_path / "in.jsonl", [{"token_ids": [1]}]), tmp_path / "out.jsonl"
+    first = module._Work(out, module._read_lines(source, Defaults()), header(source, Defaults()))
+    with pytest.raises(ConfigError, match="another submit is writing it"):
+        submit_file(source, out, "redis://127.0.0.1:1/0", "default", Defaults())
+    first.close()
+    assert len(read(first.part)) == 1
+
+
+async def test_the_pool_drops_an_answer_only_when_it_is_on_the_disk(
+    redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"token_ids": [i + 1]} for i in range(3)])
+    work = module._Work(tmp_path / "out.jsonl", module._read_lines(source, Defaults()), header(source, Defaults()))
+    async with worker(redis_db), connect(redis_db) as db:
+        stream = Broker(db, "default").keys.reply(work.client_id)
+        client = await module._Client(work, redis_db, "default").open()
+        assert work.sync(now=True)
+        monkeypatch.setattr(module, "SYNC_S", 1000.0)
+        async for outcome in client.map(work.jobs(), timeout=10):
+            assert isinstance(outcome, RolloutResult)
+            assert work.take(outcome, logprobs=False)
+        await client._flush_acks()
+        assert await db.xlen(stream) == 3  # written, but not synced yet
+        monkeypatch.setattr(module, "SYNC_S", 0.0)
+        await client._flush_acks()
+        assert await db.xlen(stream) == 0
+
+        def broken(_: int) -> None:
+            raise OSError("no disk")
+
+        client._acks.append("1-1")
+        monkeypatch.setattr(os, "fsync", broken)
+        with pytest.raises(ConfigError, match="no disk"):
+            await client._flush_acks()
+        monkeypatch.undo()
+        await client.aclose()
+        assert client._acks == ["1-1"]  # a sync that comes after a failed one proves nothing
+    work.close()

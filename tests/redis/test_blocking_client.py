@@ -92,7 +92,7 @@ def test_a_loop_left_early_keeps_the_rest(redis_db: str, serving: None) -> None:
         loop.close()
         assert client.outstanding == 2
         assert len(list(client.results(10))) == 2
-    assert stream_length(redis_db, "blocking") == 0
+    assert stream_length(redis_db, "blocking") == 3  # the three that their loops did not come back from
 
 
 def test_closed_with_a_loop_still_open(redis_db: str, serving: None) -> None:
@@ -103,7 +103,7 @@ def test_closed_with_a_loop_still_open(redis_db: str, serving: None) -> None:
     client.close()
     client.close()
     loop.close()
-    assert stream_length(redis_db, "blocking") == 2  # what was never taken stays
+    assert stream_length(redis_db, "blocking") == 3  # what was never taken stays, and what was not finished with
 
 
 def test_from_several_threads(redis_db: str, serving: None) -> None:
@@ -158,3 +158,43 @@ def test_used_after_close(redis_db: str) -> None:
     client.close()
     with pytest.raises(RolloutMQError, match="is closed"):
         client.submit(tokens())
+
+
+def test_closing_ends_the_waits_of_other_threads(redis_db: str) -> None:
+    client = BlockingRolloutClient(redis_db)
+    handle = client.submit(tokens(min_version=9))
+    calls = [lambda: client.wait(handle), lambda: list(client.results()), lambda: list(client.groups())]
+    with ThreadPoolExecutor(3) as threads:
+        waits = [threads.submit(call) for call in calls]
+        asyncio.run(eventually(lambda: len(client._client._news._waiters) == 3))  # type: ignore[attr-defined]
+        client.close()
+        for one in waits:
+            with pytest.raises(RolloutMQError, match="is closed"):
+                one.result(10)
+
+
+def test_closing_ends_a_call_that_redis_does_not_answer(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = BlockingRolloutClient(redis_db)
+    asked = threading.Event()
+
+    async def silent() -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(client._client.broker, "load", silent)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(client.load)
+        assert asked.wait(10)
+        client.close()
+        with pytest.raises(RolloutMQError, match="is closed"):
+            call.result(10)
+
+
+def test_an_iterator_collected_in_the_thread_of_the_client(redis_db: str, serving: None) -> None:
+    with BlockingRolloutClient(redis_db) as client:
+        client.submit_many([tokens(), tokens()])
+        loops = [client.results(10)]
+        next(loops[0])
+        client._loop.call_soon_threadsafe(loops.clear)  # the last reference goes there
+        assert len(list(client.results(10))) == 1
+        assert not loops
