@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from redis.asyncio import Redis
@@ -66,7 +66,6 @@ class Worker:
         self._draining = asyncio.Event()
         self._dead = asyncio.Event()
         self._paused = False
-        self._state: WorkerState = "starting"
         self._refused_publishes = self._restarts = self._restarts_in_a_row = 0
         self._started_at = time.time()
         self._side_tasks: set[asyncio.Task[None]] = set()
@@ -117,7 +116,6 @@ class Worker:
         self._claims = ClaimLoop(lease, waker, self._room, lambda: self._generation.version, self._admit)
         membership = Membership(lease, self.config.beat_s, self.config.max_lost)
         bell = Bell(listener, self.config.pool)
-        self._state = "syncing"
         try:
             await bell.open()
             await membership.join(self._status())
@@ -239,10 +237,20 @@ class Worker:
         # What it has finished must be out before it is somebody else's.
         await self._outbox.flushed()
         if self._held.get(held.id, held.claim.attempt) is held:
-            with contextlib.suppress(RedisError, OSError):  # then the lease will bring it back
-                await self._hand_back(lease, [held], lost=True)
-            self._generation.abort_dropped()
-            self._poke()
+            release = held.release(lost=True)
+            self._drop(held.id)
+            await self._insist(lease, lambda: lease.release([release], self.config.max_lost))
+
+    async def _insist(self, lease: Lease, tell: Callable[[], Awaitable[object]]) -> None:
+        """Tell Redis about a job that is not held here any more until it has heard: a lease that goes on being renewed
+        would keep the job from everybody. A lost lease has taken the job along."""
+        while lease is self._lease:
+            try:
+                await tell()
+            except (RedisError, OSError):
+                await asyncio.sleep(RETRY_S)
+            else:
+                return
 
     def _published(self, finished: Finished, state: str) -> None:
         if state == "fenced":
@@ -255,18 +263,9 @@ class Worker:
     def _bury(self, job_id: str, attempt: int, cause: str, error: Exception) -> None:
         self._drop(job_id)
         log.warning("job %s is %s: %s", job_id, cause, error)
-        self._aside(self._tell_burial(job_id, attempt, cause, f"{type(error).__name__}: {error}"))
-
-    async def _tell_burial(self, job_id: str, attempt: int, cause: str, error: str) -> None:
         assert self._lease is not None
-        lease = self._lease
-        while lease is self._lease:  # a lost lease has taken the job along
-            try:
-                await lease.bury(job_id, attempt, cause, self._host, error)
-            except (RedisError, OSError):
-                await asyncio.sleep(RETRY_S)
-            else:
-                return
+        lease, text = self._lease, f"{type(error).__name__}: {error}"
+        self._aside(self._insist(lease, lambda: lease.bury(job_id, attempt, cause, self._host, text)))
 
     def _drop(self, job_id: str) -> None:
         if self._held.drop(job_id) is not None:

@@ -105,3 +105,29 @@ async def test_transfers_are_followed_after_redis_lost_its_numbers(redis_db: str
 
         assert await asyncio.to_thread(publish) == "committed"
         assert running.worker._generation.version == 1
+
+
+async def test_a_failed_job_is_handed_back_though_redis_is_away_for_a_moment(
+    redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, refusals = Lease.release, iter([True])
+
+    async def away_once(self: Lease, *arguments: Any) -> list[str]:
+        if next(refusals, False):
+            raise ConnectionError("Redis is away")
+        return await release(self, *arguments)
+
+    class Moody(ScriptedEngine):
+        failures = iter([True])
+
+        async def generate(self, request: EngineRequest) -> EngineOutput:
+            if next(self.failures, False):
+                raise EngineError("503: come back later")
+            return await super().generate(request)
+
+    monkeypatch.setattr(Lease, "release", away_once)
+    async with worker(redis_db, engine=Moody()):
+        await broker.enqueue([job(sampling=SHORT)])
+        (reply,) = await wait_replies(broker, 1)
+    assert reply.outcome.ok
+    assert reply.outcome.attempt == 2
