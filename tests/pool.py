@@ -79,6 +79,11 @@ async def wait_replies(broker: Broker, count: int, client_id: str = "client", ti
     return found
 
 
+async def stream_length(db: Redis, broker: Broker) -> int:
+    """Entries on the reply stream of the client named "client": what it has not acknowledged."""
+    return int(await db.xlen(broker.keys.reply("client")))
+
+
 def check_scripted(result: RolloutResult, prompt_len: int) -> None:
     """Every token is the one that its position and the version of its segment demand, and so is its logprob."""
     stream, position = f"{result.job_id}{result.sample:04x}", prompt_len

@@ -110,3 +110,11 @@ def result(of: GenerateJob, sample: int = 0, attempt: int = 1, worker: str = "w1
         "attempt": attempt,
     }
     return RolloutResult(**(base | fields))
+
+
+SHORT = SamplingParams(max_new_tokens=2)
+
+
+def tokens(**fields: object) -> GenerateJob:
+    """A job as a trainer makes it: the client it goes through fills in where the results go."""
+    return GenerateJob(**({"token_ids": [1, 2, 3], "sampling": SHORT} | fields))

@@ -70,10 +70,6 @@ class Watch:
         with Redis.from_url(url) as redis:
             return sum(int(redis.scard(Keys(pool).held(worker_id))) for worker_id in self.ids_of(pid))
 
-    def last_seen(self, pid: int) -> float | None:
-        """When the pool last listed a worker: a dead one stays on the list until its lease is reaped."""
-        return next((glance.at for glance in reversed(self.glances) if pid in glance.workers), None)
-
     def wait_serving(self, pids: set[int], timeout_s: float) -> bool:
         """Whether all of these serve; returns at once when they do, after `timeout_s` when not. Raises what it met."""
         deadline = time.monotonic() + timeout_s

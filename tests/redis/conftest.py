@@ -1,13 +1,14 @@
-"""A pool on the shared server: its broker, and leases as workers would hold them."""
+"""A pool on the shared server: its broker, leases as workers would hold them, a client and a worker that serves it."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from pool import status
+from pool import status, worker
 from redis.asyncio import Redis
 
+from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, Lease, connect
 
 MakeLease = Callable[..., Awaitable[Lease]]
@@ -44,3 +45,15 @@ def expire_lease(db: Redis, broker: Broker) -> Callable[[Lease], Awaitable[None]
         assert await db.zadd(broker.keys.workers, {lease.worker_id: 1}, xx=True, ch=True)
 
     return expire
+
+
+@pytest.fixture
+async def client(redis_db: str) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient(redis_db, client_id="client") as opened:
+        yield opened
+
+
+@pytest.fixture
+async def serving(redis_db: str) -> AsyncIterator[None]:
+    async with worker(redis_db, max_running=32):
+        yield

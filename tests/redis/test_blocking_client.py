@@ -12,24 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 from pool import eventually, short_retries, worker
+from specimens import SHORT, tokens
 
 from rolloutmq import (
     BlockingRolloutClient,
-    GenerateJob,
     InvalidField,
     JobFailed,
     RedisUnavailable,
     RolloutMQError,
-    SamplingParams,
     WaitTimeout,
 )
 from rolloutmq.messages import Keys
-
-SHORT = SamplingParams(max_new_tokens=2)
-
-
-def tokens(**fields: object) -> GenerateJob:
-    return GenerateJob(**({"token_ids": [1, 2, 3], "sampling": SHORT} | fields))
 
 
 @pytest.fixture

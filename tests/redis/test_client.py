@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
-from pool import check_scripted, eventually, worker
+from pool import check_scripted, eventually, stream_length, worker
 from redis.asyncio import Redis
-from specimens import job
+from specimens import SHORT, job, tokens
 
 from rolloutmq import (
     ClientBusy,
@@ -26,28 +25,6 @@ from rolloutmq import (
 from rolloutmq.messages import Broker, Caps
 from rolloutmq.ops.embedded_redis import EmbeddedRedis
 from rolloutmq.worker.scripted_engine import ScriptedEngine
-
-SHORT = SamplingParams(max_new_tokens=2)
-
-
-def tokens(**fields: object) -> GenerateJob:
-    return GenerateJob(**({"token_ids": [1, 2, 3], "sampling": SHORT} | fields))
-
-
-@pytest.fixture
-async def client(redis_db: str) -> AsyncIterator[RolloutClient]:
-    async with RolloutClient(redis_db, client_id="client") as opened:
-        yield opened
-
-
-@pytest.fixture
-async def serving(redis_db: str) -> AsyncIterator[None]:
-    async with worker(redis_db, max_running=32):
-        yield
-
-
-async def stream_length(db: Redis, broker: Broker) -> int:
-    return int(await db.xlen(broker.keys.reply("client")))
 
 
 async def test_wait_gives_all_samples_in_order(client: RolloutClient, serving: None) -> None:

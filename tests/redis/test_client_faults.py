@@ -7,33 +7,12 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from pool import eventually, worker
+from pool import eventually, stream_length, worker
 from redis.asyncio import Redis
+from specimens import tokens
 
-from rolloutmq import GenerateJob, InvalidField, JobFailure, PoolBusy, RolloutClient, RolloutMQError, SamplingParams
+from rolloutmq import GenerateJob, InvalidField, JobFailure, PoolBusy, RolloutClient, RolloutMQError
 from rolloutmq.messages import Broker, Caps
-
-SHORT = SamplingParams(max_new_tokens=2)
-
-
-def tokens(**fields: object) -> GenerateJob:
-    return GenerateJob(**({"token_ids": [1, 2, 3], "sampling": SHORT} | fields))
-
-
-@pytest.fixture
-async def client(redis_db: str) -> AsyncIterator[RolloutClient]:
-    async with RolloutClient(redis_db, client_id="client") as opened:
-        yield opened
-
-
-@pytest.fixture
-async def serving(redis_db: str) -> AsyncIterator[None]:
-    async with worker(redis_db, max_running=32):
-        yield
-
-
-async def stream_length(db: Redis, broker: Broker) -> int:
-    return int(await db.xlen(broker.keys.reply("client")))
 
 
 async def crash(client: RolloutClient) -> None:
