@@ -26,7 +26,7 @@ from .errors import (
 from .ids import new_id
 from .jobs import ChatMessage, GenerateJob, LogitProcessor, LogprobOptions, SamplingParams
 from .keys import Keys
-from .lease import Beat, Claim, Finished, Lease, Release
+from .lease import Beat, Claim, Finished, Lease, Piece, Release
 from .pool import Control, DeadLetter, WorkerStatus
 from .results import JobFailure, Partial, RolloutResult, Segment, Timings
 from .weights import TensorSpec, WeightAnnouncement, WeightManifest
@@ -57,6 +57,7 @@ __all__ = [
     "MalformedMessage",
     "MessageError",
     "Partial",
+    "Piece",
     "PoolBusy",
     "PoolLoad",
     "RedisUnavailable",

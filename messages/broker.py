@@ -25,20 +25,31 @@ BATCH_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Where a pool starts to answer PoolBusy: open (queued or running) jobs, and the bytes of their payloads."""
+    """Where a pool starts to answer PoolBusy: what it may take of Redis' memory.
+
+    jobs: open (queued or running) jobs.
+    nbytes: payloads of open jobs, and results that no client has taken yet.
+    unread: results that one client may leave untaken before it can submit more.
+    payload: one job, encoded; a larger one is refused before it is sent.
+    """
 
     jobs: int = 1_000_000
     nbytes: int = 4 << 30
+    unread: int = 1 << 30
     payload: int = MAX_MESSAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One entry of a reply stream; it stays there until `Broker.ack`. last: nothing more comes of its job."""
+    """One entry of a reply stream; it stays there until `Broker.ack`.
+
+    last: nothing more comes of its job. nbytes: what it was counted for.
+    """
 
     entry_id: str
     outcome: RolloutResult | JobFailure
     last: bool
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +63,7 @@ class PoolLoad:
     suspects: int
     open_jobs: int
     open_bytes: int
+    unread_bytes: int
     accepted: int
     done: int
     cancelled: int
@@ -78,15 +90,21 @@ class Broker:
         states: list[str] = []
         # All encoded before the first is sent: a job that is refused leaves none of the others in the pool.
         for batch in list(self._batches(jobs)):
-            answer = await self._scripts.run("enqueue", self.caps.jobs, self.caps.nbytes, *batch)
-            if answer and answer[0] == b"BUSY":
-                raise PoolBusy(
-                    f"pool {self.keys.pool} holds {answer[1]} jobs and {answer[2]} bytes; "
-                    f"its caps are {self.caps.jobs} jobs and {self.caps.nbytes} bytes",
-                    accepted=len(states),
-                )
+            answer = await self._scripts.run("enqueue", self.caps.jobs, self.caps.nbytes, self.caps.unread, *batch)
+            if len(answer) >= 5 and answer[-5] == b"BUSY":
+                states.extend(state.decode() for state in answer[:-5])
+                raise self._busy(answer[-4:], states)
             states.extend(state.decode() for state in answer)
         return states
+
+    def _busy(self, why: Sequence[Any], states: list[str]) -> PoolBusy:
+        reason, caps = why[0].decode(), self.caps
+        text = {
+            "jobs": f"{why[1]} jobs are open, at most {caps.jobs}",
+            "bytes": f"open jobs and results not taken yet hold {why[2]} bytes, at most {caps.nbytes}",
+            "unread": f"this client has not taken {why[3]} bytes of results, at most {caps.unread}: take some first",
+        }[reason]
+        return PoolBusy(f"pool {self.keys.pool}: {text}", states, reason)
 
     def _batches(self, jobs: Sequence[GenerateJob]) -> Iterator[list[str | int | bytes]]:
         batch: list[str | int | bytes] = []
@@ -103,7 +121,7 @@ class Broker:
             staleness = "" if job.max_staleness is None else job.max_staleness
             deadline = "" if job.deadline_s is None else max(1, round(job.deadline_s * 1000))
             batch += [job.id, payload, job.n, PRIORITIES.index(job.priority)]
-            batch += [job.reply_to, job.min_version, staleness, deadline]
+            batch += [job.reply_to, job.min_version, staleness, deadline, job.group_id]
             count += 1
             size += len(payload)
         if batch:
@@ -116,6 +134,24 @@ class Broker:
             answer = await self._scripts.run("cancel", cause, *job_ids[start : start + BATCH_JOBS])
             states += [state.decode() for state in answer]
         return states
+
+    async def cancel_client(
+        self, client_id: str, group_id: str = "", cause: str = "cancelled with all its client's jobs"
+    ) -> int:
+        """Cancel what a client has open, or the jobs of one of its groups; returns how many.
+
+        From anywhere: the client need not be there, and may find the outcomes when it is back.
+        """
+        cursor, cancelled = 0, 0
+        while True:
+            answer = await self._scripts.run("cancel_client", client_id, group_id, cause, cursor, BATCH_JOBS)
+            cursor, cancelled = int(answer[0]), cancelled + int(answer[1])
+            if cursor == 0:
+                return cancelled
+
+    async def open_jobs(self, client_id: str) -> set[str]:
+        """Ids of a client's queued and running jobs."""
+        return {job.decode() for job in await self.redis.smembers(self.keys.client(client_id))}
 
     async def end_overdue(self, budget: int = 256) -> int:
         """End jobs past their deadline; returns how many. Workers do it too, but a pool may have none."""
@@ -137,12 +173,33 @@ class Broker:
         reader: Any = redis or self.redis
         answer = await reader.xread({key: after}, count=count, block=block_ms)
         entries: list[tuple[bytes, dict[bytes, bytes]]] = answer[0][1] if answer else []
-        return [Reply(entry_id.decode(), _outcome(fields), fields.get(b"l") != b"0") for entry_id, fields in entries]
+        return [
+            Reply(entry_id.decode(), _outcome(fields), fields.get(b"l") != b"0", _counted(fields))
+            for entry_id, fields in entries
+        ]
 
-    async def ack(self, client_id: str, entry_ids: Sequence[str]) -> None:
+    async def count_replies(self, client_id: str) -> int:
+        """Entries on a client's reply stream."""
+        return int(await self.redis.xlen(self.keys.reply(client_id)))
+
+    async def ack(self, client_id: str, replies: Sequence[Reply]) -> None:
         """Drop entries from a reply stream: the client has them safe."""
-        if entry_ids:
-            await self.redis.xdel(self.keys.reply(client_id), *entry_ids)
+        for start in range(0, len(replies), BATCH_JOBS):
+            pairs = [part for it in replies[start : start + BATCH_JOBS] for part in (it.entry_id, it.nbytes)]
+            await self._scripts.run("ack", client_id, *pairs)
+
+    async def unread(self) -> dict[str, int]:
+        """Bytes of results that wait to be taken, by client."""
+        found = await self.redis.hgetall(self.keys.unread)
+        return {client.decode(): int(nbytes) for client, nbytes in found.items()}
+
+    async def drop_replies(self, client_id: str) -> int:
+        """Throw away what waits for a client that will not come back; returns how many outcomes that were."""
+        dropped = 0
+        while replies := await self.read_replies(client_id, "0", count=BATCH_JOBS):
+            await self.ack(client_id, replies)
+            dropped += len(replies)
+        return dropped
 
     async def load(self) -> PoolLoad:
         """How much is queued, open and finished."""
@@ -162,6 +219,7 @@ class Broker:
             suspects=suspects,
             open_jobs=count("jobs"),
             open_bytes=count("bytes"),
+            unread_bytes=count("unread"),
             accepted=count("accepted"),
             done=count("done"),
             cancelled=count("cancelled"),
@@ -201,6 +259,14 @@ class Broker:
             )
             for entry_id, fields in entries
         ]
+
+
+ENTRY_BYTES = 64
+"""As in lib.lua."""
+
+
+def _counted(fields: dict[bytes, bytes]) -> int:
+    return ENTRY_BYTES + sum(len(fields.get(name, b"")) for name in (b"m", b"c", b"h", b"e"))
 
 
 def _outcome(fields: dict[bytes, bytes]) -> RolloutResult | JobFailure:

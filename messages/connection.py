@@ -6,131 +6,100 @@ and no push message can ever sit between a command and its reply. Nothing here d
 
 from __future__ import annotations
 
-import asyncio
-import builtins
 import os
-import re
-from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
-from typing import Any, TypeVar, cast
-from urllib.parse import SplitResult, parse_qs, urlsplit
+from collections.abc import Awaitable
+from typing import Any, cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.connection import parse_url
-from redis.asyncio.retry import Retry
-from redis.backoff import EqualJitterBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    ConnectionError,
-    NoPermissionError,
-    ReadOnlyError,
-    RedisError,
-    TimeoutError,
-)
+from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
 
+from .answers import said, told_as_ours
 from .errors import ConfigError, RedisUnavailable
+from .retry import REPLY_TIMEOUT_S, RETRY_BUDGET_S, BoundedRetry, reply_within
+from .topology import link
+from .url import Durability, first_node_url, parse, redacted
 
-T = TypeVar("T")
+__all__ = [
+    "CONNECT_TIMEOUT_S",
+    "MAX_BLOCK_S",
+    "MAX_CONNECTIONS",
+    "REPLY_TIMEOUT_S",
+    "RETRY_BUDGET_S",
+    "BoundedRetry",
+    "PoolRedis",
+    "connect",
+    "default_url",
+    "first_node_url",
+    "ping",
+    "redacted",
+]
 
 CONNECT_TIMEOUT_S = 3.0
-REPLY_TIMEOUT_S = 5.0
-# No new attempt is started this long after the first; with one attempt under way, a caller hears within about
-# RETRY_BUDGET_S + REPLY_TIMEOUT_S = 10 s that Redis is gone.
-RETRY_BUDGET_S = 5.0
 # The longest BLOCK a `blocking=True` client may ask for. Longer, and its own timeout takes the server for dead.
 MAX_BLOCK_S = 30.0
 MAX_CONNECTIONS = 64
 
-# What a URL's query may say. Everything else there is either unknown to redis-py, which would complain only at the
-# first command, or would change what this package relies on (protocol, decode_responses, timeouts).
-_QUERY = {"db", "username", "password", "client_name", "max_connections"}
 
-_deadline: ContextVar[float | None] = ContextVar("rolloutmq_redis_deadline", default=None)
+class PoolRedis(Redis):
+    """redis-py's client, plus what the URL said about the pool's Redis.
 
+    What says that Redis is gone or not ready is raised as RedisUnavailable, a refusal to write as RedisRefused; both
+    are RedisErrors. Pipelines raise redis-py's own ConnectionError or TimeoutError.
 
-class BoundedRetry(Retry):
-    """Retries with capped exponential backoff until RETRY_BUDGET_S seconds have passed, not for a number of attempts.
-
-    redis-py nests its retries (a command's retry reconnects, which retries too), so counted attempts multiply; here the
-    outermost call sets the deadline and the nested ones keep to it. Refused credentials are never retried.
-
-    It also bounds each attempt to `reply_s`, in place of redis-py's socket_timeout: under that one redis-py sends
-    through asyncio.wait_for, which on Python 3.11 loses a cancellation that comes just as the send completes
-    (python/cpython#86296), and a cancelled task in a loop then runs on.
+    where: the address, for people. durability: see url.Durability. clustered: whether the pool's slot can move.
     """
 
-    def __init__(self, budget_s: float = RETRY_BUDGET_S, reply_s: float = REPLY_TIMEOUT_S) -> None:
-        # READONLY: a primary that was just demoted; the new connection finds the new one.
-        super().__init__(EqualJitterBackoff(cap=0.5, base=0.01), -1, (ConnectionError, TimeoutError, ReadOnlyError))
-        self.budget_s = budget_s
-        self.reply_s = reply_s
+    where = "an unknown address"
+    durability = Durability()
+    clustered = False
 
-    async def _in_time(self, do: Callable[[], Awaitable[T]]) -> T:
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        token = reply_within.set(_reply_within(args))
         try:
-            async with asyncio.timeout(self.reply_s):
-                return await do()
-        except builtins.TimeoutError as error:
-            raise TimeoutError(f"no reply within {self.reply_s:g} s") from error
-
-    async def call_with_retry(
-        self,
-        do: Callable[[], Awaitable[T]],
-        fail: Callable[..., Any],
-        is_retryable: Callable[[Exception], bool] | None = None,
-        with_failure_count: bool = False,
-    ) -> T:
-        now = asyncio.get_running_loop().time
-        outer = _deadline.get()
-        deadline = outer if outer is not None else now() + self.budget_s
-        token = _deadline.set(deadline)
-        failures = 0
-        try:
-            while True:
-                try:
-                    return await self._in_time(do)
-                except self._supported_errors as error:
-                    if is_retryable and not is_retryable(error):
-                        raise
-                    failures += 1
-                    await (fail(error, failures) if with_failure_count else fail(error))
-                    pause = self._backoff.compute(failures)
-                    refused = isinstance(error, AuthenticationError | AuthorizationError)
-                    if refused or now() + pause >= deadline:
-                        raise
-                    await asyncio.sleep(pause)
+            with told_as_ours(self.where):
+                return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
         finally:
-            _deadline.reset(token)
+            reply_within.reset(token)
 
 
-def connect(url: str, *, blocking: bool = False) -> Redis:
-    """A client for `redis://`, `rediss://` (TLS) or `unix://` URLs; nothing is sent before the first command.
+def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> PoolRedis:
+    """A client for any of these URLs; nothing is sent before the first command. docs/redis.md says more about each.
 
-    Commands are sent again after a connection error, so only idempotent ones may go through it (the broker's scripts
-    are). Waiting for a reply, a connection or a free pooled connection is bounded; all of it ends in redis-py's
-    ConnectionError or TimeoutError within about 10 s.
+        redis://[USER:PASSWORD@]HOST[:PORT][/DB]       rediss://… the same through TLS       unix:///PATH[?db=0]
+        redis+sentinel://[USER:PASSWORD@]HOST[:PORT],…/SERVICE[/DB]       the primary that these sentinels know
+        redis+cluster://[USER:PASSWORD@]HOST[:PORT],…       the node of this cluster that has the slot of `pool`
+        rediss+sentinel://…, rediss+cluster://…       the same, everything through TLS
 
-    `blocking=True` gives a client for blocking reads, to be used for nothing else: it waits for a reply MAX_BLOCK_S
-    seconds and a bit, and never re-sends, because a re-sent XREADGROUP returns the entry *after* the one whose reply
-    was lost. Its user handles the error and reads its own pending entries again. BLOCK 0 ends in a TimeoutError.
-    At most MAX_CONNECTIONS such reads can wait at once.
+    Commands are sent again after a connection error and when Redis is not ready (it loads, was demoted, a failover is
+    under way, the slot has moved), so only idempotent ones may go through it (the broker's scripts are). Waiting for a
+    reply, a connection or a free pooled connection is bounded; all of it ends in RedisUnavailable within about 10 s.
+
+    `blocking=True` gives a client for blocking reads, to be used for nothing else: it waits for a reply as long as the
+    command says (at most MAX_BLOCK_S seconds) and a bit, and never re-sends, because a re-sent XREADGROUP returns the
+    entry *after* the one whose reply was lost. Its user handles the error and reads its own pending entries again.
+    BLOCK 0 ends in an error, too. At most MAX_CONNECTIONS such reads can wait at once.
 
     Raises ConfigError for a URL that cannot be used, without showing its password.
     """
-    _check(url)
-    pool = BlockingConnectionPool.from_url(
-        url,
-        protocol=2,
-        decode_responses=False,
-        socket_connect_timeout=CONNECT_TIMEOUT_S,
-        socket_timeout=None,  # BoundedRetry does this
+    target = parse(url)
+    if target.kind == "cluster" and pool is None:
+        raise ConfigError(f"Redis URL {redacted(url)!r}: connect() has to be told the pool, whose slot one node has")
+    settings: dict[str, Any] = {
+        "max_connections": MAX_CONNECTIONS,
+        **target.options,
+        **link(target, pool),
+        "protocol": 2,
+        "decode_responses": False,
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "socket_timeout": None,  # BoundedRetry does this
         # A pooled connection that idled this long is tried with a PING first: NATs and load balancers forget silently.
-        health_check_interval=15,
-        retry=BoundedRetry(0.0, MAX_BLOCK_S + REPLY_TIMEOUT_S) if blocking else BoundedRetry(),
-        max_connections=MAX_CONNECTIONS,
-        timeout=REPLY_TIMEOUT_S,  # for a free connection, when all are in use
-    )
-    return Redis.from_pool(pool)
+        "health_check_interval": 15,
+        "retry": BoundedRetry(0.0, MAX_BLOCK_S + REPLY_TIMEOUT_S) if blocking else BoundedRetry(),
+        "timeout": REPLY_TIMEOUT_S,  # for a free connection, when all are in use
+    }
+    client = cast("PoolRedis", PoolRedis.from_pool(BlockingConnectionPool(**settings)))
+    client.where, client.durability, client.clustered = target.where, target.durability, target.kind == "cluster"
+    return client
 
 
 def default_url() -> str:
@@ -140,7 +109,7 @@ def default_url() -> str:
 
 async def ping(client: Redis) -> None:
     """Return if Redis answers; else RedisUnavailable saying which address, what happened and what to do about it."""
-    where = _address(client)
+    where = getattr(client, "where", "its address")
     try:
         await cast("Awaitable[Any]", client.ping())
     except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
@@ -149,48 +118,21 @@ async def ping(client: Redis) -> None:
             "redis://USER:PASSWORD@HOST:PORT/0"
         ) from error
     except (RedisError, OSError) as error:
+        cause = error.__cause__ if isinstance(error.__cause__, RedisError) else error
         raise RedisUnavailable(
-            f"no Redis at {where}: {error}. Is it running there, and is the port open from here? "
+            f"no Redis at {where}: {said(cause)}. Is it running there, and is the port open from here? "
             "TLS servers need rediss://. `rolloutmq redis` runs one on this machine."
         ) from error
 
 
-def redacted(url: str) -> str:
-    """`url` as it may be logged: without the password, wherever in it that stands."""
-    hidden = re.sub(r"^(\w+://[^/@:]*:).*@", r"\1***@", url, flags=re.DOTALL)
-    return re.sub(r"([?&]password=)[^&]*", r"\1***", hidden)
-
-
-def _check(url: str) -> None:
-    if not isinstance(url, str):
-        raise ConfigError(f"Redis URL must be a string such as redis://127.0.0.1:6379/0, not {type(url).__name__}")
-    if why := _flaw(url):
-        raise ConfigError(f"Redis URL {redacted(url)!r}: {why}")
-
-
-def _flaw(url: str) -> str | None:
-    """What is wrong with `url`, in words that quote no part of it where a password might stand."""
-    try:
-        options = parse_url(url)
-    except ValueError as error:
-        if "Port" in str(error):  # its text quotes what it took for a port
-            return "the port must be a number up to 65535; special characters in a password need percent-encoding"
-        return str(error)
-    return _flaw_of_parts(urlsplit(url), options.get("path"))
-
-
-def _flaw_of_parts(parts: SplitResult, socket_path: str | None) -> str | None:
-    if unknown := {name for name in parse_qs(parts.query) if name not in _QUERY and not name.startswith("ssl_")}:
-        return f"unknown option {', '.join(sorted(unknown))}; allowed are {', '.join(sorted(_QUERY))} and ssl_*"
-    if parts.scheme == "unix":
-        return None if socket_path else "the path of the socket is missing, as in unix:///run/redis.sock?db=0"
-    if not parts.hostname:
-        return "the host is missing, as in redis://127.0.0.1:6379/0"
-    if not re.fullmatch(r"/?\d*", parts.path):
-        return "after host and port only the database's number may follow, as in redis://127.0.0.1:6379/0"
-    return None
-
-
-def _address(client: Redis) -> str:
-    options = client.connection_pool.connection_kwargs
-    return options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+def _reply_within(args: tuple[Any, ...]) -> float | None:
+    """Seconds that the reply to a command that blocks may take; None for other commands and for those without end."""
+    name = str(args[0]).upper()
+    if name in {"XREAD", "XREADGROUP"}:
+        at = next((i for i, word in enumerate(args) if word in (b"BLOCK", "BLOCK")), None)
+        block_s = float(args[at + 1]) / 1000 if at is not None else 0.0
+    elif name in {"BLPOP", "BRPOP"}:
+        block_s = float(args[-1])
+    else:
+        return None
+    return min(block_s, MAX_BLOCK_S) + REPLY_TIMEOUT_S if block_s > 0 else None

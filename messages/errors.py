@@ -5,6 +5,8 @@ An error about a value names the field, the value and what is allowed, so that t
 
 from __future__ import annotations
 
+from redis.exceptions import ConnectionError, RedisError, ResponseError
+
 
 class RolloutMQError(Exception):
     """Root of the tree: ``except RolloutMQError`` catches whatever this package raises on purpose."""
@@ -48,11 +50,17 @@ class InvalidField(MessageError):
 
 
 class PoolBusy(RolloutMQError):
-    """The pool is over its cap of open jobs or bytes. The first `accepted` jobs of this call are in, no more."""
+    """The pool takes no more for now. The first `accepted` jobs of this call are in, no more.
 
-    def __init__(self, message: str, accepted: int = 0) -> None:
+    reason: "jobs" (open ones), "bytes" (payloads of open jobs and results not taken), or "unread" (results that this
+    very client has not taken). states: of the accepted ones, as Broker.enqueue gives them.
+    """
+
+    def __init__(self, message: str, states: list[str], reason: str = "jobs") -> None:
         super().__init__(message)
-        self.accepted = accepted
+        self.accepted = len(states)
+        self.states = states
+        self.reason = reason
 
 
 class ClientBusy(RolloutMQError):
@@ -112,5 +120,29 @@ class ConfigError(RolloutMQError):
     """A setting is missing, unknown or contradictory."""
 
 
-class RedisUnavailable(RolloutMQError):
-    """No redis-server could be reached or started."""
+# The errors about Redis are redis-py's too: `except RedisError` around a loop that tries again catches them all.
+
+
+class RedisUnavailable(RolloutMQError, ConnectionError):
+    """No redis-server could be reached or started, or the one there is did not get ready in time (it loads, is a
+    replica, its cluster is reorganising). Doing the same again later is safe."""
+
+
+class RedisRefused(RolloutMQError, ResponseError):
+    """Redis is there and takes no writes; nothing of the call was written. Doing it again later is safe.
+
+    reason: "memory" (maxmemory is reached), "disk" (it cannot save what it holds) or "replicas" (fewer than its
+    min-replicas-to-write are connected).
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (str(self), self.reason))
+
+
+class NotReplicated(RolloutMQError, RedisError):
+    """The primary has written it, but fewer replicas than `min_replicas` have confirmed it in time: a failover could
+    lose it. Doing the same again is safe, jobs keep their ids."""

@@ -58,6 +58,10 @@ class Keys:
         """SET of the job ids a worker holds."""
         return f"{self.prefix}held:{worker_id}"
 
+    def client(self, client_id: str) -> str:
+        """SET of the ids of a client's open jobs."""
+        return f"{self.prefix}client:{client_id}"
+
     def worker(self, worker_id: str) -> str:
         """HASH of a worker's encoded status and its last claim."""
         return f"{self.prefix}worker:{worker_id}"
@@ -86,8 +90,13 @@ class Keys:
 
     @property
     def load(self) -> str:
-        """HASH of counters: jobs and bytes open now, and totals."""
+        """HASH of counters: jobs and bytes open now, unread bytes, turns owed to lower classes, and totals."""
         return f"{self.prefix}load"
+
+    @property
+    def unread(self) -> str:
+        """HASH client id -> bytes of results on its reply stream."""
+        return f"{self.prefix}unread"
 
     @property
     def wake(self) -> str:

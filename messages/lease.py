@@ -22,8 +22,8 @@ class Claim:
     """One claimed job, still encoded: a payload that cannot be read must not take its neighbours down.
 
     attempt: the fencing token. n: its samples, as it was accepted. queued_s: how long it had waited. left_s: seconds to
-    its deadline, None if it has none. published: samples that are out. partials: encoded Partial per sample that is to
-    be continued.
+    its deadline, None if it has none. published: samples that are out. partials: per sample that is to be continued the
+    encoded pieces of what there is of it, in order.
     """
 
     job_id: str
@@ -33,7 +33,7 @@ class Claim:
     left_s: float | None
     payload: bytes
     published: frozenset[int] = frozenset()
-    partials: dict[int, bytes] = field(default_factory=dict)
+    partials: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,23 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """What a sample has generated since it was last saved. number: 0 for the first; saving 0 again starts it over."""
+
+    job_id: str
+    attempt: int
+    sample: int
+    number: int
+    partial: Partial
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """A job to be given back. lost: it was in an engine that died, which counts against it like a lost lease."""
 
     job_id: str
     attempt: int
-    partials: dict[int, Partial] = field(default_factory=dict)
+    pieces: tuple[Piece, ...] = ()
     lost: bool = False
 
 
@@ -118,13 +129,20 @@ class Lease:
             args += [item.job_id, item.attempt, item.sample, item.payload]
         return [state.decode() for state in await self._scripts.run("complete", self.worker_id, *args)]
 
+    async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:
+        """Save what unfinished samples have generated; per piece "ok" or "fenced". Sending one again is harmless."""
+        args: list[str | int | bytes] = []
+        for piece in pieces:
+            args += [piece.job_id, piece.attempt, piece.sample, piece.number, encode(piece.partial)]
+        return [state.decode() for state in await self._scripts.run("checkpoint", self.worker_id, *args)]
+
     async def release(self, jobs: Sequence[Release], max_lost: int) -> list[str]:
         """Give jobs back unfinished; per job "ok", "dead" (lost once too often) or "fenced"."""
         args: list[str | int | bytes] = [max_lost]
         for job in jobs:
-            args += [job.job_id, job.attempt, int(job.lost), len(job.partials)]
-            for sample, partial in job.partials.items():
-                args += [sample, encode(partial)]
+            args += [job.job_id, job.attempt, int(job.lost), len(job.pieces)]
+            for piece in job.pieces:
+                args += [piece.sample, piece.number, encode(piece.partial)]
         return [state.decode() for state in await self._scripts.run("release", self.worker_id, *args)]
 
     async def bury(self, job_id: str, attempt: int, cause: str, host: str, error: str) -> bool:
@@ -153,7 +171,14 @@ class Lease:
 
 def _claim(raw: list[Any]) -> Claim:
     job_id, attempt, n, queued_ms, left_ms, payload, progress = raw
-    pairs = [(int(progress[i]), progress[i + 1]) for i in range(0, len(progress), 2)]
+    published: set[int] = set()
+    pieces: dict[int, dict[int, bytes]] = {}
+    for name, content in zip(progress[::2], progress[1::2], strict=True):
+        sample, _, number = name[1:].decode().partition(".")
+        if name[:1] == b"s":
+            published.add(int(sample))
+        else:
+            pieces.setdefault(int(sample), {})[int(number or 0)] = content
     return Claim(
         job_id=job_id.decode(),
         attempt=int(attempt),
@@ -161,6 +186,10 @@ def _claim(raw: list[Any]) -> Claim:
         queued_s=int(queued_ms) / 1000,
         left_s=int(left_ms) / 1000 if left_ms else None,
         payload=payload,
-        published=frozenset(sample for sample, partial in pairs if not partial),
-        partials={sample: partial for sample, partial in pairs if partial},
+        published=frozenset(published),
+        partials={
+            sample: tuple(found[number] for number in sorted(found))
+            for sample, found in pieces.items()
+            if sample not in published
+        },
     )

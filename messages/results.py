@@ -123,13 +123,15 @@ class JobFailure(BaseModel):
 
 
 class Partial(Message):
-    """What a sample had generated when its worker let go of it; the next worker continues from here.
+    """A piece of what an unfinished sample has generated; the next worker continues from the last one.
 
-    token_ids: (t,) int32. logprobs: (t,) float32. segments add up to t, as in RolloutResult.
+    start: tokens before this piece. token_ids: (t,) int32. logprobs: (t,) float32. segments add up to t, as in
+    RolloutResult.
     """
 
     KIND: ClassVar[int] = 3
 
+    start: int = Field(default=0, ge=0)
     token_ids: TokenIds
     logprobs: Floats
     segments: tuple[Segment, ...]

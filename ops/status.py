@@ -19,7 +19,7 @@ from ..sync.ledger import Ledger
 
 async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
     """Queue, workers, weights and dead letters as plain data."""
-    redis = connect(redis_url)
+    redis = connect(redis_url, pool=pool)
     try:
         broker, ledger = Broker(redis, pool), Ledger(redis, pool)
         await ping(redis)

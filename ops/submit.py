@@ -172,7 +172,7 @@ class _Work:
         except OSError as error:
             raise ConfigError(f"{self.part} cannot be written: {error}") from error
 
-    def sync(self, *, now: bool) -> bool:
+    def sync(self, now: bool) -> bool:
         """Bring what was written to the disk, at most once in SYNC_S unless it has to be `now`; whether it is there."""
         if self._lost or (not now and time.monotonic() < self._synced + SYNC_S):
             return False
@@ -248,18 +248,6 @@ def _sync_folder(file: Path) -> None:
         os.close(folder)
 
 
-class _Client(RolloutClient):
-    """Acknowledges only answers that are on the disk: all it is asked to acknowledge has been written before."""
-
-    def __init__(self, work: _Work, redis_url: str, pool: str) -> None:
-        super().__init__(redis_url, pool, client_id=work.client_id)
-        self._work = work
-
-    async def _flush_acks(self) -> None:
-        if self._acks and self._work.sync(now=self._closed):
-            await super()._flush_acks()
-
-
 async def _run(work: _Work, redis_url: str, pool: str, defaults: Defaults, window: int) -> int:
     console = Console(stderr=True)
     task = asyncio.current_task()
@@ -287,7 +275,7 @@ async def _run(work: _Work, redis_url: str, pool: str, defaults: Defaults, windo
         with Progress(*columns, console=console) as progress:
             bar = progress.add_task("answered", total=len(work.lines), completed=resumed, rate="")
             began, tokens = time.monotonic(), 0
-            async with _Client(work, redis_url, pool) as client:
+            async with RolloutClient(redis_url, pool, client_id=work.client_id, before_ack=work.sync) as client:
                 if not await client.workers():
                     console.print(f"no worker serves pool {pool!r} yet; waiting for one", soft_wrap=True)
                 async for outcome in client.map(work.jobs(), window=window):

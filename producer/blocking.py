@@ -125,21 +125,27 @@ class BlockingRolloutClient:
         """See RolloutClient.repeats."""
         return self._client.repeats
 
-    def submit(self, job: GenerateJob | None = None, /, **fields: Any) -> JobHandle:
+    def submit(
+        self, job: GenerateJob | None = None, /, *, busy_timeout: float | None = 0.0, **fields: Any
+    ) -> JobHandle:
         """See RolloutClient.submit."""
-        return self._run(self._client.submit(job, **fields))
+        return self._run(self._client.submit(job, busy_timeout=busy_timeout, **fields))
 
-    def submit_many(self, jobs: Iterable[GenerateJob]) -> list[JobHandle]:
+    def submit_many(self, jobs: Iterable[GenerateJob], *, busy_timeout: float | None = 0.0) -> list[JobHandle]:
         """See RolloutClient.submit_many."""
-        return self._run(self._client.submit_many(jobs))
+        return self._run(self._client.submit_many(jobs, busy_timeout=busy_timeout))
 
     def cancel(self, jobs: Sequence[JobHandle | str]) -> list[str]:
         """See RolloutClient.cancel."""
         return self._run(self._client.cancel(jobs))
 
-    def cancel_group(self, group_id: str) -> list[str]:
+    def cancel_group(self, group_id: str) -> int:
         """See RolloutClient.cancel_group."""
         return self._run(self._client.cancel_group(group_id))
+
+    def cancel_all(self) -> int:
+        """See RolloutClient.cancel_all."""
+        return self._run(self._client.cancel_all())
 
     def wait(self, job: JobHandle, timeout: float | None = None) -> list[RolloutResult]:
         """See RolloutClient.wait."""

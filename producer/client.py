@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import random
 import re
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
-
-from redis.exceptions import RedisError
 
 from ..messages.broker import Broker, Caps, PoolLoad, Reply
 from ..messages.connection import connect, default_url, ping
@@ -20,13 +19,11 @@ from ..messages.jobs import GenerateJob
 from ..messages.pool import WorkerStatus
 from ..messages.results import JobFailure, RolloutResult
 from .inbox import Inbox, as_failure
+from .reader import ReplyReader
 
-log = logging.getLogger(__name__)
 Outcome = RolloutResult | JobFailure
 _CLIENT_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _OPEN = frozenset({"new", "q", "r"})
-READ_COUNT = 512
-BLOCK_MS = 1000
 RETRY_S = 0.2
 
 
@@ -70,6 +67,8 @@ class RolloutClient:
         max_outstanding: samples submitted and not taken yet; `submit` raises ClientBusy above it. This, times the size
             of a result, bounds the client's memory. `map` keeps to a window instead.
         caps: where the pool answers PoolBusy to this client.
+        before_ack: called before what was taken is acknowledged; False puts it off to a later call. For code that first
+            makes durable what it took. Its argument says whether the client closes, which is the last call.
     """
 
     def __init__(
@@ -80,56 +79,41 @@ class RolloutClient:
         client_id: str | None = None,
         max_outstanding: int = 1 << 18,
         caps: Caps | None = None,
+        before_ack: Callable[[bool], bool] | None = None,
     ) -> None:
         if client_id is not None and not _CLIENT_ID.fullmatch(client_id):
             raise InvalidField("client_id", client_id, "1 to 128 letters, digits, '_', '.', '-'")
         self.client_id = client_id or f"client-{secrets.token_hex(8)}"
         self._max_outstanding = max_outstanding
         url = redis_url or default_url()
-        self._redis, self._blocking = connect(url), connect(url, blocking=True)
+        self._redis, self._blocking = connect(url, pool=pool), connect(url, pool=pool, blocking=True)
         self.broker = Broker(self._redis, pool, caps)
         self._inbox = Inbox()
-        self._news = asyncio.Condition()
+        self._reader = ReplyReader(self.broker, self._blocking, self.client_id, self._inbox, before_ack)
         self._opening = asyncio.Lock()
-        self._reader: asyncio.Task[None] | None = None
-        self._acks: list[str] = []
-        self._last = "0"
-        self.repeats = 0
-        """Outcomes the pool delivered again and this client kept to itself: 0 unless the broker broke its word."""
-        self._broken: BaseException | None = None
-        self._closed = False
+
+    @property
+    def repeats(self) -> int:
+        """Outcomes that came again and that this client kept to itself: 0 unless a failover lost acknowledgements."""
+        return self._reader.repeats
 
     async def open(self) -> Self:
         """Connect. Raises RedisUnavailable. `async with` does it too, and so does the first call that needs it."""
+        self._reader.check_open()
         async with self._opening:  # first calls at the same time start one reader
-            if self._reader is None and not self._closed:
+            if not self._reader.reading:
                 await ping(self._redis)
-                # What an earlier client of this id had not finished with, before anything is submitted again.
-                while replies := await self.broker.read_replies(self.client_id, self._last, count=READ_COUNT):
-                    self._take_in(replies)
-                self._check_open()
-                self._reader = asyncio.create_task(self._read())
-        self._check_open()
+                await self._reader.open()
+        self._reader.check_open()
         return self
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RolloutMQError(f"client {self.client_id} is closed")
 
     async def aclose(self) -> None:
         """Acknowledge what was taken and disconnect, for good; jobs under way are not cancelled.
 
         Whoever waits for an outcome gets a RolloutMQError.
         """
-        self._closed = True
-        async with self._news:
-            self._news.notify_all()
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-            self._reader = None
         try:
-            await self._flush_acks()
+            await self._reader.close()
         finally:
             await self._redis.aclose()
             await self._blocking.aclose()
@@ -144,16 +128,21 @@ class RolloutClient:
 
     # --- jobs in ---------------------------------------------------------------------------------------------------
 
-    async def submit(self, job: GenerateJob | None = None, /, **fields: Any) -> JobHandle:
+    async def submit(
+        self, job: GenerateJob | None = None, /, *, busy_timeout: float | None = 0.0, **fields: Any
+    ) -> JobHandle:
         """Submit one job, given whole or by the fields of GenerateJob: `submit(token_ids=[…], n=8)`.
 
         Raises InvalidField, PoolBusy, ClientBusy.
         """
-        return (await self.submit_many([job if job is not None else GenerateJob.build(**fields)]))[0]
+        whole = job if job is not None else GenerateJob.build(**fields)
+        return (await self.submit_many([whole], busy_timeout=busy_timeout))[0]
 
-    async def submit_many(self, jobs: Iterable[GenerateJob]) -> list[JobHandle]:
-        """Submit jobs in order. If PoolBusy is raised, its `accepted` first ones are in and will be answered.
+    async def submit_many(self, jobs: Iterable[GenerateJob], *, busy_timeout: float | None = 0.0) -> list[JobHandle]:
+        """Submit jobs in order.
 
+        busy_timeout: seconds to wait for room in a pool that is full; 0 raises PoolBusy at once, None waits for ever.
+        If PoolBusy is raised, its `accepted` first ones are in and will be answered.
         A job whose outcome waits here to be taken (an earlier client of this id submitted it) is not sent again.
         """
         mine = [job if job.reply_to else job.model_copy(update={"reply_to": self.client_id}) for job in jobs]
@@ -167,13 +156,29 @@ class RolloutClient:
                 f"{self._inbox.samples} samples are outstanding and {samples} more were submitted; "
                 f"max_outstanding={self._max_outstanding}: take some results first"
             )
-        states = await self._send(mine)
+        states = await self._send_in_time(mine, busy_timeout)
         handles = [JobHandle(job.id, job.group, job.n, state) for job, state in zip(mine, states, strict=True)]
         for handle in handles:
             if handle.state not in _OPEN and not await self._still_to_come(handle):
-                self._inbox.end(handle.job_id)
+                self._inbox.end(handle.job_id, handle.state)
                 await self._forget([handle.job_id])
         return handles
+
+    async def _send_in_time(self, jobs: list[GenerateJob], timeout: float | None) -> list[str]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        accepted, pause = 0, 0.02
+        first: list[str] = []
+        while True:
+            try:
+                return first + await self._send(jobs[accepted:])
+            except PoolBusy as busy:
+                accepted += busy.accepted
+                first += busy.states
+                if deadline is not None and time.monotonic() + pause >= deadline:
+                    busy.accepted, busy.states = accepted, first
+                    raise
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # submitters that wait do not come back in step
+            pause = min(0.5, pause * 2)
 
     async def _send(self, jobs: list[GenerateJob]) -> list[str]:
         """Track and enqueue jobs; the state of each. Expects nothing of those that were not accepted."""
@@ -189,6 +194,9 @@ class RolloutClient:
             accepted = len(places)
         except PoolBusy as busy:
             accepted, busy.accepted = busy.accepted, places[busy.accepted]  # counted over the caller's list
+            for place, state in zip(places, busy.states, strict=False):
+                states[place] = state
+            busy.states = states[: busy.accepted]
             raise
         finally:
             if accepted < len(places):
@@ -200,30 +208,26 @@ class RolloutClient:
         for job_id in job_ids:
             if (tracked := self._inbox.tracked(job_id)) and not tracked.arrived:
                 self._inbox.untrack(job_id)
-        async with self._news:
-            self._news.notify_all()
+        await self._reader.notify()
 
     async def _still_to_come(self, handle: JobHandle) -> bool:
         """Whether a job that ended before it was submitted again has outcomes that this client has yet to read."""
-        ahead = self._last
-        while True:
-            tracked = self._inbox.tracked(handle.job_id)
-            if tracked is None or tracked.ended:
-                return True
-            replies = await self.broker.read_replies(self.client_id, ahead)
-            if not replies:
-                return tracked.ended
-            if any(reply.outcome.job_id == handle.job_id for reply in replies):
-                return True
-            ahead = replies[-1].entry_id
+        tracked = self._inbox.tracked(handle.job_id)
+        if tracked is None or tracked.ended or await self._reader.ahead(handle.job_id):
+            return True
+        return tracked.ended  # it was read meanwhile
 
     async def cancel(self, jobs: Sequence[JobHandle | str]) -> list[str]:
         """Cancel jobs; each ends with a JobFailure unless it had ended already. Per job "ok" or the state it was in."""
         return await self.broker.cancel([job if isinstance(job, str) else job.job_id for job in jobs])
 
-    async def cancel_group(self, group_id: str) -> list[str]:
-        """Cancel what this client has outstanding of a group."""
-        return await self.cancel(self._inbox.group_jobs(group_id))
+    async def cancel_group(self, group_id: str) -> int:
+        """Cancel what this client has open of a group, an earlier client of the same id included; returns how many."""
+        return await self.broker.cancel_client(self.client_id, group_id, "cancelled with its group")
+
+    async def cancel_all(self) -> int:
+        """Cancel everything this client has open; returns how many jobs that were."""
+        return await self.broker.cancel_client(self.client_id)
 
     # --- results out -----------------------------------------------------------------------------------------------
 
@@ -244,7 +248,7 @@ class RolloutClient:
             if reply is None:
                 return
             yield reply.outcome
-            await self._ack([reply])
+            await self._reader.ack([reply])
 
     async def groups(self, timeout: float | None = None) -> AsyncIterator[Group]:
         """Groups as they become complete, until nothing is outstanding. Times out and acknowledges like `results`."""
@@ -255,7 +259,7 @@ class RolloutClient:
                 return
             replies = self._inbox.take_group(group_id)
             yield _group(group_id, replies)
-            await self._ack(replies)
+            await self._reader.ack(replies)
 
     async def wait(self, job: JobHandle, timeout: float | None = None) -> list[RolloutResult]:
         """All results of one job, by sample number.
@@ -269,7 +273,7 @@ class RolloutClient:
                 raise RolloutMQError(f"nothing is outstanding of job {job.job_id}: what came of it was taken before")
             raise JobFailed(as_failure(job.job_id, job.state))
         replies = self._inbox.take_job(job.job_id)
-        await self._ack(replies)
+        await self._reader.ack(replies)
         group = _group(job.group_id, replies)
         if group.failures:
             raise JobFailed(group.failures[0])
@@ -315,7 +319,7 @@ class RolloutClient:
                 if reply is None:
                     break
                 yield reply.outcome
-                await self._ack([reply])
+                await self._reader.ack([reply])
 
     # --- looking around --------------------------------------------------------------------------------------------
 
@@ -327,66 +331,9 @@ class RolloutClient:
         """The pool's workers as of their last heartbeat."""
         return await self.broker.workers()
 
-    # --- inside ----------------------------------------------------------------------------------------------------
-
     async def _until(self, ready: Callable[[], bool], timeout: float | None) -> None:
         await self.open()
-        try:
-            async with asyncio.timeout(timeout), self._news:
-                while True:
-                    self._check_open()
-                    if ready():
-                        return
-                    if self._broken is not None:
-                        raise RolloutMQError(f"the reader of client {self.client_id} stopped") from self._broken
-                    await self._news.wait()
-        except TimeoutError:
-            raise WaitTimeout(f"nothing arrived for client {self.client_id} within {timeout} s") from None
-
-    async def _read(self) -> None:
-        try:
-            while True:
-                await self._flush_acks()
-                try:
-                    replies = await self.broker.read_replies(
-                        self.client_id, self._last, count=READ_COUNT, block_ms=BLOCK_MS, redis=self._blocking
-                    )
-                    if not replies and self._inbox.jobs:
-                        # Deadlines pass, too, while the pool has no worker to notice it.
-                        await self.broker.end_overdue()
-                except (RedisError, OSError) as error:
-                    log.warning("results cannot be read: %s", error)
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                if replies:
-                    async with self._news:
-                        self._take_in(replies)
-                        self._news.notify_all()
-        except Exception as error:
-            async with self._news:
-                self._broken = error
-                self._news.notify_all()
-
-    def _take_in(self, replies: list[Reply]) -> None:
-        self._last = replies[-1].entry_id
-        for reply in replies:
-            if not self._inbox.put(reply):
-                self.repeats += 1
-                self._acks.append(reply.entry_id)
-
-    async def _ack(self, replies: list[Reply]) -> None:
-        self._acks += [reply.entry_id for reply in replies]
-        if len(self._acks) >= READ_COUNT:
-            await self._flush_acks()
-
-    async def _flush_acks(self) -> None:
-        acks, self._acks = self._acks, []
-        try:
-            await self.broker.ack(self.client_id, acks)
-        except BaseException as error:  # cancelled, too: they are still to be sent
-            self._acks = acks + self._acks
-            if not isinstance(error, RedisError | OSError):
-                raise
+        await self._reader.until(ready, timeout)
 
 
 def _group(group_id: str, replies: list[Reply]) -> Group:

@@ -10,6 +10,8 @@ from ..messages.results import JobFailure, RolloutResult
 
 FAILURE = -1
 """The place of a job's failure among its samples' numbers."""
+MEMORY = 1 << 17
+"""So many delivered jobs are remembered: after a failover their outcomes may come again."""
 
 
 @dataclass(slots=True)
@@ -17,7 +19,7 @@ class Tracked:
     """A job that is not fully delivered. `arrived`: the samples (or FAILURE) seen; `taken` of them were handed out.
 
     ended: its last outcome has arrived; earlier ones may have been taken by an earlier client of the same id.
-    state: "r" until then, afterwards how it ended. guessed: only its failure is known, which tells neither group nor n.
+    state: "r" until then, afterwards how it ended. guessed: only its id is known, neither group nor n.
     """
 
     job_id: str
@@ -38,6 +40,7 @@ class Inbox:
         self._groups: dict[str, dict[str, None]] = {}
         self._waiting: OrderedDict[tuple[str, int], Reply] = OrderedDict()
         self._full_groups: OrderedDict[str, None] = OrderedDict()
+        self._past: OrderedDict[str, None] = OrderedDict()
         self.samples = 0
         """Samples of all jobs that are not fully delivered."""
 
@@ -61,6 +64,7 @@ class Inbox:
     def track(self, job_id: str, group_id: str, n: int) -> bool:
         """Expect a job's outcomes; False if it is expected already."""
         known = self._jobs.get(job_id)
+        self._past.pop(job_id, None)
         if known is not None and not known.guessed:
             return False
         if known is not None:
@@ -89,13 +93,15 @@ class Inbox:
         submitted it) starts to be tracked here."""
         outcome = reply.outcome
         sample = outcome.sample if isinstance(outcome, RolloutResult) else FAILURE
-        if outcome.job_id not in self._jobs:
+        tracked = self._jobs.get(outcome.job_id)
+        if tracked is None and outcome.job_id in self._past:
+            return False
+        if tracked is None or tracked.guessed:
             if isinstance(outcome, RolloutResult):
                 self.track(outcome.job_id, outcome.group_id, outcome.n)
-            else:
-                self.track(outcome.job_id, outcome.job_id, 1)
-                self._jobs[outcome.job_id].guessed = True
-        tracked = self._jobs[outcome.job_id]
+            elif tracked is None:
+                self._guess(outcome.job_id)
+            tracked = self._jobs[outcome.job_id]
         if sample in tracked.arrived:
             return False
         tracked.arrived.add(sample)
@@ -106,11 +112,22 @@ class Inbox:
             self._look_at_group(tracked.group_id)
         return True
 
-    def end(self, job_id: str) -> None:
+    def recover(self, open_jobs: set[str]) -> None:
+        """What an earlier client of this id left: its jobs that are still open are expected, the others have ended."""
+        for job_id in [job_id for job_id in self._jobs if job_id not in open_jobs]:
+            self.end(job_id)
+        for job_id in sorted(open_jobs - self._jobs.keys()):
+            self._guess(job_id)
+
+    def _guess(self, job_id: str) -> None:
+        self.track(job_id, job_id, 1)
+        self._jobs[job_id].guessed = True
+
+    def end(self, job_id: str, state: str = "done") -> None:
         """Nothing more will arrive of a job: what there was beside it was taken by an earlier client."""
         tracked = self._jobs.get(job_id)
-        if tracked is not None and tracked.arrived:
-            tracked.ended = True
+        if tracked is not None and tracked.arrived and not tracked.ended:
+            tracked.ended, tracked.state = True, state
             self._look_at_group(tracked.group_id)
             self._delivered(job_id, 0)
 
@@ -161,6 +178,9 @@ class Inbox:
         tracked.taken += count
         if tracked.ended and tracked.taken >= len(tracked.arrived):
             self.untrack(job_id)
+            self._past[job_id] = None
+            if len(self._past) > MEMORY:
+                self._past.popitem(last=False)
 
 
 def as_failure(job_id: str, state: str) -> JobFailure:

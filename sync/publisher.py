@@ -15,7 +15,7 @@ from typing import Literal, Self
 
 import torch
 
-from ..messages.connection import connect, default_url, ping
+from ..messages.connection import connect, default_url, first_node_url, ping
 from ..messages.errors import InvalidField, WaitTimeout, WeightSyncError
 from ..messages.keys import Keys
 from ..messages.weights import UpdateMode
@@ -110,7 +110,7 @@ class WeightPublisher:
         self._settings = Settings(
             redis_url=url,
             pool=pool,
-            host=host or own_address_towards(url),
+            host=host or own_address_towards(first_node_url(url)),
             port=port,
             mode=mode,
             join_timeout_s=join_timeout_s,
@@ -193,7 +193,8 @@ class WeightPublisher:
                 order.handle._future.set_exception(WeightSyncError(f"the weight publisher stopped: {error}"))
 
     async def _serve(self) -> None:
-        redis, blocking = connect(self._settings.redis_url), connect(self._settings.redis_url, blocking=True)
+        url, pool = self._settings.redis_url, self._settings.pool
+        redis, blocking = connect(url, pool=pool), connect(url, pool=pool, blocking=True)
         self._sender = sender = Sender(redis, blocking, self._settings)
         try:
             await ping(redis)

@@ -13,6 +13,7 @@ class WorkerConfig(BaseModel):
         of max_running. What is prefetched here cannot run on an idle neighbour.
     lease_s: how long the pool waits for a silent worker before it gives its jobs to others.
     max_lost: a job whose worker or engine died this often is dead-lettered.
+    checkpoint_s: how often a running sample is saved; a worker's death costs at most about this much of its generation.
     drain_s: what SIGTERM leaves to running samples before the rest is handed back.
     """
 
@@ -24,6 +25,7 @@ class WorkerConfig(BaseModel):
     prefetch: int | None = Field(default=None, ge=0)
     lease_s: float = Field(default=10.0, ge=0.2, le=3600.0)
     max_lost: int = Field(default=3, ge=1)
+    checkpoint_s: float = Field(default=10.0, ge=0.1)
     drain_s: float = Field(default=30.0, ge=0.0)
     engine_restarts: int = Field(default=5, ge=0, description="restarts in a row without a finished sample")
 

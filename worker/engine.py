@@ -56,6 +56,14 @@ class EngineOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """What a running request has generated so far: (n,) int32 token_ids, (n,) float32 logprobs as in EngineOutput."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What the engine is: enough to size the worker, check a job against, and replay a result later.
 
@@ -103,6 +111,13 @@ class Engine(Protocol):
 
         Raises RequestRefused if this request can never run here, EngineDead if the engine dies meanwhile, and another
         EngineError for a failure that the same request need not meet again.
+        """
+        ...
+
+    def progress(self, request_id: str) -> Progress | None:
+        """What a running request has generated so far, a little behind perhaps; None if it is not known.
+
+        Costs nothing but the copy: the engine is not asked, and streams nothing for it.
         """
         ...
 

@@ -62,8 +62,7 @@ class Generation:
 
     def in_engine(self, samples: Iterable[SampleRun]) -> bool:
         """Whether any of these is in the engine now."""
-        ids = {id(sample) for sample in self._running.values()}
-        return any(id(sample) in ids for sample in samples)
+        return any(sample.leg is not None for sample in samples)
 
     # --- work in ---------------------------------------------------------------------------------------------------
 
@@ -108,6 +107,7 @@ class Generation:
             self._on_failed(sample, error)
             return
         finally:
+            sample.leg = None
             del self._running[request.request_id]
             if not self._running:
                 self._idle.set()

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from ..messages.jobs import GenerateJob
 from ..messages.lease import Claim, Release
-from ..messages.results import Partial
 from .samples import SampleRun
 
 
@@ -27,11 +26,8 @@ class HeldJob:
 
     def release(self, lost: bool = False) -> Release:
         """How to give it back: with what its unfinished samples have generated so far."""
-        partials: dict[int, Partial] = {}
-        for index, sample in self.samples.items():
-            if (partial := sample.partial()) is not None:
-                partials[index] = partial
-        return Release(self.id, self.claim.attempt, partials, lost)
+        pieces = tuple(piece for sample in self.samples.values() if (piece := sample.unsaved()) is not None)
+        return Release(self.id, self.claim.attempt, pieces, lost)
 
 
 class HeldJobs:

@@ -21,8 +21,8 @@ from .tokenizer import Tokenizer
 def admit(claim: Claim, info: EngineInfo, tokenizer: Tokenizer) -> HeldJob:
     """The job with a SampleRun for each sample that is not published yet.
 
-    Raises MessageError if the payload is not a job, RequestRefused if this kind of engine cannot run it. A partial that
-    cannot be read is not fatal: that sample starts over.
+    Raises MessageError if the payload is not a job, RequestRefused if this kind of engine cannot run it. What is saved
+    of a sample and cannot be read is not fatal: the sample goes on from what can.
     """
     job = decode(claim.payload, GenerateJob)
     if job.id != claim.job_id:
@@ -45,8 +45,7 @@ def admit(claim: Claim, info: EngineInfo, tokenizer: Tokenizer) -> HeldJob:
         if index in claim.published:
             continue
         sample = SampleRun(job, prompt, index, claim.attempt, claim.queued_s)
-        if index in claim.partials and (partial := _readable(claim.partials[index])) is not None:
-            sample.resume_from(partial)
+        sample.resume_from(_readable(claim.partials.get(index, ())))
         held.samples[index] = sample
     return held
 
@@ -60,8 +59,17 @@ def _prompt(job: GenerateJob, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
     return tokenizer.encode_chat([message.model_dump() for message in job.messages])
 
 
-def _readable(blob: bytes) -> Partial | None:
-    try:
-        return decode(blob, Partial)
-    except MessageError:
-        return None
+def _readable(blobs: tuple[bytes, ...]) -> list[Partial]:
+    """The pieces up to the first that cannot be read or does not go on where the one before it ended."""
+    pieces: list[Partial] = []
+    tokens = version = 0
+    for blob in blobs:
+        try:
+            piece = decode(blob, Partial)
+        except MessageError:
+            break
+        if piece.start != tokens or not piece.segments or piece.segments[0].version < version:
+            break
+        pieces.append(piece)
+        tokens, version = tokens + len(piece.token_ids), piece.segments[-1].version
+    return pieces

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from ..messages.jobs import GenerateJob
+from ..messages.lease import Piece
 from ..messages.results import Partial, RolloutResult, Segment, Timings
-from .engine import EngineInfo, EngineOutput, EngineRequest, FinishReason
+from .engine import EngineInfo, EngineOutput, EngineRequest, FinishReason, Progress
 
 
 @dataclass(slots=True)
@@ -31,14 +33,23 @@ class SampleRun:
     segments: list[Segment] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     matched_stop: int | None = None
+    leg: tuple[str, int] | None = None  # request id and weights version of the leg that is in the engine now
+    saved_at: float = field(default_factory=time.monotonic)
+    _saved: int = 0  # tokens that the pool has
+    _pieces: int = 0  # in so many pieces
+    _offered: Piece | None = None  # the next one, perhaps on its way
     _legs: int = 0
     _generating_s: float = 0.0
     _born: float = field(default_factory=time.monotonic)
 
-    def resume_from(self, partial: Partial) -> None:
-        """Go on where another worker, or an earlier attempt, had to let go."""
-        self.tokens, self.logprobs = partial.token_ids, partial.logprobs
-        self.segments = list(partial.segments)
+    def resume_from(self, pieces: Sequence[Partial]) -> None:
+        """Go on where another worker, or an earlier attempt, had to let go; `pieces` in order."""
+        if not pieces:
+            return
+        self.tokens = np.concatenate([piece.token_ids for piece in pieces])
+        self.logprobs = np.concatenate([piece.logprobs for piece in pieces])
+        self.segments = join_segments(segment for piece in pieces for segment in piece.segments)
+        self._saved, self._pieces = len(self.tokens), len(pieces)
 
     @property
     def remaining(self) -> int:
@@ -48,14 +59,17 @@ class SampleRun:
     def next_request(self, version: int) -> EngineRequest:
         """The next leg: the prompt and what there is of the answer, under weights `version`.
 
-        Request ids are 44 digits: job (32), sample (4), attempt (4), leg (4); the first 36 name the sample.
+        Request ids are 44 digits: job (32), sample (4), attempt (4), leg (4).
         """
         self._legs += 1
         if self.segments and self.segments[-1].version > version:
             # Released by a worker that was ahead of this one. Versions never decrease within a sample: start over.
             self.tokens, self.logprobs, self.segments = self.tokens[:0], self.logprobs[:0], []
+            self._saved = self._pieces = 0
+        request_id = f"{self.job.id}{self.index:04x}{self.attempt & 0xFFFF:04x}{self._legs & 0xFFFF:04x}"
+        self.leg = request_id, version
         return EngineRequest(
-            request_id=f"{self.job.id}{self.index:04x}{self.attempt & 0xFFFF:04x}{self._legs & 0xFFFF:04x}",
+            request_id=request_id,
             token_ids=np.concatenate([self.prompt, self.tokens]) if len(self.tokens) else self.prompt,
             sampling=self.job.sampling,
             max_new_tokens=self.remaining,
@@ -65,23 +79,46 @@ class SampleRun:
     def absorb(self, output: EngineOutput, version: int, seconds: float) -> None:
         """Take in a leg that `version` generated, finished or not."""
         self._generating_s += seconds
+        self.leg = None
         if count := len(output.token_ids):
-            self.tokens = np.concatenate([self.tokens, output.token_ids])
-            self.logprobs = np.concatenate([self.logprobs, output.logprobs])
-            if self.segments and self.segments[-1].version == version:
-                self.segments[-1] = Segment(version, self.segments[-1].tokens + count)
+            if len(self.tokens):
+                self.tokens = np.concatenate([self.tokens, output.token_ids])
+                self.logprobs = np.concatenate([self.logprobs, output.logprobs])
             else:
-                self.segments.append(Segment(version, count))
+                self.tokens, self.logprobs = output.token_ids, output.logprobs
+            self.segments = join_segments([*self.segments, Segment(version, count)])
         if output.finish_reason != "abort":
             self.finish_reason, self.matched_stop = output.finish_reason, output.matched_stop
         elif self.remaining <= 0:
             self.finish_reason = "length"  # the abort hit it on its very last token
 
-    def partial(self) -> Partial | None:
-        """What the next worker can continue from; None if there is nothing yet."""
-        if not len(self.tokens):
+    def unsaved(self, progress: Progress | None = None) -> Piece | None:
+        """What the pool does not have yet, `progress` being what the leg in the engine has generated so far.
+
+        None if there is nothing. The same piece is made again, or a longer one, until `keep_saved` is told of it.
+        """
+        tokens, logprobs, segments = self.tokens, self.logprobs, self.segments
+        if progress is not None and len(progress.token_ids) and self.leg is not None:
+            tokens = np.concatenate([tokens, progress.token_ids])
+            logprobs = np.concatenate([logprobs, progress.logprobs])
+            segments = join_segments([*segments, Segment(self.leg[1], len(progress.token_ids))])
+        if len(tokens) <= self._saved:
             return None
-        return Partial(token_ids=self.tokens, logprobs=self.logprobs, segments=tuple(self.segments))
+        delta = Partial(
+            start=self._saved,
+            token_ids=tokens[self._saved :],
+            logprobs=logprobs[self._saved :],
+            segments=tuple(segments_after(segments, self._saved)),
+        )
+        self._offered = Piece(self.job.id, self.attempt, self.index, self._pieces, delta)
+        return self._offered
+
+    def keep_saved(self, piece: Piece) -> None:
+        """The pool has this piece."""
+        if piece is self._offered:  # else the sample was started over meanwhile, or more of it is on its way
+            self._offered = None
+            self._saved, self._pieces = self._saved + len(piece.partial.token_ids), self._pieces + 1
+            self.saved_at = time.monotonic()
 
     def result(self, worker_id: str, info: EngineInfo, text: str | None) -> RolloutResult:
         """The finished sample as it is published."""
@@ -110,3 +147,25 @@ class SampleRun:
             metadata=job.metadata,
             trace_id=job.trace_id,
         )
+
+
+def join_segments(segments: Iterable[Segment]) -> list[Segment]:
+    """Neighbours of one version become one segment."""
+    joined: list[Segment] = []
+    for segment in segments:
+        if joined and joined[-1].version == segment.version:
+            joined[-1] = Segment(segment.version, joined[-1].tokens + segment.tokens)
+        else:
+            joined.append(segment)
+    return joined
+
+
+def segments_after(segments: Iterable[Segment], start: int) -> list[Segment]:
+    """The segments of what comes after the first `start` tokens."""
+    rest: list[Segment] = []
+    for version, tokens in segments:
+        skipped = min(start, tokens)
+        start -= skipped
+        if tokens > skipped:
+            rest.append(Segment(version, tokens - skipped))
+    return rest

@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..messages.errors import EngineDead, RequestRefused
 from ..sync.transfer import TransferOrder, TransferReport
-from .engine import EngineInfo, EngineOutput, EngineRequest
+from .engine import EngineInfo, EngineOutput, EngineRequest, Progress
 
 VOCAB = 50_000
 CONTEXT = 1 << 20
@@ -34,16 +35,36 @@ def scripted_logprob(token: int) -> float:
     return -0.001 * (token % 1000) - 0.001
 
 
-class ScriptedEngine:
-    """Implements `Engine`. `tokens_per_s` is the speed of one sample; None answers at once."""
+def _generated(request: EngineRequest, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """The first `count` tokens of this leg and their logprobs."""
+    # Positions go on where the prompt of this leg ends, so a continuation is the same stream of tokens.
+    stream, first, version = request.request_id[:36], len(request.token_ids), int(request.cache_key)
+    tokens = [scripted_token(stream, first + i, version) for i in range(count)]
+    logprobs = [scripted_logprob(token) for token in tokens]
+    return np.array(tokens, dtype=np.int32), np.array(logprobs, dtype=np.float32)
 
-    def __init__(self, tokens_per_s: float | None = None, start_s: float = 0.0) -> None:
+
+def _echoed(request: EngineRequest, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    tokens = request.token_ids
+    return tokens[:count] if count <= len(tokens) else np.resize(tokens, count), np.full(count, -1.0, np.float32)
+
+
+class ScriptedEngine:
+    """Implements `Engine`. `tokens_per_s` is the speed of one sample; None answers at once.
+
+    echo: the answer is the prompt's first tokens (the prompt again and again if it is shorter), each with the logprob
+    -1, instead of tokens from a hash, which cost a microsecond each: for measuring what is around the engine.
+    """
+
+    def __init__(self, tokens_per_s: float | None = None, start_s: float = 0.0, *, echo: bool = False) -> None:
         self.tokens_per_s = tokens_per_s
+        self._script = _echoed if echo else _generated
         self.start_s = start_s
         self.weights: Mapping[str, Any] = {}
         self.starts = 0
         self._alive = False
         self._aborts: dict[str, asyncio.Event] = {}
+        self._began: dict[str, tuple[EngineRequest, float]] = {}
         self._death = asyncio.Event()
 
     @property
@@ -71,22 +92,26 @@ class ScriptedEngine:
         limit = CONTEXT - len(request.token_ids)
         if request.max_new_tokens > limit:
             raise RequestRefused(f"max_new_tokens={request.max_new_tokens}: at most {limit} fit behind this prompt")
-        began, version = time.monotonic(), int(request.cache_key)
-        count = request.max_new_tokens
-        if self.tokens_per_s is None:
-            await asyncio.sleep(0)
-        elif await self._stopped_early(request.request_id, count / self.tokens_per_s):
-            count = min(count, int((time.monotonic() - began) * self.tokens_per_s))
+        began, count = time.monotonic(), request.max_new_tokens
+        self._began[request.request_id] = request, began
+        try:
+            if self.tokens_per_s is None:
+                await asyncio.sleep(0)
+            elif await self._stopped_early(request.request_id, count / self.tokens_per_s):
+                count = min(count, int((time.monotonic() - began) * self.tokens_per_s))
+        finally:
+            del self._began[request.request_id]
         if not self._alive:
             raise EngineDead("the scripted engine was killed")
-        # Positions go on where the prompt of this leg ends, so a continuation is the same stream of tokens.
-        stream, first = request.request_id[:36], len(request.token_ids)
-        tokens = [scripted_token(stream, first + i, version) for i in range(count)]
-        return EngineOutput(
-            token_ids=np.array(tokens, dtype=np.int32),
-            logprobs=np.array([scripted_logprob(token) for token in tokens], dtype=np.float32),
-            finish_reason="length" if count == request.max_new_tokens else "abort",
-        )
+        token_ids, logprobs = self._script(request, count)
+        return EngineOutput(token_ids, logprobs, "length" if count == request.max_new_tokens else "abort")
+
+    def progress(self, request_id: str) -> Progress | None:
+        if request_id not in self._began or self.tokens_per_s is None:
+            return None
+        request, began = self._began[request_id]
+        count = min(request.max_new_tokens, int((time.monotonic() - began) * self.tokens_per_s))
+        return Progress(*self._script(request, count))
 
     async def _stopped_early(self, request_id: str, seconds: float) -> bool:
         event = self._aborts[request_id] = asyncio.Event()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
+
 from ..messages.errors import EngineDead, EngineError, RequestRefused
 from ..sync.transfer import TransferOrder, TransferReport
-from .engine import EngineInfo, EngineOutput, EngineRequest
+from .engine import EngineInfo, EngineOutput, EngineRequest, Progress
 from .sglang_config import SGLangConfig
 from .sglang_requests import check_request, engine_output
 from .sglang_run import SGLangRun
@@ -65,6 +67,16 @@ class SGLangEngine:
             raise EngineError(f"SGLang failed on the request: {error}") from error
         run.check()
         return engine_output(answer, sglang_compat.output_logprobs(answer) if answer else [])
+
+    def progress(self, request_id: str) -> Progress | None:
+        """See the protocol. SGLang reports what it has every 50 tokens, streaming or not."""
+        from . import sglang_compat  # noqa: PLC0415
+
+        if self._run is None or not self._run.ready:
+            return None
+        if (found := sglang_compat.generated_so_far(self._run.manager, request_id)) is None:
+            return None
+        return Progress(np.array(found[0], dtype=np.int32), np.array(found[1], dtype=np.float32))
 
     def abort(self, request_id: str) -> None:
         """See the protocol."""

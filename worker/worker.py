@@ -9,8 +9,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -22,10 +20,12 @@ from ..messages.errors import EngineError, LeaseLost, MessageError, RequestRefus
 from ..messages.lease import Beat, Claim, Finished, Lease
 from ..messages.pool import Control, WorkerState, WorkerStatus
 from ..sync.ledger import Ledger
+from .checkpoints import Checkpoints
 from .claims import ClaimLoop
 from .config import WorkerConfig
 from .engine import Engine
 from .generation import Generation
+from .handback import Handback
 from .held import HeldJob, HeldJobs
 from .intake import admit
 from .membership import Membership
@@ -60,6 +60,8 @@ class Worker:
             on_failed=self._failed,
             on_dead=self._engine_died,
         )
+        self._checkpoints = Checkpoints(self._held, config.checkpoint_s, engine.progress, self._fenced)
+        self._handback = Handback(self._held, config.max_lost, self._host, lambda: self._lease, self._drop)
         self._follower: WeightFollower | None = None
         self._claims: ClaimLoop | None = None
         self._lease: Lease | None = None
@@ -68,7 +70,6 @@ class Worker:
         self._paused = False
         self._refused_publishes = self._restarts = self._restarts_in_a_row = 0
         self._started_at = time.time()
-        self._side_tasks: set[asyncio.Task[None]] = set()
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -79,8 +80,8 @@ class Worker:
 
     async def run(self) -> None:
         """Serve until drained. Raises RedisUnavailable or EngineError if the worker cannot start or go on."""
-        redis = connect(self.config.redis_url)
-        listener, waker = (connect(self.config.redis_url, blocking=True) for _ in range(2))
+        redis = connect(self.config.redis_url, pool=self.config.pool)
+        listener, waker = (connect(self.config.redis_url, pool=self.config.pool, blocking=True) for _ in range(2))
         ledger = Ledger(redis, self.config.pool)
         self._follower = WeightFollower(self._engine, self._generation, ledger, self._engine_died)
         try:
@@ -135,6 +136,7 @@ class Worker:
                 giving = [
                     tasks.create_task(membership.run(self._status, self._on_beat)),
                     tasks.create_task(self._outbox.run(lease)),
+                    tasks.create_task(self._checkpoints.run(lease)),
                     tasks.create_task(bell.listen(self._on_ring)),
                 ]
                 await self._draining.wait()
@@ -162,24 +164,17 @@ class Worker:
         busy = self._outbox.jobs()
         waiting = [held for held in self._held if not self._generation.in_engine(held.samples.values())]
         try:
-            await self._hand_back(lease, [held for held in waiting if held.id not in busy])
+            await self._handback.release(lease, [held for held in waiting if held.id not in busy])
             if not await self._generation.idle(fits):
                 await self._generation.interrupt(LEAVE_S)
             async with asyncio.timeout(max(0.5, deadline - time.monotonic())):
                 await self._outbox.flushed()
-                await asyncio.gather(*self._side_tasks)
-                await self._hand_back(lease, list(self._held))
+                await self._handback.settled()
+                await self._handback.release(lease, list(self._held))
                 if left := await lease.leave():
                     log.warning("%d jobs stay here until the lease runs out", left)
         except (RedisError, OSError, TimeoutError) as error:
             log.warning("left without a word, the lease will run out: %s", error or "out of time")
-
-    async def _hand_back(self, lease: Lease, jobs: list[HeldJob], lost: bool = False) -> None:
-        if jobs:
-            releases = [held.release(lost) for held in jobs]
-            for held in jobs:
-                self._held.drop(held.id)
-            await lease.release(releases, self.config.max_lost)
 
     def _forget_everything(self) -> None:
         for held in self._held:
@@ -231,31 +226,12 @@ class Worker:
         held = self._held.get(sample.job.id, sample.attempt)
         if held is not None and self._lease is not None:
             log.warning("job %s failed here, another worker may try: %s", held.id, error)
-            self._aside(self._try_elsewhere(self._lease, held))
-
-    async def _try_elsewhere(self, lease: Lease, held: HeldJob) -> None:
-        # What it has finished must be out before it is somebody else's.
-        await self._outbox.flushed()
-        if self._held.get(held.id, held.claim.attempt) is held:
-            release = held.release(lost=True)
-            self._drop(held.id)
-            await self._insist(lease, lambda: lease.release([release], self.config.max_lost))
-
-    async def _insist(self, lease: Lease, tell: Callable[[], Awaitable[object]]) -> None:
-        """Tell Redis about a job that is not held here any more until it has heard: a lease that goes on being renewed
-        would keep the job from everybody. A lost lease has taken the job along."""
-        while lease is self._lease:
-            try:
-                await tell()
-            except (RedisError, OSError):
-                await asyncio.sleep(RETRY_S)
-            else:
-                return
+            self._handback.try_elsewhere(self._lease, held, self._outbox.flushed)
 
     def _published(self, finished: Finished, state: str) -> None:
         if state == "fenced":
             self._refused_publishes += 1
-            self._drop(finished.job_id)
+            self._fenced(finished.job_id, finished.attempt)
         else:
             self._held.published(finished.job_id, finished.attempt, finished.sample)
         self._poke()
@@ -264,8 +240,11 @@ class Worker:
         self._drop(job_id)
         log.warning("job %s is %s: %s", job_id, cause, error)
         assert self._lease is not None
-        lease, text = self._lease, f"{type(error).__name__}: {error}"
-        self._aside(self._insist(lease, lambda: lease.bury(job_id, attempt, cause, self._host, text)))
+        self._handback.bury(self._lease, job_id, attempt, cause, error)
+
+    def _fenced(self, job_id: str, attempt: int) -> None:
+        if self._held.get(job_id, attempt) is not None:
+            self._drop(job_id)
 
     def _drop(self, job_id: str) -> None:
         if self._held.drop(job_id) is not None:
@@ -294,7 +273,8 @@ class Worker:
     def _on_ring(self, ring: Ring) -> None:
         kind = ring.get("kind")
         if kind == "cancel":
-            self._drop(ring.get("id", ""))
+            for job_id in ring.get("ids", "").split():
+                self._drop(job_id)
         elif kind == "weights" and self._follower is not None:
             self._follower.poke()
         elif kind == "control" and ring.get("worker", "") in {"", self.worker_id}:
@@ -339,8 +319,8 @@ class Worker:
             jobs = list(self._held)
             self._generation.clear()
             try:
-                await self._hand_back(lease, [held for held in jobs if held.id in died_with], lost=True)
-                await self._hand_back(lease, [held for held in jobs if held.id not in died_with])
+                await self._handback.release(lease, [held for held in jobs if held.id in died_with], lost=True)
+                await self._handback.release(lease, [held for held in jobs if held.id not in died_with])
             except (RedisError, OSError) as error:
                 raise LeaseLost(f"the dead engine's jobs could not be handed back: {error}") from error
             if self._restarts_in_a_row > self.config.engine_restarts:
@@ -355,11 +335,6 @@ class Worker:
     def _poke(self) -> None:
         if self._claims is not None:
             self._claims.poke()
-
-    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._side_tasks.add(task)
-        task.add_done_callback(self._side_tasks.discard)
 
     def _status(self) -> WorkerStatus:
         info = self._engine.info

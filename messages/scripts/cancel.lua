@@ -2,15 +2,12 @@
 -- it still publishes is refused.
 -- ARGV: prefix, cause, job ids
 -- Returns per job: ok, or the state it already had ended in, or unknown.
-local states = {}
+local states, running = {}, {}
 for i = 3, #ARGV do
   local id = ARGV[i]
-  local state = redis.call('HGET', job_key(id), 'st')
-  if state == 'q' or state == 'r' then
-    fail(id, 'cancelled', ARGV[2], '', '')
-    if state == 'r' then ring('kind', 'cancel', 'id', id) end
-    state = 'ok'
-  end
-  states[#states + 1] = state or 'unknown'
+  local state = cancel(id, ARGV[2])
+  if state == 'r' then running[#running + 1] = id end
+  states[#states + 1] = (state == 'q' or state == 'r') and 'ok' or state or 'unknown'
 end
+ring_cancelled(running)
 return states

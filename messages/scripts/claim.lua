@@ -1,47 +1,49 @@
 -- Give queued jobs to a worker that holds a lease.
 -- ARGV: prefix, worker id, claim number, max jobs, max samples, weights version, number of classes
 -- Returns {'NOLEASE'}, or a flat list, per job: id, attempt, samples, queued ms, ms to the deadline ('' for none),
---   payload, then a list: published sample, '' or sample with a partial, its bytes, ...
+--   payload, then a list of what there is of it: s<i>, '' for a published sample, k<i> or k<i>.<j>, bytes for a partial
 -- A repeated claim number returns what that claim gave, as far as it is still held: a client library that re-sends
 -- after a lost reply gets the same jobs instead of the next ones.
 local worker, number = ARGV[2], ARGV[3]
-local max_jobs, max_samples, version = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local max_jobs, max_samples, version, classes = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local SCAN = 64               -- entries one claim looks at beyond what it takes
+local MAX_BYTES = 8388608     -- of payloads and partials, after which one claim takes no further job
+local SHARE = 8               -- a class gets its turn when this many jobs of higher ones went past it
 local now = now_ms()
 local worker_key = prefix .. 'worker:' .. worker
 local lease = redis.call('ZSCORE', prefix .. 'workers', worker)
 if not lease or tonumber(lease) <= now then return {'NOLEASE'} end
 
-local given = {}
-local function hand_over(id, f)   -- f: fields p, a, t, e, d, st, n
+local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w'}
+local function record(id) return redis.call('HMGET', job_key(id), unpack(FIELDS)) end
+
+local given, bytes = {}, 0
+local function hand_over(id, f)
   local progress = {}
-  if tonumber(f[5]) > 0 or redis.call('HEXISTS', job_key(id), 'kk') == 1 then
+  if f[8] or tonumber(f[5]) > 0 then
     local all = redis.call('HGETALL', job_key(id))
     for i = 1, #all, 2 do
-      local sample = string.match(all[i], '^s(%d+)$')
-      if sample then
-        progress[#progress + 1] = sample
-        progress[#progress + 1] = ''
-      else
-        sample = string.match(all[i], '^k(%d+)$')
-        if sample then
-          progress[#progress + 1] = sample
-          progress[#progress + 1] = all[i + 1]
-        end
+      local kind = string.match(all[i], '^([sk])%d')
+      if kind then
+        local content = kind == 'k' and all[i + 1] or ''
+        progress[#progress + 1] = all[i]
+        progress[#progress + 1] = content
+        bytes = bytes + #content
       end
     end
   end
+  bytes = bytes + #f[1]
   local left = f[4] and tostring(tonumber(f[4]) - now) or ''
   for _, value in ipairs({id, f[2], f[7], tostring(now - tonumber(f[3])), left, f[1], progress}) do
     given[#given + 1] = value
   end
 end
 
-local last = redis.call('HMGET', worker_key, 'claim', 'ids')
+local last = redis.call('HMGET', worker_key, 'claim', 'ids', 'alone')
 if last[1] == number then
   for id in string.gmatch(last[2], '%x+') do
-    local f = redis.call('HMGET', job_key(id), 'p', 'a', 't', 'e', 'd', 'st', 'n', 'w')
-    if f[6] == 'r' and f[8] == worker then hand_over(id, f) end
+    local f = record(id)
+    if f[6] == 'r' and f[11] == worker then hand_over(id, f) end
   end
   return given
 end
@@ -49,17 +51,16 @@ end
 local committed = tonumber(redis.call('HGET', prefix .. 'weights', 'committed')) or 0
 local ids, jobs, samples, looked = {}, 0, 0, 0
 
-local function version_needed(id)
-  local f = redis.call('HMGET', job_key(id), 'v', 'g')
-  return math.max(tonumber(f[1]) or 0, f[2] and committed - tonumber(f[2]) or 0)
+local function version_needed(v, g)
+  return math.max(tonumber(v) or 0, g and committed - tonumber(g) or 0)
 end
 
 -- What becomes of an id that was taken from a queue.
 local function consider(id, later)
   looked = looked + 1
-  local f = redis.call('HMGET', job_key(id), 'p', 'a', 't', 'e', 'd', 'st', 'n')
+  local f = record(id)
   if f[6] ~= 'q' then return end               -- it was cancelled or expired while queued
-  local needs = version_needed(id)
+  local needs = version_needed(f[9], f[10])
   if f[4] and tonumber(f[4]) <= now then
     fail(id, 'expired', 'its deadline passed in the queue', '', '')
   elseif version < needs then
@@ -81,7 +82,7 @@ local function remember()
 end
 
 -- One worker at a time is the ward for suspects: it lets what it holds run out, then takes them one by one.
-local alone = redis.call('HGET', worker_key, 'alone')
+local alone = last[3]
 if alone and redis.call('SISMEMBER', held_key(worker), alone) == 1 then return remember() end
 if redis.call('LLEN', suspects_key) > 0 then
   local ward = prefix .. 'ward'
@@ -90,34 +91,54 @@ if redis.call('LLEN', suspects_key) > 0 then
     while redis.call('SCARD', held_key(worker)) == 0 do
       local id = redis.call('LINDEX', suspects_key, 0)
       if not id then break end
-      if redis.call('HGET', job_key(id), 'st') == 'q' and version < version_needed(id) then
+      local f = redis.call('HMGET', job_key(id), 'st', 'v', 'g', 'q')
+      if f[1] == 'q' and version < version_needed(f[2], f[3]) then
         redis.call('DEL', ward)                -- somebody with newer weights may have the turn
         break
       end
       redis.call('LPOP', suspects_key)
-      consider(id, later_key(redis.call('HGET', job_key(id), 'q') or 0))
+      consider(id, later_key(f[4] or 0))
       if jobs > 0 then redis.call('HSET', worker_key, 'alone', id) end
     end
     if redis.call('SCARD', held_key(worker)) > 0 then return remember() end
   end
 end
 
-for class = 0, tonumber(ARGV[7]) - 1 do
-  local queue, later = queue_key(class), later_key(class)
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', later, '-inf', version, 'LIMIT', 0, max_jobs)) do
-    if jobs >= max_jobs or samples >= max_samples then break end
+local function full()
+  return jobs >= max_jobs or samples >= max_samples or bytes >= MAX_BYTES or looked >= max_jobs + SCAN
+end
+
+-- Up to `limit` jobs of a class, those first that were set aside for the weights this worker has. Returns how many.
+local function take(class, limit)
+  local queue, later, before = queue_key(class), later_key(class), jobs
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', later, '-inf', version, 'LIMIT', 0, limit)) do
+    if full() then break end
     redis.call('ZREM', later, id)
     consider(id, later)
   end
-  while jobs < max_jobs and samples < max_samples and looked < max_jobs + SCAN do
+  while jobs - before < limit and not full() do
     local id = redis.call('LPOP', queue)
     if not id then break end
     consider(id, later)
   end
+  return jobs - before
 end
-if jobs > 0 or looked >= max_jobs + SCAN then
-  for class = 0, tonumber(ARGV[7]) - 1 do
-    if redis.call('LLEN', queue_key(class)) > 0 then wake() break end
+
+-- Highest class first, but nobody starves: `owed<class>` counts the jobs of higher classes that went past a waiting one.
+local taken, owed = {}, {}
+for class = classes - 1, 1, -1 do
+  owed[class] = tonumber(redis.call('HGET', load_key, 'owed' .. class)) or 0
+  taken[class] = owed[class] >= SHARE and take(class, math.floor(owed[class] / SHARE)) or 0
+end
+local passed, waiting = 0, false
+for class = 0, classes - 1 do
+  taken[class] = (taken[class] or 0) + take(class, max_jobs)
+  local waits = redis.call('LLEN', queue_key(class)) > 0
+  if class > 0 then
+    local now_owed = waits and math.max(0, owed[class] + passed - SHARE * taken[class]) or 0
+    if now_owed ~= owed[class] then redis.call('HSET', load_key, 'owed' .. class, now_owed) end
   end
+  passed, waiting = passed + taken[class], waiting or waits
 end
+if waiting and (jobs > 0 or looked >= max_jobs + SCAN) then wake() end
 return remember()

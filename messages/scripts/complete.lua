@@ -2,11 +2,12 @@
 -- ARGV: prefix, worker id, then per sample: job id, attempt, sample, result bytes
 -- Returns per sample: ok, again (this very sample was published before), or fenced (not this worker's attempt any more).
 local worker = ARGV[2]
-local states, streams = {}, {}
+local states, unread = {}, {}
+local done_jobs, done_bytes = 0, 0
 for i = 3, #ARGV, 4 do
   local id, attempt, sample = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local key = job_key(id)
-  local f = redis.call('HMGET', key, 'st', 'w', 'a', 'd', 'n', 'y', 's' .. sample)
+  local f = redis.call('HMGET', key, 'st', 'w', 'a', 'd', 'n', 'y', 's' .. sample, 'z', 'e', 'q', 'v', 'g')
   local state = 'ok'
   if f[1] == 'done' or (f[7] and f[3] == attempt) then
     state = 'again'
@@ -15,19 +16,29 @@ for i = 3, #ARGV, 4 do
   elseif tonumber(sample) >= tonumber(f[5]) then
     return redis.error_reply('ERR sample ' .. sample .. ' of a job with ' .. f[5] .. ' samples')
   else
-    local reply = prefix .. 'reply:' .. f[6]
+    local client, result = f[6], ARGV[i + 3]
     local done = tonumber(f[4]) + 1
+    local last = done == tonumber(f[5])
     -- l marks the job's last result: a client that has forgotten which ones it took before still knows when to stop.
-    redis.call('XADD', reply, '*', 'j', id, 's', sample, 'm', ARGV[i + 3], 'l', done == tonumber(f[5]) and 1 or 0)
-    streams[reply] = true
-    if done == tonumber(f[5]) then
-      finish(id, 'done', worker)
+    redis.call('XADD', prefix .. 'reply:' .. client, '*', 'j', id, 's', sample, 'm', result, 'l', last and 1 or 0)
+    unread[client] = (unread[client] or 0) + ENTRY_BYTES + #result
+    if last then
+      bury_record(id, 'done', worker, {y = client, e = f[9], q = f[10], v = f[11], g = f[12]})
+      done_jobs, done_bytes = done_jobs + 1, done_bytes + tonumber(f[8])
     else
       redis.call('HSET', key, 's' .. sample, 1, 'd', done)
-      redis.call('HDEL', key, 'k' .. sample)
+      drop_partials(key, sample)
     end
   end
   states[#states + 1] = state
 end
-for reply in pairs(streams) do redis.call('EXPIRE', reply, REPLY_TTL_S) end
+for client, bytes in pairs(unread) do
+  redis.call('EXPIRE', prefix .. 'reply:' .. client, REPLY_TTL_S)
+  count_unread(client, bytes)
+end
+if done_jobs > 0 then
+  redis.call('HINCRBY', load_key, 'jobs', -done_jobs)
+  redis.call('HINCRBY', load_key, 'bytes', -done_bytes)
+  redis.call('HINCRBY', load_key, 'done', done_jobs)
+end
 return states

@@ -1,33 +1,44 @@
--- Accept jobs, all or none.
--- ARGV: prefix, max open jobs, max open bytes, then per job: id, payload, n, class, client id, min_version,
---       max_staleness ('' for none), deadline from now in ms ('' for none)
--- Returns {'BUSY', open jobs, open bytes}, or one of new|q|r|done|cancelled|expired|dead per job.
-local STRIDE = 8
-local max_jobs, max_bytes = tonumber(ARGV[2]), tonumber(ARGV[3])
-local jobs, bytes, seen = 0, 0, {}
-for i = 4, #ARGV, STRIDE do
-  if not seen[ARGV[i]] and redis.call('EXISTS', job_key(ARGV[i])) == 0 then
-    seen[ARGV[i]] = true
-    jobs = jobs + 1
-    bytes = bytes + #ARGV[i + 1]
-  end
-end
-local open = redis.call('HMGET', load_key, 'jobs', 'bytes')
-local open_jobs, open_bytes = tonumber(open[1]) or 0, tonumber(open[2]) or 0
--- An empty pool takes any batch: a single one over the cap could otherwise never be accepted.
-if jobs > 0 and open_jobs > 0 and (open_jobs + jobs > max_jobs or open_bytes + bytes > max_bytes) then
-  return {'BUSY', open_jobs, open_bytes}
-end
+-- Accept jobs in order, until one does not fit.
+-- ARGV: prefix, most open jobs, most bytes (payloads of open jobs and results nobody has taken yet), most bytes of
+--       results that one client may leave untaken, then per job: id, payload, n, class, client id, min_version,
+--       max_staleness ('' for none), deadline from now in ms ('' for none), group id ('' for none)
+-- Returns one of new|q|r|done|cancelled|expired|dead per job; if one does not fit, in its place and as the last:
+--   BUSY, why (jobs|bytes|unread), open jobs, bytes, untaken bytes of this client
+local STRIDE = 9
+local max_jobs, max_bytes, max_unread = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local load = redis.call('HMGET', load_key, 'jobs', 'bytes', 'unread')
+local jobs, open_bytes, all_unread = tonumber(load[1]) or 0, tonumber(load[2]) or 0, tonumber(load[3]) or 0
+local accepted, bytes = 0, 0
 local now = now_ms()
-local states = {}
-for i = 4, #ARGV, STRIDE do
-  local id, payload, class = ARGV[i], ARGV[i + 1], ARGV[i + 3]
+local states, unread, waiting = {}, {}, {}
+
+-- Why a job may not come in now, or nil. One job is let into an empty pool whatever its size: it would never fit later.
+local function misfit(size, class, client)
+  unread[client] = unread[client] or tonumber(redis.call('HGET', prefix .. 'unread', client)) or 0
+  waiting[class] = waiting[class] or redis.call('LLEN', queue_key(class))
+  if unread[client] > max_unread then return 'unread' end
+  if jobs + accepted == 0 then return all_unread > max_bytes and 'bytes' or nil end
+  -- Jobs cancelled while queued are not open, but their ids are in the queue until a worker comes across them.
+  if jobs + accepted >= max_jobs or waiting[class] >= 2 * max_jobs then return 'jobs' end
+  if open_bytes + bytes + size + all_unread > max_bytes then return 'bytes' end
+end
+
+for i = 5, #ARGV, STRIDE do
+  local id, payload, class, client = ARGV[i], ARGV[i + 1], ARGV[i + 3], ARGV[i + 4]
   local key = job_key(id)
   local state = redis.call('HGET', key, 'st')
   if not state then
+    local why = misfit(#payload, class, client)
+    if why then
+      for _, value in ipairs({'BUSY', why, jobs + accepted, open_bytes + bytes + all_unread, unread[client]}) do
+        states[#states + 1] = value
+      end
+      break
+    end
     state = 'new'
-    redis.call('HSET', key, 'st', 'q', 'p', payload, 'n', ARGV[i + 2], 'q', class, 'y', ARGV[i + 4], 'z', #payload,
+    redis.call('HSET', key, 'st', 'q', 'p', payload, 'n', ARGV[i + 2], 'q', class, 'y', client, 'z', #payload,
                't', now, 'a', 0, 'd', 0)
+    redis.call('SADD', client_key(client), id)
     if ARGV[i + 5] ~= '0' then redis.call('HSET', key, 'v', ARGV[i + 5]) end
     if ARGV[i + 6] ~= '' then redis.call('HSET', key, 'g', ARGV[i + 6]) end
     if ARGV[i + 7] ~= '' then
@@ -35,14 +46,16 @@ for i = 4, #ARGV, STRIDE do
       redis.call('HSET', key, 'e', deadline)
       redis.call('ZADD', prefix .. 'deadlines', deadline, id)
     end
+    if ARGV[i + 8] ~= '' then redis.call('HSET', key, 'G', ARGV[i + 8]) end
     redis.call('RPUSH', queue_key(class), id)
+    accepted, bytes, waiting[class] = accepted + 1, bytes + #payload, waiting[class] + 1
   end
   states[#states + 1] = state
 end
-if jobs > 0 then
-  redis.call('HINCRBY', load_key, 'jobs', jobs)
+if accepted > 0 then
+  redis.call('HINCRBY', load_key, 'jobs', accepted)
   redis.call('HINCRBY', load_key, 'bytes', bytes)
-  redis.call('HINCRBY', load_key, 'accepted', jobs)
+  redis.call('HINCRBY', load_key, 'accepted', accepted)
   wake()
 end
 return states

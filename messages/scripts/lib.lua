@@ -4,13 +4,15 @@
 -- A job's record, HASH <prefix>job:<id>:
 --   st  state: q queued, r running; then, with a TTL, what became of it: done, cancelled, expired, dead
 --   p payload   n samples   q priority class   y client id   z payload bytes   t accepted (ms)   e deadline (ms)
---   v min_version   g max_staleness   w owner   a attempt, the fencing token: +1 with every claim   c lost leases
---   d samples published   s<i> sample i is published   k<i> partial of sample i
+--   v min_version   g max_staleness   G group id, where one was given   w owner   c lost leases
+--   a attempt, the fencing token: +1 with every claim   d samples published   s<i> sample i is published
+--   k<i>, k<i>.1, k<i>.2, … what is saved of unfinished sample i, in order   kk there is such a field
 local prefix = ARGV[1]
 local load_key = KEYS[1]
 local TOMBSTONE_S = 3600       -- how long an id is remembered after its job ended
 local DEAD_LETTERS = 10000     -- the newest are kept; their clients were told in any case
 local REPLY_TTL_S = 604800     -- an absent client's results are kept a week after the last one
+local ENTRY_BYTES = 64         -- what an entry of a reply stream is counted for beside its content
 
 local function now_ms()
   local t = redis.call('TIME')
@@ -20,6 +22,8 @@ end
 local function job_key(id) return prefix .. 'job:' .. id end
 local function held_key(worker) return prefix .. 'held:' .. worker end
 local function queue_key(class) return prefix .. 'queue:' .. class end
+-- SET of a client's open jobs.
+local function client_key(client) return prefix .. 'client:' .. client end
 -- ZSET of jobs that need newer weights than those who looked at them had; score: the version they need.
 local function later_key(class) return prefix .. 'later:' .. class end
 -- LIST of jobs on their last chance. Each runs alone on its worker, so that it takes no neighbour along if it is the
@@ -39,29 +43,43 @@ local function ring(...)
   redis.call('XADD', prefix .. 'bell', 'MAXLEN', '~', 512, '*', ...)
 end
 
--- Job `id` reaches `outcome`: out of every index, its record shrinks to a tombstone.
-local function finish(id, outcome, owner)
+-- `bytes` of results wait on a client's reply stream; negative when they are taken. HASH `unread` has it by client.
+local function count_unread(client, bytes)
+  redis.call('HINCRBY', prefix .. 'unread', client, bytes)
+  redis.call('HINCRBY', load_key, 'unread', bytes)
+end
+
+-- Nothing waits for this client any more, whatever its counter says: its stream is empty or has expired.
+local function nothing_unread(client)
+  local left = tonumber(redis.call('HGET', prefix .. 'unread', client)) or 0
+  redis.call('HDEL', prefix .. 'unread', client)
+  if left ~= 0 then redis.call('HINCRBY', load_key, 'unread', -left) end
+end
+
+-- The record of job `id` shrinks to a tombstone, out of every index; the counters are the caller's. f: fields by name.
+local function bury_record(id, outcome, owner, f)
   local key = job_key(id)
-  local f = redis.call('HMGET', key, 'z', 'e', 'q', 'v', 'g')
   if owner then redis.call('SREM', held_key(owner), id) end
-  if f[2] then redis.call('ZREM', prefix .. 'deadlines', id) end
-  if f[4] or f[5] then redis.call('ZREM', later_key(f[3]), id) end
+  redis.call('SREM', client_key(f.y), id)
+  if f.e then redis.call('ZREM', prefix .. 'deadlines', id) end
+  if f.v or f.g then redis.call('ZREM', later_key(f.q), id) end
   redis.call('DEL', key)
   redis.call('HSET', key, 'st', outcome)
   redis.call('EXPIRE', key, TOMBSTONE_S)
-  redis.call('HINCRBY', load_key, 'jobs', -1)
-  redis.call('HINCRBY', load_key, 'bytes', -(tonumber(f[1]) or 0))
-  redis.call('HINCRBY', load_key, outcome, 1)
 end
 
--- The same for an outcome that is not "done": the client is told on its reply stream.
+-- Job `id` ends as `outcome`, which is not "done": the client is told on its reply stream.
 local function fail(id, outcome, cause, host, err)
-  local f = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st')
-  local reply = prefix .. 'reply:' .. f[1]
+  local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g')
+  local reply = prefix .. 'reply:' .. r[1]
   redis.call('XADD', reply, '*', 'j', id, 'o', outcome, 'c', cause, 'h', host, 'e', err,
-             'a', f[2] or '0', 'd', f[3] or '0')
+             'a', r[2] or '0', 'd', r[3] or '0')
   redis.call('EXPIRE', reply, REPLY_TTL_S)
-  finish(id, outcome, f[5] == 'r' and f[4] or nil)
+  count_unread(r[1], ENTRY_BYTES + #cause + #host + #err)
+  bury_record(id, outcome, r[5] == 'r' and r[4] or nil, {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10]})
+  redis.call('HINCRBY', load_key, 'jobs', -1)
+  redis.call('HINCRBY', load_key, 'bytes', -(tonumber(r[6]) or 0))
+  redis.call('HINCRBY', load_key, outcome, 1)
 end
 
 local function dead_letter(id, cause, host, err)
@@ -69,6 +87,31 @@ local function dead_letter(id, cause, host, err)
   redis.call('XADD', prefix .. 'dead', 'MAXLEN', '~', DEAD_LETTERS, '*', 'id', id, 'cause', cause, 'host', host, 'error', err,
              'attempts', f[2] or '0', 'at', now_ms(), 'payload', f[1])
   fail(id, 'dead', cause, host, err)
+end
+
+-- Cancel job `id` if it is open. Returns the state it was in, false if it is unknown.
+local function cancel(id, cause)
+  local state = redis.call('HGET', job_key(id), 'st')
+  if state == 'q' or state == 'r' then fail(id, 'cancelled', cause, '', '') end
+  return state
+end
+
+-- Tell the workers that some of these jobs, which may be running, are not wanted any more.
+local function ring_cancelled(ids)
+  if #ids > 0 then ring('kind', 'cancel', 'ids', table.concat(ids, ' ')) end
+end
+
+local function drop_partials(key, sample)
+  local field, chunk = 'k' .. sample, 1
+  if redis.call('HDEL', key, field) == 0 then return end
+  while redis.call('HDEL', key, field .. '.' .. chunk) == 1 do chunk = chunk + 1 end
+end
+
+-- Save the next piece of an unfinished sample. Piece 0 starts it over. The same piece again replaces itself.
+local function save_partial(key, sample, chunk, bytes)
+  if redis.call('HEXISTS', key, 's' .. sample) == 1 then return end
+  if chunk == '0' then drop_partials(key, sample) end
+  redis.call('HSET', key, chunk == '0' and 'k' .. sample or 'k' .. sample .. '.' .. chunk, bytes, 'kk', 1)
 end
 
 -- A running job goes back to the front of its queue, without an owner; on its last chance to the suspects.
@@ -94,7 +137,7 @@ end
 -- End what is past its deadline, at most `budget` jobs. A running one is its worker's to stop; when a second has passed
 -- nobody is left to do it. Returns how many were ended.
 local function end_overdue(now, budget)
-  local expired = 0
+  local expired, running = 0, {}
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'deadlines', '-inf', now, 'LIMIT', 0, math.max(budget, 0))) do
     local f = redis.call('HMGET', job_key(id), 'st', 'e')
     if not f[2] then
@@ -102,9 +145,10 @@ local function end_overdue(now, budget)
     elseif f[1] == 'q' or tonumber(f[2]) + 1000 <= now then
       fail(id, 'expired', f[1] == 'q' and 'its deadline passed in the queue' or 'its deadline passed while it was running',
            '', '')
-      if f[1] == 'r' then ring('kind', 'cancel', 'id', id) end
+      if f[1] == 'r' then running[#running + 1] = id end
       expired = expired + 1
     end
   end
+  ring_cancelled(running)
   return expired
 end

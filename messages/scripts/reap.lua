@@ -32,5 +32,8 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT
   if budget <= 0 then break end
 end
 local expired = end_overdue(now, budget)
+-- One reply stream per call: has it expired unread, it is not counted any more.
+local client = redis.call('HRANDFIELD', prefix .. 'unread')
+if client and redis.call('EXISTS', prefix .. 'reply:' .. client) == 0 then nothing_unread(client) end
 if requeued > 0 then wake() end
 return {requeued, dead, expired, removed}

@@ -1,6 +1,7 @@
 -- A worker gives jobs back unfinished: they go to the front of their queues with what was generated so far. With `lost`
 -- 0 (drain, preemption) nothing is counted against them; with 1 (the engine died under them) it counts like a lost lease.
--- ARGV: prefix, worker id, max lost, then per job: id, attempt, lost, number of partials, then sample, bytes for each
+-- ARGV: prefix, worker id, max lost, then per job: id, attempt, lost, number of partials, then for each of these
+--       sample, number of the piece, bytes (see checkpoint)
 -- Returns per job: ok, dead or fenced.
 local worker, max_lost = ARGV[2], tonumber(ARGV[3])
 local states, i = {}, 4
@@ -13,14 +14,14 @@ while i <= #ARGV do
       dead_letter(id, 'the engine under it died or failed ' .. total .. ' times', worker, '')
       state = 'dead'
     else
-      for k = i + 4, i + 2 + 2 * partials, 2 do
-        redis.call('HSET', job_key(id), 'k' .. ARGV[k], ARGV[k + 1], 'kk', 1)
+      for k = i + 4, i + 1 + 3 * partials, 3 do
+        save_partial(job_key(id), ARGV[k], ARGV[k + 1], ARGV[k + 2])
       end
       requeue(id, worker, max_lost)
       wake()
     end
   end
   states[#states + 1] = state
-  i = i + 4 + 2 * partials
+  i = i + 4 + 3 * partials
 end
 return states

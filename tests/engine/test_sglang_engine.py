@@ -121,6 +121,20 @@ async def test_abort_returns_the_partial_sample(engine: SGLangEngine, reference:
     assert_greedy(output, reference, 1e-3)
 
 
+async def test_progress_is_a_prefix_of_what_comes_out(engine: SGLangEngine) -> None:
+    wanted = request(temperature=1.0, max_new_tokens=400)
+    assert engine.progress(wanted.request_id) is None
+    task = asyncio.create_task(engine.generate(wanted))
+    await until(lambda: (seen := engine.progress(wanted.request_id)) is not None and seen.token_ids.size >= 100)
+    seen = engine.progress(wanted.request_id)
+    assert seen is not None
+    output = await task
+    assert seen.token_ids.size == seen.logprobs.size < 400
+    np.testing.assert_array_equal(seen.token_ids, output.token_ids[: seen.token_ids.size])
+    np.testing.assert_array_equal(seen.logprobs, output.logprobs[: seen.logprobs.size])
+    assert engine.progress(wanted.request_id) is None
+
+
 async def test_abort_of_an_unknown_request_is_ignored(engine: SGLangEngine) -> None:
     engine.abort("f" * 32)
     assert (await engine.generate(request(max_new_tokens=2))).token_ids.size == 2

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from pool import eventually, worker
 
-from rolloutmq import RolloutResult
+from rolloutmq import RolloutClient, RolloutResult
 from rolloutmq.messages import Broker, connect
+from rolloutmq.messages.broker import Reply
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.ops import submit as module
 from rolloutmq.ops.submit import Defaults, submit_file
@@ -174,26 +175,27 @@ async def test_the_pool_drops_an_answer_only_when_it_is_on_the_disk(
     work = module._Work(tmp_path / "out.jsonl", module._read_lines(source, Defaults()), header(source, Defaults()))
     async with worker(redis_db), connect(redis_db) as db:
         stream = Broker(db, "default").keys.reply(work.client_id)
-        client = await module._Client(work, redis_db, "default").open()
+        client = await RolloutClient(redis_db, client_id=work.client_id, before_ack=work.sync).open()
         assert work.sync(now=True)
         monkeypatch.setattr(module, "SYNC_S", 1000.0)
         async for outcome in client.map(work.jobs(), timeout=10):
             assert isinstance(outcome, RolloutResult)
             assert work.take(outcome, logprobs=False)
-        await client._flush_acks()
+        await client._reader._flush_acks()
         assert await db.xlen(stream) == 3  # written, but not synced yet
         monkeypatch.setattr(module, "SYNC_S", 0.0)
-        await client._flush_acks()
+        await client._reader._flush_acks()
         assert await db.xlen(stream) == 0
 
         def broken(_: int) -> None:
             raise OSError("no disk")
 
-        client._acks.append("1-1")
+        forged = Reply("1-1", outcome, last=False)
+        client._reader._acks.append(forged)
         monkeypatch.setattr(os, "fsync", broken)
         with pytest.raises(ConfigError, match="no disk"):
-            await client._flush_acks()
+            await client._reader._flush_acks()
         monkeypatch.undo()
         await client.aclose()
-        assert client._acks == ["1-1"]  # a sync that comes after a failed one proves nothing
+        assert client._reader._acks == [forged]  # a sync that comes after a failed one proves nothing
     work.close()

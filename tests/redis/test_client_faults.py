@@ -17,8 +17,8 @@ from rolloutmq.messages import Broker, Caps
 
 async def crash(client: RolloutClient) -> None:
     """No acknowledgement, no goodbye."""
-    assert client._reader is not None
-    client._reader.cancel()
+    assert client._reader._task is not None
+    client._reader._task.cancel()
     await client._redis.aclose()
     await client._blocking.aclose()
 
@@ -100,7 +100,7 @@ async def test_first_calls_at_the_same_time_start_one_reader(redis_db: str, serv
 async def test_closing_wakes_whoever_waits(client: RolloutClient) -> None:
     handle = await client.submit(tokens())
     waits = [asyncio.create_task(client.wait(handle)), asyncio.create_task(anext(client.results(), None))]
-    await eventually(lambda: len(client._news._waiters) == 2)  # type: ignore[attr-defined]
+    await eventually(lambda: len(client._reader._news._waiters) == 2)  # type: ignore[attr-defined]
     await client.aclose()
     for wait in waits:
         with pytest.raises(RolloutMQError, match="client client is closed"):

@@ -133,8 +133,8 @@ async def test_ack_drops_only_what_it_names(broker: Broker, joined) -> None:
     await lease.claim(3, 3, 0)
     await lease.complete([Finished(one.id, 1, 0, result(one)) for one in jobs])
     first, second, third = await replies(broker)
-    await broker.ack("client", [first.entry_id, third.entry_id])
-    await broker.ack("client", [first.entry_id])
+    await broker.ack("client", [first, third])
+    await broker.ack("client", [first])
     await broker.ack("client", [])
     assert await replies(broker) == [second]
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import redis.exceptions
+from redis.asyncio.connection import SSLConnection
 
 from rolloutmq.messages import connection
 from rolloutmq.messages.connection import connect, ping, redacted
@@ -90,7 +91,7 @@ def test_no_error_shows_the_password(url: str) -> None:
 
 def test_tls_urls_get_tls() -> None:
     pool = connect("rediss://h:6380/0?ssl_cert_reqs=none").connection_pool
-    assert pool.connection_class.__name__ == "SSLConnection"
+    assert issubclass(pool.connection_class, SSLConnection)
 
 
 async def test_nobody_there_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +126,7 @@ async def test_a_frozen_server_is_noticed(redis_server: EmbeddedRedis) -> None:
         await client.set("k", "v")
         os.kill(redis_server.pid, signal.SIGSTOP)
         started = time.monotonic()
-        with pytest.raises(redis.exceptions.TimeoutError):
+        with pytest.raises(RedisUnavailable, match="no reply within 5 s"):
             await client.get("k")
         assert time.monotonic() - started < 12
 

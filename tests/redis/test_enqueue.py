@@ -9,8 +9,7 @@ from pool import dump, replies
 from redis.asyncio import Redis
 from specimens import job, result
 
-from rolloutmq.messages import Broker, Caps, Finished, GenerateJob, InvalidField, PoolBusy, decode, encode
-from rolloutmq.messages.broker import BATCH_JOBS
+from rolloutmq.messages import Broker, Caps, Finished, GenerateJob, InvalidField, decode, encode
 
 
 async def test_an_id_is_accepted_once(broker: Broker, db: Redis) -> None:
@@ -61,50 +60,6 @@ async def test_what_became_of_an_earlier_submission(broker: Broker, joined) -> N
     assert await broker.enqueue(jobs) == ["done", "dead", "cancelled", "q"]
 
 
-async def test_over_the_count_cap(broker: Broker, db: Redis) -> None:
-    small = Broker(db, "default", Caps(jobs=3))
-    await small.enqueue([job(), job()])
-    before = await dump(db)
-    with pytest.raises(PoolBusy, match=r"holds 2 jobs.*caps are 3 jobs") as caught:
-        await small.enqueue([job(), job()])
-    assert caught.value.accepted == 0
-    assert await dump(db) == before
-    assert await small.enqueue([job()]) == ["new"]
-
-
-async def test_over_the_byte_cap(db: Redis) -> None:
-    one = job(token_ids=list(range(1000)))
-    small = Broker(db, "default", Caps(nbytes=len(encode(one)) * 2))
-    await small.enqueue([one, job(token_ids=list(range(1000)))])
-    with pytest.raises(PoolBusy, match="bytes"):
-        await small.enqueue([job()])
-
-
-async def test_busy_says_how_many_are_in(db: Redis) -> None:
-    small = Broker(db, "default", Caps(jobs=BATCH_JOBS + 10))
-    jobs = [job() for _ in range(BATCH_JOBS + 20)]
-    with pytest.raises(PoolBusy) as caught:
-        await small.enqueue(jobs)
-    assert caught.value.accepted == BATCH_JOBS
-    load = await small.load()
-    assert load.open_jobs == BATCH_JOBS
-    # and the rest can be sent again once there is room, with what is in sent again too
-    await small.cancel([one.id for one in jobs[:100]])
-    assert await small.enqueue(jobs[caught.value.accepted :]) == ["new"] * 20
-
-
-async def test_a_known_id_is_never_busy(db: Redis) -> None:
-    small = Broker(db, "default", Caps(jobs=1))
-    one = job()
-    await small.enqueue([one])
-    assert await small.enqueue([one]) == ["q"]
-
-
-async def test_an_empty_pool_takes_any_batch(db: Redis) -> None:
-    small = Broker(db, "default", Caps(jobs=1))
-    assert await small.enqueue([job(), job(), job()]) == ["new"] * 3
-
-
 async def test_nothing_is_sent_of_what_cannot_be_accepted(broker: Broker, db: Redis) -> None:
     with pytest.raises(InvalidField, match="reply_to"):
         await broker.enqueue([job(reply_to="")])
@@ -132,7 +87,7 @@ async def test_cancel_queued_running_and_ended(broker: Broker, db: Redis, joined
     assert found[running.id].attempts == 1
     assert await lease.held() == frozenset()
     rings = [fields for _, fields in await db.xrange(broker.keys.bell)]
-    assert {b"kind": b"cancel", b"id": running.id.encode()} in rings
+    assert {b"kind": b"cancel", b"ids": running.id.encode()} in rings
     # what the worker still publishes is refused, and the cancelled one is not claimed any more
     assert await lease.complete([Finished(running.id, 1, 0, result(running))]) == ["fenced"]
     assert await lease.claim(10, 10, 0) == []

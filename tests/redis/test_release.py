@@ -7,7 +7,7 @@ from pool import dump, replies, status
 from redis.asyncio import Redis
 from specimens import job, result
 
-from rolloutmq.messages import Broker, Finished, GenerateJob, Partial, Release, Segment, decode, new_id
+from rolloutmq.messages import Broker, Finished, GenerateJob, Partial, Piece, Release, Segment, decode, new_id
 
 PARTIAL = Partial(token_ids=[7, 8], logprobs=[-0.5, -0.25], segments=(Segment(3, 2),))
 
@@ -19,11 +19,12 @@ async def test_released_with_partials_and_continued_by_another(broker: Broker, d
     await first.claim(1, 9, 0)
     await broker.enqueue([behind])
     await first.complete([Finished(one.id, 1, 2, result(one, 2))])
-    assert await first.release([Release(one.id, 1, {0: PARTIAL})], 3) == ["ok"]
-    assert await first.release([Release(one.id, 1, {0: PARTIAL})], 3) == ["fenced"]
+    assert await first.release([Release(one.id, 1, (Piece(one.id, 1, 0, 0, PARTIAL),))], 3) == ["ok"]
+    assert await first.release([Release(one.id, 1, (Piece(one.id, 1, 0, 0, PARTIAL),))], 3) == ["fenced"]
     (claim, _) = await second.claim(2, 9, 0)
     assert (claim.job_id, claim.attempt, claim.published) == (one.id, 2, {2})  # at the front of the queue again
-    assert {sample: decode(blob, Partial) for sample, blob in claim.partials.items()} == {0: PARTIAL}
+    assert list(claim.partials) == [0]
+    assert [decode(blob, Partial) for blob in claim.partials[0]] == [PARTIAL]
     # the partial goes with the sample
     await second.complete([Finished(one.id, 2, 0, result(one, 0, 2))])
     assert await db.hget(broker.keys.job(one.id), "k0") is None
@@ -31,16 +32,17 @@ async def test_released_with_partials_and_continued_by_another(broker: Broker, d
     assert (await broker.load()).done == 1
 
 
-async def test_a_later_partial_replaces_the_earlier(broker: Broker, joined) -> None:
+async def test_a_sample_started_over_leaves_nothing_of_before(broker: Broker, joined) -> None:
     one = job()
     await broker.enqueue([one])
     lease = await joined()
+    await lease.claim(1, 9, 0)
     longer = Partial(token_ids=[7, 8, 9], logprobs=[0, 0, 0], segments=(Segment(3, 2), Segment(4, 1)))
-    for attempt, partial in ((1, PARTIAL), (2, longer)):
-        await lease.claim(1, 9, 0)
-        await lease.release([Release(one.id, attempt, {0: partial})], 3)
+    for number in range(4):
+        assert await lease.checkpoint([Piece(one.id, 1, 0, number, PARTIAL)]) == ["ok"]
+    await lease.release([Release(one.id, 1, (Piece(one.id, 1, 0, 0, longer),))], 3)
     (claim,) = await lease.claim(1, 9, 0)
-    assert decode(claim.partials[0], Partial) == longer
+    assert [decode(blob, Partial) for blob in claim.partials[0]] == [longer]
 
 
 async def test_giving_back_without_loss_counts_for_nothing(broker: Broker, joined) -> None:

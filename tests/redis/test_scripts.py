@@ -11,7 +11,7 @@ from pool import dump, replies, status
 from redis.asyncio import Redis
 from specimens import job, result
 
-from rolloutmq.messages import Broker, Control, Finished, Lease, Partial, Release, Segment, WeightAnnouncement
+from rolloutmq.messages import Broker, Control, Finished, Lease, Partial, Piece, Release, Segment, WeightAnnouncement
 from rolloutmq.messages.lua import Scripts
 from rolloutmq.sync.ledger import Ledger
 from rolloutmq.sync.transfer import TransferReport
@@ -29,7 +29,8 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
     await broker.enqueue(jobs)
     await worker.claim(4, 99, 0)
     await worker.complete([Finished(done.id, 1, i, result(done, i)) for i in range(2)])
-    await broker.cancel([cancelled.id, queued.id])
+    await broker.cancel([cancelled.id])
+    assert await broker.cancel_client("client", queued.id) == 1
     await broker.control(Control(action="resume"))
     assert await broker.end_overdue() == 0
     await worker.bury(buried.id, 1, "refused", "h", "no")
@@ -40,7 +41,8 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
     (claim,) = await worker.claim(4, 99, 0)
     assert (claim.job_id, claim.attempt) == (crashed.id, 2)
     partial = Partial(token_ids=[1], logprobs=[0.0], segments=(Segment(0, 1),))
-    await worker.release([Release(crashed.id, 2, {1: partial}, lost=True)], 3)
+    await worker.checkpoint([Piece(crashed.id, 2, 0, 0, partial)])
+    await worker.release([Release(crashed.id, 2, (Piece(crashed.id, 2, 1, 0, partial),), lost=True)], 3)
     await worker.heartbeat(status("w1"))
     await worker.claim(4, 99, 0)
     await worker.complete([Finished(crashed.id, 3, i, result(crashed, i, 3)) for i in range(2)])
@@ -66,7 +68,7 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
 
     outcomes = await replies(broker)
     assert len(outcomes) == 4 + 4
-    await broker.ack("client", [reply.entry_id for reply in outcomes])
+    await broker.ack("client", outcomes)
     assert await worker.leave() == 0
     load = await broker.load()
     assert (load.accepted, load.done, load.cancelled, load.expired, load.dead) == (6, 2, 2, 1, 1)

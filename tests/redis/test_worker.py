@@ -17,6 +17,7 @@ from rolloutmq.messages import (
     JobFailure,
     LogprobOptions,
     Partial,
+    Piece,
     Release,
     RolloutResult,
     SamplingParams,
@@ -270,7 +271,7 @@ async def test_a_partial_from_newer_weights_is_not_continued_by_older(redis_db: 
     lease = await joined("newer")
     await lease.claim(1, 1, 0)
     partial = Partial(token_ids=[1, 2], logprobs=[0, 0], segments=(Segment(2, 2),))
-    await lease.release([Release(one.id, 1, {0: partial})], 3)
+    await lease.release([Release(one.id, 1, (Piece(one.id, 1, 0, 0, partial),))], 3)
     await lease.leave()
     async with worker(redis_db):
         (found,) = by_sample(await wait_replies(broker, 1)).values()

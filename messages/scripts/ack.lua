@@ -1,0 +1,11 @@
+-- A client has outcomes safe: they leave its reply stream.
+-- ARGV: prefix, client id, then per entry: id, bytes it was counted for
+local client = ARGV[2]
+local reply = prefix .. 'reply:' .. client
+local bytes = 0
+for i = 3, #ARGV, 2 do
+  if redis.call('XDEL', reply, ARGV[i]) == 1 then bytes = bytes + tonumber(ARGV[i + 1]) end
+end
+if bytes > 0 then count_unread(client, -bytes) end
+if redis.call('XLEN', reply) == 0 then nothing_unread(client) end
+return 'ok'

@@ -1,0 +1,93 @@
+"""Jobs that leave a worker unfinished: given back with what was generated, given to another worker, or given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from ..messages.lease import Lease, Release
+from .held import HeldJob, HeldJobs
+
+RETRY_S = 0.2
+MAX_JOBS = 256
+MAX_TOKENS = 1 << 19
+"""In one call to Redis: 4 MiB of token ids and logprobs."""
+
+
+class Handback:
+    """What one worker hands back.
+
+    current(): the lease it holds now; with an older one the jobs are gone anyway. drop(job id): hold it no more.
+    """
+
+    def __init__(
+        self,
+        held: HeldJobs,
+        max_lost: int,
+        host: str,
+        current: Callable[[], Lease | None],
+        drop: Callable[[str], None],
+    ) -> None:
+        self._held, self._max_lost, self._host = held, max_lost, host
+        self._current, self._drop = current, drop
+        self._telling: set[asyncio.Task[None]] = set()
+
+    async def settled(self) -> None:
+        """Return once Redis has heard of everything so far."""
+        await asyncio.gather(*self._telling)
+
+    async def release(self, lease: Lease, jobs: list[HeldJob], lost: bool = False) -> None:
+        """Give jobs back now. Raises RedisError or OSError; what Redis has not heard of it takes with the lease."""
+        releases = [held.release(lost) for held in jobs]
+        for held in jobs:
+            self._held.drop(held.id)
+        for batch in _batches(releases):
+            await lease.release(batch, self._max_lost)
+
+    def try_elsewhere(self, lease: Lease, held: HeldJob, ready: Callable[[], Awaitable[None]]) -> None:
+        """Let another worker try a job that failed here, once `ready` returns: what it finished must be out first."""
+        self._aside(self._try_elsewhere(lease, held, ready))
+
+    async def _try_elsewhere(self, lease: Lease, held: HeldJob, ready: Callable[[], Awaitable[None]]) -> None:
+        await ready()
+        if self._held.get(held.id, held.claim.attempt) is held:
+            release = held.release(lost=True)
+            self._drop(held.id)
+            await self._insist(lease, lambda: lease.release([release], self._max_lost))
+
+    def bury(self, lease: Lease, job_id: str, attempt: int, cause: str, error: Exception) -> None:
+        """Dead-letter a job that no worker can run."""
+        text = f"{type(error).__name__}: {error}"
+        self._aside(self._insist(lease, lambda: lease.bury(job_id, attempt, cause, self._host, text)))
+
+    async def _insist(self, lease: Lease, tell: Callable[[], Awaitable[object]]) -> None:
+        """Tell Redis about a job that is not held here any more until it has heard: a lease that goes on being renewed
+        would keep the job from everybody. A lost lease has taken the job along."""
+        while lease is self._current():
+            try:
+                await tell()
+            except (RedisError, OSError):
+                await asyncio.sleep(RETRY_S)
+            else:
+                return
+
+    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+
+def _batches(releases: list[Release]) -> Iterator[list[Release]]:
+    batch: list[Release] = []
+    tokens = 0
+    for release in releases:
+        batch.append(release)
+        tokens += sum(len(piece.partial.token_ids) for piece in release.pieces)
+        if len(batch) >= MAX_JOBS or tokens >= MAX_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+    if batch:
+        yield batch
