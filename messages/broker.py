@@ -15,7 +15,7 @@ from .errors import InvalidField, MessageError, PoolBusy
 from .jobs import PRIORITIES, GenerateJob
 from .keys import Keys
 from .lua import Scripts
-from .pool import Control, DeadLetter, WorkerStatus
+from .pool import Control, WorkerStatus
 from .results import JobFailure, RolloutResult
 
 BATCH_JOBS = 512
@@ -81,16 +81,19 @@ class Broker:
         self.caps = caps or Caps()
         self._scripts = Scripts(redis, self.keys)
 
-    async def enqueue(self, jobs: Sequence[GenerateJob]) -> list[str]:
+    async def enqueue(self, jobs: Sequence[GenerateJob], letter: str = "") -> list[str]:
         """Accept `jobs` in order; returns per job "new", or the state an earlier submission of the same id is in
         (q queued, r running, or done, cancelled, expired, dead).
 
+        letter: entry id of the dead letter that the one job replaces; it is deleted with the acceptance. If it is gone
+        already, nothing is accepted, and the state is the job's, or "gone".
         Raises PoolBusy (with how many were accepted) or InvalidField for a job over the payload limit.
         """
         states: list[str] = []
         # All encoded before the first is sent: a job that is refused leaves none of the others in the pool.
         for batch in list(self._batches(jobs)):
-            answer = await self._scripts.run("enqueue", self.caps.jobs, self.caps.nbytes, self.caps.unread, *batch)
+            caps = (self.caps.jobs, self.caps.nbytes, self.caps.unread)
+            answer = await self._scripts.run("enqueue", *caps, letter, *batch)
             if len(answer) >= 5 and answer[-5] == b"BUSY":
                 states.extend(state.decode() for state in answer[:-5])
                 raise self._busy(answer[-4:], states)
@@ -242,23 +245,6 @@ class Broker:
             with contextlib.suppress(MessageError):
                 statuses += [decode(blob, WorkerStatus)] if blob else []
         return statuses
-
-    async def dead_letters(self, count: int = 100) -> list[DeadLetter]:
-        """The newest dead letters, newest first."""
-        entries = await self.redis.xrevrange(self.keys.dead, count=count)
-        return [
-            DeadLetter(
-                entry_id=entry_id.decode(),
-                job_id=fields[b"id"].decode(),
-                cause=fields[b"cause"].decode(),
-                error=fields[b"error"].decode(errors="replace"),
-                host=fields[b"host"].decode(),
-                attempts=int(fields[b"attempts"]),
-                at=int(fields[b"at"]) / 1000,
-                payload=fields[b"payload"],
-            )
-            for entry_id, fields in entries
-        ]
 
 
 ENTRY_BYTES = 64

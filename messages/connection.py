@@ -14,7 +14,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
 
 from .answers import said, told_as_ours
-from .errors import ConfigError, RedisUnavailable
+from .errors import ConfigError, RedisRefused, RedisUnavailable
 from .retry import REPLY_TIMEOUT_S, RETRY_BUDGET_S, BoundedRetry, reply_within
 from .topology import link
 from .url import Durability, first_node_url, parse, redacted
@@ -117,6 +117,8 @@ async def ping(client: Redis) -> None:
             f"Redis at {where} refused these credentials ({error}). Give user and password in the URL: "
             "redis://USER:PASSWORD@HOST:PORT/0"
         ) from error
+    except RedisRefused:  # it answers; what does not write works
+        return
     except (RedisError, OSError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, RedisError) else error
         raise RedisUnavailable(

@@ -83,6 +83,14 @@ class JobFailed(RolloutMQError):
         self.failure = failure
 
 
+class NoSuchDeadLetter(RolloutMQError):
+    """No letter with this entry id: requeued, dropped, or pushed out by 10,000 newer ones."""
+
+
+class CannotRequeue(RolloutMQError):
+    """A letter's payload cannot become a job; the text says why. It can be shown and dropped."""
+
+
 # --- engine ---------------------------------------------------------------------------------------------------------
 
 

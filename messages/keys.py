@@ -114,6 +114,11 @@ class Keys:
         return f"{self.prefix}dead"
 
     @property
+    def mark(self) -> str:
+        """STRING with a TTL, written before WAIT; see lua.py."""
+        return f"{self.prefix}mark"
+
+    @property
     def weights(self) -> str:
         """HASH: newest committed version, last epoch, the epoch under way."""
         return f"{self.prefix}weights"

@@ -38,8 +38,9 @@ _PAST_THE_LIMIT = "redis.call('DEL', prefix .. 'none')\n"
 # script, when half of it is done. This key is never there: the whole script is refused before it has begun.
 _SLOT_IS_HERE = "redis.call('EXISTS', prefix .. 'none')\n"
 
-# WAIT counts the replicas that have what *this connection* wrote last; after a re-sent script that had nothing left to
-# do, or on a new connection, that is nothing, and WAIT would answer "all of them" at once. So something is written.
+# From 7.2 on WAIT counts the replicas that have what *this connection* wrote last; after a re-sent script that had
+# nothing left to do, or on a new connection, that is nothing, and WAIT would answer "all" at once. So something is
+# written. (Up to 7.0 it is what anybody has written by then.)
 _MARK = "redis.call('DEL', KEYS[1]) redis.call('SET', KEYS[1], 1, 'EX', 60)"
 
 
@@ -99,7 +100,7 @@ class Scripts:
             with told_as_ours(self._address):
                 async with self._redis.pipeline(transaction=False) as pipe:
                     pipe.execute_command(*call)
-                    pipe.execute_command("EVAL", _MARK, 1, f"{self._keys.prefix}mark")
+                    pipe.execute_command("EVAL", _MARK, 1, self._keys.mark)
                     pipe.execute_command("WAIT", wanted.min_replicas, wanted.timeout_ms)
                     answer, _, confirmed = await pipe.execute()
             if confirmed >= wanted.min_replicas:

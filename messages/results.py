@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -33,12 +32,14 @@ class Timings(BaseModel):
 
 
 def _check_sums(token_ids: TokenIds, logprobs: Floats | None, segments: tuple[Segment, ...]) -> None:
-    tokens = int(token_ids.size)
-    if sum(segment.tokens for segment in segments) != tokens:
+    tokens, total, newest = token_ids.size, 0, 0
+    for version, count in segments:  # one loop: this is run for every result
+        if version < newest:
+            raise ValueError(f"segments {segments} go back in version")
+        total, newest = total + count, version
+    if total != tokens:
         raise ValueError(f"segments {segments} do not add up to {tokens} tokens")
-    if any(a.version > b.version for a, b in pairwise(segments)):
-        raise ValueError(f"segments {segments} go back in version")
-    if logprobs is not None and int(logprobs.size) != tokens:
+    if logprobs is not None and logprobs.size != tokens:
         raise ValueError(f"{logprobs.size} logprobs for {tokens} tokens")
 
 

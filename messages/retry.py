@@ -87,7 +87,8 @@ class BoundedRetry(Retry):
                 try:
                     return await self._in_time(do, reply_within.get() or self.reply_s)
                 except self._supported_errors as error:
-                    if is_retryable and not is_retryable(error):
+                    # A refusal that lasts is an answer like any other: the connection it came through stays open.
+                    if (is_retryable and not is_retryable(error)) or (isinstance(error, RedisRefused) and final(error)):
                         raise
                     failures += 1
                     await (fail(error, failures) if with_failure_count else fail(error))

@@ -9,6 +9,7 @@ nodes; a pool's keys are all in one slot, so all that is needed is the one node 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import Any
 
 from redis.asyncio import Redis
@@ -18,6 +19,7 @@ from redis.crc import key_slot
 from redis.exceptions import ConnectionError, RedisError, ResponseError
 
 from .answers import meaning, said
+from .errors import RedisRefused
 from .keys import Keys
 from .retry import Once
 from .url import Target
@@ -114,6 +116,11 @@ def _text(value: Any) -> str:
 
 class _Plain(AbstractConnection):
     """A connection that tells apart what redis-py takes for one ResponseError."""
+
+    async def check_health(self) -> None:
+        # A server that cannot save to disk refuses PING, too; what it holds can still be read.
+        with suppress(RedisRefused):
+            await super().check_health()  # type: ignore[no-untyped-call]
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
@@ -160,6 +161,9 @@ def _options(url: str) -> dict[str, Any]:
 
 
 def _check_query(parts: SplitResult, allowed: set[str]) -> None:
+    for name, values in parse_qs(parts.query).items():
+        if name in {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"} and not Path(values[0]).is_file():
+            raise _Flaw(f"{name}: there is no such file")
     if unknown := {name for name in parse_qs(parts.query) if name not in allowed and not name.startswith("ssl_")}:
         raise _Flaw(f"unknown option {', '.join(sorted(unknown))}; allowed are {', '.join(sorted(allowed))} and ssl_*")
 

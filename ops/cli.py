@@ -9,6 +9,10 @@ from typing import Annotated
 import typer
 
 from ..messages.errors import RolloutMQError
+from .cli_bench import bench_queue
+from .cli_clients import cancel, replies
+from .cli_dead import app as dead
+from .cli_ops import app as ops
 from .options import Pool, RedisUrl
 
 app = typer.Typer(
@@ -18,7 +22,12 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 bench = typer.Typer(help="Measure; every bench ends with one line of JSON.", no_args_is_help=True)
+bench.command("queue")(bench_queue)
 app.add_typer(bench, name="bench")
+app.command("cancel")(cancel)
+app.add_typer(replies, name="replies")
+app.add_typer(dead, name="dead")
+app.add_typer(ops, name="ops")
 
 
 class _Failure(typer.Exit):
@@ -38,6 +47,7 @@ def worker(
     max_running: Annotated[int, typer.Option(help="Samples decoded at the same time.")] = 256,
     prefetch: Annotated[int | None, typer.Option(help="Samples queued in the engine; default max-running / 8.")] = None,
     lease: Annotated[float, typer.Option(help="Seconds of silence after which others get this worker's jobs.")] = 10.0,
+    checkpoint: Annotated[float, typer.Option(help="Seconds after which a running sample is saved again.")] = 10.0,
     drain: Annotated[float, typer.Option(help="Seconds that SIGTERM leaves to running samples.")] = 30.0,
     max_lost: Annotated[int, typer.Option(help="A job is dead-lettered when its worker died this often.")] = 3,
     context_length: Annotated[int | None, typer.Option(help="Most tokens of prompt and output together.")] = None,
@@ -85,6 +95,7 @@ def worker(
             max_running=max_running,
             prefetch=prefetch,
             lease_s=lease,
+            checkpoint_s=checkpoint,
             drain_s=drain,
             max_lost=max_lost,
         )

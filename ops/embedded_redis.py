@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -29,8 +30,9 @@ class EmbeddedRedis:
 
     It ends with this process, also when that is SIGKILLed (see `parent_bound`). Without `directory` its data lives in a
     private temporary directory that `stop()` deletes. `kill()` and `restart()` keep data and port, so what an
-    append-only file saves can be tried. `config` holds further redis.conf settings. Start-up takes up to `timeout_s`
-    seconds (a large append-only file is loaded before the server answers). Blocking calls, not thread-safe.
+    append-only file saves can be tried. `config` holds further redis.conf settings, written as there. Start-up takes up
+    to `timeout_s` seconds (a large append-only file is loaded before the server answers). Blocking calls, not
+    thread-safe.
     """
 
     def __init__(
@@ -138,7 +140,10 @@ class EmbeddedRedis:
             "unixsocket": str(self._socket), "unixsocketperm": "700", "dir": str(data), "save": "",
             "appendonly": "yes" if self._appendonly else "no", "maxmemory-policy": "noeviction",
         }  # fmt: skip
-        arguments = [word for name, value in (settings | self._config).items() for word in (f"--{name}", value)]
+        # As in redis.conf, a setting may have several values ("save": "3600 1"): 6.2 takes them as separate words only.
+        values = {name: [value] for name, value in settings.items()}
+        values |= {name: shlex.split(value) or [""] for name, value in self._config.items()}
+        arguments = [word for name, words in values.items() for word in (f"--{name}", *words)]
         supervisor = [sys.executable, "-I", "-S", str(Path(__file__).with_name("parent_bound.py")), str(os.getpid())]
         log = private / "redis.log"
         # A session of its own: Ctrl-C in a terminal is for the program, which may still need its Redis to wind down.

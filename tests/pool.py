@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from rolloutmq.messages import Broker, RolloutResult, WorkerStatus
+from rolloutmq.messages import Broker, DeadLetter, RolloutResult, WorkerStatus
 from rolloutmq.messages.broker import Reply
 from rolloutmq.messages.connection import BoundedRetry
+from rolloutmq.messages.dead_letters import DeadLetters
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.scripted_engine import ScriptedEngine, scripted_logprob, scripted_token
 from rolloutmq.worker.tokenizer import NoTokenizer, Tokenizer
@@ -77,6 +78,12 @@ async def wait_replies(broker: Broker, count: int, client_id: str = "client", ti
     found = await replies(broker, client_id)
     assert len(found) == count
     return found
+
+
+async def letters(broker: Broker) -> list[DeadLetter]:
+    """The pool's dead letters, whole, newest first."""
+    found = DeadLetters(broker)
+    return [await found.get(head.entry_id) for head in await found.page()]
 
 
 async def stream_length(db: Redis, broker: Broker) -> int:

@@ -66,7 +66,12 @@ def has_gpu() -> bool:
 def key(gpu: bool) -> str:
     """Changes with whatever the environment is made from, the checkout's place included: the install points there."""
     digest = hashlib.sha256(f"{sys.version_info[:2]} gpu={gpu} {ROOT}".encode())
-    for path in [ROOT / "pyproject.toml", *sorted((ROOT / "requirements").glob("*.txt")), Path(__file__)]:
+    for path in [
+        ROOT / "pyproject.toml",
+        ROOT / "requirements/engine-cpu.txt",
+        ROOT / "requirements/dev.txt",
+        Path(__file__),
+    ]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 
 import numpy as np
@@ -17,8 +19,41 @@ from .held import HeldJob
 from .samples import SampleRun
 from .tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+SMALL = 64 << 10
+"""Bytes of a payload that may be decoded on the event loop."""
+Admitted = tuple[Claim, HeldJob | Exception]
 
-def admit(claim: Claim, info: EngineInfo, tokenizer: Tokenizer) -> HeldJob:
+
+async def admit_all(claims: list[Claim], info: EngineInfo, tokenizer: Tokenizer) -> list[Admitted]:
+    """Each claim with its job, or with why it is none.
+
+    Tokenising, and the first import of a tokenizer, may take seconds: not on the loop that renews the lease. Small jobs
+    that bring their tokens are done on the spot, a thread would cost more than they do.
+    """
+    quick = [_try_admit(claim, info, None) for claim in claims if len(claim.payload) <= SMALL]
+    admitted = [found for found in quick if not isinstance(found[1], _TokenizerNeeded)]
+    done = {claim.job_id for claim, _ in admitted}
+    if slow := [claim for claim in claims if claim.job_id not in done]:
+        admitted += await asyncio.to_thread(lambda: [_try_admit(claim, info, tokenizer) for claim in slow])
+    return admitted
+
+
+def _try_admit(claim: Claim, info: EngineInfo, tokenizer: Tokenizer | None) -> Admitted:
+    try:
+        return claim, admit(claim, info, tokenizer)
+    except (MessageError, RequestRefused, _TokenizerNeeded) as error:
+        return claim, error
+    except Exception as error:  # a tokenizer can raise anything; the job is named, its neighbours go on
+        log.exception("job %s could not be admitted", claim.job_id)
+        return claim, error
+
+
+class _TokenizerNeeded(Exception):
+    """The job has text, and this was a try without a tokenizer."""
+
+
+def admit(claim: Claim, info: EngineInfo, tokenizer: Tokenizer | None) -> HeldJob:
     """The job with a SampleRun for each sample that is not published yet.
 
     Raises MessageError if the payload is not a job, RequestRefused if this kind of engine cannot run it. What is saved
@@ -50,9 +85,11 @@ def admit(claim: Claim, info: EngineInfo, tokenizer: Tokenizer) -> HeldJob:
     return held
 
 
-def _prompt(job: GenerateJob, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
+def _prompt(job: GenerateJob, tokenizer: Tokenizer | None) -> npt.NDArray[np.int32]:
     if job.token_ids is not None:
         return job.token_ids
+    if tokenizer is None:
+        raise _TokenizerNeeded
     if job.text is not None:
         return tokenizer.encode(job.text)
     assert job.messages is not None

@@ -27,7 +27,7 @@ from .engine import Engine
 from .generation import Generation
 from .handback import Handback
 from .held import HeldJob, HeldJobs
-from .intake import admit
+from .intake import admit_all
 from .membership import Membership
 from .outbox import Outbox
 from .samples import SampleRun
@@ -191,26 +191,13 @@ class Worker:
         return 0 if blocked else self.config.capacity - self._held.unpublished
 
     async def _admit(self, claims: list[Claim]) -> None:
-        # Tokenising, and the first import of a tokenizer, may take seconds: not on the loop that renews the lease.
-        for claim, admitted in await asyncio.to_thread(self._try_admit, claims):
+        for claim, admitted in await admit_all(claims, self._engine.info, self._tokenizer):
             if isinstance(admitted, HeldJob):
                 self._held.add(admitted)
                 self._generation.add(admitted.samples.values())
             else:
                 kind = "refused" if isinstance(admitted, RequestRefused) else "not readable"
                 self._bury(claim.job_id, claim.attempt, kind, admitted)
-
-    def _try_admit(self, claims: list[Claim]) -> list[tuple[Claim, HeldJob | Exception]]:
-        admitted: list[tuple[Claim, HeldJob | Exception]] = []
-        for claim in claims:
-            try:
-                admitted.append((claim, admit(claim, self._engine.info, self._tokenizer)))
-            except (MessageError, RequestRefused) as error:
-                admitted.append((claim, error))
-            except Exception as error:  # a tokenizer can raise anything; the job is named, its neighbours go on
-                log.exception("job %s could not be admitted", claim.job_id)
-                admitted.append((claim, error))
-        return admitted
 
     def _finished(self, sample: SampleRun) -> None:
         self._restarts_in_a_row = 0

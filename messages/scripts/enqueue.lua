@@ -1,11 +1,16 @@
 -- Accept jobs in order, until one does not fit.
 -- ARGV: prefix, most open jobs, most bytes (payloads of open jobs and results nobody has taken yet), most bytes of
---       results that one client may leave untaken, then per job: id, payload, n, class, client id, min_version,
---       max_staleness ('' for none), deadline from now in ms ('' for none), group id ('' for none)
+--       results that one client may leave untaken, entry id of the dead letter that the job replaces ('' for none),
+--       then per job: id, payload, n, class, client id, min_version, max_staleness ('' for none), deadline from now in
+--       ms ('' for none), group id ('' for none)
 -- Returns one of new|q|r|done|cancelled|expired|dead per job; if one does not fit, in its place and as the last:
 --   BUSY, why (jobs|bytes|unread), open jobs, bytes, untaken bytes of this client
+-- With a dead letter that is gone nothing is accepted: the job's state is returned, gone if there is no such job either.
 local STRIDE = 9
-local max_jobs, max_bytes, max_unread = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local max_jobs, max_bytes, max_unread, letter = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
+if letter ~= '' and #redis.call('XRANGE', prefix .. 'dead', letter, letter) == 0 then
+  return {redis.call('HGET', job_key(ARGV[6]), 'st') or 'gone'}
+end
 local load = redis.call('HMGET', load_key, 'jobs', 'bytes', 'unread')
 local jobs, open_bytes, all_unread = tonumber(load[1]) or 0, tonumber(load[2]) or 0, tonumber(load[3]) or 0
 local accepted, bytes = 0, 0
@@ -23,7 +28,7 @@ local function misfit(size, class, client)
   if open_bytes + bytes + size + all_unread > max_bytes then return 'bytes' end
 end
 
-for i = 5, #ARGV, STRIDE do
+for i = 6, #ARGV, STRIDE do
   local id, payload, class, client = ARGV[i], ARGV[i + 1], ARGV[i + 3], ARGV[i + 4]
   local key = job_key(id)
   local state = redis.call('HGET', key, 'st')
@@ -52,6 +57,8 @@ for i = 5, #ARGV, STRIDE do
   end
   states[#states + 1] = state
 end
+-- Only a job that is in replaces the letter: a busy pool leaves it where it is.
+if letter ~= '' and states[1] ~= 'BUSY' then redis.call('XDEL', prefix .. 'dead', letter) end
 if accepted > 0 then
   redis.call('HINCRBY', load_key, 'jobs', accepted)
   redis.call('HINCRBY', load_key, 'bytes', bytes)

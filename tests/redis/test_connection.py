@@ -147,6 +147,21 @@ async def test_a_blocking_read_waits_longer_than_a_reply_may_take(
         assert await reader.xread({"s": "0"}, block=1000) == []
 
 
+async def test_a_blocking_read_of_a_frozen_server_ends_soon_after_its_own_time(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that dies says nothing; whoever reads with BLOCK 1000 must not wait for the longest BLOCK there is."""
+    monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.3)
+    async with connect(redis_server.url, blocking=True) as reader:
+        await reader.xread({"s": "0"}, block=10)
+        os.kill(redis_server.pid, signal.SIGSTOP)
+        for read in (reader.xread({"s": "0"}, block=100), reader.blpop(["l"], timeout=0.1)):
+            started = time.monotonic()
+            with pytest.raises(RedisUnavailable, match=r"no reply within 0\.4 s|Timeout connecting"):
+                await read
+            assert time.monotonic() - started < 4
+
+
 async def test_a_blocking_read_is_not_sent_again(redis_server: EmbeddedRedis, client: redis.asyncio.Redis) -> None:
     async with connect(redis_server.url, blocking=True) as reader:
         reading = asyncio.create_task(reader.xread({"s": "0"}, block=20_000))

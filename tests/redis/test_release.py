@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pool import dump, replies, status
+from pool import dump, letters, replies, status
 from redis.asyncio import Redis
 from specimens import job, result
 
@@ -72,7 +72,7 @@ async def test_lost_in_dead_engines_until_it_is_dead_itself(broker: Broker, join
     assert [claim.job_id for claim in await lease.claim(2, 9, 0)] == [neighbour.id]
     assert await lease.release([Release(neighbour.id, 3)], 3) == ["ok"]
     assert await lease.release([Release(one.id, 3, lost=True)], 3) == ["fenced"]
-    (letter,) = await broker.dead_letters()
+    (letter,) = await letters(broker)
     assert (letter.job_id, letter.attempts, letter.host) == (one.id, 3, "w1")
     assert letter.cause == "the engine under it died or failed 3 times"
     assert decode(letter.payload, GenerateJob) == one
@@ -123,7 +123,7 @@ async def test_poison_is_buried_and_what_was_published_stands(broker: Broker, db
             assert claim.published == {1}
         await expire_lease(victim)
         assert await reaper.reap(3) == ((1, 0, 0, 1) if attempt < 3 else (0, 1, 0, 1))
-    (letter,) = await broker.dead_letters()
+    (letter,) = await letters(broker)
     assert (letter.job_id, letter.attempts, letter.host) == (poison.id, 3, "victim-3")
     assert letter.cause == "its worker was lost 3 times"
     assert decode(letter.payload, GenerateJob) == poison
@@ -167,7 +167,7 @@ async def test_burial_says_cause_host_and_error(broker: Broker, joined) -> None:
     await lease.claim(1, 1, 0)
     assert await lease.bury(one.id, 1, "refused", "host-7", "text: no tokenizer" + "!" * 5000)
     assert not await lease.bury(one.id, 1, "refused", "host-7", "again")
-    (letter,) = await broker.dead_letters()
+    (letter,) = await letters(broker)
     assert (letter.cause, letter.host, len(letter.error)) == ("refused", "host-7", 2000)
     (reply,) = await replies(broker)
     assert reply.outcome.error == letter.error

@@ -16,7 +16,13 @@ from rolloutmq.messages.lua import Scripts
 from rolloutmq.sync.ledger import Ledger
 from rolloutmq.sync.transfer import TransferReport
 
-ALL = {entry.name.removesuffix(".lua") for entry in files("rolloutmq.messages").joinpath("scripts").iterdir()} - {"lib"}
+ELSEWHERE = ("lib", "audit_", "dead_page")
+"""Scripts that only read, and the one that is tried with the dead letters."""
+ALL = {
+    entry.name.removesuffix(".lua")
+    for entry in files("rolloutmq.messages").joinpath("scripts").iterdir()
+    if not entry.name.startswith(ELSEWHERE)
+}
 LASTING = {"load", "bell", "weights", "dead"}
 """The only keys that may outlive everything: counters, the bounded bell, the newest version, dead letters."""
 

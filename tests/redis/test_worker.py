@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from pool import check_scripted, eventually, replies, wait_replies, worker
+from pool import check_scripted, eventually, letters, replies, wait_replies, worker
 from redis.asyncio import Redis
 from specimens import job, result
 
@@ -121,7 +121,7 @@ async def test_what_cannot_run_is_refused_by_name_and_its_neighbours_run(redis_d
         assert failure.error.startswith(f"RequestRefused: {name}")
         assert failure.host
     assert all(outcomes[one.id].ok for one in fine)
-    assert {letter.job_id for letter in await broker.dead_letters()} == {one.id for one in refused.values()}
+    assert {letter.job_id for letter in await letters(broker)} == {one.id for one in refused.values()}
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xff" * 50, encode(job())[:-4], b"\x02\x00\x01\x80", encode(job())])
@@ -139,7 +139,7 @@ async def test_a_payload_that_is_no_job_is_buried_alone(
     assert isinstance(failure, JobFailure)
     assert failure.cause == "not readable"
     assert failure.error.split(":")[0] in {"MalformedMessage", "UnsupportedVersion", "MessageError", "InvalidField"}
-    (letter,) = await broker.dead_letters()
+    (letter,) = await letters(broker)
     assert letter.payload == payload
 
 

@@ -1,0 +1,43 @@
+-- What a job's record says and what the indexes say of it, for each job in one step. Changes nothing.
+-- ARGV: prefix, number of priority classes, 1 to search the lists too (which costs their length), job ids
+-- Returns per job: {state, class, owner, client, bytes, deadline, TTL in ms, held by its owner, owner's lease, entry in
+--   deadlines, in its client's set, indexes of queued jobs it is in: name, times, ...}; false where there is nothing
+local classes, search = tonumber(ARGV[2]), ARGV[3] == '1'
+local seen = {}
+
+-- A key of the wrong type is found as such; here it counts as one without members.
+local function member(key, id) return redis.pcall('SISMEMBER', key, id) == 1 and 1 or 0 end
+
+for i = 4, #ARGV do
+  local id, key = ARGV[i], job_key(ARGV[i])
+  local f = redis.pcall('HMGET', key, 'st', 'q', 'w', 'y', 'z', 'e')
+  if f.err then f = {false, false, false, false, false, false} end
+  local places = {}
+  for class = 0, classes - 1 do
+    if redis.call('ZSCORE', later_key(class), id) then
+      places[#places + 1] = 'later:' .. class
+      places[#places + 1] = 1
+    end
+    if search then
+      local times = #redis.call('LPOS', queue_key(class), id, 'COUNT', 0)
+      if times > 0 then
+        places[#places + 1] = 'queue:' .. class
+        places[#places + 1] = times
+      end
+    end
+  end
+  if search then
+    local times = #redis.call('LPOS', suspects_key, id, 'COUNT', 0)
+    if times > 0 then
+      places[#places + 1] = 'suspects'
+      places[#places + 1] = times
+    end
+  end
+  local owner, client = f[3] or '', f[4] or ''
+  seen[#seen + 1] = {
+    f[1], f[2], f[3], f[4], f[5], f[6], redis.call('PTTL', key),
+    member(held_key(owner), id), redis.call('ZSCORE', prefix .. 'workers', owner),
+    redis.call('ZSCORE', prefix .. 'deadlines', id), member(client_key(client), id), places,
+  }
+end
+return seen

@@ -1,0 +1,17 @@
+-- What keys are and whom they belong to, each looked at in one step. Changes nothing.
+-- ARGV: prefix, then per key: its name without the prefix, the worker it belongs to ('' for none)
+-- Returns per key: type (none: gone), TTL in ms (-1: none), 1 if that worker is registered
+local seen = {}
+
+-- Were `workers` of a wrong type, that would be the fault, not each key of a worker.
+local function registered(worker)
+  return worker ~= '' and redis.pcall('ZSCORE', prefix .. 'workers', worker) and 1 or 0
+end
+
+for i = 2, #ARGV, 2 do
+  local key = prefix .. ARGV[i]
+  seen[#seen + 1] = redis.call('TYPE', key).ok
+  seen[#seen + 1] = redis.call('PTTL', key)
+  seen[#seen + 1] = registered(ARGV[i + 1])
+end
+return seen

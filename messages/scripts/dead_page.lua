@@ -1,0 +1,22 @@
+-- A page of dead letters without their payloads, which may be large. Changes nothing.
+-- ARGV: prefix, newest first (1 or 0), entry id to begin at, entry id to end at (both as XRANGE takes them), most
+--       entries, bytes of payload to show
+-- Returns per letter: entry id, payload bytes, its first bytes, {field, value, ...} of the rest
+local newest_first = ARGV[2] == '1'
+local page = redis.call(newest_first and 'XREVRANGE' or 'XRANGE', prefix .. 'dead', ARGV[3], ARGV[4], 'COUNT', ARGV[5])
+local found = {}
+for _, entry in ipairs(page) do
+  local payload, rest = '', {}
+  for i = 1, #entry[2], 2 do
+    if entry[2][i] == 'payload' then
+      payload = entry[2][i + 1]
+    else
+      rest[#rest + 1] = entry[2][i]
+      rest[#rest + 1] = entry[2][i + 1]
+    end
+  end
+  for _, value in ipairs({entry[1], #payload, string.sub(payload, 1, tonumber(ARGV[6])), rest}) do
+    found[#found + 1] = value
+  end
+end
+return found

@@ -1,0 +1,4 @@
+"""Other queues under the load of `rolloutmq bench queue`, each as its own documentation recommends for throughput.
+
+They run in environments of their own, without this package: `python -m peers.<name>_peer worker|client URL LOAD-JSON`.
+"""

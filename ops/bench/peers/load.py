@@ -1,0 +1,109 @@
+"""The load that every system of the queue benchmark is put under, and the tally of what comes back.
+
+Standard library only: peers run it in environments without this package.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Load:
+    """One turn of one system.
+
+    seconds: how long jobs are submitted; warmup_s: the same before that, not counted.
+    payload_bytes: of one job. Plain ASCII, so that a system whose messages are JSON carries it as it is.
+    window: jobs outstanding at a time. variant: which of a system's ways of working.
+    poll_s: how long a client that polls for results waits before it asks again.
+    rate: jobs per second that arrive whether earlier ones are answered or not; 0 keeps the window full instead.
+    """
+
+    seconds: float = 5.0
+    warmup_s: float = 1.0
+    payload_bytes: int = 1024
+    window: int = 512
+    variant: str = ""
+    poll_s: float = 0.02
+    rate: float = 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Load:
+        return Load(**json.loads(text))
+
+    def payload(self, number: int) -> bytes:
+        """Job `number`'s payload; no two are the same."""
+        return b"%016x" % number + _filler(self.payload_bytes - 16)
+
+    def answer(self, number: int, size: int) -> bytes:
+        """The first `size` bytes of job `number`'s payload."""
+        return b"%016x" % number + _filler(size - 16)
+
+
+_FILLERS: dict[int, bytes] = {}
+
+
+def _filler(size: int) -> bytes:
+    if size not in _FILLERS:
+        _FILLERS[size] = bytes(33 + (i * 7) % 90 for i in range(size)).replace(b'"', b"a").replace(b"\\", b"b")
+    return _FILLERS[size]
+
+
+class Tally:
+    """Numbers the jobs, and checks that each is answered once, with the bytes it must be answered with."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.open: dict[object, int] = {}
+        self._next = self._answered = 0
+        self._began = self._last = 0.0
+
+    def begin(self) -> None:
+        """A phase starts."""
+        self._began, self._answered = time.perf_counter(), 0
+
+    def payloads(self, seconds: float) -> Iterator[tuple[int, bytes]]:
+        """Numbered payloads for `seconds` from now."""
+        self.begin()
+        until = self._began + seconds
+        while time.perf_counter() < until:
+            self._next += 1
+            yield self._next, self.load.payload(self._next)
+
+    def sent(self, key: object, number: int) -> None:
+        """Job `number` goes out under the system's own `key`."""
+        self.open[key] = number
+
+    def answered(self, key: object, result: object, *, size: int = 128) -> None:
+        """Exits if job `key` is not open (never sent, or answered before), or `result` is not the first `size` bytes of
+        its payload."""
+        number = self.open.pop(key, None)
+        if number is None:
+            raise SystemExit(f"job {key} was answered twice, or never sent")
+        if result != self.load.answer(number, size):
+            raise SystemExit(f"job {key} was answered with {result!r:.80}")
+        self._answered += 1
+        self._last = time.perf_counter()
+
+    def figures(self) -> dict[str, float]:
+        """Of the phase since it began: jobs, and seconds from then to the last answer."""
+        if self.open:
+            raise SystemExit(f"{len(self.open)} jobs were never answered")
+        return {"jobs": self._answered, "seconds": self._last - self._began}
+
+
+def main(work: Callable[[str, Load], None], drive: Callable[[str, Load], dict[str, float]]) -> None:
+    """What each of a system's processes does: `… worker URL LOAD` serves until SIGTERM, `… client URL LOAD` prints."""
+    role, url, text = sys.argv[1:]
+    load = Load.from_json(text)
+    if role == "worker":
+        work(url, load)
+    else:
+        print(json.dumps(drive(url, load)))

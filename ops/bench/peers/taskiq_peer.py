@@ -1,0 +1,72 @@
+"""taskiq with taskiq-redis: a coroutine per outstanding job kicks it and waits for its result, over pooled connections.
+
+variant "list": ListQueueBroker; "stream": RedisStreamBroker, which acknowledges. One worker process, 1,000 tasks at a
+time. Messages and results are serialised with orjson, the fastest serialiser it comes with for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterator
+
+from taskiq import AsyncBroker
+from taskiq.serializers import ORJSONSerializer
+from taskiq_redis import ListQueueBroker, RedisAsyncResultBackend, RedisStreamBroker
+
+from .echo import echo
+from .load import Load, Tally, main
+
+
+def make_broker(url: str, variant: str) -> AsyncBroker:
+    serializer = ORJSONSerializer()
+    results: RedisAsyncResultBackend[str] = RedisAsyncResultBackend(url, result_ex_time=60, serializer=serializer)
+    kind = RedisStreamBroker if variant == "stream" else ListQueueBroker
+    return kind(url).with_result_backend(results).with_serializer(serializer)
+
+
+broker = make_broker(os.environ.get("BENCH_URL", "redis://localhost"), os.environ.get("BENCH_VARIANT", ""))
+
+
+@broker.task(task_name="echo")  # type: ignore[untyped-decorator]  # taskiq is in an environment of its own
+async def echo_task(payload: str) -> str:
+    # Its messages are JSON, so the payload's bytes, which are ASCII, travel as text.
+    return echo(payload.encode()).decode()
+
+
+def work(_url: str, _load: Load) -> None:
+    """Become `taskiq worker`: it serves until SIGTERM."""
+    options = ["--workers", "1", "--max-async-tasks", "1000", "--log-level", "WARNING", "--no-parse"]
+    os.execv(sys.executable, [sys.executable, "-m", "taskiq", "worker", "peers.taskiq_peer:broker", *options])
+
+
+async def lane(tally: Tally, source: Iterator[tuple[int, bytes]]) -> None:
+    for number, payload in source:
+        task = await echo_task.kiq(payload.decode())
+        tally.sent(task.task_id, number)
+        result = await task.wait_result(check_interval=tally.load.poll_s, timeout=60)
+        tally.answered(task.task_id, result.return_value.encode())
+
+
+async def phase(tally: Tally, seconds: float) -> dict[str, float]:
+    source = tally.payloads(seconds)
+    await asyncio.gather(*(lane(tally, source) for _ in range(tally.load.window)))
+    return tally.figures()
+
+
+async def _drive(load: Load) -> dict[str, float]:
+    tally = Tally(load)
+    await broker.startup()
+    await phase(tally, load.warmup_s)
+    figures = await phase(tally, load.seconds)
+    await broker.shutdown()
+    return figures
+
+
+def drive(_url: str, load: Load) -> dict[str, float]:
+    return asyncio.run(_drive(load))
+
+
+if __name__ == "__main__":
+    main(work, drive)

@@ -1,0 +1,1 @@
+"""Long operator work: operations run as RQ jobs, or here and now. Each is a file in catalog/ (docs/operations.md)."""

@@ -1,0 +1,214 @@
+"""Reads of the audit. A fact is what one script saw in one step: no change of the pool falls into the middle of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from redis.asyncio import Redis
+
+from ....messages.jobs import PRIORITIES
+from ....messages.keys import Keys
+from ....messages.lua import Scripts
+
+CHUNK = 256
+"""Keys, jobs or members one call looks at."""
+
+SEARCHED = 200_000
+"""Entries of lists one call searches through, or one job's worth of them (some 30 ns each)."""
+
+ADDED_UP = 5000
+"""Up to so many open jobs their bytes are added up in one step (a few milliseconds)."""
+
+
+Listed = dict[bytes, tuple[str, ...]]
+"""Job id -> the lists it is in, each as often as it is in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFacts:
+    """name: without the prefix. type "none": it is gone. ttl_ms: -1 for none. owned: its worker is registered."""
+
+    name: bytes
+    type: str
+    ttl_ms: int
+    owned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JobFacts:
+    """A job's record and what the indexes say of it. places: indexes of queued jobs it is in, each as
+    often as it is in it."""
+
+    id: bytes
+    state: str
+    klass: str
+    owner: str
+    client: str
+    nbytes: str
+    deadline: str
+    ttl_ms: int
+    held: bool
+    leased: bool
+    in_deadlines: str
+    in_client: bool
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFacts:
+    """An entry of an index (its key without the prefix) and the record of the job it names."""
+
+    index: str
+    id: bytes
+    member: bool
+    score: str
+    state: str
+    klass: str
+    owner: str
+    client: str
+    deadline: str
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counters and what they count. jobs, nbytes (None: too many), unread: as counted; load: as said."""
+
+    load: dict[str, int]
+    jobs: int
+    nbytes: int | None
+    unread: int
+
+    @property
+    def ended(self) -> int:
+        return sum(self.load.get(name, 0) for name in ("done", "cancelled", "expired", "dead"))
+
+
+class Looker:
+    """Reads one pool."""
+
+    def __init__(self, redis: Redis, pool: str) -> None:
+        # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
+        self._redis: Any = redis
+        self.keys = Keys(pool)
+        self._scripts = Scripts(redis, self.keys)
+
+    async def names(self, begin: str = "", kind: str | None = None) -> AsyncIterator[list[bytes]]:
+        """The pool's keys without the prefix, in chunks; each that was there all the time, at least once."""
+        start = (self.keys.prefix + begin).encode()
+        pattern = b"".join(b"\\" + bytes([char]) if char in b"*?[]\\" else bytes([char]) for char in start) + b"*"
+        cursor, more = 0, {} if kind is None else {"_type": kind}
+        while True:
+            cursor, found = await self._redis.scan(cursor, match=pattern, count=4 * CHUNK, **more)
+            yield [key[len(self.keys.prefix) :] for key in found]
+            if cursor == 0:
+                return
+
+    async def key_facts(self, names: Sequence[bytes]) -> list[KeyFacts]:
+        facts: list[KeyFacts] = []
+        for chunk in _chunks(names, CHUNK):
+            args = [part for name in chunk for part in (name, _worker_of(name))]
+            raw = await self._scripts.run("audit_keys", *args)
+            facts += [
+                KeyFacts(name, raw[i].decode(), raw[i + 1], bool(raw[i + 2]))
+                for name, i in zip(chunk, range(0, len(raw), 3), strict=True)
+            ]
+        return facts
+
+    async def job_facts(self, ids: Iterable[bytes], *, listed: Listed | None) -> list[JobFacts]:
+        """listed: what `lists` read, a moment ago. None: the lists are searched, in the same step as all the rest."""
+        facts: list[JobFacts] = []
+        search, size = listed is None, CHUNK
+        if search:
+            length = sum([int(await self._redis.llen(key)) for key in (*self.keys.queues, self.keys.suspects)])
+            size = max(1, min(CHUNK, SEARCHED // (length + 1)))
+        for chunk in _chunks(ids, size):
+            raw = await self._scripts.run("audit_jobs", len(PRIORITIES), int(search), *chunk)
+            facts += [_job(job_id, row, (listed or {}).get(job_id, ())) for job_id, row in zip(chunk, raw, strict=True)]
+        return facts
+
+    async def lists(self) -> Listed:
+        """Ids in the queues and among the suspects. What moves meanwhile may be missing or be there twice."""
+        found: Listed = {}
+        for key in (*self.keys.queues, self.keys.suspects):
+            place, start = (key.removeprefix(self.keys.prefix),), 0  # one tuple for all: there may be a million
+            while ids := await self._redis.lrange(key, start, start + 4 * CHUNK - 1):
+                for job_id in ids:
+                    found[job_id] = found[job_id] + place if job_id in found else place
+                start += len(ids)
+        return found
+
+    async def members(self, index: str, kind: str) -> AsyncIterator[list[bytes]]:
+        """Ids in an index, in chunks."""
+        cursor = 0
+        while True:
+            if kind == "zset":
+                cursor, pairs = await self._redis.zscan(self.keys.prefix + index, cursor, count=CHUNK)
+                yield [member for member, _ in pairs]
+            else:
+                cursor, found = await self._redis.sscan(self.keys.prefix + index, cursor, count=CHUNK)
+                yield list(found)
+            if cursor == 0:
+                return
+
+    async def member_facts(self, index: str, ids: Iterable[bytes]) -> list[MemberFacts]:
+        facts: list[MemberFacts] = []
+        for chunk in _chunks(ids, CHUNK):
+            raw = await self._scripts.run("audit_members", index, *chunk)
+            facts += [
+                MemberFacts(index, job_id, bool(row[0]), *map(_text, row[1:]))
+                for job_id, row in zip(chunk, raw, strict=True)
+            ]
+        return facts
+
+    async def totals(self, clients: Sequence[bytes]) -> Totals:
+        load, jobs, nbytes, unread = await self._scripts.run("audit_totals", ADDED_UP, *clients)
+        said = {load[i].decode(): _number(load[i + 1]) for i in range(0, len(load), 2)}
+        return Totals(said, jobs, None if nbytes < 0 else nbytes, unread)
+
+    async def accepted(self) -> int:
+        """Jobs ever accepted."""
+        return _number(await self._redis.hget(self.keys.load, "accepted") or b"0")
+
+
+def _worker_of(name: bytes) -> bytes:
+    kind, found, worker = name.partition(b":")
+    return worker if found and kind in {b"held", b"worker"} else b""
+
+
+def _job(job_id: bytes, row: list[Any], listed: tuple[str, ...]) -> JobFacts:
+    state, klass, owner, client, nbytes, deadline, ttl_ms, held, lease, in_deadlines, in_client, places = row
+    return JobFacts(
+        id=job_id,
+        state=_text(state),
+        klass=_text(klass),
+        owner=_text(owner),
+        client=_text(client),
+        nbytes=_text(nbytes),
+        deadline=_text(deadline),
+        ttl_ms=ttl_ms,
+        held=bool(held),
+        leased=lease is not None,
+        in_deadlines=_text(in_deadlines),
+        in_client=bool(in_client),
+        places=tuple(_text(places[i]) for i in range(0, len(places), 2) for _ in range(places[i + 1])) + listed,
+    )
+
+
+def _text(value: bytes | None) -> str:
+    return "" if value is None else value.decode(errors="backslashreplace")
+
+
+def _number(value: bytes) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        return 0
+
+
+def _chunks(items: Iterable[bytes], size: int) -> Iterable[list[bytes]]:
+    rest = iter(items)
+    while chunk := list(islice(rest, size)):
+        yield chunk

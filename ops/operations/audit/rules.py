@@ -1,0 +1,164 @@
+"""What has to hold of each key, job, index entry and counter. Every rule is about facts of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .layout import kind_of
+from .look import JobFacts, KeyFacts, MemberFacts, Totals
+
+OPEN = {"q", "r"}
+ENDED = {"done", "cancelled", "expired", "dead"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A rule that does not hold. kind: the rule; key: where, without the pool's prefix; detail: what was seen."""
+
+    kind: str
+    key: str
+    detail: str
+
+
+def judge_key(facts: KeyFacts) -> list[Finding]:
+    """Known, of its type, and with an end: a TTL, or somebody it belongs to."""
+    if facts.type == "none":
+        return []
+    name, kind = facts.name.decode(errors="backslashreplace"), kind_of(facts.name)
+    wrong: tuple[str, str] | None = None
+    if kind is None:
+        ttl = "without a TTL" if facts.ttl_ms < 0 else f"with a TTL of {facts.ttl_ms} ms"
+        wrong = ("unknown_key", f"a {facts.type} {ttl} that no part of a pool writes")
+    elif facts.type != kind.type:
+        wrong = ("wrong_type", f"a {facts.type}, should be a {kind.type}")
+    elif kind.life == "ttl" and facts.ttl_ms < 0:
+        wrong = ("no_ttl", "will stay for ever")
+    elif kind.life in {"fixed", "worker", "client"} and facts.ttl_ms >= 0:
+        wrong = ("unexpected_ttl", f"would be forgotten in {facts.ttl_ms} ms")
+    elif kind.life == "worker" and not facts.owned:
+        wrong = ("orphan", "its worker is not registered: nobody takes this back")
+    return [Finding(wrong[0], name, wrong[1])] if wrong else []
+
+
+def judge_job(job: JobFacts) -> list[Finding]:
+    """In the indexes that its state demands, and in no other."""
+    wrong: list[tuple[str, str]] = []
+    if job.state in ENDED:
+        if job.ttl_ms < 0:
+            wrong = [("no_ttl", f"{job.state}, and would be remembered for ever")]
+    elif job.state in OPEN:
+        wrong = _open(job) + (_running(job) if job.state == "r" else _queued(job))
+    elif job.state:
+        wrong = [("unknown_state", f"state {job.state!r}")]
+    # Without a state it is gone; an index that still names it is found with the index.
+    key = f"job:{job.id.decode(errors='backslashreplace')}"
+    return [Finding(kind, key, detail) for kind, detail in wrong]
+
+
+def _open(job: JobFacts) -> list[tuple[str, str]]:
+    wrong: list[tuple[str, str]] = []
+    if job.ttl_ms >= 0:
+        wrong.append(("unexpected_ttl", f"open, and would be forgotten in {job.ttl_ms} ms"))
+    if not job.in_client:
+        wrong.append(("not_in_client", f"open, but not among the jobs of its client {job.client!r}"))
+    if job.deadline and job.in_deadlines != job.deadline:
+        has = job.in_deadlines or "nothing"
+        wrong.append(("not_in_deadlines", f"its deadline is {job.deadline}, deadlines has {has}"))
+    return wrong
+
+
+def _running(job: JobFacts) -> list[tuple[str, str]]:
+    wrong: list[tuple[str, str]] = []
+    if not job.leased:
+        wrong.append(("no_owner", f"running at worker {job.owner!r}, which is not registered: nobody takes it back"))
+    if not job.held:
+        wrong.append(("not_held", f"running at worker {job.owner!r}, which does not hold it"))
+    return wrong
+
+
+def _queued(job: JobFacts) -> list[tuple[str, str]]:
+    wrong: list[tuple[str, str]] = []
+    if job.owner:
+        wrong.append(("queued_with_owner", f"queued, and owned by worker {job.owner!r}"))
+    if not job.places:
+        wrong.append(("not_queued", "queued, but in no queue: nobody will ever run it"))
+    elif len(job.places) > 1:
+        wrong.append(("queued_twice", f"queued {len(job.places)} times: in {', '.join(sorted(job.places)[:8])}"))
+    elif job.places[0] not in {f"queue:{job.klass}", f"later:{job.klass}", "suspects"}:
+        wrong.append(("wrong_queue", f"of class {job.klass}, but queued in {job.places[0]}"))
+    return wrong
+
+
+def _held(entry: MemberFacts, worker: str) -> str:
+    right = entry.state == "r" and entry.owner == worker
+    return "" if right else f"held, but the job is {_said(entry)}"
+
+
+def _client(entry: MemberFacts, client: str) -> str:
+    right = entry.state in OPEN and entry.client == client
+    return "" if right else f"among a client's open jobs, but the job is {_said(entry)}"
+
+
+def _deadline(entry: MemberFacts, _: str) -> str:
+    right = entry.state in OPEN and entry.deadline == entry.score
+    return "" if right else f"has deadline {entry.score}, but the job is {_said(entry)}"
+
+
+def _later(entry: MemberFacts, klass: str) -> str:
+    right = entry.state == "q" and entry.klass == klass
+    return "" if right else f"waits for newer weights, but the job is {_said(entry)}"
+
+
+MEMBERS: dict[str, tuple[str, Callable[[MemberFacts, str], str]]] = {
+    "held": ("held_wrongly", _held),
+    "client": ("client_wrongly", _client),
+    "deadlines": ("deadline_wrongly", _deadline),
+    "later": ("later_wrongly", _later),
+}
+"""By the first word of an index's key: the rule's name, and what is wrong with an entry ('' for nothing)."""
+
+
+def judge_member(entry: MemberFacts) -> list[Finding]:
+    """What an index names is a job that belongs there."""
+    if not entry.member:
+        return []
+    first, _, rest = entry.index.partition(":")
+    kind, rule = MEMBERS[first]
+    why = rule(entry, rest)
+    return [Finding(kind, entry.index, f"job {entry.id.decode(errors='backslashreplace')} {why}")] if why else []
+
+
+def judge_totals(totals: Totals, newly_accepted: int) -> tuple[list[Finding], list[str]]:
+    """(what is wrong, what cannot be told now). newly_accepted: jobs that clients not looked at may have, at most.
+
+    Counted jobs may therefore be fewer than `load` says, by that many; nothing else is allowed to differ.
+    """
+    found: list[Finding] = []
+    open_jobs, accepted = totals.load.get("jobs", 0), totals.load.get("accepted", 0)
+    if open_jobs != accepted - totals.ended:
+        found.append(
+            Finding("load_jobs", "load", f"jobs {open_jobs}, but {accepted} were accepted and {totals.ended} ended")
+        )
+    if totals.load.get("unread", 0) != totals.unread:
+        found.append(
+            Finding("load_unread", "load", f"unread {totals.load.get('unread', 0)}, but clients have {totals.unread}")
+        )
+    missing = open_jobs - totals.jobs
+    if not 0 <= missing <= newly_accepted:
+        found.append(Finding("load_jobs", "load", f"jobs {open_jobs}, but clients have {totals.jobs} open"))
+    if totals.nbytes is None:
+        return found, [f"load.bytes: {totals.jobs} jobs are too many to add up in one step"]
+    if missing > 0 and not found:
+        return found, ["load.bytes: clients come and go faster than they can be looked at"]
+    if missing == 0 and totals.load.get("bytes", 0) != totals.nbytes:
+        found.append(
+            Finding("load_bytes", "load", f"bytes {totals.load.get('bytes', 0)}, but open jobs have {totals.nbytes}")
+        )
+    return found, []
+
+
+def _said(entry: MemberFacts) -> str:
+    if not entry.state:
+        return "not there"
+    return f"{entry.state} (worker {entry.owner!r}, client {entry.client!r}, deadline {entry.deadline or 'none'})"

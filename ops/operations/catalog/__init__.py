@@ -1,0 +1,1 @@
+"""The operations. Every module here is found by itself: adding an operation is adding a file."""

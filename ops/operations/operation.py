@@ -1,0 +1,138 @@
+"""What an operation is: a name, parameters that are checked before it starts, and a `run` that may be repeated."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from redis.asyncio import Redis
+
+from ...messages.base import as_invalid_field
+from ...messages.errors import InvalidField
+
+PROGRESS_EVERY_S = 0.5
+"""Progress is written at most this often."""
+
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
+
+
+class Params(BaseModel):
+    """Base of an operation's parameters: plain data, every name known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
+
+
+class NoParams(Params):
+    """For an operation that takes none."""
+
+
+P = TypeVar("P", bound=Params)
+
+
+@dataclass(slots=True)
+class Context:
+    """What an operation works with.
+
+    redis: the pool's, for idempotent commands only (a lost reply makes redis-py send them again).
+    notes: what an earlier run of the same job wrote down with `note` before it was cut off; empty the first time.
+    """
+
+    redis: Redis
+    pool: str
+    report: Callable[[dict[str, Any]], None] = lambda _: None
+    notes: dict[str, Any] = field(default_factory=dict)
+    _shown: dict[str, Any] = field(default_factory=dict)
+    _at: float = float("-inf")
+
+    def progress(self, done: int, total: int | None = None, message: str = "", *, now: bool = False) -> None:
+        """Say how far it is: `done` of `total` (None: not known). Written every 0.5 s at most, `now` at once."""
+        self._shown = {"done": done, "total": total, "message": message}
+        if now or time.monotonic() - self._at >= PROGRESS_EVERY_S:
+            self._write()
+
+    def note(self, **facts: str | int | float | bool | None) -> None:
+        """Write down what a repeated run has to know. Kept with the job, written at once."""
+        self.notes.update(facts)
+        self._write()
+
+    def _write(self) -> None:
+        self._at = time.monotonic()
+        self.report({"progress": self._shown, "notes": self.notes})
+
+
+class Operation(ABC, Generic[P]):
+    """One kind of operator work; the first line of its docstring is its help text.
+
+    `run` may be cut off anywhere and started again, and may run twice at once: what is done must not be done again.
+    It returns plain data (the result that is kept) and raises RolloutMQError for what a repeat would not change.
+    """
+
+    name: ClassVar[str]
+    params: ClassVar[type[Params]] = NoParams
+    timeout_s: ClassVar[int] = 3600
+
+    @abstractmethod
+    async def run(self, context: Context, params: P) -> dict[str, Any]:
+        """Do it."""
+
+    def found_trouble(self, result: dict[str, Any]) -> bool:
+        """Whether a command that waited for this result exits with 1."""
+        return False
+
+    @classmethod
+    def help(cls) -> str:
+        return (cls.__doc__ or "").strip().partition("\n")[0]
+
+
+_REGISTRY: dict[str, Operation[Any]] = {}
+Kind = TypeVar("Kind", bound=type[Operation[Any]])
+
+
+def operation(kind: Kind) -> Kind:
+    """Class decorator: from here on the operation can be run by its name."""
+    name = kind.name
+    if not _NAME.fullmatch(name):
+        raise InvalidField("name", name, "lower-case letters, digits and '-', a letter first, at most 40")
+    if name in _REGISTRY and type(_REGISTRY[name]).__qualname__ != kind.__qualname__:
+        raise InvalidField("name", name, f"a name not taken; {type(_REGISTRY[name]).__qualname__} has it")
+    _REGISTRY[name] = kind()
+    return kind
+
+
+@cache
+def _load_catalog() -> None:
+    from . import catalog  # noqa: PLC0415 – its modules import this one
+
+    for module in pkgutil.iter_modules(catalog.__path__):
+        importlib.import_module(f"{catalog.__name__}.{module.name}")
+
+
+def operations() -> dict[str, Operation[Any]]:
+    """All of them, by name."""
+    _load_catalog()
+    return dict(sorted(_REGISTRY.items()))
+
+
+def checked(name: object, params: object) -> tuple[Operation[Any], Params]:
+    """The operation and its parameters. Raises InvalidField naming what is not allowed and what is."""
+    known = operations()
+    if not isinstance(name, str) or name not in known:
+        raise InvalidField("operation", name, f"one of {', '.join(known)}")
+    chosen = known[name]
+    if not isinstance(params, dict):
+        raise InvalidField("params", params, "a map of parameters")
+    if unknown := [key for key in params if key not in chosen.params.model_fields]:
+        allowed = ", ".join(chosen.params.model_fields) or "nothing: it has no parameters"
+        raise InvalidField(str(unknown[0]), params[unknown[0]], f"no parameter of {name}; it takes {allowed}")
+    try:
+        return chosen, chosen.params.model_validate(params)
+    except ValidationError as error:
+        raise as_invalid_field(error) from None

@@ -1,0 +1,167 @@
+"""An operation as an RQ job, and what of RQ's job is not let in.
+
+Whoever can write to Redis can write a job. RQ would unpickle it, import the function that it names, import its
+callbacks and call its webhooks. Here a job is a msgpack list; of its record only the fields below are read; and the
+name of its function is compared, never imported: the only thing a job can do is run a registered operation with
+parameters that are checked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+from redis import Redis
+from redis.client import Pipeline
+from redis.exceptions import RedisError
+from rq import Queue
+from rq.exceptions import DeserializationError, NoSuchJobError
+from rq.job import Job
+
+from ...messages.errors import ConfigError, RolloutMQError
+from .run import run_operation
+
+ENTRY = "rolloutmq.operation"
+"""What stands where RQ keeps a function's name. There is no such function."""
+
+UNREADABLE = "(unreadable)"
+MAX_BYTES = 1 << 20
+"""Longest call, result or progress of a job."""
+
+_READ = frozenset(
+    [
+        *("data", "meta", "status", "description", "origin", "worker_name", "timeout"),
+        *("created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat"),
+        *("ttl", "result_ttl", "failure_ttl", "retries_left", "number_of_retries"),
+    ]
+)
+_log = logging.getLogger(__name__)
+
+
+class ForeignJob(RolloutMQError):
+    """A job in the operations queue that is no operation. It was not run."""
+
+
+class MsgpackSerializer:
+    """Plain data and nothing else. RQ takes a class with these two."""
+
+    @staticmethod
+    def dumps(obj: Any) -> bytes:
+        packed: bytes = msgpack.packb(obj, use_bin_type=True)
+        if len(packed) > MAX_BYTES:
+            raise ValueError(f"{len(packed)} bytes, at most {MAX_BYTES}")
+        return packed
+
+    @staticmethod
+    def loads(data: bytes) -> Any:
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"{len(data)} bytes, at most {MAX_BYTES}")
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where a worker's operations work: its own settings, so that no job can point it elsewhere."""
+
+    redis_url: str
+    pool: str
+
+
+class OperationJob(Job):
+    """A job that can only be an operation."""
+
+    surroundings: Surroundings | None = None
+
+    @classmethod
+    def fetch(cls, id: str, connection: Redis | None = None, serializer: Any = None) -> OperationJob:
+        """As RQ's, but a record that cannot be read is one that is not there: it must not end the worker."""
+        try:
+            job = super().fetch(id, connection=connection, serializer=serializer)
+        except (RedisError, NoSuchJobError):
+            raise
+        except Exception as error:
+            _log.warning("job %.80r cannot be read and is not run: %s: %s", id, type(error).__name__, error)
+            raise NoSuchJobError(str(error)) from None
+        assert isinstance(job, cls)
+        return job
+
+    def restore(self, raw_data: dict[Any, Any]) -> Any:
+        """Take the fields that operations use; callbacks, webhooks, dependents and repeats stay where they are."""
+        kept = {key: value for key, value in raw_data.items() if key.decode(errors="replace") in _READ}
+        if any(len(value) > MAX_BYTES for value in kept.values()):
+            raise ValueError(f"a field of more than {MAX_BYTES} bytes")
+        if b"data" in kept:
+            _check_unpacked(kept[b"data"])
+        super().restore(kept)
+        self.description = self.description or self.id
+        try:
+            _ = self.func_name  # unpacks the call
+        except DeserializationError:
+            # RQ reads the name in places where an error would be taken for its own.
+            self.func_name, self.instance, self.args, self.kwargs = UNREADABLE, None, [], {}
+
+    @property
+    def func(self) -> Any:
+        """Never imported: an operation has no function that could be named."""
+        raise ForeignJob(f"job {self.id} was asked for its function")
+
+    def call(self) -> tuple[object, object]:
+        """(operation, parameters) as the job has them. Raises ForeignJob."""
+        entry, instance, args, kwargs = self.func_name, self.instance, self.args, self.kwargs
+        if entry != ENTRY or instance is not None or kwargs or not isinstance(args, list | tuple) or len(args) != 2:
+            raise ForeignJob(f"job {self.id} names {str(entry)[:80]!r} and is no operation: it was not run")
+        return args[0], args[1]
+
+    def perform(self) -> Any:
+        """Run the operation. A RolloutMQError is final: it would be raised again. A Redis that is away comes back."""
+        try:
+            name, params = self.call()
+            if self.surroundings is None:
+                raise ConfigError("operations run in `rolloutmq ops worker`, not in a worker of RQ's own")
+            self.connection.persist(self.key)
+            notes = self.meta.get("notes") if isinstance(self.meta, dict) else None
+            return asyncio.run(
+                run_operation(
+                    name,
+                    params,
+                    redis_url=self.surroundings.redis_url,
+                    pool=self.surroundings.pool,
+                    report=self._report,
+                    notes=notes if isinstance(notes, dict) else None,
+                )
+            )
+        except RolloutMQError as error:
+            if not isinstance(error, RedisError):
+                self.retries_left = 0
+            self._report({**self.meta, "error": f"{type(error).__name__}: {error}"[:2000]})
+            if isinstance(error, ForeignJob):
+                _log.error("refused: %s", error)
+            raise
+
+    def retry(self, queue: Queue, pipeline: Pipeline) -> None:
+        """As RQ's, but with the notes of the run that was cut off, where RQ would save those it began with."""
+        with contextlib.suppress(ValueError):
+            self.get_meta()
+        super().retry(queue, pipeline)
+
+    def _report(self, seen: dict[str, Any]) -> None:
+        self.meta = seen
+        # A job that was deleted meanwhile is not brought back as a record without an end.
+        if self.connection.exists(self.key):
+            self.save_meta()  # type: ignore[no-untyped-call]
+
+
+def _check_unpacked(data: bytes) -> None:
+    """RQ's records are zlib; one that would unpack to more than a job may have is refused before RQ unpacks it."""
+    unpacker = zlib.decompressobj()
+    try:
+        unpacker.decompress(data, MAX_BYTES)
+    except zlib.error:
+        return  # RQ takes it as it is then
+    if unpacker.unconsumed_tail:
+        raise ValueError(f"more than {MAX_BYTES} bytes unpacked")

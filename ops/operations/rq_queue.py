@@ -1,0 +1,164 @@
+"""The queue of a pool's operations in RQ: submit, look, list.
+
+RQ's keys begin with `rq:` and know no hash tags; the queue's name carries the pool's, so that pools stay apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+from redis import Redis
+from redis.exceptions import RedisError
+from rq import Queue, Retry
+from rq.exceptions import NoSuchJobError
+from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
+from rq.worker_registration import get_keys
+
+from ...messages.errors import ConfigError, InvalidField, RedisUnavailable
+from ...messages.keys import Keys
+from ...messages.url import parse, redacted
+from .operation import checked
+from .rq_job import ENTRY, ForeignJob, MsgpackSerializer, OperationJob
+
+RESULT_TTL_S = 86400
+FAILURE_TTL_S = 7 * 86400
+"""How long results and failures can be asked for."""
+
+RETRIES = 3
+"""How often an operation is started again whose worker died, or that failed other than by a RolloutMQError."""
+
+
+def queue_name(pool: str) -> str:
+    """The RQ queue of a pool's operations. Raises InvalidField for what is no pool's name."""
+    return f"rmq-ops:{Keys(pool).pool}"
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRun:
+    """One submitted operation. state: queued, started, finished, failed, or another of RQ's. total: None: not known."""
+
+    id: str
+    operation: str
+    params: dict[str, Any]
+    state: str
+    submitted_at: float
+    done: int = 0
+    total: int | None = None
+    message: str = ""
+    result: dict[str, Any] | None = None
+    error: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.state in {"finished", "failed", "stopped", "canceled"}
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class OperationQueue:
+    """One pool's operations. Use as a context manager."""
+
+    def __init__(self, redis_url: str, pool: str) -> None:
+        """Raises ConfigError, InvalidField, RedisUnavailable."""
+        self.name = queue_name(pool)
+        self.redis = _connect(redis_url)
+        try:
+            self.redis.ping()
+        except (RedisError, OSError) as error:
+            self.redis.close()
+            raise RedisUnavailable(f"no Redis for operations at {redacted(redis_url)}: {error}") from error
+        serializer: Any = MsgpackSerializer
+        self._queue = Queue(self.name, connection=self.redis, job_class=OperationJob, serializer=serializer)
+
+    def __enter__(self) -> OperationQueue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.redis.close()
+
+    def submit(self, name: str, params: dict[str, Any]) -> str:
+        """Queue an operation; returns its id. Raises InvalidField for a name or a parameter that is not allowed."""
+        chosen, settings = checked(name, params)
+        given = to_jsonable_python(settings.model_dump(exclude_unset=True))
+        job = self._queue.enqueue_call(
+            ENTRY,
+            args=(name, given),
+            timeout=chosen.timeout_s,
+            result_ttl=RESULT_TTL_S,
+            failure_ttl=FAILURE_TTL_S,
+            retry=Retry(max=RETRIES),
+            description=name,
+        )
+        return str(job.id)
+
+    def run(self, run_id: str) -> OperationRun:
+        """How an operation is. Raises InvalidField if there is none, or none any more, with this id."""
+        try:
+            job = OperationJob.fetch(run_id, connection=self.redis, serializer=MsgpackSerializer)
+        except (NoSuchJobError, ValueError):
+            raise InvalidField("id", run_id, "the id of an operation of the last day (ops list shows them)") from None
+        if job.origin != self.name:
+            raise InvalidField("id", run_id, f"an operation in the queue {self.name}, not in {job.origin}")
+        return _seen(job)
+
+    def runs(self, most: int = 100) -> list[OperationRun]:
+        """What is queued, under way, and was finished or failed, the newest first; at most `most` of each."""
+        ids = [*self._queue.get_job_ids(0, most)]
+        for kind in (StartedJobRegistry, FinishedJobRegistry, FailedJobRegistry):
+            registry = kind(queue=self._queue)
+            ids += registry.get_job_ids(0, most - 1, desc=True, cleanup=False)
+        found: list[OperationRun] = []
+        for job_id in dict.fromkeys(ids):
+            try:
+                found.append(self.run(job_id))
+            except InvalidField:
+                continue
+        return sorted(found, key=lambda run: run.submitted_at, reverse=True)
+
+    def has_worker(self) -> bool:
+        """Whether a worker listens, as far as RQ knows: one that was killed is listed for up to two minutes."""
+        return any(self.redis.exists(key) for key in get_keys(queue=self._queue))
+
+
+def _connect(redis_url: str) -> Redis:
+    """RQ's own client is a blocking one, to one server. Opens nothing."""
+    target = parse(redis_url)
+    if target.kind != "single":
+        raise ConfigError(
+            f"{redacted(redis_url)}: RQ, which runs operations, needs a plain redis://, rediss:// or unix:// URL; "
+            "name one with --ops-redis. The pool's own may be of any kind"
+        )
+    options = dict(target.options)
+    if not target.nodes:
+        options["unix_socket_path"] = options.pop("path")
+    return Redis(ssl=target.tls, protocol=2, socket_connect_timeout=5, health_check_interval=15, **options)
+
+
+def _seen(job: OperationJob) -> OperationRun:
+    meta = job.meta if isinstance(job.meta, dict) else {}
+    progress = meta.get("progress") or {}
+    try:
+        name, params = job.call()
+    except ForeignJob:
+        name, params = "(no operation)", {}
+    state = str(job.get_status(refresh=False).value)
+    last = job.latest_result() if state in {"finished", "failed", "stopped"} else None
+    error = ""
+    if state in {"failed", "stopped"}:
+        text = (last.exc_string if last else "") or ""
+        error = meta.get("error") or (text.strip().splitlines() or ["it left no word"])[-1]
+    return OperationRun(
+        id=str(job.id),
+        operation=str(name),
+        params=params if isinstance(params, dict) else {},
+        state=state,
+        submitted_at=job.enqueued_at.timestamp() if job.enqueued_at else 0.0,
+        done=progress.get("done", 0),
+        total=progress.get("total"),
+        message=progress.get("message", ""),
+        result=last.return_value if last and state == "finished" else None,
+        error=error,
+    )

@@ -1,0 +1,34 @@
+"""Runs an operation in this process: for an RQ job, and for commands that do a small amount at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from ...messages.connection import connect, ping
+from ...messages.keys import Keys
+from .operation import Context, checked
+
+Report = Callable[[dict[str, Any]], None]
+
+
+async def run_operation(
+    name: object, params: object, *, redis_url: str, pool: str, report: Report, notes: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Check, connect, run; returns the operation's result. Raises RolloutMQError, or what the operation raises."""
+    chosen, settings = checked(name, params)
+    Keys(pool)
+    redis = connect(redis_url, pool=pool)
+    try:
+        await ping(redis)
+        context = Context(redis, pool, report, dict(notes or {}))
+        result: dict[str, Any] = await chosen.run(context, settings)
+        return result
+    finally:
+        await redis.aclose()
+
+
+def run_here(name: str, params: dict[str, Any], redis_url: str, pool: str, report: Report) -> dict[str, Any]:
+    """`run_operation` for callers without an event loop."""
+    return asyncio.run(run_operation(name, params, redis_url=redis_url, pool=pool, report=report))
