@@ -5,12 +5,14 @@ SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
   "$$name" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$name"; break; }; done)
 
-.PHONY: help setup demo test check clean
+.PHONY: help setup demo test test-redis62 chaos check clean
 
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
 	@echo "make demo    the whole loop on this machine, without a GPU or a Redis; draws into out/"
 	@echo "make test    the tests: real redis-server, real SGLang on CPU (PYTEST='-k name' for some)"
+	@echo "make test-redis62   the tests that need a Redis once more, on the embedded redis-server 6.2"
+	@echo "make chaos   real faults and an oracle that reads Redis' log (SEED=7 ONLY=kill,cut to replay; docs/chaos.md)"
 	@echo "make check   formatting, lint, strict types, import order, file sizes"
 	@echo "make clean   remove .venv, out/ and caches"
 
@@ -23,6 +25,15 @@ demo: setup
 
 test: setup
 	.venv/bin/python -m pytest --ignore=tests/gpu --ignore=tests/chaos $(PYTEST)
+
+# What depends on the server, on the oldest one that is supported: `make test` takes the newest it finds.
+test-redis62: setup
+	ROLLOUTMQ_REDIS_SERVER="$$(.venv/bin/python -c 'from rolloutmq.ops.redis_binary import wheel_server as w; print(w())')" \
+	  .venv/bin/python -m pytest tests/redis tests/sync tests/ops tests/unit/test_embedded_redis.py $(PYTEST)
+
+# CHAOS='--fast --runs 5' and the like for more; a failure prints the line that replays it.
+chaos: setup
+	PYTHONPATH=tests .venv/bin/python -m chaos $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) $(CHAOS)
 
 check: setup
 	.venv/bin/ruff check .

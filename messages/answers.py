@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     AuthorizationError,
+    BusyLoadingError,
     ClusterDownError,
     MasterDownError,
+    MovedError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
@@ -32,6 +35,15 @@ _CLASSES: dict[str, type[ResponseError]] = {
     "CLUSTERDOWN": ClusterDownError,
     "NOSCRIPT": NoScriptError,
     "UNBLOCKED": ReadOnlyError,  # a blocked read is thrown out when its primary becomes a replica
+}
+_CUT_OFF: dict[type[RedisError], str] = {
+    BusyLoadingError: "LOADING",
+    ReadOnlyError: "READONLY",
+    MovedError: "MOVED",
+    AskError: "ASK",
+    TryAgainError: "TRYAGAIN",
+    MasterDownError: "MASTERDOWN",
+    ClusterDownError: "CLUSTERDOWN",
 }
 _REFUSALS = {
     "OOM": ("memory", "its memory limit (maxmemory) is reached"),
@@ -80,5 +92,6 @@ def told_as_ours(where: str) -> Iterator[None]:
 def said(error: RedisError | OSError) -> str:
     """The error's text, with the kind of answer where the text alone does not tell it."""
     text = str(error)
-    code = getattr(error, "status_code", None)
+    # redis-py cuts the code off, and only since 8 keeps it anywhere.
+    code = next((code for kind, code in _CUT_OFF.items() if isinstance(error, kind)), "")
     return f"{code} {text}" if code and not text.startswith(code) else text or type(error).__name__

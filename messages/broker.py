@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from .codec import MAX_MESSAGE_BYTES, decode, encode
-from .errors import InvalidField, MessageError, PoolBusy
+from .errors import InvalidField, MessageError, PoolBusy, RedisRefused
 from .jobs import PRIORITIES, GenerateJob
 from .keys import Keys
 from .lua import Scripts
@@ -93,7 +93,12 @@ class Broker:
         # All encoded before the first is sent: a job that is refused leaves none of the others in the pool.
         for batch in list(self._batches(jobs)):
             caps = (self.caps.jobs, self.caps.nbytes, self.caps.unread)
-            answer = await self._scripts.run("enqueue", *caps, letter, *batch)
+            try:
+                answer = await self._scripts.run("enqueue", *caps, letter, *batch)
+            except RedisRefused as refused:
+                if refused.reason != "memory":
+                    raise
+                raise PoolBusy(f"pool {self.keys.pool}: {refused}", states, "memory") from refused
             if len(answer) >= 5 and answer[-5] == b"BUSY":
                 states.extend(state.decode() for state in answer[:-5])
                 raise self._busy(answer[-4:], states)

@@ -52,8 +52,9 @@ class InvalidField(MessageError):
 class PoolBusy(RolloutMQError):
     """The pool takes no more for now. The first `accepted` jobs of this call are in, no more.
 
-    reason: "jobs" (open ones), "bytes" (payloads of open jobs and results not taken), or "unread" (results that this
-    very client has not taken). states: of the accepted ones, as Broker.enqueue gives them.
+    reason: "jobs" (open ones), "bytes" (payloads of open jobs and results not taken), "unread" (results that this very
+    client has not taken), or "memory" (Redis is at its maxmemory).
+    states: of the accepted ones, as Broker.enqueue gives them.
     """
 
     def __init__(self, message: str, states: list[str], reason: str = "jobs") -> None:

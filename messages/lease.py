@@ -164,6 +164,14 @@ class Lease:
         requeued, dead, expired, removed = await self._scripts.run("reap", max_lost, budget)
         return requeued, dead, expired, removed
 
+    async def attempts(self, job_ids: Sequence[str]) -> dict[str, int]:
+        """The present attempt of each job that is running."""
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.hget(self.keys.job(job_id), "a")
+            found = await pipe.execute()
+        return {job_id: int(attempt) for job_id, attempt in zip(job_ids, found, strict=True) if attempt}
+
     async def held(self) -> frozenset[str]:
         """Ids of the jobs Redis has under this worker's name."""
         return frozenset(job.decode() for job in await self.redis.smembers(self.keys.held(self.worker_id)))

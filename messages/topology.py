@@ -8,6 +8,8 @@ nodes; a pool's keys are all in one slot, so all that is needed is the one node 
 
 from __future__ import annotations
 
+import asyncio
+import builtins
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Any
@@ -16,12 +18,12 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.sentinel import Sentinel
 from redis.crc import key_slot
-from redis.exceptions import ConnectionError, RedisError, ResponseError
+from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 from .answers import meaning, said
 from .errors import RedisRefused
 from .keys import Keys
-from .retry import Once
+from .retry import REPLY_TIMEOUT_S, RETRY_BUDGET_S, Once
 from .url import Target
 
 ASK_TIMEOUT_S = 1.0
@@ -116,6 +118,14 @@ def _text(value: Any) -> str:
 
 class _Plain(AbstractConnection):
     """A connection that tells apart what redis-py takes for one ResponseError."""
+
+    async def connect(self) -> None:
+        # redis-py before 8 has the handshake outside its retries, where nothing else bounds it.
+        try:
+            async with asyncio.timeout(RETRY_BUDGET_S + REPLY_TIMEOUT_S):
+                await super().connect()  # type: ignore[no-untyped-call]
+        except builtins.TimeoutError as error:
+            raise TimeoutError(f"no connection within {RETRY_BUDGET_S + REPLY_TIMEOUT_S:g} s") from error
 
     async def check_health(self) -> None:
         # A server that cannot save to disk refuses PING, too; what it holds can still be read.

@@ -38,6 +38,11 @@ class ClaimLoop:
         """There may be room, or different weights, now."""
         self._changed.set()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a claim may have given jobs that are not admitted yet."""
+        return self._taking.locked()
+
     async def settled(self) -> None:
         """Return once what a claim under way brings is admitted. With no room given, none comes after it."""
         async with self._taking:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from redis.exceptions import RedisError
 from ..messages.lease import Lease, Release
 from .held import HeldJob, HeldJobs
 
+log = logging.getLogger(__name__)
 RETRY_S = 0.2
 MAX_JOBS = 256
 MAX_TOKENS = 1 << 19
@@ -34,6 +36,7 @@ class Handback:
         self._held, self._max_lost, self._host = held, max_lost, host
         self._current, self._drop = current, drop
         self._telling: set[asyncio.Task[None]] = set()
+        self._strays: frozenset[str] = frozenset()
 
     async def settled(self) -> None:
         """Return once Redis has heard of everything so far."""
@@ -46,6 +49,24 @@ class Handback:
             self._held.drop(held.id)
         for batch in _batches(releases):
             await lease.release(batch, self._max_lost)
+
+    async def disown(self, lease: Lease, known: Callable[[], set[str] | None]) -> None:
+        """Give back jobs that Redis has under this worker's name and the worker does not know.
+
+        A failover can take back a publication or a hand-back; nobody else would ever get such a job while this worker
+        renews its lease. What is on its way is no stray: known() is None while a claim is, and a stray is one that was
+        seen in two heartbeats in a row.
+        """
+        found = await lease.held()
+        mine = known()
+        if mine is None or self._telling:
+            return
+        before, self._strays = self._strays, found - mine
+        if strays := self._strays & before:
+            log.warning("%d jobs are held here that nobody works on: giving them back", len(strays))
+            attempts = await lease.attempts(sorted(strays))
+            for batch in _batches([Release(job_id, attempt) for job_id, attempt in attempts.items()]):
+                await lease.release(batch, self._max_lost)
 
     def try_elsewhere(self, lease: Lease, held: HeldJob, ready: Callable[[], Awaitable[None]]) -> None:
         """Let another worker try a job that failed here, once `ready` returns: what it finished must be out first."""

@@ -51,6 +51,7 @@ class HeldJobs:
         return held
 
     def add(self, held: HeldJob) -> None:
+        self.drop(held.id)  # held twice after a failover that lost the first claim
         self._jobs[held.id] = held
         self.unpublished += len(held.samples)
 

@@ -251,11 +251,18 @@ class Worker:
             mine = {held.id for held in self._held} - self._outbox.jobs()
             for job_id in mine - await self._lease.held():
                 self._drop(job_id)
+        elif beat.held > len(self._held):
+            await self._handback.disown(self._lease, self._known)
         self._generation.abort_dropped()
         if beat.epoch or beat.committed > self._generation.version:
             self._follower.poke()
         if not self._dead.is_set() and not await self._engine.healthy():
             self._engine_died()
+
+    def _known(self) -> set[str] | None:
+        if self._claims is None or self._claims.under_way:
+            return None
+        return {held.id for held in self._held} | self._outbox.jobs()
 
     def _on_ring(self, ring: Ring) -> None:
         kind = ring.get("kind")

@@ -285,3 +285,32 @@ async def test_a_drain_while_weights_are_waited_for_in_drain_mode(redis_db: str,
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait_for(running.stop(), 6)
     assert (await broker.load()).queued == (0, 1, 0)
+
+
+async def test_a_job_that_a_failover_gave_back_to_a_worker_that_forgot_it(
+    redis_db: str, broker: Broker, db: Redis
+) -> None:
+    """The publication was lost with the old primary: the worker has forgotten the job, Redis has it running there."""
+    one = job(sampling=SHORT)
+    async with worker(redis_db, lease_s=1.0) as running:
+        await broker.enqueue([one])
+        key = broker.keys.job(one.id)
+        record = await db.hgetall(key)
+        (reply,) = await wait_replies(broker, 1)
+        await broker.ack("client", [reply])
+        await db.delete(key)
+        await db.hset(key, mapping=record | {"st": "r", "w": running.id, "a": 1})
+        await db.persist(key)
+        await db.sadd(broker.keys.held(running.id), one.id)
+        (again,) = await wait_replies(broker, 1)
+        assert isinstance(again.outcome, RolloutResult)
+        assert again.outcome.attempt == 2
+        assert await db.scard(broker.keys.held(running.id)) == 0
+
+
+async def test_a_busy_worker_takes_nothing_of_its_own_for_a_stray(redis_db: str, broker: Broker) -> None:
+    async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=500.0), lease_s=0.2, max_running=16):
+        jobs = [job(n=2, sampling=SamplingParams(max_new_tokens=20)) for _ in range(300)]
+        await broker.enqueue(jobs)
+        found = await wait_replies(broker, 600, timeout=60)
+    assert {reply.outcome.attempt for reply in found if isinstance(reply.outcome, RolloutResult)} == {1}
