@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from redis.asyncio import Redis
@@ -50,6 +50,13 @@ class Reply:
     outcome: RolloutResult | JobFailure
     last: bool
     nbytes: int = 0
+
+
+class Receipt(NamedTuple):
+    """What an acknowledgement needs of a Reply, without the outcome."""
+
+    entry_id: str
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,22 +151,32 @@ class Broker:
         return states
 
     async def cancel_client(
-        self, client_id: str, group_id: str = "", cause: str = "cancelled with all its client's jobs"
+        self, client_id: str, group_id: str | None = None, cause: str = "cancelled with all its client's jobs"
     ) -> int:
         """Cancel what a client has open, or the jobs of one of its groups; returns how many.
 
-        From anywhere: the client need not be there, and may find the outcomes when it is back.
+        From anywhere: the client need not be there, and may find the outcomes when it is back. A job without a group
+        is one by itself, under its own id. Raises InvalidField for an empty group.
         """
+        if group_id == "":
+            raise InvalidField("group_id", group_id, "a group's name, a job's id, or None for all jobs")
         cursor, cancelled = 0, 0
         while True:
-            answer = await self._scripts.run("cancel_client", client_id, group_id, cause, cursor, BATCH_JOBS)
+            answer = await self._scripts.run("cancel_client", client_id, group_id or "", cause, cursor, BATCH_JOBS)
             cursor, cancelled = int(answer[0]), cancelled + int(answer[1])
             if cursor == 0:
                 return cancelled
 
-    async def open_jobs(self, client_id: str) -> set[str]:
-        """Ids of a client's queued and running jobs."""
-        return {job.decode() for job in await self.redis.smembers(self.keys.client(client_id))}
+    async def open_jobs(self, client_id: str) -> dict[str, str]:
+        """A client's queued and running jobs, each with its group."""
+        ids = [job.decode() for job in await self.redis.smembers(self.keys.client(client_id))]
+        groups: list[bytes | None] = []
+        for start in range(0, len(ids), BATCH_JOBS):
+            async with self.redis.pipeline(transaction=False) as pipe:
+                for job_id in ids[start : start + BATCH_JOBS]:
+                    pipe.hget(self.keys.job(job_id), "G")
+                groups += await pipe.execute()
+        return {job: group.decode() if group else job for job, group in zip(ids, groups, strict=True)}
 
     async def end_overdue(self, budget: int = 256) -> int:
         """End jobs past their deadline; returns how many. Workers do it too, but a pool may have none."""
@@ -186,14 +203,19 @@ class Broker:
             for entry_id, fields in entries
         ]
 
+    async def newest_reply(self, client_id: str) -> str | None:
+        """Entry id of the newest entry on a client's reply stream."""
+        found = await self.redis.xrevrange(self.keys.reply(client_id), count=1)
+        return found[0][0].decode() if found else None
+
     async def count_replies(self, client_id: str) -> int:
         """Entries on a client's reply stream."""
         return int(await self.redis.xlen(self.keys.reply(client_id)))
 
-    async def ack(self, client_id: str, replies: Sequence[Reply]) -> None:
+    async def ack(self, client_id: str, receipts: Sequence[Receipt | Reply]) -> None:
         """Drop entries from a reply stream: the client has them safe."""
-        for start in range(0, len(replies), BATCH_JOBS):
-            pairs = [part for it in replies[start : start + BATCH_JOBS] for part in (it.entry_id, it.nbytes)]
+        for start in range(0, len(receipts), BATCH_JOBS):
+            pairs = [part for it in receipts[start : start + BATCH_JOBS] for part in (it.entry_id, it.nbytes)]
             await self._scripts.run("ack", client_id, *pairs)
 
     async def unread(self) -> dict[str, int]:
@@ -274,4 +296,12 @@ def _outcome(fields: dict[bytes, bytes]) -> RolloutResult | JobFailure:
         return JobFailure(job_id=job_id, outcome="dead", cause="an outcome cannot be read", error=str(error))
 
 
-_FAILURE = {"outcome": b"o", "cause": b"c", "host": b"h", "error": b"e", "attempts": b"a", "published": b"d"}
+_FAILURE = {
+    "group_id": b"G",
+    "outcome": b"o",
+    "cause": b"c",
+    "host": b"h",
+    "error": b"e",
+    "attempts": b"a",
+    "published": b"d",
+}

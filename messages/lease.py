@@ -130,7 +130,10 @@ class Lease:
         return [state.decode() for state in await self._scripts.run("complete", self.worker_id, *args)]
 
     async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:
-        """Save what unfinished samples have generated; per piece "ok" or "fenced". Sending one again is harmless."""
+        """Save what unfinished samples have generated; per piece "ok", "fenced", or "gap".
+
+        Sending one again is harmless. A gap: an earlier piece is missing and this one was not kept; begin with 0 again.
+        """
         args: list[str | int | bytes] = []
         for piece in pieces:
             args += [piece.job_id, piece.attempt, piece.sample, piece.number, encode(piece.partial)]
@@ -165,12 +168,12 @@ class Lease:
         return requeued, dead, expired, removed
 
     async def attempts(self, job_ids: Sequence[str]) -> dict[str, int]:
-        """The present attempt of each job that is running."""
+        """The present attempt of each job; 0 for one that Redis does not have."""
         async with self.redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
                 pipe.hget(self.keys.job(job_id), "a")
             found = await pipe.execute()
-        return {job_id: int(attempt) for job_id, attempt in zip(job_ids, found, strict=True) if attempt}
+        return {job_id: int(attempt or 0) for job_id, attempt in zip(job_ids, found, strict=True)}
 
     async def held(self) -> frozenset[str]:
         """Ids of the jobs Redis has under this worker's name."""

@@ -109,6 +109,7 @@ class JobFailure(BaseModel):
     ok: ClassVar[bool] = False
 
     job_id: str
+    group_id: str = ""
     outcome: Outcome
     cause: str
     attempts: int = 0

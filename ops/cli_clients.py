@@ -36,7 +36,7 @@ def cancel(
                 raise InvalidField("job", job, "32 lower-case hex digits")
         if client:
             cause = "cancelled by an operator"
-            count = _with(redis, pool, lambda broker: broker.cancel_client(client, group, cause))
+            count = _with(redis, pool, lambda broker: broker.cancel_client(client, group or None, cause))
             typer.echo(f"cancelled {count} jobs")
             return
         states = _with(redis, pool, lambda broker: broker.cancel(jobs or [], "cancelled by an operator"))

@@ -142,6 +142,7 @@ class RolloutClient:
         """Submit jobs in order.
 
         busy_timeout: seconds to wait for room in a pool that is full; 0 raises PoolBusy at once, None waits for ever.
+        If it is this client's own results that fill the pool, another task has to take some meanwhile.
         If PoolBusy is raised, its `accepted` first ones are in and will be answered.
         A job whose outcome waits here to be taken (an earlier client of this id submitted it) is not sent again.
         """
@@ -156,19 +157,31 @@ class RolloutClient:
                 f"{self._inbox.samples} samples are outstanding and {samples} more were submitted; "
                 f"max_outstanding={self._max_outstanding}: take some results first"
             )
-        states = await self._send_in_time(mine, busy_timeout)
-        handles = [JobHandle(job.id, job.group, job.n, state) for job, state in zip(mine, states, strict=True)]
-        for handle in handles:
-            if handle.state not in _OPEN and not await self._still_to_come(handle):
-                self._inbox.end(handle.job_id, handle.state)
-                await self._forget([handle.job_id])
-        return handles
+        try:
+            states = await self._send_in_time(mine, busy_timeout)
+        except PoolBusy as busy:
+            await self._settle(mine, busy.states)
+            raise
+        await self._settle(mine, states)
+        return [JobHandle(job.id, job.group, job.n, state) for job, state in zip(mine, states, strict=True)]
+
+    async def _settle(self, jobs: list[GenerateJob], states: list[str]) -> None:
+        """Of jobs that had ended before they were submitted again, expect what is still to be read and no more."""
+        ended = {job.id: state for job, state in zip(jobs, states, strict=False) if state not in _OPEN}
+        if not ended:
+            return
+        ahead = await self._reader.ahead()
+        for job_id, state in ended.items():
+            if job_id not in ahead:
+                self._inbox.end(job_id, state)
+        await self._forget(ended.keys() - ahead)
 
     async def _send_in_time(self, jobs: list[GenerateJob], timeout: float | None) -> list[str]:
         deadline = None if timeout is None else time.monotonic() + timeout
         accepted, pause = 0, 0.02
         first: list[str] = []
         while True:
+            self._reader.check_open()
             try:
                 return first + await self._send(jobs[accepted:])
             except PoolBusy as busy:
@@ -210,20 +223,15 @@ class RolloutClient:
                 self._inbox.untrack(job_id)
         await self._reader.notify()
 
-    async def _still_to_come(self, handle: JobHandle) -> bool:
-        """Whether a job that ended before it was submitted again has outcomes that this client has yet to read."""
-        tracked = self._inbox.tracked(handle.job_id)
-        if tracked is None or tracked.ended or await self._reader.ahead(handle.job_id):
-            return True
-        return tracked.ended  # it was read meanwhile
-
     async def cancel(self, jobs: Sequence[JobHandle | str]) -> list[str]:
         """Cancel jobs; each ends with a JobFailure unless it had ended already. Per job "ok" or the state it was in."""
         return await self.broker.cancel([job if isinstance(job, str) else job.job_id for job in jobs])
 
     async def cancel_group(self, group_id: str) -> int:
         """Cancel what this client has open of a group, an earlier client of the same id included; returns how many."""
-        return await self.broker.cancel_client(self.client_id, group_id, "cancelled with its group")
+        await self.open()
+        states = await self.broker.cancel(self._inbox.group_jobs(group_id), "cancelled with its group")
+        return states.count("ok")
 
     async def cancel_all(self) -> int:
         """Cancel everything this client has open; returns how many jobs that were."""
@@ -332,8 +340,11 @@ class RolloutClient:
         return await self.broker.workers()
 
     async def _until(self, ready: Callable[[], bool], timeout: float | None) -> None:
-        await self.open()
-        await self._reader.until(ready, timeout)
+        if not self._reader.reading:
+            await self.open()
+        if not ready():
+            await self._reader.until(ready, timeout)
+        self._reader.check_open()
 
 
 def _group(group_id: str, replies: list[Reply]) -> Group:

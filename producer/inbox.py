@@ -19,7 +19,7 @@ class Tracked:
     """A job that is not fully delivered. `arrived`: the samples (or FAILURE) seen; `taken` of them were handed out.
 
     ended: its last outcome has arrived; earlier ones may have been taken by an earlier client of the same id.
-    state: "r" until then, afterwards how it ended. guessed: only its id is known, neither group nor n.
+    state: "r" until then, afterwards how it ended. guessed: its n is not known, and its group perhaps.
     """
 
     job_id: str
@@ -38,6 +38,7 @@ class Inbox:
     def __init__(self) -> None:
         self._jobs: dict[str, Tracked] = {}
         self._groups: dict[str, dict[str, None]] = {}
+        self._open_in: dict[str, int] = {}  # group -> its jobs that have not ended
         self._waiting: OrderedDict[tuple[str, int], Reply] = OrderedDict()
         self._full_groups: OrderedDict[str, None] = OrderedDict()
         self._past: OrderedDict[str, None] = OrderedDict()
@@ -74,8 +75,7 @@ class Inbox:
         else:
             self._jobs[job_id] = Tracked(job_id, group_id, n)
         self.samples += n
-        self._groups.setdefault(group_id, {})[job_id] = None
-        self._look_at_group(group_id)
+        self._join_group(self._jobs[job_id])
         return known is None
 
     def untrack(self, job_id: str) -> None:
@@ -100,49 +100,61 @@ class Inbox:
             if isinstance(outcome, RolloutResult):
                 self.track(outcome.job_id, outcome.group_id, outcome.n)
             elif tracked is None:
-                self._guess(outcome.job_id)
+                self._guess(outcome.job_id, outcome.group_id)
             tracked = self._jobs[outcome.job_id]
-        if sample in tracked.arrived:
-            return False
-        tracked.arrived.add(sample)
-        self._waiting[(outcome.job_id, sample)] = reply
-        if reply.last:
-            tracked.ended = True
-            tracked.state = outcome.outcome if isinstance(outcome, JobFailure) else "done"
-            self._look_at_group(tracked.group_id)
-        return True
+        fresh = sample not in tracked.arrived
+        if fresh:
+            tracked.arrived.add(sample)
+            self._waiting[(outcome.job_id, sample)] = reply
+        if reply.last and not tracked.ended:  # a sample that came again may be the last: after a failover
+            self._ended(tracked, outcome.outcome if isinstance(outcome, JobFailure) else "done")
+            if not fresh:
+                self._delivered(outcome.job_id, 0)
+        return fresh
 
-    def recover(self, open_jobs: set[str]) -> None:
-        """What an earlier client of this id left: its jobs that are still open are expected, the others have ended."""
+    def recover(self, open_jobs: dict[str, str]) -> None:
+        """What an earlier client of this id left: its jobs that are still open (with their groups) are expected, the
+        others have ended."""
         for job_id in [job_id for job_id in self._jobs if job_id not in open_jobs]:
             self.end(job_id)
-        for job_id in sorted(open_jobs - self._jobs.keys()):
-            self._guess(job_id)
+        for job_id in sorted(open_jobs.keys() - self._jobs.keys()):
+            self._guess(job_id, open_jobs[job_id])
 
-    def _guess(self, job_id: str) -> None:
-        self.track(job_id, job_id, 1)
+    def _guess(self, job_id: str, group_id: str) -> None:
+        self.track(job_id, group_id or job_id, 1)
         self._jobs[job_id].guessed = True
 
     def end(self, job_id: str, state: str = "done") -> None:
         """Nothing more will arrive of a job: what there was beside it was taken by an earlier client."""
         tracked = self._jobs.get(job_id)
         if tracked is not None and tracked.arrived and not tracked.ended:
-            tracked.ended, tracked.state = True, state
-            self._look_at_group(tracked.group_id)
+            self._ended(tracked, state)
             self._delivered(job_id, 0)
+
+    def _ended(self, tracked: Tracked, state: str) -> None:
+        tracked.ended, tracked.state = True, state
+        self._open_in[tracked.group_id] -= 1
+        if not self._open_in[tracked.group_id]:
+            self._full_groups.setdefault(tracked.group_id)
+
+    def _join_group(self, tracked: Tracked) -> None:
+        self._groups.setdefault(tracked.group_id, {})[tracked.job_id] = None
+        still_open = self._open_in.get(tracked.group_id, 0) + (not tracked.ended)
+        self._open_in[tracked.group_id] = still_open
+        if still_open:
+            self._full_groups.pop(tracked.group_id, None)
+        else:
+            self._full_groups.setdefault(tracked.group_id)
 
     def _leave_group(self, tracked: Tracked) -> None:
         group = self._groups[tracked.group_id]
         del group[tracked.job_id]
+        self._open_in[tracked.group_id] -= not tracked.ended
         if not group:
-            del self._groups[tracked.group_id]
+            del self._groups[tracked.group_id], self._open_in[tracked.group_id]
             self._full_groups.pop(tracked.group_id, None)
-
-    def _look_at_group(self, group_id: str) -> None:
-        if all(self._jobs[job].ended for job in self._groups[group_id]):
-            self._full_groups.setdefault(group_id)
-        else:
-            self._full_groups.pop(group_id, None)
+        elif not self._open_in[tracked.group_id]:
+            self._full_groups.setdefault(tracked.group_id)
 
     # --- out -------------------------------------------------------------------------------------------------------
 

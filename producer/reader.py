@@ -9,12 +9,14 @@ from collections.abc import Callable
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from ..messages.broker import Broker, Reply
+from ..messages.broker import Broker, Receipt, Reply
 from ..messages.errors import RolloutMQError, WaitTimeout
 from .inbox import Inbox
 
 log = logging.getLogger(__name__)
 READ_COUNT = 512
+READ_BYTES = 16 << 20
+"""What one read may bring, judged by the one before: results can be large."""
 BLOCK_MS = 1000
 RETRY_S = 0.2
 
@@ -38,9 +40,10 @@ class ReplyReader:
         self._broker, self._blocking, self._client_id, self._inbox = broker, blocking, client_id, inbox
         self._news = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
-        self._acks: list[Reply] = []
+        self._acks: list[Receipt] = []
         self._unacked: set[str] = set()  # entries on the stream that were read
         self._last = "0"
+        self._count = 16
         self._broken: BaseException | None = None
         self._closed = False
         self.repeats = 0
@@ -48,7 +51,7 @@ class ReplyReader:
     async def open(self) -> None:
         """Take in what an earlier client of this id had not finished with, then read on in the background."""
         open_jobs = await self._broker.open_jobs(self._client_id)
-        while replies := await self._broker.read_replies(self._client_id, self._last, count=READ_COUNT):
+        while replies := await self._broker.read_replies(self._client_id, self._last, count=self._count):
             self._take_in(replies)
         # In this order: what ended before the question has all its outcomes in what was read.
         self._inbox.recover(open_jobs)
@@ -93,18 +96,17 @@ class ReplyReader:
         except TimeoutError:
             raise WaitTimeout(f"nothing arrived for client {self._client_id} within {timeout} s") from None
 
-    async def ahead(self, job_id: str) -> bool:
-        """Whether outcomes of a job are on the stream that have not been read yet."""
-        place = self._last
-        while replies := await self._broker.read_replies(self._client_id, place):
-            if any(reply.outcome.job_id == job_id for reply in replies):
-                return True
+    async def ahead(self) -> set[str]:
+        """Ids of the jobs that have outcomes on the stream which have not been read yet."""
+        place, found = self._last, set[str]()
+        while replies := await self._broker.read_replies(self._client_id, place, count=self._count):
+            found.update(reply.outcome.job_id for reply in replies)
             place = replies[-1].entry_id
-        return False
+        return found
 
     async def ack(self, replies: list[Reply]) -> None:
         """The code that took these has come back: they leave the stream, soon and in batches."""
-        self._acks += replies
+        self._acks += [Receipt(reply.entry_id, reply.nbytes) for reply in replies]
         if len(self._acks) >= READ_COUNT:
             await self._flush_acks()
 
@@ -116,7 +118,7 @@ class ReplyReader:
                 await self._flush_acks()
                 try:
                     replies = await self._broker.read_replies(
-                        self._client_id, self._last, count=READ_COUNT, block_ms=BLOCK_MS, redis=self._blocking
+                        self._client_id, self._last, count=self._count, block_ms=BLOCK_MS, redis=self._blocking
                     )
                     if not replies and self._inbox.jobs:
                         await self._look_around()
@@ -124,6 +126,7 @@ class ReplyReader:
                     log.warning("results cannot be read: %s", error)
                     await asyncio.sleep(RETRY_S)
                     self._last = "0"  # another server may be there now, on which what was acknowledged is not
+                    self._count = max(1, self._count // 2)  # it may have been too much to read in time
                     continue
                 if replies:
                     async with self._news:
@@ -137,18 +140,22 @@ class ReplyReader:
     async def _look_around(self) -> None:
         # Deadlines pass, too, while the pool has no worker to notice it.
         await self._broker.end_overdue()
-        if await self._broker.count_replies(self._client_id) > len(self._unacked):
+        newest = await self._broker.newest_reply(self._client_id)
+        behind = newest is not None and newest not in self._unacked
+        if behind or await self._broker.count_replies(self._client_id) > len(self._unacked):
             self._last = "0"  # there are entries behind our back: go through all of them
 
     def _take_in(self, replies: list[Reply]) -> None:
         self._last = replies[-1].entry_id
+        mean = sum(reply.nbytes for reply in replies) // len(replies) + 1
+        self._count = max(1, min(READ_COUNT, READ_BYTES // mean))
         for reply in replies:
             if reply.entry_id in self._unacked:
                 continue
             self._unacked.add(reply.entry_id)
             if not self._inbox.put(reply):
                 self.repeats += 1
-                self._acks.append(reply)
+                self._acks.append(Receipt(reply.entry_id, reply.nbytes))
 
     async def _flush_acks(self) -> None:
         if not self._acks or (self._before_ack is not None and not self._before_ack(self._closed)):

@@ -23,15 +23,15 @@ MAX_TOKENS = 1 << 19
 class Checkpoints:
     """Every unfinished sample is saved about every `every_s` seconds; what was saved before is not sent again.
 
-    progress(request id): what the engine has of a running request. on_fenced(job id, attempt): the job is not this
-    worker's any more.
+    progress(request id, start): what the engine has of a running request. on_fenced(job id, attempt): the job is not
+    this worker's any more.
     """
 
     def __init__(
         self,
         held: HeldJobs,
         every_s: float,
-        progress: Callable[[str], Progress | None],
+        progress: Callable[[str, int], Progress | None],
         on_fenced: Callable[[str, int], None],
     ) -> None:
         self._held, self._every_s = held, every_s
@@ -50,6 +50,8 @@ class Checkpoints:
                 for (sample, piece), state in zip(batch, states, strict=True):
                     if state == "ok":
                         sample.keep_saved(piece)
+                    elif state == "gap":
+                        sample.save_anew()
                     else:
                         self._on_fenced(piece.job_id, piece.attempt)
 
@@ -61,7 +63,7 @@ class Checkpoints:
             for sample in held.samples.values():
                 if sample.saved_at > before or sample.finish_reason is not None or sample.dropped:
                     continue
-                piece = sample.unsaved(self._progress(sample.leg[0]) if sample.leg is not None else None)
+                piece = sample.unsaved(self._progress)
                 if piece is None:
                     continue
                 due.append((sample, piece))

@@ -51,6 +51,7 @@ class ClaimLoop:
     async def run(self) -> None:
         """Claim until cancelled. Raises LeaseLost."""
         wake: asyncio.Task[object] | None = None
+        changed: asyncio.Task[object] | None = None
         try:
             while True:
                 self._changed.clear()
@@ -77,8 +78,9 @@ class ClaimLoop:
                 if wake.done():
                     wake = None
         finally:
-            if wake is not None:
-                wake.cancel()
+            for task in (wake, changed):
+                if task is not None:
+                    task.cancel()
 
     async def _wake(self) -> None:
         try:

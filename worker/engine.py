@@ -114,8 +114,8 @@ class Engine(Protocol):
         """
         ...
 
-    def progress(self, request_id: str) -> Progress | None:
-        """What a running request has generated so far, a little behind perhaps; None if it is not known.
+    def progress(self, request_id: str, start: int = 0) -> Progress | None:
+        """What a running request has generated so far, from token `start` on, a little behind perhaps; None if unknown.
 
         Costs nothing but the copy: the engine is not asked, and streams nothing for it.
         """

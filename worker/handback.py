@@ -36,6 +36,7 @@ class Handback:
         self._held, self._max_lost, self._host = held, max_lost, host
         self._current, self._drop = current, drop
         self._telling: set[asyncio.Task[None]] = set()
+        self._leaving: set[str] = set()  # what a release under way is about
         self._strays: frozenset[str] = frozenset()
 
     async def settled(self) -> None:
@@ -44,36 +45,43 @@ class Handback:
 
     async def release(self, lease: Lease, jobs: list[HeldJob], lost: bool = False) -> None:
         """Give jobs back now. Raises RedisError or OSError; what Redis has not heard of it takes with the lease."""
-        releases = [held.release(lost) for held in jobs]
-        for held in jobs:
-            self._held.drop(held.id)
-        for batch in _batches(releases):
-            await lease.release(batch, self._max_lost)
+        # The oldest last: each goes to the front of its queue.
+        releases = [held.release(lost) for held in sorted(jobs, key=lambda held: held.id, reverse=True)]
+        ids = {held.id for held in jobs}
+        self._leaving |= ids
+        try:
+            for held in jobs:
+                self._held.drop(held.id)
+            for batch in _batches(releases):
+                await lease.release(batch, self._max_lost)
+        finally:
+            self._leaving -= ids
 
-    async def disown(self, lease: Lease, known: Callable[[], set[str] | None]) -> None:
+    async def disown(self, lease: Lease, too_many: bool, known: Callable[[], set[str] | None]) -> None:
         """Give back jobs that Redis has under this worker's name and the worker does not know.
 
         A failover can take back a publication or a hand-back; nobody else would ever get such a job while this worker
-        renews its lease. What is on its way is no stray: known() is None while a claim is, and a stray is one that was
-        seen in two heartbeats in a row.
+        renews its lease. too_many: whether the heartbeat brought more than the worker has. What is on its way is no
+        stray: known() is None while a claim is, and a stray is one that was seen in two heartbeats in a row.
         """
-        found = await lease.held()
+        found = await lease.held() if too_many else frozenset()
         mine = known()
-        if mine is None or self._telling:
+        if not found or mine is None or self._telling:
+            self._strays = frozenset()
             return
-        before, self._strays = self._strays, found - mine
+        before, self._strays = self._strays, found - mine - self._leaving
         if strays := self._strays & before:
             log.warning("%d jobs are held here that nobody works on: giving them back", len(strays))
             attempts = await lease.attempts(sorted(strays))
             for batch in _batches([Release(job_id, attempt) for job_id, attempt in attempts.items()]):
                 await lease.release(batch, self._max_lost)
 
-    def try_elsewhere(self, lease: Lease, held: HeldJob, ready: Callable[[], Awaitable[None]]) -> None:
+    def try_elsewhere(self, lease: Lease, held: HeldJob, ready: Callable[[str], Awaitable[None]]) -> None:
         """Let another worker try a job that failed here, once `ready` returns: what it finished must be out first."""
         self._aside(self._try_elsewhere(lease, held, ready))
 
-    async def _try_elsewhere(self, lease: Lease, held: HeldJob, ready: Callable[[], Awaitable[None]]) -> None:
-        await ready()
+    async def _try_elsewhere(self, lease: Lease, held: HeldJob, ready: Callable[[str], Awaitable[None]]) -> None:
+        await ready(held.id)
         if self._held.get(held.id, held.claim.attempt) is held:
             release = held.release(lost=True)
             self._drop(held.id)

@@ -26,7 +26,8 @@ class HeldJob:
 
     def release(self, lost: bool = False) -> Release:
         """How to give it back: with what its unfinished samples have generated so far."""
-        pieces = tuple(piece for sample in self.samples.values() if (piece := sample.unsaved()) is not None)
+        unfinished = [sample for sample in self.samples.values() if sample.finish_reason is None]
+        pieces = tuple(piece for sample in unfinished if (piece := sample.unsaved()) is not None)
         return Release(self.id, self.claim.attempt, pieces, lost)
 
 

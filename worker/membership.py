@@ -14,6 +14,9 @@ from ..messages.lease import Beat, Lease
 from ..messages.pool import WorkerStatus
 
 log = logging.getLogger(__name__)
+REAPED = 256
+REAPS = 64
+"""With one heartbeat at most so many calls for so many jobs each."""
 
 
 class Membership:
@@ -55,8 +58,16 @@ class Membership:
             await asyncio.sleep(min(max(0.0, sent + self._beat_s - now), self._until - now))
 
     async def _reap(self) -> None:
-        requeued, dead, expired, removed = await self.lease.reap(self._max_lost)
-        if requeued or dead or expired or removed:
-            log.info(
-                "reaped %d workers: %d jobs requeued, %d dead-lettered, %d expired", removed, requeued, dead, expired
-            )
+        # One call does a bounded amount, so that Redis is never busy for long; all of it has to be done now.
+        for _ in range(REAPS):
+            requeued, dead, expired, removed = await self.lease.reap(self._max_lost, REAPED)
+            if requeued or dead or expired or removed:
+                log.info(
+                    "reaped %d workers: %d jobs requeued, %d dead-lettered, %d expired",
+                    removed,
+                    requeued,
+                    dead,
+                    expired,
+                )
+            if requeued + dead + expired < REAPED:
+                return

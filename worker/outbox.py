@@ -26,6 +26,7 @@ class Outbox:
         self._on_published = on_published
         self._ready: deque[Finished] = deque()
         self._more = asyncio.Event()
+        self._published = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -41,10 +42,17 @@ class Outbox:
     def clear(self) -> None:
         """Forget what waits: the lease it belonged to is lost."""
         self._ready.clear()
+        self._published.set()
 
     async def flushed(self) -> None:
         """Return once everything put so far is published."""
         await self._empty.wait()
+
+    async def flushed_of(self, job_id: str) -> None:
+        """Return once nothing of this job waits here, with no other task run in between."""
+        while any(finished.job_id == job_id for finished in self._ready):
+            self._published.clear()
+            await self._published.wait()
 
     def _batch(self) -> list[Finished]:
         batch: list[Finished] = []
@@ -75,3 +83,4 @@ class Outbox:
                 if self._ready and self._ready[0] is finished:
                     self._ready.popleft()
                 self._on_published(finished, state)
+            self._published.set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,7 +37,7 @@ class SampleRun:
     saved_at: float = field(default_factory=time.monotonic)
     _saved: int = 0  # tokens that the pool has
     _pieces: int = 0  # in so many pieces
-    _offered: Piece | None = None  # the next one, perhaps on its way
+    _offered: tuple[Piece, float] | None = None  # the next one, perhaps on its way, and when it was made
     _legs: int = 0
     _generating_s: float = 0.0
     _born: float = field(default_factory=time.monotonic)
@@ -50,6 +50,11 @@ class SampleRun:
         self.logprobs = np.concatenate([piece.logprobs for piece in pieces])
         self.segments = join_segments(segment for piece in pieces for segment in piece.segments)
         self._saved, self._pieces = len(self.tokens), len(pieces)
+        most = self.job.sampling.max_new_tokens - 1
+        if len(self.tokens) > most:  # all was saved but how it ended: the last token is generated again, to find out
+            self.tokens, self.logprobs = self.tokens[:most], self.logprobs[:most]
+            self.segments = segments_until(self.segments, most)
+            self.save_anew()
 
     @property
     def remaining(self) -> int:
@@ -65,7 +70,7 @@ class SampleRun:
         if self.segments and self.segments[-1].version > version:
             # Released by a worker that was ahead of this one. Versions never decrease within a sample: start over.
             self.tokens, self.logprobs, self.segments = self.tokens[:0], self.logprobs[:0], []
-            self._saved = self._pieces = 0
+            self.save_anew()
         request_id = f"{self.job.id}{self.index:04x}{self.attempt & 0xFFFF:04x}{self._legs & 0xFFFF:04x}"
         self.leg = request_id, version
         return EngineRequest(
@@ -92,33 +97,40 @@ class SampleRun:
         elif self.remaining <= 0:
             self.finish_reason = "length"  # the abort hit it on its very last token
 
-    def unsaved(self, progress: Progress | None = None) -> Piece | None:
-        """What the pool does not have yet, `progress` being what the leg in the engine has generated so far.
+    def unsaved(self, progress: Callable[[str, int], Progress | None] | None = None) -> Piece | None:
+        """What the pool does not have yet; `progress(request id, start)` tells what the leg in the engine has.
 
         None if there is nothing. The same piece is made again, or a longer one, until `keep_saved` is told of it.
         """
-        tokens, logprobs, segments = self.tokens, self.logprobs, self.segments
-        if progress is not None and len(progress.token_ids) and self.leg is not None:
-            tokens = np.concatenate([tokens, progress.token_ids])
-            logprobs = np.concatenate([logprobs, progress.logprobs])
-            segments = join_segments([*segments, Segment(self.leg[1], len(progress.token_ids))])
-        if len(tokens) <= self._saved:
+        made_at = time.monotonic()
+        tokens, logprobs, segments = self.tokens[self._saved :], self.logprobs[self._saved :], self.segments
+        if progress is not None and self.leg is not None:
+            request_id, version = self.leg
+            start = max(0, self._saved - len(self.tokens))
+            if (more := progress(request_id, start)) is not None and len(more.token_ids):
+                tokens = np.concatenate([tokens, more.token_ids])
+                logprobs = np.concatenate([logprobs, more.logprobs])
+                segments = join_segments([*segments, Segment(version, start + len(more.token_ids))])
+        if not len(tokens):
             return None
-        delta = Partial(
+        new = Partial(
             start=self._saved,
-            token_ids=tokens[self._saved :],
-            logprobs=logprobs[self._saved :],
+            token_ids=tokens,
+            logprobs=logprobs,
             segments=tuple(segments_after(segments, self._saved)),
         )
-        self._offered = Piece(self.job.id, self.attempt, self.index, self._pieces, delta)
-        return self._offered
+        self._offered = Piece(self.job.id, self.attempt, self.index, self._pieces, new), made_at
+        return self._offered[0]
 
     def keep_saved(self, piece: Piece) -> None:
         """The pool has this piece."""
-        if piece is self._offered:  # else the sample was started over meanwhile, or more of it is on its way
-            self._offered = None
+        if self._offered is not None and piece is self._offered[0]:  # else started over, or more of it is on its way
+            self.saved_at, self._offered = self._offered[1], None
             self._saved, self._pieces = self._saved + len(piece.partial.token_ids), self._pieces + 1
-            self.saved_at = time.monotonic()
+
+    def save_anew(self) -> None:
+        """What the pool has is of no use: the next piece is the first."""
+        self._saved, self._pieces, self._offered = 0, 0, None
 
     def result(self, worker_id: str, info: EngineInfo, text: str | None) -> RolloutResult:
         """The finished sample as it is published."""
@@ -169,3 +181,14 @@ def segments_after(segments: Iterable[Segment], start: int) -> list[Segment]:
         if tokens > skipped:
             rest.append(Segment(version, tokens - skipped))
     return rest
+
+
+def segments_until(segments: Iterable[Segment], end: int) -> list[Segment]:
+    """The segments of the first `end` tokens."""
+    first: list[Segment] = []
+    for version, tokens in segments:
+        kept = min(end, tokens)
+        end -= kept
+        if kept:
+            first.append(Segment(version, kept))
+    return first

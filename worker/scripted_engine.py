@@ -106,12 +106,13 @@ class ScriptedEngine:
         token_ids, logprobs = self._script(request, count)
         return EngineOutput(token_ids, logprobs, "length" if count == request.max_new_tokens else "abort")
 
-    def progress(self, request_id: str) -> Progress | None:
+    def progress(self, request_id: str, start: int = 0) -> Progress | None:
         if request_id not in self._began or self.tokens_per_s is None:
             return None
         request, began = self._began[request_id]
         count = min(request.max_new_tokens, int((time.monotonic() - began) * self.tokens_per_s))
-        return Progress(*self._script(request, count))
+        token_ids, logprobs = self._script(request, count)
+        return Progress(token_ids[start:], logprobs[start:])
 
     async def _stopped_early(self, request_id: str, seconds: float) -> bool:
         event = self._aborts[request_id] = asyncio.Event()

@@ -163,17 +163,17 @@ def output_logprobs(answer: dict[str, Any]) -> list[float]:
     return values
 
 
-def generated_so_far(manager: Any, request_id: str) -> tuple[list[int], list[float]] | None:
-    """Token ids and log-probabilities of a running request as far as the scheduler has reported them, or None.
+def generated_so_far(manager: Any, request_id: str, start: int) -> tuple[list[int], list[float]] | None:
+    """Token ids and log-probabilities of a running request from `start` on, as far as they are reported, or None.
 
-    It reports every SGLANG_FORCE_STREAM_INTERVAL (50) tokens, also of a request that does not stream.
+    The scheduler reports every SGLANG_FORCE_STREAM_INTERVAL (50) tokens, also of a request that does not stream.
     """
     state = manager.rid_to_state.get(request_id)
     if state is None or state.finished:
         return None
     token_ids, logprobs = state.output_ids, state.output_token_logprobs_val
     count = min(len(token_ids), len(logprobs))
-    return token_ids[:count], logprobs[:count]
+    return token_ids[start:count], logprobs[start:count]
 
 
 def fail_pending(manager: Any) -> None:

@@ -68,13 +68,13 @@ class SGLangEngine:
         run.check()
         return engine_output(answer, sglang_compat.output_logprobs(answer) if answer else [])
 
-    def progress(self, request_id: str) -> Progress | None:
+    def progress(self, request_id: str, start: int = 0) -> Progress | None:
         """See the protocol. SGLang reports what it has every 50 tokens, streaming or not."""
         from . import sglang_compat  # noqa: PLC0415
 
         if self._run is None or not self._run.ready:
             return None
-        if (found := sglang_compat.generated_so_far(self._run.manager, request_id)) is None:
+        if (found := sglang_compat.generated_so_far(self._run.manager, request_id, start)) is None:
             return None
         return Progress(np.array(found[0], dtype=np.int32), np.array(found[1], dtype=np.float32))
 

@@ -164,7 +164,8 @@ class Worker:
         busy = self._outbox.jobs()
         waiting = [held for held in self._held if not self._generation.in_engine(held.samples.values())]
         try:
-            await self._handback.release(lease, [held for held in waiting if held.id not in busy])
+            async with asyncio.timeout(max(0.5, self.config.drain_s)):
+                await self._handback.release(lease, [held for held in waiting if held.id not in busy])
             if not await self._generation.idle(fits):
                 await self._generation.interrupt(LEAVE_S)
             async with asyncio.timeout(max(0.5, deadline - time.monotonic())):
@@ -213,7 +214,7 @@ class Worker:
         held = self._held.get(sample.job.id, sample.attempt)
         if held is not None and self._lease is not None:
             log.warning("job %s failed here, another worker may try: %s", held.id, error)
-            self._handback.try_elsewhere(self._lease, held, self._outbox.flushed)
+            self._handback.try_elsewhere(self._lease, held, self._outbox.flushed_of)
 
     def _published(self, finished: Finished, state: str) -> None:
         if state == "fenced":
@@ -251,8 +252,7 @@ class Worker:
             mine = {held.id for held in self._held} - self._outbox.jobs()
             for job_id in mine - await self._lease.held():
                 self._drop(job_id)
-        elif beat.held > len(self._held):
-            await self._handback.disown(self._lease, self._known)
+        await self._handback.disown(self._lease, beat.held > len(self._held), self._known)
         self._generation.abort_dropped()
         if beat.epoch or beat.committed > self._generation.version:
             self._follower.poke()

@@ -1,6 +1,8 @@
 -- Open a weight transfer.
 -- ARGV: prefix, epoch, version, announcement bytes, seconds to remember it
 local key = prefix .. 'epoch:' .. ARGV[2]
+local state = redis.call('HGET', key, 'st')
+if state and state ~= 'joining' then return state end   -- a delayed copy: the transfer went on, or is over
 redis.call('HSET', key, 'm', ARGV[4], 'st', 'joining')
 redis.call('EXPIRE', key, ARGV[5])
 redis.call('HSET', prefix .. 'weights', 'open', ARGV[2])

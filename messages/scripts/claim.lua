@@ -3,11 +3,13 @@
 -- Returns {'NOLEASE'}, or a flat list, per job: id, attempt, samples, queued ms, ms to the deadline ('' for none),
 --   payload, then a list of what there is of it: s<i>, '' for a published sample, k<i> or k<i>.<j>, bytes for a partial
 -- A repeated claim number returns what that claim gave, as far as it is still held: a client library that re-sends
--- after a lost reply gets the same jobs instead of the next ones.
+-- after a lost reply gets the same jobs instead of the next ones. An older number, a copy that was delayed on its way,
+-- gets nothing.
 local worker, number = ARGV[2], ARGV[3]
 local max_jobs, max_samples, version, classes = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local SCAN = 64               -- entries one claim looks at beyond what it takes
 local MAX_BYTES = 8388608     -- of payloads and partials, after which one claim takes no further job
+local WARD_MS = 10000         -- somebody else may have the turn when its ward has not claimed for so long
 local SHARE = 8               -- a class gets its turn when this many jobs of higher ones went past it
 local now = now_ms()
 local worker_key = prefix .. 'worker:' .. worker
@@ -15,7 +17,10 @@ local lease = redis.call('ZSCORE', prefix .. 'workers', worker)
 if not lease or tonumber(lease) <= now then return {'NOLEASE'} end
 
 local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w'}
-local function record(id) return redis.call('HMGET', job_key(id), unpack(FIELDS)) end
+local function record(id)
+  local f = redis.pcall('HMGET', job_key(id), unpack(FIELDS))
+  return f.err and {} or f                     -- something else under this name: no job
+end
 
 local given, bytes = {}, 0
 local function hand_over(id, f)
@@ -47,6 +52,7 @@ if last[1] == number then
   end
   return given
 end
+if tonumber(last[1] or 0) > tonumber(number) then return given end
 
 local committed = tonumber(redis.call('HGET', prefix .. 'weights', 'committed')) or 0
 local ids, jobs, samples, looked = {}, 0, 0, 0
@@ -82,23 +88,32 @@ local function remember()
 end
 
 -- One worker at a time is the ward for suspects: it lets what it holds run out, then takes them one by one.
-local alone = last[3]
-if alone and redis.call('SISMEMBER', held_key(worker), alone) == 1 then return remember() end
+local ward, alone = prefix .. 'ward', last[3]
+if alone and redis.call('SISMEMBER', held_key(worker), alone) == 1 then
+  if redis.call('GET', ward) == worker then redis.call('PEXPIRE', ward, WARD_MS) end
+  return remember()
+end
+
+-- The first suspect that this worker could run, and its class. Those that have ended are cleared away.
+local function next_suspect()
+  for _, id in ipairs(redis.call('LRANGE', suspects_key, 0, SCAN - 1)) do
+    local f = redis.call('HMGET', job_key(id), 'st', 'v', 'g', 'q')
+    if f[1] ~= 'q' then
+      redis.call('LREM', suspects_key, 1, id)
+    elseif version >= version_needed(f[2], f[3]) then
+      return id, f[4]
+    end
+  end
+end
+
 if redis.call('LLEN', suspects_key) > 0 then
-  local ward = prefix .. 'ward'
-  if redis.call('GET', ward) == worker or redis.call('SET', ward, worker, 'NX', 'PX', 10000) then
-    redis.call('PEXPIRE', ward, 10000)
-    while redis.call('SCARD', held_key(worker)) == 0 do
-      local id = redis.call('LINDEX', suspects_key, 0)
-      if not id then break end
-      local f = redis.call('HMGET', job_key(id), 'st', 'v', 'g', 'q')
-      if f[1] == 'q' and version < version_needed(f[2], f[3]) then
-        redis.call('DEL', ward)                -- somebody with newer weights may have the turn
-        break
-      end
-      redis.call('LPOP', suspects_key)
-      consider(id, later_key(f[4] or 0))
-      if jobs > 0 then redis.call('HSET', worker_key, 'alone', id) end
+  local id, class = next_suspect()
+  if id and (redis.call('GET', ward) == worker or redis.call('SET', ward, worker, 'NX', 'PX', WARD_MS)) then
+    redis.call('PEXPIRE', ward, WARD_MS)
+    while id and redis.call('SCARD', held_key(worker)) == 0 do
+      redis.call('LREM', suspects_key, 1, id)
+      consider(id, later_key(class))
+      if jobs > 0 then redis.call('HSET', worker_key, 'alone', id) else id, class = next_suspect() end
     end
     if redis.call('SCARD', held_key(worker)) > 0 then return remember() end
   end
@@ -133,9 +148,11 @@ end
 local passed, waiting = 0, false
 for class = 0, classes - 1 do
   taken[class] = (taken[class] or 0) + take(class, max_jobs)
-  local waits = redis.call('LLEN', queue_key(class)) > 0
+  -- Those set aside for newer weights wait, too, for a worker that has them.
+  local waits = redis.call('LLEN', queue_key(class)) > 0 or redis.call('ZCOUNT', later_key(class), '-inf', version) > 0
   if class > 0 then
-    local now_owed = waits and math.max(0, owed[class] + passed - SHARE * taken[class]) or 0
+    local idle = not waits and redis.call('ZCARD', later_key(class)) == 0
+    local now_owed = idle and 0 or math.max(0, owed[class] + (waits and passed or 0) - SHARE * taken[class])
     if now_owed ~= owed[class] then redis.call('HSET', load_key, 'owed' .. class, now_owed) end
   end
   passed, waiting = passed + taken[class], waiting or waits

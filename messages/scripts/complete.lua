@@ -1,6 +1,7 @@
 -- Publish finished samples, each exactly once, and close jobs that have all of theirs.
 -- ARGV: prefix, worker id, then per sample: job id, attempt, sample, result bytes
--- Returns per sample: ok, again (this very sample was published before), or fenced (not this worker's attempt any more).
+-- Returns per sample: ok, again (this very sample was published before), or fenced (not this worker's attempt any more,
+-- or a sample that the job does not have).
 local worker = ARGV[2]
 local states, unread = {}, {}
 local done_jobs, done_bytes = 0, 0
@@ -11,10 +12,9 @@ for i = 3, #ARGV, 4 do
   local state = 'ok'
   if f[1] == 'done' or (f[7] and f[3] == attempt) then
     state = 'again'
-  elseif f[1] ~= 'r' or f[2] ~= worker or f[3] ~= attempt then
+  elseif f[1] ~= 'r' or f[2] ~= worker or f[3] ~= attempt or not tonumber(sample) or tonumber(sample) < 0
+    or tonumber(sample) >= tonumber(f[5]) then
     state = 'fenced'
-  elseif tonumber(sample) >= tonumber(f[5]) then
-    return redis.error_reply('ERR sample ' .. sample .. ' of a job with ' .. f[5] .. ' samples')
   else
     local client, result = f[6], ARGV[i + 3]
     local done = tonumber(f[4]) + 1

@@ -22,8 +22,14 @@ local function misfit(size, class, client)
   unread[client] = unread[client] or tonumber(redis.call('HGET', prefix .. 'unread', client)) or 0
   waiting[class] = waiting[class] or redis.call('LLEN', queue_key(class))
   if unread[client] > max_unread then return 'unread' end
+  -- Jobs cancelled while queued are not open, but their ids are in the queue until somebody comes across them.
+  local looks = 1000
+  while waiting[class] > 0 and waiting[class] >= 2 * max_jobs and looks > 0 do
+    if redis.call('HGET', job_key(redis.call('LINDEX', queue_key(class), 0)), 'st') == 'q' then return 'jobs' end
+    redis.call('LPOP', queue_key(class))
+    waiting[class], looks = waiting[class] - 1, looks - 1
+  end
   if jobs + accepted == 0 then return all_unread > max_bytes and 'bytes' or nil end
-  -- Jobs cancelled while queued are not open, but their ids are in the queue until a worker comes across them.
   if jobs + accepted >= max_jobs or waiting[class] >= 2 * max_jobs then return 'jobs' end
   if open_bytes + bytes + size + all_unread > max_bytes then return 'bytes' end
 end

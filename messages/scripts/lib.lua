@@ -70,10 +70,10 @@ end
 
 -- Job `id` ends as `outcome`, which is not "done": the client is told on its reply stream.
 local function fail(id, outcome, cause, host, err)
-  local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g')
+  local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g', 'G')
   local reply = prefix .. 'reply:' .. r[1]
   redis.call('XADD', reply, '*', 'j', id, 'o', outcome, 'c', cause, 'h', host, 'e', err,
-             'a', r[2] or '0', 'd', r[3] or '0')
+             'a', r[2] or '0', 'd', r[3] or '0', 'G', r[11] or id)
   redis.call('EXPIRE', reply, REPLY_TTL_S)
   count_unread(r[1], ENTRY_BYTES + #cause + #host + #err)
   bury_record(id, outcome, r[5] == 'r' and r[4] or nil, {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10]})
@@ -101,17 +101,26 @@ local function ring_cancelled(ids)
   if #ids > 0 then ring('kind', 'cancel', 'ids', table.concat(ids, ' ')) end
 end
 
-local function drop_partials(key, sample)
-  local field, chunk = 'k' .. sample, 1
-  if redis.call('HDEL', key, field) == 0 then return end
-  while redis.call('HDEL', key, field .. '.' .. chunk) == 1 do chunk = chunk + 1 end
+local function drop_pieces_from(key, sample, piece)
+  while redis.call('HDEL', key, 'k' .. sample .. '.' .. piece) == 1 do piece = piece + 1 end
 end
 
--- Save the next piece of an unfinished sample. Piece 0 starts it over. The same piece again replaces itself.
-local function save_partial(key, sample, chunk, bytes)
-  if redis.call('HEXISTS', key, 's' .. sample) == 1 then return end
-  if chunk == '0' then drop_partials(key, sample) end
-  redis.call('HSET', key, chunk == '0' and 'k' .. sample or 'k' .. sample .. '.' .. chunk, bytes, 'kk', 1)
+local function drop_partials(key, sample)
+  if redis.call('HDEL', key, 'k' .. sample) == 1 then drop_pieces_from(key, sample, 1) end
+end
+
+-- Save the next piece of an unfinished sample; it takes the place of itself and all later ones, so piece 0 starts the
+-- sample over, and pieces of two trajectories never mix. Returns ok, or gap if its forerunner is missing (a delayed
+-- copy of an earlier piece took it away): it is not kept, whoever sent it starts over.
+local function save_partial(key, sample, piece, bytes)
+  if redis.call('HEXISTS', key, 's' .. sample) == 1 then return 'ok' end
+  local number = tonumber(piece)
+  local function field(i) return i == 0 and 'k' .. sample or 'k' .. sample .. '.' .. i end
+  if number > 0 and redis.call('HEXISTS', key, field(number - 1)) == 0 then return 'gap' end
+  -- Written before anything is deleted: a Redis at its memory limit refuses a script only at its first write.
+  redis.call('HSET', key, field(number), bytes, 'kk', 1)
+  drop_pieces_from(key, sample, number + 1)
+  return 'ok'
 end
 
 -- A running job goes back to the front of its queue, without an owner; on its last chance to the suspects.

@@ -6,11 +6,16 @@ local now = now_ms()
 local workers = prefix .. 'workers'
 local requeued, dead, removed = 0, 0, 0
 for _, worker in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT', 0, 8)) do
-  local ids = redis.call('SRANDMEMBER', held_key(worker), budget)
+  local ids = redis.pcall('SRANDMEMBER', held_key(worker), budget)
+  if ids.err then                                   -- something else under this name
+    redis.call('DEL', held_key(worker))
+    ids = {}
+  end
   -- Oldest to the front: ids are time-ordered and requeue pushes to the left.
   table.sort(ids, function(a, b) return a > b end)
   for _, id in ipairs(ids) do
-    if redis.call('HGET', job_key(id), 'st') ~= 'r' then
+    local f = redis.call('HMGET', job_key(id), 'st', 'w')
+    if f[1] ~= 'r' or f[2] ~= worker then
       redis.call('SREM', held_key(worker), id)      -- its record was evicted or deleted by hand
     elseif redis.call('HINCRBY', job_key(id), 'c', 1) >= max_lost then
       local lost = redis.call('HGET', job_key(id), 'c')

@@ -8,6 +8,7 @@ local states, i = {}, 4
 while i <= #ARGV do
   local id, attempt, lost, partials = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
   local state = owns(id, worker, attempt) and 'ok' or 'fenced'
+  if redis.call('EXISTS', job_key(id)) == 0 then redis.call('SREM', held_key(worker), id) end   -- evicted, or deleted
   if state == 'ok' then
     local total = lost > 0 and redis.call('HINCRBY', job_key(id), 'c', lost) or 0
     if total >= max_lost then

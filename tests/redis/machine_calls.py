@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import redis
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 from model import CLASSES, Job, Model, State
@@ -39,16 +38,15 @@ twice = st.booleans()
 class PoolCalls(RuleBasedStateMachine):
     """Calls scripts as broker and leases would, with raw arguments; compares all of Redis with the model after each."""
 
-    url = ""
+    redis: Any
+    """A client of a server that nobody else uses, which decodes replies as Latin-1."""
+    shas: dict[str, str]
+    """Of the scripts it has been given."""
     lies: tuple[tuple[str, str], ...] = ()
-    clients: dict[str, Any] = {}  # noqa: RUF012
-    shas: dict[str, str] = {}  # noqa: RUF012
+    """What scripts say, and what they are made to say instead."""
 
     def __init__(self) -> None:
         super().__init__()
-        if self.url not in self.clients:
-            self.clients[self.url] = redis.Redis.from_url(self.url, encoding="latin-1", decode_responses=True)
-        self.redis: Any = self.clients[self.url]
         self.redis.flushdb()
         self.model = Model(3)
         self.state = State({}, {})
@@ -57,6 +55,7 @@ class PoolCalls(RuleBasedStateMachine):
         self.tokens: list[tuple[str, str, int]] = []  # (worker, job, attempt) of every claim
         self.sent: list[tuple[str, tuple[Any, ...]]] = []
         self.made = self.epochs = self.incarnations = self.steps = 0
+        self.rushed = False
 
     # calling
 

@@ -147,7 +147,7 @@ async def test_pool_busy_counts_over_the_callers_list(redis_db: str, broker: Bro
                 try:
                     await really([one])
                 except PoolBusy as busy:
-                    busy.accepted = count
+                    busy.accepted, busy.states = count, ["new"] * count
                     raise
             raise AssertionError("not busy")
 

@@ -1,0 +1,13 @@
+"""The scenarios, by what goes wrong in them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+FILES = ("deaths", "network", "servers", "failover", "trouble", "clients", "drains", "weights", "sglang")
+
+
+def load() -> None:
+    """Register all of them, in the order in which they run."""
+    for name in FILES:
+        import_module(f"{__name__}.{name}")

@@ -1,0 +1,45 @@
+"""Weights change while workers die: every token still says which version sampled it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rolloutmq import JobFailure, WeightPublisher
+
+from ..context import POOL, Chaos
+from ..scenario import scenario
+
+VERSIONS = 5
+
+
+@scenario("weights_under_fire", lease_s=1.0, timeout_s=120.0)
+async def weights(chaos: Chaos) -> None:
+    """Real transfers of five versions, samples that cross them, and a worker killed in the middle of one."""
+    import torch  # noqa: PLC0415 – seconds, and only here
+
+    publisher = await asyncio.to_thread(
+        lambda: WeightPublisher(chaos.redis.url, POOL, join_timeout_s=2.0, transfer_timeout_s=3.0)
+    )
+    chaos.ends_with(publisher.close)
+    workers = await chaos.start_workers(2, max_running=32, tokens_per_s=100, torch=True)
+    unlucky = chaos.rng.randint(2, VERSIONS - 1)
+    async with chaos.client() as trainer:
+        for version in range(1, VERSIONS + 1):
+            await trainer.submit(chaos.jobs(20, n=2, tokens=chaos.rng.randint(60, 150)))
+            handle = publisher.publish(version, [("w", torch.full((1000,), float(version)))])
+            waiting = asyncio.create_task(asyncio.to_thread(handle.wait, 20))
+            if version == unlucky:
+                await asyncio.sleep(chaos.rng.uniform(0, 0.1))
+                await workers.pop().kill()  # nobody can serve before the transfer it was part of has timed out
+                workers += await chaos.start_workers(1, max_running=32, tokens_per_s=100, torch=True)
+            report = await waiting
+            # A rank that dies in the middle of a transfer may take the version along, never another one.
+            chaos.expect(report.state == "committed" or version == unlucky, f"version {version} is {report.state}")
+            await trainer.take(chaos.rng.randint(1, 20))
+        demanding = chaos.jobs(10, min_version=VERSIONS)
+        await trainer.submit(demanding)
+        taken = await trainer.take()
+    ids = {job.id for job in demanding}
+    chaos.expect(not any(isinstance(one, JobFailure) for one in taken), "a job failed")
+    chaos.expect(all(one.oldest_version == VERSIONS for one in taken if one.job_id in ids), "older weights were used")
+    chaos.notes["samples_across_versions"] = sum(len(one.segments) > 1 for one in taken)
