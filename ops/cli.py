@@ -64,7 +64,7 @@ def worker(
 ) -> None:
     """Serve a pool with one SGLang engine until SIGTERM or Ctrl-C, then drain and leave."""
     from ..worker.config import WorkerConfig
-    from ..worker.main import run_worker
+    from ..worker.main import exit_at_once, run_worker
     from ..worker.sglang_config import SGLangConfig
     from .options import as_config, parse_extra
 
@@ -100,6 +100,7 @@ def worker(
             max_lost=max_lost,
         )
         run_worker(config, engine)
+        exit_at_once()
     except RolloutMQError as error:
         raise _Failure(error) from error
 

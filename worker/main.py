@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import sys
+from typing import NoReturn
 
 from .config import WorkerConfig
 from .sglang_config import SGLangConfig
@@ -17,6 +20,17 @@ log = logging.getLogger(__name__)
 def run_worker(config: WorkerConfig, engine: SGLangConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Raises what Worker.run raises; a second SIGINT ends it at once."""
     asyncio.run(_run(config, engine))
+
+
+def exit_at_once() -> NoReturn:
+    """End this process, whose worker has left and whose engine is closed.
+
+    Taking Python down under torch and SGLang takes seconds, which the grace period of a pod may not have.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 async def _run(config: WorkerConfig, engine: SGLangConfig) -> None:

@@ -13,6 +13,9 @@ from rolloutmq.messages import Broker, Finished, Lease, Partial, Piece, RolloutR
 from rolloutmq.worker.scripted_engine import ScriptedEngine
 
 SLOW = 200.0
+FORGET = (
+    "for _, f in ipairs(redis.call('HKEYS', KEYS[1])) do if f:find('^k0') then redis.call('HDEL', KEYS[1], f) end end"
+)
 LONG = SamplingParams(max_new_tokens=400)  # two seconds
 
 
@@ -143,3 +146,46 @@ async def test_pieces_with_a_gap_are_used_up_to_the_gap(redis_db: str, broker: B
     assert isinstance(reply.outcome, RolloutResult)
     assert reply.outcome.token_ids[:2].tolist() == [0, 1]
     assert len(reply.outcome.token_ids) == 8
+
+
+async def test_a_late_copy_of_a_piece_ends_the_chain_and_the_worker_starts_over(broker: Broker, joined) -> None:
+    one = job()
+    await broker.enqueue([one])
+    lease = await joined()
+    await lease.claim(1, 9, 0)
+    for number in range(3):
+        assert await lease.checkpoint([piece(one, number, start=2 * number)]) == ["ok"]
+    assert await lease.checkpoint([piece(one, 1, start=2)]) == ["ok"]  # what came after it is not sure any more
+    assert await lease.checkpoint([piece(one, 3, start=6)]) == ["gap"]
+    (claim,) = await Lease(broker.redis, "default", lease.worker_id).claim(1, 9, 0)
+    assert len(claim.partials[0]) == 2
+
+
+async def test_a_worker_told_of_a_gap_saves_everything_again(redis_db: str, broker: Broker, db: Redis) -> None:
+    one = job(sampling=LONG)
+    await broker.enqueue([one])
+    key = broker.keys.job(one.id)
+    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=0.4, checkpoint_s=0.1) as victim:
+        await eventually(lambda: db.hexists(key, "k0.2"))
+        await db.eval(FORGET, 1, key)
+        await eventually(lambda: db.hexists(key, "k0.1"))
+        await victim.crash()
+    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=0.4) as survivor:
+        (reply,) = await wait_replies(broker, 1)
+        assert survivor.worker._generation.generated_tokens < 300
+    assert isinstance(reply.outcome, RolloutResult)
+    check_scripted(reply.outcome, 3)
+
+
+async def test_a_sample_saved_to_its_last_token_still_finds_its_end(redis_db: str, broker: Broker, joined) -> None:
+    one = job(sampling=SamplingParams(max_new_tokens=2))
+    await broker.enqueue([one])
+    lease = await joined("earlier")
+    await lease.claim(1, 1, 0)
+    await lease.checkpoint([piece(one, 0)])
+    await broker.redis.zadd(broker.keys.workers, {"earlier": 1})
+    async with worker(redis_db) as running:
+        (reply,) = await wait_replies(broker, 1)
+        assert running.worker._generation.generated_tokens == 1
+    assert isinstance(reply.outcome, RolloutResult)
+    assert (len(reply.outcome.token_ids), reply.outcome.finish_reason) == (2, "length")

@@ -160,7 +160,7 @@ async def _a_bit_of_everything(
     began = time.monotonic()
     await running(trainer.client.broker, 3)
     await trainer.client.cancel([unwanted.id])
-    await trainer.client.cancel_group(chaos.job().id)
+    await trainer.client.broker.cancel_client(trainer.client.client_id, chaos.job().id)
     await until(lambda: time.monotonic() - began > 0.3, what="long jobs to be well under way")
     away = asyncio.create_task(worker.drain(15))
     heir = await chaos.worker(url, **QUICK)
