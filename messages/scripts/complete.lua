@@ -12,8 +12,8 @@ for i = 3, #ARGV, 4 do
   local state = 'ok'
   if f[1] == 'done' or (f[7] and f[3] == attempt) then
     state = 'again'
-  elseif f[1] ~= 'r' or f[2] ~= worker or f[3] ~= attempt or not tonumber(sample) or tonumber(sample) < 0
-    or tonumber(sample) >= tonumber(f[5]) then
+  elseif f[1] ~= 'r' or f[2] ~= worker or f[3] ~= attempt
+    or not string.match(sample, '^%d+$') or tonumber(sample) >= tonumber(f[5]) then
     state = 'fenced'
   else
     local client, result = f[6], ARGV[i + 3]

@@ -110,8 +110,9 @@ local function drop_partials(key, sample)
 end
 
 -- Save the next piece of an unfinished sample; it takes the place of itself and all later ones, so piece 0 starts the
--- sample over, and pieces of two trajectories never mix. Returns ok, or gap if its forerunner is missing (a delayed
--- copy of an earlier piece took it away): it is not kept, whoever sent it starts over.
+-- sample over. Within an attempt a worker starts over only to save the same tokens again, so a delayed copy of a piece
+-- either fits or does not begin where the one before it ends, which the next worker looks at. Returns ok, or gap if its
+-- forerunner is missing (a delayed copy of an earlier piece took it away): it is not kept, whoever sent it starts over.
 local function save_partial(key, sample, piece, bytes)
   if redis.call('HEXISTS', key, 's' .. sample) == 1 then return 'ok' end
   local number = tonumber(piece)

@@ -54,6 +54,8 @@ class PoolCalls(RuleBasedStateMachine):
         self.claims: dict[str, int] = {}
         self.tokens: list[tuple[str, str, int]] = []  # (worker, job, attempt) of every claim
         self.sent: list[tuple[str, tuple[Any, ...]]] = []
+        self.old_claims: list[tuple[Any, ...]] = []
+        self.saved: list[tuple[str, list[tuple[str, int, int, int, str]]]] = []
         self.made = self.epochs = self.incarnations = self.steps = 0
         self.rushed = False
 

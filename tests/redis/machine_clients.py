@@ -25,7 +25,7 @@ specs = st.tuples(
 class ClientRules(PoolCalls):
     """Submits jobs, cancels them, takes or forgets their results."""
 
-    @rule(batch=st.lists(specs, min_size=1, max_size=4), room=st.sampled_from((9, 9, 9, 0, 1, 2)), again=twice)
+    @rule(batch=st.lists(specs, min_size=1, max_size=4), room=st.sampled_from((9, 9, 9, 0, 1, 2, 3)), again=twice)
     def enqueue(self, batch: list[tuple[Any, ...]], room: int, again: bool) -> None:
         jobs: list[Job] = []
         for known, *fields in batch:
@@ -35,6 +35,18 @@ class ClientRules(PoolCalls):
                 self.submitted.append([f"{self.made:032x}", *fields])
             jobs.append(Job(*self.pick(self.submitted, known or 0)))
         self.submit(jobs, room, again)
+
+    @precondition(lambda self: any(queue and not self.model.jobs[queue[0]].open for queue in self.queues()))
+    @rule(again=twice)
+    def enqueue_after_ended(self, again: bool) -> None:
+        """A queue is full, but of what begins with an ended job."""
+        cls = next(i for i, queue in enumerate(self.queues()) if queue and not self.model.jobs[queue[0]].open)
+        self.made += 1
+        self.submitted.append([f"{self.made:032x}", 1, cls, "ca", "", 0, None, False, "p"])
+        self.submit([Job(*self.submitted[-1])], 3, again)
+
+    def queues(self) -> list[list[str]]:
+        return [self.state.queue(cls) for cls in range(CLASSES)]
 
     @precondition(lambda self: self.model.dead)
     @rule(which=index, room=st.sampled_from((9, 1, 0)), again=twice)
@@ -49,6 +61,8 @@ class ClientRules(PoolCalls):
     def submit(self, jobs: list[Job], room: int = 9, again: bool = False, letter: str = "") -> None:
         counts, unread = self.model.counts, self.model.unread
         caps = (counts["jobs"] + room if room < 9 else AMPLE, AMPLE, AMPLE)
+        if room == 3:  # the first job's queue is as long as it may be
+            caps = (max(1, len(self.state.queue(jobs[0].cls)) // 2), AMPLE, AMPLE)
         if room == 0:  # no room by bytes, or by what this client has not taken
             caps = (AMPLE, counts["bytes"] + counts["unread"] + 30, 200)
         args: list[Any] = [*caps, letter]
@@ -61,7 +75,7 @@ class ClientRules(PoolCalls):
         expected: list[Any] = []
         for job in jobs:
             known = self.model.jobs.get(job.id)
-            why = None if known else self.misfit(job, caps, len(queues[job.cls]))
+            why = None if known else self.misfit(job, caps, queues[job.cls])
             if why:
                 nbytes = counts["bytes"] + counts["unread"]
                 expected += ["BUSY", why, counts["jobs"], nbytes, unread[job.client]]
@@ -79,13 +93,18 @@ class ClientRules(PoolCalls):
         if "BUSY" not in answer:
             self.remember("enqueue", *args)
 
-    def misfit(self, job: Job, caps: tuple[int, int, int], waiting: int) -> str | None:
+    def misfit(self, job: Job, caps: tuple[int, int, int], queue: list[str]) -> str | None:
+        """Why it may not come in now. Of a queue that is too long, what has ended is cleared away from its head."""
         counts = self.model.counts
         if self.model.unread[job.client] > caps[2]:
             return "unread"
+        while queue and len(queue) >= 2 * caps[0]:
+            if self.model.jobs[queue[0]].state == "q":
+                return "jobs"
+            del queue[0]
         if counts["jobs"] == 0:
             return "bytes" if counts["unread"] > caps[1] else None
-        if counts["jobs"] >= caps[0] or waiting >= 2 * caps[0]:
+        if counts["jobs"] >= caps[0] or len(queue) >= 2 * caps[0]:
             return "jobs"
         return "bytes" if counts["bytes"] + len(job.payload) + counts["unread"] > caps[1] else None
 

@@ -9,17 +9,18 @@ from hypothesis.stateful import initialize, precondition, rule
 from machine_calls import HOUR_MS, PREFIX, index, twice
 from machine_clients import ClientRules, specs
 from model import CLASSES, Job
-from model_claim import Claiming, check_choice
+from model_claim import Claiming, check_choice, check_places
 
+NOBODY = "e" * 32
 tokens = st.tuples(index, st.sampled_from(("", "", "", "worker", "old", "attempt")))
 
 
 class WorkerRules(ClientRules):
     """Up to three workers at a time; those that are gone may still send something."""
 
-    @initialize(batch=st.lists(specs, min_size=3, max_size=6), max_lost=st.sampled_from((2, 3)))
-    def begin(self, batch: list[tuple[Any, ...]], max_lost: int) -> None:
-        """Two workers, and the first has work: what comes then is rarely about nothing."""
+    @initialize(batch=st.lists(specs, min_size=3, max_size=6), max_lost=st.sampled_from((2, 3)), suspects=st.booleans())
+    def begin(self, batch: list[tuple[Any, ...]], max_lost: int, suspects: bool) -> None:
+        """Two workers, and the first has work, or dies of it: what comes then is rarely about nothing."""
         self.model.max_lost = max_lost
         self.join(False)
         self.join(False)
@@ -27,6 +28,9 @@ class WorkerRules(ClientRules):
         if self.take(Claiming("w1", 2, 9, 3)):
             self.checkpoint([((0, ""), 0, 0)], False)
             self.checkpoint([((0, ""), 0, 0)], False)
+        if suspects and max_lost == 2:
+            self.settle()
+            self.crash(0, False)
 
     def token(self, which: tuple[int, str]) -> tuple[str, str, int]:
         """A claim that somebody holds; perhaps an older one, or said by another worker, or of another attempt."""
@@ -70,13 +74,31 @@ class WorkerRules(ClientRules):
         self.model.workers[worker] = True
 
     @precondition(lambda self: self.model.workers)
-    @rule(which=index)
-    def crash(self, which: int) -> None:
-        worker = self.pick(list(self.model.workers), which)
+    @rule(which=index, strays=st.booleans())
+    def crash(self, which: int, strays: bool) -> None:
+        """Strays: ids under its name that are another's, or nobody's."""
+        holding = [worker for worker in self.model.workers if self.model.held(worker)]
+        worker = self.pick(holding or list(self.model.workers), which)
         self.redis.zadd(f"{PREFIX}workers", {worker: 1})
         self.model.workers[worker] = True
+        if strays:
+            others = [job.id for job in self.model.jobs.values() if job.owner != worker]
+            self.redis.sadd(f"{PREFIX}held:{worker}", NOBODY, *others[-3:])
+            self.state = self.look()
         self.reap(256, False)
         self.join(False)
+
+    @precondition(lambda self: self.state["suspects"] and self.model.workers)
+    @rule(which=index, ended=st.booleans())
+    def suspects_turn(self, which: int, ended: bool) -> None:
+        """Somebody claims while there are suspects, perhaps one that has just been cancelled."""
+        if ended:
+            job = self.model.jobs[self.pick(list(self.state["suspects"]), which)]
+            if job.open:
+                assert self.call("cancel", "no more", job.id) == ["ok"]
+                self.model.fail(job, "cancelled", "no more")
+            self.settle()
+        self.take(Claiming(self.pick(list(self.model.workers), which), 2, 9, 3))
 
     @precondition(lambda self: len(self.model.workers) > 1)
     @rule(which=index, again=twice)
@@ -87,6 +109,14 @@ class WorkerRules(ClientRules):
         assert second in (None, answer)
         if answer == 0:
             self.model.workers.pop(worker, None)
+
+    @precondition(lambda self: self.model.workers)
+    @rule(which=index)
+    def record_is_gone(self, which: int) -> None:
+        """A worker gives back a job whose record was evicted: then it is not held any more."""
+        worker = self.pick(list(self.model.workers), which)
+        self.redis.sadd(f"{PREFIX}held:{worker}", NOBODY)
+        assert self.call("release", worker, self.model.max_lost, NOBODY, 1, 0, 0) == ["fenced"]
 
     @rule(budget=st.sampled_from((1, 2, 256, 256)), again=twice)
     def reap(self, budget: int, again: bool) -> None:
@@ -99,7 +129,9 @@ class WorkerRules(ClientRules):
             taken = held - after[f"held:{worker}"]
             assert len(taken) == min(budget, len(held))
             for id in sorted(taken, reverse=True):
-                job = self.model.jobs[id]
+                job = self.model.jobs.get(id)
+                if job is None or job.owner != worker:
+                    continue
                 if self.model.lose(job, "its worker was lost {} times", worker):
                     dead += 1
                 else:
@@ -142,8 +174,10 @@ class WorkerRules(ClientRules):
             assert answer == ["NOLEASE"]
             assert second in (None, answer)
             return []
-        rows = [answer[i : i + 7] for i in range(0, len(answer), 7)]
+        after, rows = self.look(), [answer[i : i + 7] for i in range(0, len(answer), 7)]
         check_choice(self.state, self.model, how, [row[0] for row in rows])
+        check_places(self.state, self.model, how, after, [row[0] for row in rows])
+        self.old_claims.append((how.worker, self.claims[how.worker], *limits, CLASSES))
         given: list[Job] = []
         for id, attempt, n, queued, left, payload, progress in rows:
             job = self.model.jobs[id]
@@ -159,20 +193,34 @@ class WorkerRules(ClientRules):
             assert [x for i, x in enumerate(second) if i % 7 not in times] == [
                 x for i, x in enumerate(answer) if i % 7 not in times
             ], "the same claim number gives the same jobs"
-        after = self.look()
         for job in self.model.open_jobs():  # whose deadline passed, as far as this claim came across them
             if job.state == "q" and job.overdue and after[f"job:{job.id}"]["st"] == "expired":
                 self.model.expire_queued(job)
         return given
 
     @precondition(lambda self: self.tokens)
-    @rule(which=st.lists(st.tuples(tokens, st.integers(0, 2)), min_size=1, max_size=4), again=twice)
+    @rule(
+        which=st.lists(st.tuples(tokens, st.sampled_from((0, 1, 2, 0, 1, 2, 9, -1))), min_size=1, max_size=4),
+        again=twice,
+    )
     def complete(self, which: list[tuple[tuple[int, str], int]], again: bool) -> None:
         worker = self.token(which[0][0])[0]
         said = [(*self.token(token)[1:], sample) for token, sample in which]
-        self.publish(worker, [(id, attempt, sample % self.model.jobs[id].n) for id, attempt, sample in said], again)
+        self.publish(worker, [(id, attempt, self.sample(id, sample)) for id, attempt, sample in said], again)
 
     complete_more = complete_again = complete
+
+    @precondition(lambda self: any(job.owner for job in self.model.open_jobs()))
+    @rule(which=index)
+    def save_and_finish(self, which: int) -> None:
+        self.checkpoint([((which, ""), 0, 0)], False)
+        self.settle()
+        self.complete([((which, ""), 0)], False)
+
+    def sample(self, id: str, sample: int) -> int:
+        """One that the job has; 9 and -1: the first that it does not have, on either side."""
+        n = self.model.jobs[id].n
+        return {9: n, -1: -1}.get(sample, sample % n)
 
     def publish(self, worker: str, finished: list[tuple[str, int, int]], again: bool = False) -> None:
         args: list[Any] = [worker]
@@ -189,35 +237,42 @@ class WorkerRules(ClientRules):
         self.remember("complete", *args, claims=[(id, attempt) for id, attempt, _ in finished])
 
     def pieces(self, id: str, sample: int, which: int, worker: str) -> tuple[int, int, str]:
-        """A next piece of a sample, or the last one again, or the first."""
+        """A next piece of a sample, or the last one again, or the first, or the second, or one after a gap."""
         job = self.model.jobs[id]
         count = len(job.pieces.get(sample % job.n, {}))
-        number = (count, max(0, count - 1), 0)[which % 3]
+        number = (count, max(0, count - 1), 0, 1, count, count + 1, count, 0, 1, count)[which % 10]
         return sample % job.n, number, f"{worker}:{sample}:{number}:{which}"
 
     @precondition(lambda self: self.tokens)
     @rule(which=st.lists(st.tuples(tokens, st.integers(0, 2), index), min_size=1, max_size=4), again=twice)
     def checkpoint(self, which: list[tuple[tuple[int, str], int, int]], again: bool) -> None:
         worker = self.token(which[0][0])[0]
-        args: list[Any] = [worker]
-        expected: list[str] = []
-        seen: set[tuple[str, int]] = set()
+        said: list[tuple[str, int, int, int, str]] = []
         for token, sample, kind in which:
             _, id, attempt = self.token(token)
-            piece = self.pieces(id, sample, kind, worker)
-            if (id, piece[0]) in seen:  # a worker saves one piece of a sample at a time
-                continue
-            seen.add((id, piece[0]))
-            mine = self.model.owns(worker, id, attempt)
-            if mine:
-                self.model.jobs[id].save(*piece)
-            args += [id, attempt, *piece]
-            expected.append("ok" if mine else "fenced")
-        answer, second = self.send("checkpoint", *args, again=again)
-        assert answer == expected
-        assert second in (None, answer)
+            said.append((id, attempt, *self.pieces(id, sample, kind, worker)))
+        self.save(worker, said, again)
+        if all(attempt <= self.model.jobs[id].attempt for id, attempt, *_ in said):
+            self.saved.append((worker, said))
 
     checkpoint_more = checkpoint
+
+    @precondition(lambda self: self.saved)
+    @rule(which=index)
+    def late_checkpoint(self, which: int) -> None:
+        """It may undo what was saved since, but leaves no gap."""
+        self.save(*self.pick(self.saved, which), False)
+
+    def save(self, worker: str, said: list[tuple[str, int, int, int, str]], again: bool) -> None:
+        def expected() -> list[str]:
+            return [
+                self.model.jobs[id].save(*piece) if self.model.owns(worker, id, attempt) else "fenced"
+                for id, attempt, *piece in said
+            ]
+
+        answer, second = self.send("checkpoint", worker, *[part for one in said for part in one], again=again)
+        assert answer == expected()
+        assert second is None or second == expected()
 
     @precondition(lambda self: self.tokens)
     @rule(

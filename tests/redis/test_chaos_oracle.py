@@ -360,7 +360,7 @@ SABOTAGE = {
     "an accepted job is put in no queue": ("enqueue", r"redis.call\('RPUSH', queue_key.*", "", "a"),
     "losses are not counted": ("reap", r"redis.call\('HINCRBY', job_key\(id\), 'c', 1\)", "0", "a"),
     "a failure is not told": ("lib", r"redis.call\('XADD', reply, (?s:.*?)\n.*\)\n", "\n", "a"),
-    "the owner is not checked": ("complete", r"or f\[2\] ~= worker or f\[3\] ~= attempt or", "or", "b"),
+    "the owner is not checked": ("complete", r"or f\[2\] ~= worker or f\[3\] ~= attempt\n", "\n", "b"),
     "a claim raises no attempt": ("claim", r"tonumber\(f\[2\]\) \+ 1\)", "math.max(tonumber(f[2]), 1))", "b"),
     "the wrong sample number": ("complete", r"'s', sample, 'm'", "'s', 1 - sample, 'm'", "c"),
     "no SREM from what a worker holds": ("lib", r"if owner then redis.call\('SREM', held_key.*", "", "d"),
