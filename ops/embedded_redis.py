@@ -23,6 +23,8 @@ from .redis_binary import find_server
 # server's port could otherwise be handed that very port, connect to itself, and block the restart.
 PORTS = range(15000, 32000)
 LOOPBACK = "127.0.0.1"
+# Records of jobs stay in Redis' compact form; see docs/redis.md. 7.x knows the setting by this name of 6.2, too.
+JOB_RECORD_BYTES = "8192"
 
 
 class EmbeddedRedis:
@@ -139,6 +141,7 @@ class EmbeddedRedis:
             "bind": LOOPBACK, "port": str(port), "protected-mode": "yes", "daemonize": "no",
             "unixsocket": str(self._socket), "unixsocketperm": "700", "dir": str(data), "save": "",
             "appendonly": "yes" if self._appendonly else "no", "maxmemory-policy": "noeviction",
+            "hash-max-ziplist-value": JOB_RECORD_BYTES,
         }  # fmt: skip
         # As in redis.conf, a setting may have several values ("save": "3600 1"): 6.2 takes them as separate words only.
         values = {name: [value] for name, value in settings.items()}

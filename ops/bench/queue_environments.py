@@ -38,10 +38,10 @@ def peer_systems(names: list[str], cache: Path = CACHE, say: Callable[[str], Non
         python = _python(name, cache, say)
         module = f"peers.{name}_peer"
         if name == "rq":
-            systems.append(System("rq", python, module, 256, 32, "simple", PEERS_PATH))
+            systems.append(System("rq", python, module, 2048, 32, "simple", PEERS_PATH))
             systems.append(System("rq_fork", python, module, 32, 16, "fork", PEERS_PATH))
         elif name == "arq":
-            systems.append(System("arq", python, module, 200, 32, "", PEERS_PATH, 0.1))
+            systems.append(System("arq", python, module, 500, 32, "", PEERS_PATH, 0.2))
         else:
             systems.append(System("taskiq_list", python, module, 200, 32, "list", PEERS_PATH, 0.02))
             systems.append(System("taskiq_stream", python, module, 200, 32, "stream", PEERS_PATH, 0.05))

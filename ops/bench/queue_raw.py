@@ -121,7 +121,7 @@ class _Client:
         batch = min(BATCH, max(1, BATCH_BYTES // len(frames[0])))
         commands = []
         while room > 0:
-            args: list[Any] = [caps.jobs, caps.nbytes, caps.unread]
+            args: list[Any] = [caps.jobs, caps.nbytes, caps.unread, ""]
             for _ in range(min(room, batch)):
                 number = next(self._ids)
                 key, frame = b"%032x" % number, number % len(frames)
