@@ -21,6 +21,7 @@ from .url import Durability, first_node_url, parse, redacted
 
 __all__ = [
     "CONNECT_TIMEOUT_S",
+    "DEFAULT_URL",
     "MAX_BLOCK_S",
     "MAX_CONNECTIONS",
     "REPLY_TIMEOUT_S",
@@ -34,6 +35,7 @@ __all__ = [
     "redacted",
 ]
 
+DEFAULT_URL = "redis://127.0.0.1:6379/0"
 CONNECT_TIMEOUT_S = 3.0
 # The longest BLOCK a `blocking=True` client may ask for. Longer, and its own timeout takes the server for dead.
 MAX_BLOCK_S = 30.0
@@ -104,7 +106,7 @@ def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> Poo
 
 def default_url() -> str:
     """Where Redis is if nobody says: $ROLLOUTMQ_REDIS, else redis://127.0.0.1:6379/0; as on the command line."""
-    return os.environ.get("ROLLOUTMQ_REDIS") or "redis://127.0.0.1:6379/0"
+    return os.environ.get("ROLLOUTMQ_REDIS") or DEFAULT_URL
 
 
 async def ping(client: Redis) -> None:

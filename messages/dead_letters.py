@@ -16,6 +16,7 @@ from typing import Any
 from .broker import Broker
 from .codec import MINOR, decode
 from .errors import CannotRequeue, InvalidField, MessageError, NoSuchDeadLetter
+from .ids import check_client_id, derived_id
 from .jobs import GenerateJob
 from .lua import Scripts
 from .pool import DeadLetter
@@ -24,7 +25,6 @@ PAGE = 64
 HEAD_BYTES = 64
 REQUEUED_FROM = "requeued_from"
 _ENTRY_ID = re.compile(r"\d{1,20}-\d{1,20}")
-_CLIENT_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ class DeadLetters:
         Repeated, it is the same job. Raises NoSuchDeadLetter, CannotRequeue, InvalidField, or PoolBusy (the letter
         stays).
         """
-        if reply_to is not None and not _CLIENT_ID.fullmatch(reply_to):
-            raise InvalidField("reply_to", reply_to, "1 to 128 letters, digits, '_', '.', '-'")
+        if reply_to is not None:
+            check_client_id("reply_to", reply_to)
         job = successor(await self.get(entry_id), reply_to)
         (state,) = await self._broker.enqueue([job], letter=entry_id)
         if state == "gone":
@@ -166,9 +166,7 @@ def successor(letter: DeadLetter, reply_to: str | None = None) -> GenerateJob:
 def successor_id(entry_id: str, job_id: str) -> str:
     """The id of the job that replaces a letter: always the same, in the form `new_id` gives, as old as the letter."""
     digest = hashlib.sha256(f"{entry_id} {job_id}".encode()).digest()
-    value = (int(entry_id.partition("-")[0]) & (1 << 48) - 1) << 80 | int.from_bytes(digest[:10], "big")
-    value = value & ~(0xF << 76) | 0x7 << 76
-    return f"{value & ~(0x3 << 62) | 0x2 << 62:032x}"
+    return derived_id(int(entry_id.partition("-")[0]), digest)
 
 
 def _told(fields: dict[bytes, bytes]) -> dict[str, Any]:

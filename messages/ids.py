@@ -10,7 +10,10 @@ import secrets
 import threading
 import time
 
+from .errors import InvalidField
+
 _PATTERN = re.compile(r"[0-9a-f]{32}")
+_CLIENT = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 def new_id(now_ms: int | None = None) -> str:
@@ -30,10 +33,21 @@ _lock = threading.Lock()
 _last = 0
 
 
-def _stamp(ms: int) -> int:
-    value = (ms & (1 << 48) - 1) << 80 | secrets.randbits(80)
+def derived_id(ms: int, seed: bytes) -> str:
+    """The id that follows from `seed` (10 bytes or more count): always the same, in `new_id`'s layout, as of `ms`."""
+    return f"{_stamp(ms, int.from_bytes(seed[:10], 'big')):032x}"
+
+
+def _stamp(ms: int, bits: int | None = None) -> int:
+    value = (ms & (1 << 48) - 1) << 80 | (secrets.randbits(80) if bits is None else bits)
     value = value & ~(0xF << 76) | 0x7 << 76
     return value & ~(0x3 << 62) | 0x2 << 62
+
+
+def check_client_id(field: str, client_id: str) -> None:
+    """Raises InvalidField for what cannot name a client, and with it a reply stream."""
+    if not _CLIENT.fullmatch(client_id):
+        raise InvalidField(field, client_id, "1 to 128 letters, digits, '_', '.', '-'")
 
 
 def is_id(text: str) -> bool:

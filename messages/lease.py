@@ -16,6 +16,9 @@ from .lua import Scripts
 from .pool import WorkerStatus
 from .results import Partial, RolloutResult
 
+MAX_CALL_TOKENS = 1 << 19
+"""So many tokens with their logprobs (4 MiB) are enough for one call of checkpoint or release: callers send batches."""
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ..messages.errors import RolloutMQError
+from ..messages.connection import DEFAULT_URL
 from .cli_bench import bench_queue
 from .cli_clients import cancel, replies
 from .cli_dead import app as dead
+from .cli_errors import plain_errors
 from .cli_ops import app as ops
 from .options import Pool, RedisUrl
 
@@ -30,16 +31,10 @@ app.add_typer(dead, name="dead")
 app.add_typer(ops, name="ops")
 
 
-class _Failure(typer.Exit):
-    def __init__(self, error: RolloutMQError) -> None:
-        typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
-        super().__init__(2)
-
-
 @app.command()
 def worker(
     model: Annotated[str, typer.Option(help="Directory or hub name of the model; its weights are version 0.")],
-    redis: RedisUrl = "redis://127.0.0.1:6379/0",
+    redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -69,7 +64,7 @@ def worker(
     from .options import as_config, parse_extra
 
     _log(log_level)
-    try:
+    with plain_errors():
         engine = as_config(
             SGLangConfig,
             model=model,
@@ -101,15 +96,13 @@ def worker(
         )
         run_worker(config, engine)
         exit_at_once()
-    except RolloutMQError as error:
-        raise _Failure(error) from error
 
 
 @app.command()
 def submit(
     file: Annotated[Path, typer.Argument(help="JSONL: per line a job with text, messages or token_ids.", exists=True)],
     out: Annotated[Path, typer.Option(help="JSONL of results, in the order of the input.")],
-    redis: RedisUrl = "redis://127.0.0.1:6379/0",
+    redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     n: Annotated[int, typer.Option(help="Samples per line, where the line does not say.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Where the line does not say.")] = 128,
@@ -122,7 +115,7 @@ def submit(
     from .submit import Defaults, submit_file
 
     _log("warning")
-    try:
+    with plain_errors():
         code = submit_file(
             file,
             out,
@@ -132,24 +125,20 @@ def submit(
             window=window,
             overwrite=overwrite,
         )
-    except RolloutMQError as error:
-        raise _Failure(error) from error
     raise typer.Exit(code)
 
 
 @app.command()
 def status(
-    redis: RedisUrl = "redis://127.0.0.1:6379/0",
+    redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """What is queued, who works on it, which weights they serve."""
     from .status import show_status
 
-    try:
+    with plain_errors():
         show_status(redis, pool, as_json=json)
-    except RolloutMQError as error:
-        raise _Failure(error) from error
 
 
 @app.command("redis")
@@ -162,12 +151,10 @@ def redis_server(
 
     from .embedded_redis import EmbeddedRedis
 
-    try:
-        with EmbeddedRedis(port=port or None, directory=directory, appendonly=directory is not None) as server:
-            typer.echo(server.url)
-            signal.sigwait({signal.SIGINT, signal.SIGTERM})
-    except RolloutMQError as error:
-        raise _Failure(error) from error
+    saved = directory is not None
+    with plain_errors(), EmbeddedRedis(port=port or None, directory=directory, appendonly=saved) as server:
+        typer.echo(server.url)
+        signal.sigwait({signal.SIGINT, signal.SIGTERM})
 
 
 @app.command("tiny-model")
@@ -208,7 +195,7 @@ def bench_engine(
     from .options import parse_extra
 
     _log("warning")
-    try:
+    with plain_errors():
         run_engine_bench(
             model=model,
             prompts=prompts,
@@ -220,8 +207,6 @@ def bench_engine(
             extra=parse_extra(sglang or []),
             quiet=json,
         )
-    except RolloutMQError as error:
-        raise _Failure(error) from error
 
 
 def _log(level: str) -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from ..messages.broker import Broker
-from ..messages.connection import connect, ping
+from ..messages.connection import DEFAULT_URL
 from ..messages.errors import ConfigError, InvalidField
 from ..messages.ids import is_id
 from .cli_errors import plain_errors, printable
 from .options import Pool, RedisUrl
+from .pool_access import ask
 
 replies = typer.Typer(help="Results that wait for their clients.", no_args_is_help=True)
-T = TypeVar("T")
-DEFAULT_URL = "redis://127.0.0.1:6379/0"
 
 
 def cancel(
@@ -36,10 +33,10 @@ def cancel(
                 raise InvalidField("job", job, "32 lower-case hex digits")
         if client:
             cause = "cancelled by an operator"
-            count = _with(redis, pool, lambda broker: broker.cancel_client(client, group or None, cause))
+            count = ask(redis, pool, lambda broker: broker.cancel_client(client, group or None, cause))
             typer.echo(f"cancelled {count} jobs")
             return
-        states = _with(redis, pool, lambda broker: broker.cancel(jobs or [], "cancelled by an operator"))
+        states = ask(redis, pool, lambda broker: broker.cancel(jobs or [], "cancelled by an operator"))
     for job, state in zip(jobs or [], states, strict=True):
         typer.echo(f"{job} {'cancelled' if state == 'ok' else f'was {state}'}")
     if "ok" not in states:
@@ -57,7 +54,7 @@ def list_replies(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default") -> None:
         ]
 
     with plain_errors():
-        found = _with(redis, pool, read)
+        found = ask(redis, pool, read)
     for client, nbytes, count, open_jobs in sorted(found, key=lambda row: -row[1]):
         typer.echo(f"{printable(client)}  {count:,} results  {nbytes:,} bytes  {open_jobs:,} jobs open")
     if not found:
@@ -73,19 +70,7 @@ def drop_replies(
 ) -> None:
     """Throw away what waits for a client. Its open jobs go on; cancel them first."""
     with plain_errors():
-        count = _with(redis, pool, lambda broker: broker.count_replies(client))
+        count = ask(redis, pool, lambda broker: broker.count_replies(client))
         if count and not yes:
             typer.confirm(f"throw away {count} results of {client}?", abort=True)
-        typer.echo(f"dropped {_with(redis, pool, lambda broker: broker.drop_replies(client))} results")
-
-
-def _with(redis_url: str, pool: str, do: Callable[[Broker], Awaitable[T]]) -> T:
-    async def run() -> T:
-        redis = connect(redis_url, pool=pool)
-        try:
-            await ping(redis)
-            return await do(Broker(redis, pool))
-        finally:
-            await redis.aclose()
-
-    return asyncio.run(run())
+        typer.echo(f"dropped {ask(redis, pool, lambda broker: broker.drop_replies(client))} results")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json as json_module
 import re
 from collections.abc import Awaitable, Callable
@@ -12,12 +11,12 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ..messages.broker import Broker
-from ..messages.connection import connect, ping
+from ..messages.connection import DEFAULT_URL
 from ..messages.dead_letters import DeadFilter, DeadLetters, LetterHead, successor
 from ..messages.errors import CannotRequeue, ConfigError, InvalidField, NoSuchDeadLetter, PoolBusy
 from .cli_errors import plain_errors, printable
 from .options import Pool, RedisUrl
+from .pool_access import ask
 
 app = typer.Typer(help="Dead letters: jobs that were given up.", no_args_is_help=True)
 T = TypeVar("T")
@@ -30,7 +29,6 @@ All = Annotated[bool, typer.Option("--all", help="All that the filters let throu
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 Url = RedisUrl
-DEFAULT_URL = "redis://127.0.0.1:6379/0"
 
 
 @app.command("list")
@@ -194,16 +192,7 @@ def _check_choice(ids: list[str] | None, every: bool, filtered: object) -> None:
 
 
 def _with(redis_url: str, pool: str, use: Callable[[DeadLetters], Awaitable[T]]) -> T:
-    async def run() -> T:
-        redis = connect(redis_url, pool=pool)
-        try:
-            letters = DeadLetters(Broker(redis, pool))
-            await ping(redis)
-            return await use(letters)
-        finally:
-            await redis.aclose()
-
-    return asyncio.run(run())
+    return ask(redis_url, pool, lambda broker: use(DeadLetters(broker)))
 
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

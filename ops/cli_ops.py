@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..messages.connection import DEFAULT_URL
 from ..messages.errors import ConfigError
 from .cli_errors import plain_errors, printable
 from .operations.operation import checked, operations
@@ -26,7 +27,6 @@ OpsRedis = Annotated[
 ]
 Wait = Annotated[float | None, typer.Option(min=0, help="Seconds to wait at most; default: until it is over.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
-DEFAULT_URL = "redis://127.0.0.1:6379/0"
 LOOK_S = 0.2
 
 

@@ -12,18 +12,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..messages.broker import Broker
-from ..messages.connection import connect, ping
 from ..messages.dead_letters import DeadLetters
 from ..messages.jobs import PRIORITIES
 from ..sync.ledger import Ledger
+from .pool_access import connected
 
 
 async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
     """Queue, workers, weights and dead letters as plain data."""
-    redis = connect(redis_url, pool=pool)
-    try:
+    async with connected(redis_url, pool) as redis:
         broker, ledger = Broker(redis, pool), Ledger(redis, pool)
-        await ping(redis)
         load, workers = await broker.load(), await broker.workers()
         alive = await ledger.live_workers()
         return {
@@ -47,8 +45,6 @@ async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
                 for d in await DeadLetters(broker).page(count=5)
             ],
         }
-    finally:
-        await redis.aclose()
 
 
 def show_status(redis_url: str, pool: str, *, as_json: bool) -> None:

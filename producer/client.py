@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ from typing import Any, Self
 from ..messages.broker import Broker, Caps, PoolLoad, Reply
 from ..messages.connection import connect, default_url, ping
 from ..messages.errors import ClientBusy, InvalidField, JobFailed, PoolBusy, RolloutMQError, WaitTimeout
+from ..messages.ids import check_client_id
 from ..messages.jobs import GenerateJob
 from ..messages.pool import WorkerStatus
 from ..messages.results import JobFailure, RolloutResult
@@ -22,7 +22,6 @@ from .inbox import Inbox, as_failure
 from .reader import ReplyReader
 
 Outcome = RolloutResult | JobFailure
-_CLIENT_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _OPEN = frozenset({"new", "q", "r"})
 RETRY_S = 0.2
 
@@ -81,8 +80,8 @@ class RolloutClient:
         caps: Caps | None = None,
         before_ack: Callable[[bool], bool] | None = None,
     ) -> None:
-        if client_id is not None and not _CLIENT_ID.fullmatch(client_id):
-            raise InvalidField("client_id", client_id, "1 to 128 letters, digits, '_', '.', '-'")
+        if client_id is not None:
+            check_client_id("client_id", client_id)
         self.client_id = client_id or f"client-{secrets.token_hex(8)}"
         self._max_outstanding = max_outstanding
         url = redis_url or default_url()

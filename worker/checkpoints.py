@@ -9,15 +9,13 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
-from ..messages.lease import Lease, Piece
+from ..messages.lease import MAX_CALL_TOKENS, Lease, Piece
 from .engine import Progress
 from .held import HeldJobs
 from .samples import SampleRun
 
 log = logging.getLogger(__name__)
 MAX_PIECES = 256
-MAX_TOKENS = 1 << 19
-"""In one call to Redis: 4 MiB of token ids and logprobs."""
 
 
 class Checkpoints:
@@ -68,6 +66,6 @@ class Checkpoints:
                     continue
                 due.append((sample, piece))
                 tokens += len(piece.partial.token_ids)
-                if len(due) >= MAX_PIECES or tokens >= MAX_TOKENS:
+                if len(due) >= MAX_PIECES or tokens >= MAX_CALL_TOKENS:
                     return due
         return due

@@ -9,14 +9,12 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from ..messages.lease import Lease, Release
+from ..messages.lease import MAX_CALL_TOKENS, Lease, Release
 from .held import HeldJob, HeldJobs
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.2
 MAX_JOBS = 256
-MAX_TOKENS = 1 << 19
-"""In one call to Redis: 4 MiB of token ids and logprobs."""
 
 
 class Handback:
@@ -115,7 +113,7 @@ def _batches(releases: list[Release]) -> Iterator[list[Release]]:
     for release in releases:
         batch.append(release)
         tokens += sum(len(piece.partial.token_ids) for piece in release.pieces)
-        if len(batch) >= MAX_JOBS or tokens >= MAX_TOKENS:
+        if len(batch) >= MAX_JOBS or tokens >= MAX_CALL_TOKENS:
             yield batch
             batch, tokens = [], 0
     if batch:

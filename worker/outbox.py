@@ -27,13 +27,10 @@ class Outbox:
         self._ready: deque[Finished] = deque()
         self._more = asyncio.Event()
         self._published = asyncio.Event()
-        self._empty = asyncio.Event()
-        self._empty.set()
 
     def put(self, finished: Finished) -> None:
         self._ready.append(finished)
         self._more.set()
-        self._empty.clear()
 
     def jobs(self) -> set[str]:
         """Ids of the jobs that have a sample waiting here."""
@@ -44,13 +41,9 @@ class Outbox:
         self._ready.clear()
         self._published.set()
 
-    async def flushed(self) -> None:
-        """Return once everything put so far is published."""
-        await self._empty.wait()
-
-    async def flushed_of(self, job_id: str) -> None:
-        """Return once nothing of this job waits here, with no other task run in between."""
-        while any(finished.job_id == job_id for finished in self._ready):
+    async def flushed(self, job_id: str | None = None) -> None:
+        """Return once nothing of this job, or nothing at all, waits here, with no other task run in between."""
+        while any(job_id in (None, finished.job_id) for finished in self._ready):
             self._published.clear()
             await self._published.wait()
 
@@ -71,7 +64,6 @@ class Outbox:
             batch = self._batch()
             if not batch:
                 self._more.clear()
-                self._empty.set()
                 continue
             try:
                 states = await lease.complete(batch)

@@ -53,7 +53,7 @@ class SampleRun:
         most = self.job.sampling.max_new_tokens - 1
         if len(self.tokens) > most:  # all was saved but how it ended: the last token is generated again, to find out
             self.tokens, self.logprobs = self.tokens[:most], self.logprobs[:most]
-            self.segments = segments_until(self.segments, most)
+            self.segments = cut_segments(self.segments, end=most)
             self.save_anew()
 
     @property
@@ -117,7 +117,7 @@ class SampleRun:
             start=self._saved,
             token_ids=tokens,
             logprobs=logprobs,
-            segments=tuple(segments_after(segments, self._saved)),
+            segments=tuple(cut_segments(segments, start=self._saved)),
         )
         self._offered = Piece(self.job.id, self.attempt, self.index, self._pieces, new), made_at
         return self._offered[0]
@@ -172,23 +172,13 @@ def join_segments(segments: Iterable[Segment]) -> list[Segment]:
     return joined
 
 
-def segments_after(segments: Iterable[Segment], start: int) -> list[Segment]:
-    """The segments of what comes after the first `start` tokens."""
-    rest: list[Segment] = []
+def cut_segments(segments: Iterable[Segment], start: int = 0, end: int | None = None) -> list[Segment]:
+    """The segments of tokens `start` to `end` (not included; None is the last one)."""
+    kept: list[Segment] = []
+    place = 0
     for version, tokens in segments:
-        skipped = min(start, tokens)
-        start -= skipped
-        if tokens > skipped:
-            rest.append(Segment(version, tokens - skipped))
-    return rest
-
-
-def segments_until(segments: Iterable[Segment], end: int) -> list[Segment]:
-    """The segments of the first `end` tokens."""
-    first: list[Segment] = []
-    for version, tokens in segments:
-        kept = min(end, tokens)
-        end -= kept
-        if kept:
-            first.append(Segment(version, kept))
-    return first
+        upto = place + tokens if end is None else min(place + tokens, end)
+        if (inside := upto - max(place, start)) > 0:
+            kept.append(Segment(version, inside))
+        place += tokens
+    return kept

@@ -214,7 +214,7 @@ class Worker:
         held = self._held.get(sample.job.id, sample.attempt)
         if held is not None and self._lease is not None:
             log.warning("job %s failed here, another worker may try: %s", held.id, error)
-            self._handback.try_elsewhere(self._lease, held, self._outbox.flushed_of)
+            self._handback.try_elsewhere(self._lease, held, self._outbox.flushed)
 
     def _published(self, finished: Finished, state: str) -> None:
         if state == "fenced":

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from ...messages.connection import connect, ping
-from ...messages.keys import Keys
+from ..pool_access import connected
 from .operation import Context, checked
 
 Report = Callable[[dict[str, Any]], None]
@@ -18,15 +17,9 @@ async def run_operation(
 ) -> dict[str, Any]:
     """Check, connect, run; returns the operation's result. Raises RolloutMQError, or what the operation raises."""
     chosen, settings = checked(name, params)
-    Keys(pool)
-    redis = connect(redis_url, pool=pool)
-    try:
-        await ping(redis)
-        context = Context(redis, pool, report, dict(notes or {}))
-        result: dict[str, Any] = await chosen.run(context, settings)
+    async with connected(redis_url, pool) as redis:
+        result: dict[str, Any] = await chosen.run(Context(redis, pool, report, dict(notes or {})), settings)
         return result
-    finally:
-        await redis.aclose()
 
 
 def run_here(name: str, params: dict[str, Any], redis_url: str, pool: str, report: Report) -> dict[str, Any]:

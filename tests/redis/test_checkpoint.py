@@ -9,7 +9,18 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from specimens import job, result
 
-from rolloutmq.messages import Broker, Finished, Lease, Partial, Piece, RolloutResult, SamplingParams, Segment, decode
+from rolloutmq.messages import (
+    Broker,
+    Finished,
+    GenerateJob,
+    Lease,
+    Partial,
+    Piece,
+    RolloutResult,
+    SamplingParams,
+    Segment,
+    decode,
+)
 from rolloutmq.worker.scripted_engine import ScriptedEngine
 
 SLOW = 200.0
@@ -121,12 +132,18 @@ async def test_saving_goes_on_after_an_outage(redis_db: str, broker: Broker, db:
     check_scripted(reply.outcome, 3)
 
 
-async def test_pieces_with_a_gap_are_used_up_to_the_gap(redis_db: str, broker: Broker, joined) -> None:
-    """A delayed copy of an earlier, shorter piece replaced the one that the next piece goes on from."""
-    one = job(sampling=SamplingParams(max_new_tokens=8))
+async def left_behind(broker: Broker, joined, one: GenerateJob, pieces: list[Piece]) -> None:
+    """A worker saved these pieces of the job and died."""
     await broker.enqueue([one])
     lease = await joined("earlier")
     await lease.claim(1, 1, 0)
+    await lease.checkpoint(pieces)
+    await broker.redis.zadd(broker.keys.workers, {"earlier": 1})
+
+
+async def test_pieces_with_a_gap_are_used_up_to_the_gap(redis_db: str, broker: Broker, joined) -> None:
+    """A delayed copy of an earlier, shorter piece replaced the one that the next piece goes on from."""
+    one = job(sampling=SamplingParams(max_new_tokens=8))
     tokens = list(range(6))
     parts = [
         Partial(
@@ -137,9 +154,7 @@ async def test_pieces_with_a_gap_are_used_up_to_the_gap(redis_db: str, broker: B
         )
         for start, end in ((0, 2), (3, 6))
     ]
-    await lease.checkpoint([Piece(one.id, 1, 0, number, part) for number, part in enumerate(parts)])
-    await lease.release([], 3)
-    await broker.redis.zadd(broker.keys.workers, {"earlier": 1})
+    await left_behind(broker, joined, one, [Piece(one.id, 1, 0, number, part) for number, part in enumerate(parts)])
     async with worker(redis_db) as running:
         (reply,) = await wait_replies(broker, 1)
         assert running.worker._generation.generated_tokens == 6
@@ -179,11 +194,7 @@ async def test_a_worker_told_of_a_gap_saves_everything_again(redis_db: str, brok
 
 async def test_a_sample_saved_to_its_last_token_still_finds_its_end(redis_db: str, broker: Broker, joined) -> None:
     one = job(sampling=SamplingParams(max_new_tokens=2))
-    await broker.enqueue([one])
-    lease = await joined("earlier")
-    await lease.claim(1, 1, 0)
-    await lease.checkpoint([piece(one, 0)])
-    await broker.redis.zadd(broker.keys.workers, {"earlier": 1})
+    await left_behind(broker, joined, one, [piece(one, 0)])
     async with worker(redis_db) as running:
         (reply,) = await wait_replies(broker, 1)
         assert running.worker._generation.generated_tokens == 1
