@@ -137,6 +137,7 @@ class Broker:
             deadline = "" if job.deadline_s is None else max(1, round(job.deadline_s * 1000))
             batch += [job.id, payload, job.n, PRIORITIES.index(job.priority)]
             batch += [job.reply_to, job.min_version, staleness, deadline, job.group_id]
+            batch.append("" if job.lora is None else f"{job.lora}@{job.min_adapter_version}")
             count += 1
             size += len(payload)
         if batch:

@@ -95,6 +95,9 @@ class GenerateJob(Message):
     deadline_s: seconds from acceptance after which the job expires, wherever it is.
     min_version: do not start on weights older than this.
     max_staleness: do not start on a worker more than this many versions behind the newest committed one.
+    lora: name of the LoRA adapter to sample with, None for the model alone. The pool must have a committed version of
+        it: a job for an adapter that nobody has published fails.
+    min_adapter_version: do not start on a version of that adapter older than this.
     metadata: free, small, returned with every result (strings, numbers, booleans, None).
     """
 
@@ -114,6 +117,7 @@ class GenerateJob(Message):
     max_staleness: int | None = Field(default=None, ge=0)
     session_id: Name | None = None
     lora: Name | None = None
+    min_adapter_version: int = Field(default=0, ge=0)
     logprobs: LogprobOptions = LogprobOptions()
     hidden_states: Literal["none", "last", "all"] = "none"
     logit_processors: tuple[LogitProcessor, ...] = Field(default=(), max_length=16)
@@ -145,6 +149,12 @@ class GenerateJob(Message):
             raise ValueError("token_ids: at least one prompt token is required")
         if self.text == "":
             raise ValueError("text: at least one character is required")
+        return self
+
+    @model_validator(mode="after")
+    def _version_of_an_adapter(self) -> Self:
+        if self.min_adapter_version and self.lora is None:
+            raise ValueError(f"min_adapter_version={self.min_adapter_version}: only together with lora")
         return self
 
     @property

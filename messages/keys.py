@@ -37,7 +37,10 @@ class Keys:
 
     @property
     def later(self) -> tuple[str, ...]:
-        """ZSET of job ids per priority class that wait for newer weights; score: the version they need."""
+        """ZSET of job ids per priority class that wait for newer weights, or for an adapter.
+
+        Score: the version they need; of an adapter with its number in the pool, times 2^40, added to it.
+        """
         return tuple(f"{self.prefix}later:{index}" for index in range(len(PRIORITIES)))
 
     @property
@@ -70,8 +73,8 @@ class Keys:
         """STREAM of results for one client; entries leave it only when the client has taken them."""
         return f"{self.prefix}reply:{client_id}"
 
-    def version(self, version: int) -> str:
-        """HASH of one weights version in the ledger."""
+    def version(self, version: int | str) -> str:
+        """HASH of one weights version in the ledger; an adapter's versions are <name>@<number>."""
         return f"{self.prefix}version:{version}"
 
     def epoch(self, epoch: int) -> str:
@@ -120,10 +123,13 @@ class Keys:
 
     @property
     def weights(self) -> str:
-        """HASH: newest committed version, last epoch, the epoch under way."""
+        """HASH: newest committed version and its tensors' digest, last epoch, the epoch under way.
+
+        By adapter: its newest committed version, and its number in the pool.
+        """
         return f"{self.prefix}weights"
 
     @property
     def wanted(self) -> str:
-        """HASH worker id -> version it has: workers that wait for a catch-up transfer."""
+        """HASH worker id, or adapter@worker id -> version it has: workers that wait for a catch-up transfer."""
         return f"{self.prefix}wanted"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,14 +111,19 @@ class Lease:
             raise LeaseLost(f"worker {self.worker_id} was not heard of for {self.lease_s} s")
         return Beat(*answer[1:])
 
-    async def claim(self, max_jobs: int, max_samples: int, version: int) -> list[Claim]:
+    async def claim(
+        self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None
+    ) -> list[Claim]:
         """Take queued jobs of together about `max_samples` samples (the last one may go over), highest class first.
 
+        Only jobs that can run on weights `version` and on these versions of these adapters; and those for an adapter
+        that the pool does not have.
         A claim whose reply was lost is given again by the next call. Raises LeaseLost.
         """
         number = self._claims + 1
+        has = [part for adapter in (adapters or {}).items() for part in adapter]
         answer = await self._scripts.run(
-            "claim", self.worker_id, number, max_jobs, max_samples, version, len(PRIORITIES)
+            "claim", self.worker_id, number, max_jobs, max_samples, version, len(PRIORITIES), *has
         )
         if answer and answer[0] == b"NOLEASE":
             raise LeaseLost(f"worker {self.worker_id} holds no lease")

@@ -43,6 +43,14 @@ def _check_sums(token_ids: TokenIds, logprobs: Floats | None, segments: tuple[Se
         raise ValueError(f"{logprobs.size} logprobs for {tokens} tokens")
 
 
+def _check_adapter_sums(token_ids: TokenIds, segments: tuple[Segment, ...] | None) -> None:
+    if segments is not None:
+        try:
+            _check_sums(token_ids, None, segments)
+        except ValueError as error:
+            raise ValueError(f"adapter_{error}") from None
+
+
 class RolloutResult(Message):
     """One finished sample.
 
@@ -51,6 +59,10 @@ class RolloutResult(Message):
         for. With logit bias and penalties, before temperature and truncation: at temperature 1 without top-k, top-p
         and min-p they are the behaviour policy.
     segments: versions and token counts in order; the counts add up to t, versions never decrease.
+    adapter: name of the LoRA adapter that sampled it, None for the model alone.
+    adapter_version: of that adapter, when the sample ended.
+    adapter_segments: like `segments`, of the adapter's versions; more than one only if the sample went on elsewhere
+        when its first version was not to be had any more.
     attempt: how many times the job had been claimed when this sample was published.
     prompt_ids: (p,) int32 of a job submitted as text or messages, else None.
     text: the decoded sample of such a job, else None.
@@ -69,6 +81,9 @@ class RolloutResult(Message):
     finish_reason: Literal["stop", "length"]
     matched_stop: int | None = None
     segments: tuple[Segment, ...] = ()
+    adapter: str | None = None
+    adapter_version: int | None = Field(default=None, ge=0)
+    adapter_segments: tuple[Segment, ...] | None = None
     worker_id: str
     attempt: int = Field(ge=1)
     prompt_ids: TokenIds | None = None
@@ -81,6 +96,7 @@ class RolloutResult(Message):
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
         _check_sums(self.token_ids, self.logprobs, self.segments)
+        _check_adapter_sums(self.token_ids, self.adapter_segments)
         return self
 
     @property
@@ -128,7 +144,7 @@ class Partial(Message):
     """A piece of what an unfinished sample has generated; the next worker continues from the last one.
 
     start: tokens before this piece. token_ids: (t,) int32. logprobs: (t,) float32. segments add up to t, as in
-    RolloutResult.
+    RolloutResult; so do adapter_segments, None without an adapter.
     """
 
     KIND: ClassVar[int] = 3
@@ -137,8 +153,10 @@ class Partial(Message):
     token_ids: TokenIds
     logprobs: Floats
     segments: tuple[Segment, ...]
+    adapter_segments: tuple[Segment, ...] | None = None
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
         _check_sums(self.token_ids, self.logprobs, self.segments)
+        _check_adapter_sums(self.token_ids, self.adapter_segments)
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -9,6 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from .base import Message
 
 UpdateMode = Literal["resume", "in_place", "drain"]
+Transport = Literal["gloo", "nccl", "ipc", "disk", "stock"]
+TransferPath = Literal["own", "stock"]
+NonFinitePolicy = Literal["refuse", "allow"]
+StagingPolicy = Literal["auto", "on", "off"]
+NCCL_AGREED = ("NCCL_CUMEM_ENABLE",)
+"""Environment variables that must be alike in all ranks of a group, or NCCL fails to connect them. SGLang sets this one
+to 0 where it is not set; engines get it back as it was, which is how most trainers have it, too."""
 
 
 class TensorSpec(BaseModel):
@@ -43,16 +51,30 @@ class WeightManifest(Message):
         """Bytes of all tensors together, padding not counted."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits, equal for manifests of the same tensors with the same bits, wherever they are in buckets."""
+        found = hashlib.blake2b(digest_size=16)
+        for told in sorted((tensor.name, tensor.dtype, tensor.shape, tensor.digest) for tensor in self.tensors):
+            found.update(f"{told}\n".encode())
+        return found.hexdigest()
+
 
 class WeightAnnouncement(Message):
     """A transfer of one version is about to happen.
 
     epoch: number of the transfer; one version can have several (a failed one again, late joiners).
     catch_up: for late joiners; who has the version already has no part in it.
-    host, port: the trainer's rendezvous store. mode: how running samples are treated.
-    join_timeout_s, transfer_timeout_s: how long the trainer waits for joins, and for the transfer to finish.
-    roster: filled in when sealed: worker id -> rank of its first engine process (the trainer is rank 0).
-    world_size: filled in when sealed, trainer included.
+    host, port: the sender's rendezvous store. mode: how running samples are treated.
+    join_timeout_s, transfer_timeout_s: how long the sender waits for joins, and for the transfer to finish.
+    nonfinite: what receivers do with a tensor that has NaN or Inf in it. verify: whether they compare digests.
+    adapter: name of the LoRA adapter that `version` is one of; "" for the model's own weights. Adapters have no ranks
+        and no group: every worker of the roster reads the tensors from the store, see sync/adapters.py.
+    stock: the group is SGLang's own update group. Set only where it is so: an unset field does not travel.
+    Filled in when sealed:
+    roster: worker id -> rank of its first engine process in the group (the sender is rank 0), or 0 for a worker that
+        takes the buffers over by CUDA IPC and is not in the group.
+    world_size: ranks of the group, the sender included. group: its name; one that exists already is used again.
     """
 
     KIND: ClassVar[int] = 5
@@ -61,6 +83,8 @@ class WeightAnnouncement(Message):
     epoch: int = Field(ge=1)
     mode: UpdateMode = "resume"
     backend: Literal["gloo", "nccl"] = "gloo"
+    nonfinite: NonFinitePolicy = "refuse"
+    verify: bool = True
     host: str
     port: int = Field(ge=1, le=65535)
     catch_up: bool = False
@@ -68,3 +92,11 @@ class WeightAnnouncement(Message):
     transfer_timeout_s: float = Field(gt=0)
     roster: dict[str, int] = Field(default_factory=dict)
     world_size: int = Field(default=0, ge=0)
+    group: str = Field(default="", max_length=64)
+    adapter: str = Field(default="", max_length=128, pattern=r"^[A-Za-z0-9_.:/-]*$")
+    stock: bool = False
+
+    @property
+    def deadline_s(self) -> float:
+        """How long the transfer may take from its seal on; with "drain" what runs is finished first."""
+        return self.transfer_timeout_s + (self.join_timeout_s if self.mode == "drain" else 0.0)

@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from ..messages.connection import DEFAULT_URL
-from .cli_bench import bench_queue
+from .cli_bench import bench_queue, bench_sync
 from .cli_clients import cancel, replies
 from .cli_dead import app as dead
 from .cli_errors import plain_errors
 from .cli_ops import app as ops
+from .cli_weights import app as weights
 from .options import Pool, RedisUrl
 
 app = typer.Typer(
@@ -24,11 +25,13 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure; every bench ends with one line of JSON.", no_args_is_help=True)
 bench.command("queue")(bench_queue)
+bench.command("sync")(bench_sync)
 app.add_typer(bench, name="bench")
 app.command("cancel")(cancel)
 app.add_typer(replies, name="replies")
 app.add_typer(dead, name="dead")
 app.add_typer(ops, name="ops")
+app.add_typer(weights, name="weights")
 
 
 @app.command()
@@ -45,15 +48,20 @@ def worker(
     checkpoint: Annotated[float, typer.Option(help="Seconds after which a running sample is saved again.")] = 10.0,
     drain: Annotated[float, typer.Option(help="Seconds that SIGTERM leaves to running samples.")] = 30.0,
     max_lost: Annotated[int, typer.Option(help="A job is dead-lettered when its worker died this often.")] = 3,
+    snapshots: Annotated[
+        Path | None, typer.Option(help="Folder where the publisher saves versions: looked at when behind.")
+    ] = None,
     context_length: Annotated[int | None, typer.Option(help="Most tokens of prompt and output together.")] = None,
     mem_fraction: Annotated[float | None, typer.Option(help="Share of device memory for weights and KV cache.")] = None,
     max_total_tokens: Annotated[int | None, typer.Option(help="Size of the KV cache in tokens.")] = None,
+    staging: Annotated[str, typer.Option(help="auto, on or off: receive weights beside those that serve.")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     attention_backend: Annotated[str | None, typer.Option(help="SGLang's name; default its own choice.")] = None,
     sampling_backend: Annotated[str | None, typer.Option(help="SGLang's name; default its own choice.")] = None,
     cuda_graph: Annotated[bool, typer.Option(help="Capture CUDA graphs for decoding.")] = True,
     prefill_cuda_graph: Annotated[bool, typer.Option(help="Capture CUDA graphs for prefill (slow start).")] = True,
     cpu_threads: Annotated[int | None, typer.Option(help="Threads of the engine on a CPU.")] = None,
+    max_lora_rank: Annotated[int | None, typer.Option(help="Take LoRA adapters up to this rank (GPUs only).")] = None,
     sglang: Annotated[list[str] | None, typer.Option(help="Further SGLang argument, NAME=JSON; repeatable.")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
@@ -75,12 +83,14 @@ def worker(
             context_length=context_length,
             mem_fraction=mem_fraction,
             max_total_tokens=max_total_tokens,
+            staging=staging,
             load_format=load_format,
             attention_backend=attention_backend,
             sampling_backend=sampling_backend,
             cuda_graph=cuda_graph,
             prefill_cuda_graph=prefill_cuda_graph,
             cpu_threads=cpu_threads,
+            max_lora_rank=max_lora_rank,
             extra=parse_extra(sglang or []),
         )
         config = as_config(
@@ -93,6 +103,7 @@ def worker(
             checkpoint_s=checkpoint,
             drain_s=drain,
             max_lost=max_lost,
+            snapshots=None if snapshots is None else str(snapshots),
         )
         run_worker(config, engine)
         exit_at_once()
@@ -109,6 +120,7 @@ def submit(
     temperature: Annotated[float, typer.Option(help="Where the line does not say.")] = 1.0,
     window: Annotated[int, typer.Option(help="Jobs outstanding at a time.")] = 1024,
     logprobs: Annotated[bool, typer.Option(help="Write the logprob of every token.")] = False,
+    lora: Annotated[str | None, typer.Option(help="LoRA adapter to sample with, where the line does not say.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a finished output file.")] = False,
 ) -> None:
     """Answer every line of a file exactly once. Stopped with Ctrl-C, the same command goes on where it was."""
@@ -121,7 +133,7 @@ def submit(
             out,
             redis,
             pool,
-            Defaults(n=n, max_new_tokens=max_new_tokens, temperature=temperature, logprobs=logprobs),
+            Defaults(n=n, max_new_tokens=max_new_tokens, temperature=temperature, logprobs=logprobs, lora=lora),
             window=window,
             overwrite=overwrite,
         )
@@ -171,11 +183,12 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where summary.json and report.png go.")] = Path("out/demo"),
     steps: Annotated[int | None, typer.Option(help="Training steps; default: as many as the demo needs.")] = None,
     seed: Annotated[int, typer.Option(help="Of the task, the model and the trainer.")] = 0,
+    gpus: Annotated[bool, typer.Option("--gpus", help="Train on the first GPU, serve on the others.")] = False,
 ) -> None:
     """Asynchronous RL on this machine: a trainer learns from what a pool generates, while workers die and join."""
     from .demo import run_demo
 
-    raise typer.Exit(run_demo(out, steps=steps, seed=seed))
+    raise typer.Exit(run_demo(out, steps=steps, seed=seed, gpus=gpus))
 
 
 @bench.command("engine")

@@ -38,12 +38,13 @@ SYNC_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What lines get that do not say otherwise; logprobs: write them."""
+    """What lines get that do not say otherwise. logprobs: write them. lora: None for the model alone."""
 
     n: int = 1
     max_new_tokens: int = 128
     temperature: float = 1.0
     logprobs: bool = False
+    lora: str | None = None
 
 
 def submit_file(
@@ -92,7 +93,8 @@ def _fields(number: int, raw: str, defaults: Defaults) -> dict[str, Any]:
     if not isinstance(sampling, dict):
         raise InvalidField(f"{where}.{SAMPLING}", sampling, "an object of sampling parameters")
     sampling = {"max_new_tokens": defaults.max_new_tokens, "temperature": defaults.temperature} | sampling
-    fields = {"n": defaults.n} | given | {SAMPLING: sampling}
+    adapter = {} if defaults.lora is None else {"lora": defaults.lora}
+    fields = {"n": defaults.n} | adapter | given | {SAMPLING: sampling}
     try:
         GenerateJob(**fields)
     except ValidationError as error:
@@ -208,6 +210,10 @@ class _Work:
                 "text": outcome.text,
                 "finish_reason": outcome.finish_reason,
                 "segments": [list(segment) for segment in outcome.segments],
+                "adapter": outcome.adapter,
+                "adapter_segments": None
+                if outcome.adapter is None
+                else [list(s) for s in outcome.adapter_segments or ()],
                 "token_ids": outcome.token_ids.tolist(),
                 "worker": outcome.worker_id,
                 "attempt": outcome.attempt,

@@ -1,94 +1,293 @@
-"""Process groups of our own: one per transfer, beside whatever groups the trainer and the engine already have.
+"""Process groups of our own: beside whatever groups the trainer and the engine already have.
 
 Built directly from a TCPStore, never through `init_process_group`: the default group, its settings and its environment
-are the trainer's and the engine's business, and torchrun's variables must not turn rank 0 into a store client.
+are the trainer's and the engine's business, and torchrun's variables must not turn rank 0 into a store client. A group
+outlives its transfer: while the members stay the same the next one uses it again.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import socket
+import contextlib
+import os
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
-from urllib.parse import urlsplit
+from functools import partial
+from threading import Lock, Thread
+from typing import Any, Protocol
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from ..messages.errors import ConfigError, RedisUnavailable, TransferTimeout
-from .transfer import Backend
+from ..messages.errors import ConfigError, TransferTimeout
+from .bounded_store import BoundedStore, within
+from .rendezvous import local_end
 
-
-def own_address_towards(url: str) -> str:
-    """The IP address of this host that whoever serves `url` (a Redis URL) would see.
-
-    A worker that reaches the same Redis reaches the trainer under it too, but for unusual networks: give the address
-    by hand there. "127.0.0.1" for a Redis on this host or on a unix socket. Raises RedisUnavailable for a host that is
-    unknown or that no route leads to.
-    """
-    parts = urlsplit(url)
-    if not parts.hostname or parts.scheme == "unix":
-        return "127.0.0.1"
-    port = parts.port or 6379
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(address)  # a datagram socket: nothing is sent, the route alone is asked for
-            own: str = probe.getsockname()[0]
-    except OSError as error:
-        raise RedisUnavailable(f"no way to {parts.hostname}:{port}: {error}") from error
-    return "127.0.0.1" if ipaddress.ip_address(own).is_loopback else own
+STUCK_AFTER_ABORT_S = 5.0
+MARGIN_S = 0.5
+"""For gloo to keep its own deadline, before it is left alone with it."""
+_NCCL_ENV = {
+    # The deadline is ours. torch's own watchdog would take the whole process down with a broken communicator.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+_env_lock = Lock()
 
 
-def serve_store(host: str, port: int = 0) -> Any:
-    """The trainer's rendezvous store, listening on `port` (0: a free one, then `store.port`). Serves every epoch."""
-    return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=30)
-    )
+class Queued(Protocol):
+    """A broadcast on its way."""
+
+    def wait(self) -> object:
+        """Nothing queued on the current stream from now on runs before the broadcast is over; the host goes on."""
+        ...
 
 
-def join_store(host: str, port: int, timeout_s: float) -> Any:
-    """A connection to the trainer's store. Raises TransferTimeout if it is not there in time."""
-    try:
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    except (RuntimeError, OSError) as error:
-        raise TransferTimeout(f"no rendezvous store at {host}:{port} within {timeout_s:.1f} s: {error}") from error
+class _Over:
+    def wait(self) -> None:
+        """It is over."""
 
 
-class Group:
-    """One transfer's process group; rank 0 sends, the others receive. All its waits together end by `timeout_s`."""
+class Group(Protocol):
+    """Rank 0 sends, the others receive."""
 
-    def __init__(
-        self, store: Any, name: str, *, backend: Backend, rank: int, world: int, host: str, timeout_s: float
-    ) -> None:
-        """host: an address whose route leads to the peers; gloo listens on this host's end of it.
+    name: str
 
-        Raises TransferTimeout if the others do not come, ConfigError for a backend that is not available.
+    def broadcast(self, buffer: torch.Tensor, deadline: float) -> Queued:
+        """Send (rank 0) or fill (others) a flat uint8 buffer.
+
+        With NCCL it is queued behind the current stream and the broadcasts before it; `wait` of what is returned lets
+        the then current stream wait for it, and `settle` tells whether it came through. With gloo it blocks up to
+        `deadline` (of time.monotonic) and raises TransferTimeout, also when a peer died.
         """
-        if backend != "gloo":
-            raise ConfigError(f"backend={backend!r}: 'gloo' is what this transfer supports")
-        self._deadline = time.monotonic() + timeout_s
-        options = ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [ProcessGroupGloo.create_device(hostname=_local_end(host))]
-        try:
-            self._group = ProcessGroupGloo(PrefixStore(f"{name}/", store), rank, world, options)
-        except RuntimeError as error:
-            raise TransferTimeout(
-                f"rank {rank} of {world} met no full group within {timeout_s:.1f} s: {error}"
-            ) from error
+        ...
 
-    def broadcast(self, buffer: torch.Tensor) -> None:
-        """Send (rank 0) or fill (others) a flat uint8 buffer. Raises TransferTimeout, also when a peer died."""
-        if buffer.numel() == 0:
-            return
+    def abort(self) -> None:
+        """End whatever is under way, here; what was being received is half written. The group is of no use after it."""
+        ...
+
+
+def _never() -> str:
+    return ""
+
+
+def open_group(
+    store: Any,
+    name: str,
+    *,
+    rank: int,
+    world: int,
+    host: str,
+    device: torch.device,
+    deadline: float,
+    broken: Callable[[], str] = _never,
+) -> Group:
+    """Join a group of `world` ranks; NCCL if `device` is a GPU, else gloo.
+
+    host: an address whose route leads to the peers; gloo listens on this host's end of it.
+    Raises TransferTimeout if the others are not there by `deadline`, or as soon as `broken()` gives a reason.
+    """
+    if deadline <= time.monotonic():
+        raise TransferTimeout(f"rank {rank} of {world} came too late for group {name}")
+    if device.type == "cuda" and not torch.distributed.is_nccl_available():
+        raise ConfigError("backend='nccl': this PyTorch has no NCCL; allowed: 'gloo'")
+    _meet(store, name, rank=rank, world=world, deadline=deadline, broken=broken)
+    if device.type == "cuda":
+        return NcclGroup(store, name, rank=rank, world=world, device=device, deadline=deadline)
+    return GlooGroup(store, name, rank=rank, world=world, host=host, deadline=deadline)
+
+
+class GlooGroup:
+    """Over TCP, through host memory."""
+
+    def __init__(self, store: Any, name: str, *, rank: int, world: int, host: str, deadline: float) -> None:
+        self.name = name
+        options = ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+        options._devices = [ProcessGroupGloo.create_device(hostname=local_end(host))]
+        meet = partial(ProcessGroupGloo, PrefixStore(f"{name}/", _raw(store)), rank, world, options)
         try:
-            left = max(0.001, self._deadline - time.monotonic())
+            self._group: Any = within(deadline - time.monotonic() + MARGIN_S, meet)
+        except (RuntimeError, TimeoutError) as error:
+            raise TransferTimeout(f"rank {rank} of {world} met no full group in time: {error}") from error
+
+    def broadcast(self, buffer: torch.Tensor, deadline: float) -> Queued:
+        """See Group."""
+        if buffer.numel() == 0:
+            return _Over()
+        if self._group is None:
+            raise TransferTimeout(f"broadcast of {buffer.numel()} bytes in a group that was aborted")
+        try:
+            left = max(0.001, deadline - time.monotonic())
             self._group.broadcast(buffer, 0).wait(timedelta(seconds=left))
         except RuntimeError as error:
             raise TransferTimeout(f"broadcast of {buffer.numel()} bytes broke off: {error}") from error
+        return _Over()
+
+    def abort(self) -> None:
+        """See Group. Blocked peers find their connections closed: what closes them is the end of torch's object."""
+        self._group = None
 
 
-def _local_end(host: str) -> str:
-    return own_address_towards(f"tcp://[{host}]:1" if ":" in host else f"tcp://{host}:1")
+class NcclGroup:
+    """Between GPUs. Nothing of it blocks longer than its deadline.
+
+    Making a communicator blocks until every rank is there, and cannot be ended from outside when one dies in the midst
+    of it: so they must have met before.
+    """
+
+    def __init__(self, store: Any, name: str, *, rank: int, world: int, device: torch.device, deadline: float) -> None:
+        from torch.distributed import ProcessGroupNCCL  # noqa: PLC0415 – missing from CPU builds
+
+        self.name = name
+        self._device = device
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(days=30)
+        options.is_high_priority_stream = True  # digests and copies fill the GPU; the wire must not wait for them
+        with _nccl_environment():
+            self._group = ProcessGroupNCCL(
+                PrefixStore("cuda/", PrefixStore(f"{name}/", _raw(store))), rank, world, options
+            )
+        try:
+            _with_deadline(self._connect, deadline, self.abort, f"NCCL communicator {name}, rank {rank} of {world}")
+        except RuntimeError as error:
+            raise TransferTimeout(f"rank {rank} of {world} met no full group: {error}") from error
+
+    def _connect(self) -> None:
+        """The first collective makes the communicator, and blocks until everybody is there."""
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            probe = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            self._broadcast(probe).wait()
+            torch.cuda.current_stream().synchronize()
+
+    def _broadcast(self, buffer: torch.Tensor) -> Any:
+        from torch.distributed import BroadcastOptions  # noqa: PLC0415
+
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.asyncOp = True
+        return self._group.broadcast([buffer], options)
+
+    def broadcast(self, buffer: torch.Tensor, deadline: float) -> Queued:
+        """See Group."""
+        if buffer.numel() == 0:
+            return _Over()
+        try:
+            queued: Queued = self._broadcast(buffer)
+        except RuntimeError as error:
+            raise TransferTimeout(f"broadcast of {buffer.numel()} bytes could not be queued: {error}") from error
+        return queued
+
+    def abort(self) -> None:
+        """See Group."""
+        with contextlib.suppress(RuntimeError):
+            self._group.abort()
+
+
+def _raw(store: Any) -> Any:
+    """What torch can build on."""
+    return store.raw if isinstance(store, BoundedStore) else store
+
+
+def here(name: str, rank: int) -> str:
+    """Key in the store under which `rank` tells that it is there to make group `name`."""
+    return f"{name}/here/{rank}"
+
+
+def _meet(store: Any, name: str, *, rank: int, world: int, deadline: float, broken: Callable[[], str]) -> None:
+    """Wait until every rank has come this far: what comes after it cannot be ended from outside.
+
+    Raises TransferTimeout, naming those that are missing.
+    """
+    keys = [here(name, other) for other in range(world)]
+    pause, look = 0.0002, time.monotonic() + 0.1
+    try:
+        store.set(keys[rank], "1")
+        while not store.check(keys):
+            now, reason = time.monotonic(), ""
+            if now >= look:
+                look, reason = now + 0.1, broken()
+            if now >= deadline:
+                reason = "the time is over"
+            if reason:
+                late = [other for other, key in enumerate(keys) if not store.check([key])]
+                raise TransferTimeout(f"rank {rank} of {world} met no full group, {late} did not come: {reason}")
+            time.sleep(pause)
+            pause = min(pause * 1.2, 0.02)
+    except RuntimeError as error:
+        raise TransferTimeout(f"rank {rank} of {world} lost the sender's store: {error}") from error
+
+
+def settle(group: Group, event: Any, deadline: float, broken: Callable[[], str]) -> None:
+    """Wait until `event` (torch.cuda.Event) has happened.
+
+    Raises TransferTimeout, after the group was aborted, at `deadline` (time.monotonic) or as soon as `broken()` gives a
+    reason. It is asked ten times a second, and only once the wait has lasted that long.
+    """
+    began = time.monotonic()
+    pause, look = 0.00005, began + 0.1
+    while not event.query():
+        now = time.monotonic()
+        reason = ""
+        if now >= look:
+            look = now + 0.1
+            reason = broken()
+        if now >= deadline:
+            reason = "no answer from a peer in time"
+        if reason:
+            group.abort()
+            _drain(event)
+            raise TransferTimeout(f"transfer broken off: {reason}")
+        time.sleep(pause)
+        pause = min(pause * 1.2, 0.0002)  # an update is a few milliseconds
+    # A sender that breaks off ends NCCL's kernels here, too: the event happens, and nothing has come.
+    if time.monotonic() - began > 0.1 and (reason := broken()):
+        raise TransferTimeout(f"transfer broken off: {reason}")
+
+
+def _drain(event: Any) -> None:
+    """An aborted collective ends by itself; what was queued behind it must not run on while its buffers are reused."""
+    until = time.monotonic() + STUCK_AFTER_ABORT_S
+    while not event.query():
+        if time.monotonic() >= until:
+            raise RuntimeError("the GPU does not come back from an aborted broadcast")
+        time.sleep(0.002)
+
+
+def _with_deadline(work: Callable[[], None], deadline: float, abort: Callable[[], None], what: str) -> None:
+    """Run `work` in a thread; at `deadline` call `abort` and raise TransferTimeout."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = Thread(target=run, name="rolloutmq-group", daemon=True)
+    thread.start()
+    thread.join(max(0.0, deadline - time.monotonic()))
+    if thread.is_alive():
+        aborting = Thread(target=abort, name="rolloutmq-abort", daemon=True)
+        aborting.start()
+        aborting.join(STUCK_AFTER_ABORT_S)
+        thread.join(STUCK_AFTER_ABORT_S)
+        raise TransferTimeout(f"{what}: not everybody came in time")
+    if failed:
+        raise failed[0]
+
+
+@contextlib.contextmanager
+def _nccl_environment() -> Iterator[None]:
+    """What ProcessGroupNCCL reads when it is made, for this one only."""
+    with _env_lock:
+        before = {name: os.environ.get(name) for name in _NCCL_ENV}
+        os.environ.update(_NCCL_ENV)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value

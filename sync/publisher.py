@@ -6,61 +6,34 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Self, get_args
 
 import torch
 
 from ..messages.connection import connect, default_url, first_node_url, ping
-from ..messages.errors import InvalidField, WaitTimeout, WeightSyncError
+from ..messages.errors import InvalidField, WeightSyncError
 from ..messages.keys import Keys
-from ..messages.weights import UpdateMode
-from .group import own_address_towards
-from .sender import Sender, Settings
-from .snapshot import BUCKET_BYTES, PackedWeights
+from ..messages.weights import NonFinitePolicy, TransferPath, UpdateMode
+from . import adapter_format
+from .adapters import Parcel
+from .buckets import Keep, release_host_memory
+from .disk import SnapshotStore
+from .packing import PackedWeights
+from .places import BUCKET_BYTES, Places
+from .publication import PublishHandle, PublishReport
+from .rendezvous import own_address_towards
+from .saver import SnapshotSaver
+from .sender import Sender, Settings, TransferResult
+from .snapshot import Snapshot
 
+__all__ = ["PublishHandle", "PublishReport", "WeightPublisher"]
 log = logging.getLogger(__name__)
 RETRY_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class PublishReport:
-    """What became of one `publish`.
-
-    state: "committed" (at least one worker serves it, or the pool is empty and later workers will catch up to it),
-        "failed" (no worker has it), or "superseded" (a newer version was published before this one's turn came).
-    workers: those that serve it. failures: worker id -> why it does not. seconds: from `publish` to the commit.
-    """
-
-    version: int
-    state: Literal["committed", "failed", "superseded"]
-    workers: tuple[str, ...] = ()
-    failures: dict[str, str] = field(default_factory=dict)
-    nbytes: int = 0
-    seconds: float = 0.0
-
-
-class PublishHandle:
-    """A version on its way."""
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self._future: Future[PublishReport] = Future()
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._future.done()
-
-    def wait(self, timeout_s: float | None = None) -> PublishReport:
-        """The report, when there is one. Raises WaitTimeout, or WeightSyncError if the publisher itself broke."""
-        try:
-            return self._future.result(timeout_s)
-        except FutureTimeout:
-            raise WaitTimeout(f"version {self.version} is still on its way after {timeout_s} s") from None
 
 
 @dataclass(slots=True)
@@ -68,26 +41,45 @@ class _Order:
     packed: PackedWeights
     handle: PublishHandle
     began: float
+    adapter: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 class WeightPublisher:
     """Publishes weights versions to a pool, and catches late joiners up with the newest one.
 
-    Runs in the trainer (on rank 0 of a distributed one). It uses its own process groups and no environment variable of
-    torchrun; the trainer's collectives are not touched.
+    Runs in the trainer, on every rank of a distributed one; the leader sends, the others help to gather what is
+    sharded. It uses its own process groups and no environment variable of torchrun; the trainer's groups are not
+    touched, but for gathers of DTensors inside `publish`.
 
-    Guarantees: `publish` returns as soon as the tensors are copied; a worker serves a version only after every digest
-    matched; versions commit in order; every wait inside is bounded by the two timeouts, whoever dies.
+    Guarantees: `publish` returns as soon as the tensors are copied (on a GPU: as soon as the copies are queued on the
+    current stream); a worker serves a version only after every digest matched; versions commit in order; every wait
+    inside is bounded by the two timeouts, whoever dies.
 
     Args:
         redis_url: the pool's Redis; by default $ROLLOUTMQ_REDIS, or the one on this host.
         pool: its name.
         host: this host as workers reach it; by default the address that the route to Redis leaves from.
         port: where the rendezvous store listens; 0 picks a free one.
-        mode: "resume" interrupts running samples and continues them under the new weights, "drain" lets them finish.
+        mode: "resume" interrupts running samples and continues them under the new weights, "in_place" changes the
+            weights under them and keeps their KV cache, "drain" lets them finish.
         join_timeout_s: how long workers may take to answer an announcement (with "drain": to finish what runs).
         transfer_timeout_s: how long a transfer may take from the seal to the last report.
         bucket_bytes: size of one broadcast.
+        keep: where the copy of a version lives until the next one: "device" (as much GPU memory as the weights),
+            "host" (pinned memory), or "auto".
+        rename: name of a tensor in the trainer -> its name in the checkpoint, or None to leave it out.
+        leader: whether this rank sends; by default rank 0 of the trainer's default process group, or the only one.
+        nonfinite: "refuse" sends no version that has NaN or Inf in it, and no worker loads one; "allow" does.
+        gpu_direct: False sends through host memory (gloo) even between GPUs.
+        verify: False leaves the digests unchecked. For measuring what they cost.
+        transfer: "own", or "stock" for SGLang's own update group: slower, nothing overlaps, a worker that gets stuck
+            in it has to restart its engine, and what has arrived is only looked at in the engine's parameters.
+        snapshots: a folder (or a SnapshotStore) to save committed versions in, for workers that come when this trainer
+            is gone, and for a trainer that starts again. In the background: a version that waits for its turn is
+            skipped when a newer one is committed. See `snapshots_saved`.
+        snapshot_every: the first committed version, and then each of this distance, is saved.
+        keep_snapshots: this many of the newest stay in the folder.
     """
 
     def __init__(
@@ -101,12 +93,43 @@ class WeightPublisher:
         join_timeout_s: float = 10.0,
         transfer_timeout_s: float = 60.0,
         bucket_bytes: int = BUCKET_BYTES,
+        keep: Keep = "auto",
+        rename: Callable[[str], str | None] | None = None,
+        leader: bool | None = None,
+        nonfinite: NonFinitePolicy = "refuse",
+        gpu_direct: bool = True,
+        verify: bool = True,
+        transfer: TransferPath = "own",
+        snapshots: str | Path | SnapshotStore | None = None,
+        snapshot_every: int = 1,
+        keep_snapshots: int = 2,
     ) -> None:
-        if mode not in ("resume", "drain"):
-            raise InvalidField("mode", mode, "'resume' or 'drain'")
+        _one_of("mode", mode, get_args(UpdateMode))
+        _one_of("keep", keep, get_args(Keep))
+        _one_of("nonfinite", nonfinite, get_args(NonFinitePolicy))
+        _one_of("transfer", transfer, get_args(TransferPath))
+        if transfer == "stock" and mode == "in_place":
+            why = "SGLang's own update does not begin before every request has ended"
+            raise InvalidField("mode", mode, f"'resume' or 'drain' with transfer='stock': {why}")
         url = redis_url or default_url()
         Keys(pool)  # a bad pool name is told here, not in the thread
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._keep, self._rename = bucket_bytes, keep, rename
+        self._leader = _leads() if leader is None else leader
+        self._like: Places | None = None
+        self._lock = threading.Lock()
+        self._last = {"": 0}  # newest version, of the weights and by adapter
+        self._waiting: dict[str, _Order] = {}  # for their turn, of each the newest
+        self._closing = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sender: Sender | None = None
+        self._started: Future[dict[str, int]] = Future()
+        self._thread: threading.Thread | None = None
+        self._saver: SnapshotSaver | None = None
+        if not self._leader:
+            return
+        if snapshots is not None:
+            store = snapshots if isinstance(snapshots, SnapshotStore) else SnapshotStore(snapshots, keep_snapshots)
+            self._saver = SnapshotSaver(store, snapshot_every)
         self._settings = Settings(
             redis_url=url,
             pool=pool,
@@ -115,55 +138,119 @@ class WeightPublisher:
             mode=mode,
             join_timeout_s=join_timeout_s,
             transfer_timeout_s=transfer_timeout_s,
+            verify=verify,
+            nonfinite=nonfinite,
+            gpu_direct=gpu_direct,
+            stock=transfer == "stock",
         )
-        self._lock = threading.Lock()
-        self._last = 0
-        self._next: _Order | None = None
-        self._closing = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._sender: Sender | None = None
-        self._started: Future[int] = Future()
         self._thread = threading.Thread(target=self._main, name="rolloutmq-weights", daemon=True)
         self._thread.start()
-        self._last = self._started.result()
+        try:
+            self._last = self._started.result()
+        except BaseException:
+            if self._saver is not None:
+                self._saver.close()
+            raise
 
     @property
     def last_version(self) -> int:
         """Newest version published or found in the pool's ledger; the next one has to be higher."""
-        return self._last
+        return self._last[""]
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishHandle:
+    @property
+    def snapshots_saved(self) -> int:
+        """Versions that this publisher has written to disk."""
+        return self._saver.saved if self._saver is not None else 0
+
+    @property
+    def snapshots_failed(self) -> int:
+        """Versions that it could not write; the log says why."""
+        return self._saver.failed if self._saver is not None else 0
+
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
+    ) -> PublishHandle:
         """Copy `tensors` and send them as `version`, in the background.
 
         tensors: (name, tensor) pairs under the names the model's checkpoint has (`model.named_parameters()` of a
-            Hugging Face model), any device, any strided dtype. All of the model's weights, every time.
+            Hugging Face model; see `rename`), any device, any strided dtype, DTensors too. All of the model's weights,
+            every time. On a distributed trainer every rank calls it, with the same names in the same order.
         version: higher than every one before.
 
         If an earlier version still waits for its turn it is given up as "superseded". Raises InvalidField, or
         WeightSyncError after `close`.
         """
         began = time.monotonic()
-        if isinstance(version, bool) or not isinstance(version, int) or version <= self._last:
-            raise InvalidField("version", version, f"an integer above {self._last}, the newest one")
-        packed = PackedWeights(version, tensors, self._bucket_bytes)
-        handle = PublishHandle(version)
+        packed = PackedWeights(
+            version,
+            tensors,
+            self._bucket_bytes,
+            keep=self._keep,
+            rename=self._rename,
+            leader=self._leader,
+            like=self._like,
+        )
+        self._like = packed.places
+        # Not before: a rank that stays away from a gather would leave the others waiting, and only the leader knows
+        # the ledger's newest version.
+        if isinstance(version, bool) or not isinstance(version, int) or version <= self._last[""]:
+            raise InvalidField("version", version, f"an integer above {self._last['']}, the newest one")
+        return self._queue(_Order(packed, PublishHandle(version), began))
+
+    def publish_adapter(
+        self,
+        name: str,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
+        config: Mapping[str, Any],
+    ) -> PublishHandle:
+        """Copy a LoRA adapter and send it as `version` of `name`, in the background; interrupts no request.
+
+        tensors: as PEFT's get_peft_model_state_dict gives them, …lora_A.weight (r, inputs) and …lora_B.weight (outputs,
+            r), on any device, DTensors too. On a distributed trainer every rank calls it.
+        version: 1 or more, higher than every one of this adapter before; independent of the weights' versions.
+        config: PEFT's adapter_config (r, lora_alpha, target_modules, …).
+
+        Requests that run keep the version they began with. Jobs ask for the adapter by `lora=name`, once a version
+        is committed. What waits for its turn is superseded as with `publish`, by a version of the same adapter.
+        Raises InvalidField, or WeightSyncError after `close`.
+        """
+        began = time.monotonic()
+        name, packed, plain = adapter_format.pack(
+            name, version, tensors, config, newest=self._last, bucket_bytes=self._bucket_bytes, leader=self._leader
+        )
+        return self._queue(_Order(packed, PublishHandle(version), began, name, plain))
+
+    def _queue(self, order: _Order) -> PublishHandle:
+        """Let it wait for its turn, in the place of an older one of its kind."""
+        version, adapter, handle = order.packed.version, order.adapter, order.handle
+        if not self._leader:
+            self._last[adapter] = version
+            handle._future.set_result(PublishReport(version, "delegated", adapter=adapter))
+            return handle
         with self._lock:
             if self._closing:
                 raise WeightSyncError("the publisher is closed")
-            self._last = version
-            skipped, self._next = self._next, _Order(packed, handle, began)
+            self._last[adapter] = version
+            skipped = self._waiting.get(adapter)
+            self._waiting[adapter] = order
             self._poke()
         if skipped is not None:
-            report = PublishReport(skipped.packed.version, "superseded", seconds=time.monotonic() - skipped.began)
+            seconds = time.monotonic() - skipped.began
+            report = PublishReport(skipped.packed.version, "superseded", seconds=seconds, adapter=adapter)
             skipped.handle._future.set_result(report)
         return handle
 
     def close(self) -> None:
-        """Finish what was published, then stop. Late joiners are not served any more."""
+        """Finish what was published and what is being saved, then stop. Late joiners are not served any more."""
         with self._lock:
             self._closing = True
             self._poke()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+        if self._saver is not None:
+            self._saver.close()
+        release_host_memory()
 
     def __enter__(self) -> Self:
         return self
@@ -174,7 +261,8 @@ class WeightPublisher:
         self.close()
 
     def _poke(self) -> None:
-        if self._loop is not None and self._sender is not None and self._thread.is_alive():
+        alive = self._thread is not None and self._thread.is_alive()
+        if self._loop is not None and self._sender is not None and alive:
             self._loop.call_soon_threadsafe(self._sender.poke)
 
     # --- the thread ------------------------------------------------------------------------------------------------
@@ -188,8 +276,8 @@ class WeightPublisher:
                 return
             log.exception("the weight publisher stopped")
             with self._lock:
-                self._closing, order, self._next = True, self._next, None
-            if order is not None:
+                self._closing, orders, self._waiting = True, self._waiting, {}
+            for order in orders.values():
                 order.handle._future.set_exception(WeightSyncError(f"the weight publisher stopped: {error}"))
 
     async def _serve(self) -> None:
@@ -199,11 +287,13 @@ class WeightPublisher:
         try:
             await ping(redis)
             self._loop = asyncio.get_running_loop()
-            self._started.set_result(await sender.open())
+            newest = await sender.open()
+            self._started.set_result(await sender.adapters.committed() | {"": newest})
             while True:
-                await sender.wait_for_work(lambda: self._next is not None or self._closing)
+                await sender.wait_for_work(lambda: bool(self._waiting) or self._closing)
                 with self._lock:
-                    order, self._next = self._next, None
+                    turn = "" if "" in self._waiting else next(iter(self._waiting), "")  # the weights before adapters
+                    order = self._waiting.pop(turn, None)
                     closing = self._closing
                 if order is not None:
                     await self._send(sender, order)
@@ -226,12 +316,21 @@ class WeightPublisher:
 
     async def _send(self, sender: Sender, order: _Order) -> None:
         try:
-            snapshot = await asyncio.to_thread(order.packed.snapshot)
-            result = await sender.send(snapshot)
+            snapshot = await asyncio.to_thread(_snapshot, order.packed)
+            if snapshot.nonfinite and self._settings.nonfinite == "refuse":
+                why = f"tensor {snapshot.nonfinite[0]} has NaN or Inf in it ({len(snapshot.nonfinite)} tensors do)"
+                log.error("version %s %s is not sent: %s", order.packed.version, order.adapter, why)
+                result = TransferResult(committed=False, failures={"trainer": why})
+            elif order.adapter:
+                result = await sender.adapters.send(Parcel(order.adapter, order.config, snapshot))
+            else:
+                result = await sender.send(snapshot)
         except Exception as error:
             order.handle._future.set_exception(WeightSyncError(f"version {order.packed.version}: {error}"))
             log.exception("version %s could not be sent", order.packed.version)
             return
+        if result.committed and self._saver is not None and not order.adapter:
+            self._saver.offer(snapshot)
         order.handle._future.set_result(
             PublishReport(
                 version=snapshot.manifest.version,
@@ -240,5 +339,26 @@ class WeightPublisher:
                 failures=result.failures,
                 nbytes=snapshot.manifest.nbytes,
                 seconds=time.monotonic() - order.began,
+                adapter=order.adapter,
             )
         )
+
+
+def _snapshot(packed: PackedWeights) -> Snapshot:
+    """Digests on a stream of their own: the trainer's goes on."""
+    devices = {bucket.device for bucket in packed.buckets if bucket.is_cuda}
+    if not devices:
+        return packed.snapshot()
+    (device,) = devices
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        return packed.snapshot()
+
+
+def _leads() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+def _one_of(field: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InvalidField(field, value, " or ".join(repr(each) for each in allowed))

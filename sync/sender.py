@@ -1,32 +1,31 @@
-"""One transfer after the other: announce, settle who takes part, broadcast, hear the reports, close."""
+"""The trainer's transfers: new versions to everybody, the retained one to whoever comes late."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ..messages.bell import Bell
-from ..messages.codec import encode
-from ..messages.errors import WeightSyncError
-from ..messages.weights import UpdateMode, WeightAnnouncement
-from .group import Group, serve_store
-from .ledger import Epoch, Ledger
+from ..messages.weights import NonFinitePolicy, UpdateMode, WeightAnnouncement
+from .adapters import AdapterSender
+from .broadcaster import Broadcaster
+from .ipc import gpu_id
+from .ledger import Join, Ledger, nccl_settings
 from .snapshot import Snapshot
-from .transfer import Backend
+from .transfers import GLANCE_S, GRACE_S, Terms, Transfer, TransferResult
 
 log = logging.getLogger(__name__)
-GRACE_S = 2.0
-"""A receiver's own deadline starts when it reads the seal; its report may be this much later than the sender's."""
-GLANCE_S = 1.0
-"""How often a wait on the bell looks whether a worker it waits for is still alive."""
+
+__all__ = ["GRACE_S", "Sender", "Settings", "TransferResult"]
+ATTEMPTS = 3
+"""A transfer that a dead or stuck worker broke is repeated without it, this often in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +39,10 @@ class Settings:
     mode: UpdateMode
     join_timeout_s: float
     transfer_timeout_s: float
-    backend: Backend = "gloo"
-
-
-@dataclass(frozen=True, slots=True)
-class TransferResult:
-    """workers: those that have the version now. failures: worker id -> what went wrong there."""
-
-    committed: bool
-    workers: tuple[str, ...] = ()
-    failures: dict[str, str] = field(default_factory=dict)
+    verify: bool = True
+    nonfinite: NonFinitePolicy = "refuse"
+    gpu_direct: bool = True
+    stock: bool = False
 
 
 class Sender:
@@ -57,25 +50,41 @@ class Sender:
 
     def __init__(self, redis: Redis, blocking: Redis, settings: Settings) -> None:
         self._settings = settings
+        self._redis = redis
         self._ledger = Ledger(redis, settings.pool)
         self._bell = Bell(blocking, settings.pool)
         self._retained: Snapshot | None = None
-        self._store: Any = None
+        self._line: Broadcaster | None = None
+        self._adapters: AdapterSender | None = None
         self._listening: asyncio.Task[None] | None = None
+        self._not_by_ipc: set[str] = set()
 
     async def open(self) -> int:
         """Start to listen; returns the pool's newest committed version."""
-        self._store = serve_store(self._settings.host, self._settings.port)
+        settings = self._settings
+        self._line = Broadcaster(settings.host, settings.port)
+        # Adapters interrupt nobody, whatever the mode is in which weights are updated.
+        limits = settings.join_timeout_s, settings.transfer_timeout_s
+        terms = Terms("resume", *limits, settings.verify, settings.nonfinite)
+        self._adapters = AdapterSender(self._redis, settings.pool, self._bell, terms, self._line)
         await self._bell.open()
         self._listening = asyncio.create_task(self._bell.listen())
         return await self._ledger.committed()
+
+    @property
+    def adapters(self) -> AdapterSender:
+        """What sends LoRA adapters, on the same line; after `open`."""
+        assert self._adapters is not None
+        return self._adapters
 
     async def close(self) -> None:
         """Stop to listen."""
         if self._listening is not None:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
-        self._store = None
+        if self._line is not None:
+            await asyncio.to_thread(self._line.close)
+            self._line = None
 
     def poke(self) -> None:
         """End a `wait_for_work`; to be called on the sender's loop."""
@@ -85,119 +94,129 @@ class Sender:
         """Until `ready()` (looked at after each `poke`) or a worker asks for a transfer that can be given."""
         while True:
             self._bell.quiet()
-            if ready() or (self._retained is not None and await self._waiting()):
+            if ready() or (self._retained is not None and await self._waiting()) or await self.adapters.lacking():
                 return
             await self._bell.wait(float("inf"), GLANCE_S)
 
     async def _waiting(self) -> set[str]:
         """Live workers that ask for a transfer and are behind what is retained."""
         assert self._retained is not None
-        version = self._retained.manifest.version
         try:
-            wanted = await self._ledger.wanted()
-            behind = {worker for worker, has in wanted.items() if has < version}
-            return behind & await self._ledger.live_workers() if behind else set()
+            return await self._ledger.behind(self._retained.manifest.version)
         except (RedisError, OSError):
             return set()
 
     async def catch_up(self) -> TransferResult | None:
-        """Bring those that ask for it to the retained version; nobody else is disturbed. None if nobody asks."""
+        """Bring those that ask for it to the retained version; nobody else is disturbed. None if nobody asks.
+
+        If nobody does, the same for an adapter.
+        """
         if self._retained is None or not (waiting := await self._waiting()):
-            return None
-        return await self._transfer(self._retained, frozenset(waiting))
+            return await self.adapters.catch_up()
+        return await self._send(self._retained, frozenset(waiting))
 
     async def send(self, snapshot: Snapshot) -> TransferResult:
         """Send a new version to every live worker and retain it."""
         self._retained = snapshot
-        return await self._transfer(snapshot, None)
+        return await self._send(snapshot, None)
 
-    async def _transfer(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
-        settings, ledger = self._settings, self._ledger
-        announcement = WeightAnnouncement(
-            version=snapshot.manifest.version,
-            epoch=await ledger.new_epoch(),
-            mode=settings.mode,
-            backend=settings.backend,
-            host=settings.host,
-            port=self._store.port,
-            catch_up=only is not None,
-            join_timeout_s=settings.join_timeout_s,
-            transfer_timeout_s=settings.transfer_timeout_s,
-        )
-        expected = await ledger.live_workers() if only is None else only
-        await ledger.announce(announcement)
-        joins = await self._joins(announcement, expected)
-        roster, world = {}, 1
-        for worker, ranks in sorted(joins.items()):
-            roster[worker] = world
-            world += ranks
-        announcement = announcement.model_copy(update={"roster": roster, "world_size": world})
-        await ledger.seal(announcement)
-        failures = dict.fromkeys(expected - roster.keys(), "did not answer the announcement in time")
-        result = TransferResult(committed=not expected, failures=failures)
-        if roster:
-            broadcast = asyncio.create_task(asyncio.to_thread(self._broadcast, snapshot, announcement))
-            result = await self._reports(announcement, broadcast, failures)
-        await ledger.close(announcement, result.committed)
-        if result.failures:
-            log.warning("version %s: %s", announcement.version, result.failures)
+    async def _send(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
+        """To every live worker, or to these only. What one worker broke is repeated without it."""
+        result = await self._transfer(snapshot, only)
+        for _ in range(ATTEMPTS - 1):
+            if not (again := result.again & await self._ledger.live_workers()):
+                break
+            more = await self._transfer(snapshot, again)
+            failures = {worker: why for worker, why in result.failures.items() if worker not in again} | more.failures
+            workers = (*result.workers, *more.workers)
+            result = TransferResult(result.committed or more.committed, workers, failures, more.again)
         return result
 
-    async def _joins(self, announcement: WeightAnnouncement, expected: AbstractSet[str]) -> dict[str, int]:
-        """Who takes part: waits until every expected worker has joined, is dead, or the time is over."""
-        deadline = time.monotonic() + announcement.join_timeout_s
-        while True:
-            self._bell.quiet()
-            epoch = await self._epoch(announcement.epoch)
-            alive = await self._ledger.live_workers()
-            if not (expected & alive) - epoch.joins.keys() or time.monotonic() >= deadline:
-                return {worker: ranks for worker, ranks in epoch.joins.items() if worker in alive}
-            await self._bell.wait(deadline, GLANCE_S)
-
-    def _broadcast(self, snapshot: Snapshot, announcement: WeightAnnouncement) -> None:
-        name = f"epoch-{announcement.epoch}"
-        self._store.set(f"{name}/manifest", encode(snapshot.manifest))
-        group = Group(
-            self._store,
-            name,
-            backend=announcement.backend,
-            rank=0,
-            world=announcement.world_size,
-            host=announcement.host,
-            timeout_s=announcement.transfer_timeout_s,
+    async def _transfer(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
+        settings = self._settings
+        assert self._line is not None
+        terms = Terms(
+            mode=settings.mode,
+            join_timeout_s=settings.join_timeout_s,
+            transfer_timeout_s=settings.transfer_timeout_s,
+            verify=settings.verify,
+            nonfinite=settings.nonfinite,
+            stock=settings.stock,
         )
-        for bucket in snapshot.buckets:
-            group.broadcast(bucket)
-        self._store.delete_key(f"{name}/manifest")
+        expected = await self._ledger.live_workers() if only is None else only
+        source = _Retained(snapshot, self._line, settings.gpu_direct, self._not_by_ipc, stock=settings.stock)
+        result = await Transfer(self._ledger, self._bell, terms, source).run(expected, catch_up=only is not None)
+        assert result is not None
+        self._not_by_ipc |= source.handed_over & result.again
+        return result
 
-    async def _reports(
-        self, announcement: WeightAnnouncement, broadcast: asyncio.Task[None], failures: dict[str, str]
-    ) -> TransferResult:
-        """How it went on each worker of the roster: waits until all have reported, died, or the time is over."""
-        deadline = time.monotonic() + announcement.transfer_timeout_s + GRACE_S
-        while True:
-            self._bell.quiet()
-            epoch = await self._epoch(announcement.epoch)
-            missing = (announcement.roster.keys() & await self._ledger.live_workers()) - epoch.reports.keys()
-            if not missing or time.monotonic() >= deadline:
-                break
-            await self._bell.wait(deadline, GLANCE_S)
-        why = "was lost during the transfer"
-        # When all have reported or died, a broadcast that still waits for one of them ends by itself, at its deadline.
-        await asyncio.wait({broadcast}, timeout=0 if missing else GRACE_S)
-        if broadcast.done() and broadcast.exception() is not None:
-            why += f" ({broadcast.exception()})"
-        for worker in announcement.roster:
-            report = epoch.reports.get(worker)
-            if report is None:
-                failures[worker] = why
-            elif not report.ok:
-                failures[worker] = f"{report.phase}: {report.error}"
-        workers = tuple(worker for worker in announcement.roster if worker not in failures)
-        return TransferResult(bool(workers), workers, failures)
 
-    async def _epoch(self, number: int) -> Epoch:
-        epoch = await self._ledger.epoch(number)
-        if epoch is None:
-            raise WeightSyncError(f"transfer {number} vanished from the ledger: was Redis emptied?")
-        return epoch
+class _Retained:
+    """A snapshot in this process, and the line it is sent over: a `Source`."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        line: Broadcaster,
+        gpu_direct: bool,
+        not_by_ipc: AbstractSet[str],
+        *,
+        stock: bool = False,
+    ) -> None:
+        """not_by_ipc: workers on which handing over has failed before. stock: through SGLang's own update group."""
+        self.version, self.digest = snapshot.manifest.version, snapshot.manifest.fingerprint
+        self.handed_over: set[str] = set()
+        self._snapshot, self._line = snapshot, line
+        self._gpu_direct, self._not_by_ipc, self._stock = gpu_direct, not_by_ipc, stock
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """See Source."""
+        return self._line.absent
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """See Source."""
+        return self._line.host, self._line.store.port
+
+    async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
+        """See Source: a trainer's word goes before everybody's."""
+        await asyncio.to_thread(self._line.offer, announcement.epoch, self._snapshot)
+        await ledger.announce(announcement)
+        return True
+
+    def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
+        """See Source."""
+        here = gpu_id(self._snapshot.device) if self._gpu_direct and not self._stock else ""
+        self.handed_over = {worker for worker, join in joins.items() if here and join.gpu == here} - self._not_by_ipc
+        return set(self.handed_over)
+
+    def backend(self, joins: Mapping[str, Join]) -> Literal["gloo", "nccl"]:
+        """See Source."""
+        bucket = self._snapshot.buckets[0]
+        from_gpu = bucket.device.type == "cuda" or bucket.is_pinned()
+        nccl = self._gpu_direct and from_gpu and all(join.cuda for join in joins.values())
+        gpus = [join.gpu for join in joins.values() if join.gpu]
+        if nccl and (len(set(gpus)) < len(gpus) or gpu_id(bucket.device) in gpus):
+            log.warning("sent through host memory: NCCL takes one rank per GPU, and workers share one")
+            nccl = False
+        if nccl and (other := {join.nccl for join in joins.values()} - {nccl_settings()}):
+            log.warning("sent through host memory: NCCL is set %r here, %s on workers", nccl_settings(), sorted(other))
+            nccl = False
+        return "nccl" if nccl else "gloo"
+
+    def name_group(self, epoch: int, members: Mapping[str, int], joins: Mapping[str, Join]) -> str:
+        """See Source: the standing one as long as nobody comes or goes."""
+        return self._line.name_group(epoch, members, joins, stock=self._stock)
+
+    async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
+        """See Source."""
+        await asyncio.to_thread(self._line.send, self._snapshot, announcement, timeout_s)
+
+    def give_up(self, why: str) -> None:
+        """See Source."""
+        self._line.give_up(why)
+
+    async def clean(self, announcement: WeightAnnouncement) -> None:
+        """See Source."""
+        await asyncio.to_thread(self._line.clean, announcement)

@@ -76,6 +76,8 @@ def specimens() -> dict[str, Message]:
             epoch=1,
             mode="drain",
             backend="gloo",
+            nonfinite="allow",
+            verify=False,
             host="10.0.0.1",
             port=29500,
             catch_up=True,
@@ -83,6 +85,7 @@ def specimens() -> dict[str, Message]:
             transfer_timeout_s=60.0,
             roster={"w": 1},
             world_size=2,
+            group="group-1",
         ),
         "status": WorkerStatus(
             worker_id="w", host="h", pid=9, state="serving", version=3, model="m", running=2, held=3, started_at=1.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -19,18 +19,21 @@ RETRY_S = 0.2
 
 
 class ClaimLoop:
-    """room(): samples this worker could hold more, 0 while it must not claim. version(): the weights it serves."""
+    """room(): samples this worker could hold more, 0 while it must not claim.
+
+    serves(): the weights version it serves, and the newest version it has of each LoRA adapter.
+    """
 
     def __init__(
         self,
         lease: Lease,
         waker: Redis,
         room: Callable[[], int],
-        version: Callable[[], int],
+        serves: Callable[[], tuple[int, Mapping[str, int]]],
         admit: Callable[[list[Claim]], Awaitable[None]],
     ) -> None:
         self._lease, self._waker = lease, waker
-        self._room, self._version, self._admit = room, version, admit
+        self._room, self._serves, self._admit = room, serves, admit
         self._changed = asyncio.Event()
         self._taking = asyncio.Lock()
 
@@ -61,7 +64,7 @@ class ClaimLoop:
                     continue
                 try:
                     async with self._taking:
-                        claims = await self._lease.claim(min(room, MAX_JOBS), room, self._version())
+                        claims = await self._lease.claim(min(room, MAX_JOBS), room, *self._serves())
                         if claims:
                             await self._admit(claims)
                 except (RedisError, OSError) as error:

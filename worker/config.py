@@ -15,6 +15,9 @@ class WorkerConfig(BaseModel):
     max_lost: a job whose worker or engine died this often is dead-lettered.
     checkpoint_s: how often a running sample is saved; a worker's death costs at most about this much of its generation.
     drain_s: what SIGTERM leaves to running samples before the rest is handed back.
+    snapshots: folder in which the pool's publisher saves versions: a worker that is behind looks there first.
+    peer_after_s: when nobody has answered workers that are behind for so long, this one sends them what it serves; None
+        for never.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -27,6 +30,8 @@ class WorkerConfig(BaseModel):
     max_lost: int = Field(default=3, ge=1)
     checkpoint_s: float = Field(default=10.0, ge=0.1)
     drain_s: float = Field(default=30.0, ge=0.0)
+    snapshots: str | None = Field(default=None, min_length=1)
+    peer_after_s: float | None = Field(default=3.0, ge=0.0)
     engine_restarts: int = Field(default=5, ge=0, description="restarts in a row without a finished sample")
 
     @property

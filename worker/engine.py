@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ..messages.jobs import SamplingParams
 from ..sync.transfer import TransferOrder, TransferReport
+from .adapters import LoadedAdapters
+
+if TYPE_CHECKING:
+    from ..sync.adapter_format import Adapter  # torch
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -27,7 +31,9 @@ class EngineRequest:
     token_ids: (prompt_len,) int32, the prompt followed by what earlier legs of the same sample generated.
     sampling: as the job has it, except that max_new_tokens below replaces its own.
     max_new_tokens: how many tokens this leg may still generate, >= 1.
-    cache_key: the weights version as text; prefixes are only ever reused between requests of the same key.
+    cache_key: the weights version as text, with an adapter followed by "/<name>@<version>"; prefixes are only ever
+        reused between requests of the same key.
+    adapter, adapter_version: the LoRA adapter to run it with, "" and 0 for the model alone.
     """
 
     request_id: str
@@ -35,6 +41,8 @@ class EngineRequest:
     sampling: SamplingParams
     max_new_tokens: int
     cache_key: str
+    adapter: str = ""
+    adapter_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +76,9 @@ class EngineInfo:
     """What the engine is: enough to size the worker, check a job against, and replay a result later.
 
     context_length: most tokens of prompt and output together.
+    gpu: unique id of the GPU, for an engine that runs on exactly one.
     features: optional job fields this engine honours; a job that uses another one is refused by name.
+    adapters: the LoRA adapters it has, kept by the worker: changes as they come and go, empty after a start.
     """
 
     name: str
@@ -79,7 +89,9 @@ class EngineInfo:
     vocab_size: int
     context_length: int
     tp_size: int = 1
+    gpu: str = ""
     features: frozenset[str] = field(default_factory=frozenset)
+    adapters: LoadedAdapters = field(default_factory=LoadedAdapters, compare=False, repr=False)
 
     def fingerprint(self) -> Mapping[str, str]:
         """What a replay needs to know, small enough to travel with every result."""
@@ -129,12 +141,42 @@ class Engine(Protocol):
         """Ask every running request to return what it has."""
         ...
 
-    async def load_weights(self, order: TransferOrder) -> TransferReport:
-        """Receive one weights version as `order` says, verify it, load it. No request may be running.
+    async def prepare_weights(self, order: TransferOrder) -> TransferReport:
+        """The first half of an update, while requests run: take part in the transfer `order`.
 
-        Never raises for a failed transfer: the report says what happened and whether the old weights are intact.
-        Raises EngineDead if the engine dies meanwhile.
+        The report's phase is "staged" if the version is here and verified, or "ready" if it will be received by
+        `commit_weights`. Never raises for a failed transfer: the report says what happened, and the old weights are
+        whole. Raises EngineDead if the engine dies meanwhile, EngineError if it does not answer.
         """
+        ...
+
+    async def commit_weights(self, order: TransferOrder) -> TransferReport:
+        """The second half: load what was prepared, verified. No request may be running, but with order.mode "in_place".
+
+        Never raises for a failed transfer: the report says what happened and whether the engine has a whole version.
+        In place, `report.switched` tells for every request that was running how many of its tokens the old weights
+        sampled. Raises EngineDead if the engine dies meanwhile, EngineError if it does not answer.
+        """
+        ...
+
+    async def send_weights(self, order: TransferOrder) -> TransferReport:
+        """Send the version that was loaded last, bit by bit as the trainer sent it, to the group of `order`, as rank 0.
+
+        Requests run meanwhile; neither half of an update may. Never raises for a send that failed, or that this engine
+        cannot do: the report says what happened. Raises EngineDead if the engine dies meanwhile, EngineError if it does
+        not answer.
+        """
+        ...
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Have one version of a LoRA adapter ready for requests, beside its other versions, while requests run.
+
+        Raises EngineError if it does not fit this engine, EngineDead if that dies meanwhile.
+        """
+        ...
+
+    async def unload_adapter(self, name: str, version: int) -> None:
+        """Give up one version that no request uses. Raises EngineError if one does, at once: try again later."""
         ...
 
     async def healthy(self) -> bool:

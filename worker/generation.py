@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
 from ..messages.errors import EngineDead, EngineError, RequestRefused
 from .engine import Engine, EngineRequest
+from .legs import Leg
 from .samples import SampleRun
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class Generation:
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed_by: set[str] = set()
+        self._settled = asyncio.Event()  # no switch is under way
+        self._settled.set()
 
     # --- what is here ----------------------------------------------------------------------------------------------
 
@@ -80,7 +83,7 @@ class Generation:
             request = sample.next_request(self.version)
             self._running[request.request_id] = sample
             self._idle.clear()
-            task = asyncio.create_task(self._run_leg(sample, request, self.version))
+            task = asyncio.create_task(self._run_leg(sample, request))
             self._tasks.add(task)
             task.add_done_callback(partial(self._leg_done, sample))
 
@@ -92,13 +95,16 @@ class Generation:
             self._on_refused(sample, RequestRefused(f"unexpected {type(error).__name__}: {error}"))
         self._pump()
 
-    async def _run_leg(self, sample: SampleRun, request: EngineRequest, version: int) -> None:
+    async def _run_leg(self, sample: SampleRun, request: EngineRequest) -> None:
         began = time.monotonic()
+        leg = sample.leg
+        assert leg is not None
         try:
             output = await self._engine.generate(request)
+            seconds = time.monotonic() - began
+            await self._settled.wait()  # until then nobody can say which version sampled what
         except EngineDead:
-            self.died_with.append(sample)
-            self._on_dead()
+            self._lost(sample)
             return
         except RequestRefused as error:
             self._on_refused(sample, error)
@@ -111,7 +117,10 @@ class Generation:
             del self._running[request.request_id]
             if not self._running:
                 self._idle.set()
-        sample.absorb(output, version, time.monotonic() - began)
+        if leg.spoiled:
+            self._lost(sample)
+            return
+        sample.absorb(leg, output, seconds)
         self.generated_tokens += len(output.token_ids)
         if sample.dropped:
             return
@@ -120,6 +129,10 @@ class Generation:
         else:
             self.finished += 1
             self._on_finished(sample)
+
+    def _lost(self, sample: SampleRun) -> None:
+        self.died_with.append(sample)
+        self._on_dead()
 
     # --- stopping and going on -------------------------------------------------------------------------------------
 
@@ -145,6 +158,52 @@ class Generation:
             yield
         finally:
             self.open_gate("quiet")
+
+    @asynccontextmanager
+    async def switching(self) -> AsyncIterator[None]:
+        """Weights may change inside this block while samples run.
+
+        Nothing starts and nothing ends in it: a leg whose output comes meanwhile waits, still counted as running, and
+        offers nothing to be saved. Say inside what became of the weights: `switched`, or `spoiled` if they are neither
+        old nor new; saying nothing means that they are the old ones. An exception counts as `spoiled`. Every leg's
+        request is on its way into the engine before the block begins, so that the engine knows it at the switch.
+        """
+        self.close_gate("switch")
+        self._settled.clear()
+        try:
+            await asyncio.sleep(0)  # legs whose task has not run yet hand over their requests
+            for leg in self._legs():
+                leg.held = True
+            yield
+        except BaseException:
+            self.spoiled()
+            raise
+        finally:
+            for leg in self._legs():
+                leg.held = False
+            self._settled.set()
+            self.open_gate("switch")
+
+    def switched(self, version: int, counts: Mapping[str, int]) -> None:
+        """The weights are `version` now. Only inside `switching`.
+
+        counts: by request id, how many tokens the older weights sampled, for every request in the engine at the switch.
+        A leg that is not among them had ended before: all of it is older.
+        """
+        if self._settled.is_set():
+            raise RuntimeError("weights can only be switched inside `switching`")
+        for leg in self._legs():
+            if (count := counts.get(leg.request_id)) is not None:
+                leg.switch(version, count)
+        self.version = version
+
+    def spoiled(self) -> None:
+        """What runs may hold tokens that no version sampled: it is thrown away, as if the engine had died with it."""
+        for leg in self._legs():
+            leg.spoiled = True
+
+    def _legs(self) -> list[Leg]:
+        return [sample.leg for sample in self._running.values() if sample.leg is not None]
 
     async def idle(self, timeout_s: float) -> bool:
         """Let what is in the engine run to its end; False if that took longer. Close the gate first."""

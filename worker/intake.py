@@ -14,6 +14,7 @@ from ..messages.errors import InvalidField, MessageError, RequestRefused
 from ..messages.jobs import GenerateJob
 from ..messages.lease import Claim
 from ..messages.results import Partial
+from .adapters import FEATURE, check
 from .engine import EngineInfo
 from .held import HeldJob
 from .samples import SampleRun
@@ -56,15 +57,17 @@ class _TokenizerNeeded(Exception):
 def admit(claim: Claim, info: EngineInfo, tokenizer: Tokenizer | None) -> HeldJob:
     """The job with a SampleRun for each sample that is not published yet.
 
-    Raises MessageError if the payload is not a job, RequestRefused if this kind of engine cannot run it. What is saved
-    of a sample and cannot be read is not fatal: the sample goes on from what can.
+    Raises MessageError if the payload is not a job, RequestRefused if this kind of engine cannot run it, AdapterMissing
+    if it cannot for want of an adapter. What is saved of a sample and cannot be read is not fatal: the sample goes on
+    from what can.
     """
     job = decode(claim.payload, GenerateJob)
     if job.id != claim.job_id:
         raise MessageError(f"the payload is job {job.id}, it was queued as {claim.job_id}")
     if job.n != claim.n:
         raise InvalidField("n", job.n, f"{claim.n}, as the job was queued")
-    if missing := job.unsupported(info.features):
+    check(job, info.adapters, info.features)
+    if missing := job.unsupported(info.features | {FEATURE}):
         raise RequestRefused(f"{', '.join(missing)}: not supported by {info.name} {info.version} on this worker")
     prompt = _prompt(job, tokenizer)
     room = info.context_length - len(prompt)
@@ -79,8 +82,8 @@ def admit(claim: Claim, info: EngineInfo, tokenizer: Tokenizer | None) -> HeldJo
     for index in range(job.n):
         if index in claim.published:
             continue
-        sample = SampleRun(job, prompt, index, claim.attempt, claim.queued_s)
-        sample.resume_from(_readable(claim.partials.get(index, ())))
+        sample = SampleRun(job, prompt, index, claim.attempt, claim.queued_s, adapters=info.adapters)
+        sample.resume_from(_readable(claim.partials.get(index, ()), job.lora is not None))
         held.samples[index] = sample
     return held
 
@@ -96,10 +99,13 @@ def _prompt(job: GenerateJob, tokenizer: Tokenizer | None) -> npt.NDArray[np.int
     return tokenizer.encode_chat([message.model_dump() for message in job.messages])
 
 
-def _readable(blobs: tuple[bytes, ...]) -> list[Partial]:
-    """The pieces up to the first that cannot be read or does not go on where the one before it ended."""
+def _readable(blobs: tuple[bytes, ...], lora: bool) -> list[Partial]:
+    """The pieces up to the first that cannot be read or does not go on where the one before it ended.
+
+    lora: whether they must say which versions of an adapter sampled them.
+    """
     pieces: list[Partial] = []
-    tokens = version = 0
+    tokens = version = adapter_version = 0
     for blob in blobs:
         try:
             piece = decode(blob, Partial)
@@ -107,6 +113,12 @@ def _readable(blobs: tuple[bytes, ...]) -> list[Partial]:
             break
         if piece.start != tokens or not piece.segments or piece.segments[0].version < version:
             break
+        if bool(piece.adapter_segments) != lora:
+            break
+        if piece.adapter_segments:
+            if piece.adapter_segments[0].version < adapter_version:
+                break
+            adapter_version = piece.adapter_segments[-1].version
         pieces.append(piece)
         tokens, version = tokens + len(piece.token_ids), piece.segments[-1].version
     return pieces

@@ -12,14 +12,19 @@ import numpy.typing as npt
 from ..messages.jobs import GenerateJob
 from ..messages.lease import Piece
 from ..messages.results import Partial, RolloutResult, Segment, Timings
+from .adapters import AdapterUse, LoadedAdapters
 from .engine import EngineInfo, EngineOutput, EngineRequest, FinishReason, Progress
+from .legs import Leg
 
 
 @dataclass(slots=True)
 class SampleRun:
     """Sample `index` of a claimed job, across interruptions, weight updates and earlier workers.
 
-    prompt: (p,) int32. attempt: the claim it runs under.
+    prompt: (p,) int32. attempt: the claim it runs under. adapters: the engine's, of which the job may name one.
+
+    A sample keeps the version of its adapter that it began with. Only where that is not to be had any more, on another
+    worker or after a restart of the engine, the next leg takes a newer one; `adapter_segments` then says so.
     """
 
     job: GenerateJob
@@ -33,7 +38,10 @@ class SampleRun:
     segments: list[Segment] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     matched_stop: int | None = None
-    leg: tuple[str, int] | None = None  # request id and weights version of the leg that is in the engine now
+    leg: Leg | None = None  # the one that is in the engine now
+    adapters: LoadedAdapters | None = None
+    adapter_segments: list[Segment] = field(default_factory=list)
+    _adapter: AdapterUse | None = None
     saved_at: float = field(default_factory=time.monotonic)
     _saved: int = 0  # tokens that the pool has
     _pieces: int = 0  # in so many pieces
@@ -49,11 +57,13 @@ class SampleRun:
         self.tokens = np.concatenate([piece.token_ids for piece in pieces])
         self.logprobs = np.concatenate([piece.logprobs for piece in pieces])
         self.segments = join_segments(segment for piece in pieces for segment in piece.segments)
+        self.adapter_segments = join_segments(seg for piece in pieces for seg in piece.adapter_segments or ())
         self._saved, self._pieces = len(self.tokens), len(pieces)
         most = self.job.sampling.max_new_tokens - 1
         if len(self.tokens) > most:  # all was saved but how it ended: the last token is generated again, to find out
             self.tokens, self.logprobs = self.tokens[:most], self.logprobs[:most]
             self.segments = cut_segments(self.segments, end=most)
+            self.adapter_segments = cut_segments(self.adapter_segments, end=most)
             self.save_anew()
 
     @property
@@ -67,31 +77,45 @@ class SampleRun:
         Request ids are 44 digits: job (32), sample (4), attempt (4), leg (4).
         """
         self._legs += 1
-        if self.segments and self.segments[-1].version > version:
+        adapter = self._use_adapter()
+        if _ahead(self.segments, version) or _ahead(self.adapter_segments, adapter.version if adapter else 0):
             # Released by a worker that was ahead of this one. Versions never decrease within a sample: start over.
             self.tokens, self.logprobs, self.segments = self.tokens[:0], self.logprobs[:0], []
+            self.adapter_segments = []
             self.save_anew()
         request_id = f"{self.job.id}{self.index:04x}{self.attempt & 0xFFFF:04x}{self._legs & 0xFFFF:04x}"
-        self.leg = request_id, version
+        self.leg = Leg(request_id, version)
         return EngineRequest(
             request_id=request_id,
             token_ids=np.concatenate([self.prompt, self.tokens]) if len(self.tokens) else self.prompt,
             sampling=self.job.sampling,
             max_new_tokens=self.remaining,
-            cache_key=str(version),
+            cache_key=f"{version}/{adapter.name}@{adapter.version}" if adapter else str(version),
+            adapter=adapter.name if adapter else "",
+            adapter_version=adapter.version if adapter else 0,
         )
 
-    def absorb(self, output: EngineOutput, version: int, seconds: float) -> None:
-        """Take in a leg that `version` generated, finished or not."""
+    def _use_adapter(self) -> AdapterUse | None:
+        """The version for the next leg, held from now on."""
+        if self.job.lora is None:
+            return None
+        assert self.adapters is not None
+        before = self.adapter_segments[-1].version if self.adapter_segments else 0
+        self._adapter = self.adapters.use(self.job.lora, self._adapter.version if self._adapter else before)
+        return self._adapter
+
+    def absorb(self, leg: Leg, output: EngineOutput, seconds: float) -> None:
+        """Take in what a leg generated, finished or not."""
         self._generating_s += seconds
-        self.leg = None
         if count := len(output.token_ids):
             if len(self.tokens):
                 self.tokens = np.concatenate([self.tokens, output.token_ids])
                 self.logprobs = np.concatenate([self.logprobs, output.logprobs])
             else:
                 self.tokens, self.logprobs = output.token_ids, output.logprobs
-            self.segments = join_segments([*self.segments, Segment(version, count)])
+            self.segments = join_segments([*self.segments, *leg.segments(count)])
+            if self._adapter is not None:
+                self.adapter_segments = join_segments([*self.adapter_segments, Segment(self._adapter.version, count)])
         if output.finish_reason != "abort":
             self.finish_reason, self.matched_stop = output.finish_reason, output.matched_stop
         elif self.remaining <= 0:
@@ -100,17 +124,22 @@ class SampleRun:
     def unsaved(self, progress: Callable[[str, int], Progress | None] | None = None) -> Piece | None:
         """What the pool does not have yet; `progress(request id, start)` tells what the leg in the engine has.
 
-        None if there is nothing. The same piece is made again, or a longer one, until `keep_saved` is told of it.
+        None if there is nothing. The same piece is made again, or a longer one, until `keep_saved` is told of it. While
+        weights are being switched the leg has nothing to offer: its newest tokens cannot be told apart yet.
         """
         made_at = time.monotonic()
         tokens, logprobs, segments = self.tokens[self._saved :], self.logprobs[self._saved :], self.segments
-        if progress is not None and self.leg is not None:
-            request_id, version = self.leg
+        adapter_segments = self.adapter_segments
+        leg = self.leg
+        if progress is not None and leg is not None and not (leg.held or leg.spoiled):
             start = max(0, self._saved - len(self.tokens))
-            if (more := progress(request_id, start)) is not None and len(more.token_ids):
+            if (more := progress(leg.request_id, start)) is not None and len(more.token_ids):
                 tokens = np.concatenate([tokens, more.token_ids])
                 logprobs = np.concatenate([logprobs, more.logprobs])
-                segments = join_segments([*segments, Segment(version, start + len(more.token_ids))])
+                segments = join_segments([*segments, *leg.segments(start + len(more.token_ids))])
+                if self._adapter is not None:
+                    new_segment = Segment(self._adapter.version, start + len(more.token_ids))
+                    adapter_segments = join_segments([*adapter_segments, new_segment])
         if not len(tokens):
             return None
         new = Partial(
@@ -118,6 +147,7 @@ class SampleRun:
             token_ids=tokens,
             logprobs=logprobs,
             segments=tuple(cut_segments(segments, start=self._saved)),
+            adapter_segments=tuple(cut_segments(adapter_segments, start=self._saved)) if self.job.lora else None,
         )
         self._offered = Piece(self.job.id, self.attempt, self.index, self._pieces, new), made_at
         return self._offered[0]
@@ -146,6 +176,9 @@ class SampleRun:
             finish_reason=self.finish_reason,
             matched_stop=self.matched_stop,
             segments=tuple(self.segments),
+            adapter=job.lora,
+            adapter_version=self._adapter.version if self._adapter else None,
+            adapter_segments=tuple(self.adapter_segments) if self._adapter else None,
             worker_id=worker_id,
             attempt=self.attempt,
             prompt_ids=None if job.token_ids is not None else self.prompt,
@@ -159,6 +192,10 @@ class SampleRun:
             metadata=job.metadata,
             trace_id=job.trace_id,
         )
+
+
+def _ahead(segments: Sequence[Segment], version: int) -> bool:
+    return bool(segments) and segments[-1].version > version
 
 
 def join_segments(segments: Iterable[Segment]) -> list[Segment]:

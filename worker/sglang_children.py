@@ -12,10 +12,13 @@ import importlib
 import os
 import threading
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
+from ..messages.weights import StagingPolicy
 from .cpu_support import prepare_engine
 
 prepare_engine()
@@ -30,33 +33,66 @@ class ChildSetup:
     cpu: this engine computes on the CPU.
     threads: for torch's operators, or None for as many as torch chooses.
     quiet: no progress bars and no Python warnings on standard error.
+    control: folder where the scheduler of every rank listens, see sglang_control; model: the engine's checkpoint.
+    staging: whether a version is received beside the one that serves, see sync/staging.py.
+    environment: variables as they were before SGLang's launch changed them, None for one that was not set.
     """
 
     cpu: bool = False
     threads: int | None = None
     quiet: bool = True
+    control: str = ""
+    model: str = ""
+    staging: StagingPolicy = "auto"
+    environment: dict[str, str | None] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_set_up, (self.cpu, self.threads, self.quiet))
+        return (_set_up, (asdict(self),))
 
 
-def _set_up(cpu: bool, threads: int | None, quiet: bool) -> ChildSetup:
+def restore_environment(variables: Mapping[str, str | None]) -> None:
+    """Set variables of this process, or unset those that are None."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _set_up(fields: dict[str, Any]) -> ChildSetup:
+    setup = ChildSetup(**fields)
+    restore_environment(setup.environment)
     # The model's own distribution: before temperature and truncation. Read when SGLang's sampler is imported.
     os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
-    if quiet:
+    if setup.quiet:
         os.environ.setdefault("TQDM_DISABLE", "1")
         warnings.simplefilter("ignore")
     # By default progress bars share a named semaphore between processes, which a killed process leaves behind.
     importlib.import_module("tqdm").tqdm.set_lock(threading.RLock())
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return ChildSetup(cpu, threads, quiet)
+    if setup.threads is not None:
+        torch.set_num_threads(setup.threads)
+    return setup
 
 
-def run_scheduler(*args: object, setup: ChildSetup, **kwargs: object) -> None:
-    """SGLang's scheduler process. The other arguments are SGLang's."""
-    from sglang.srt.managers.scheduler import run_scheduler_process  # noqa: PLC0415
+def run_scheduler(
+    server_args: object,
+    port_args: object,
+    gpu_id: int,
+    tp_rank: int,
+    *args: object,
+    setup: ChildSetup,
+    **kwargs: object,
+) -> None:
+    """SGLang's scheduler process. All arguments but `setup` are SGLang's."""
+    from sglang.srt.managers import scheduler  # noqa: PLC0415
 
+    from .sglang_control import listen  # noqa: PLC0415
+    from .sglang_scheduler import install as make_switchable  # noqa: PLC0415
+
+    make_switchable(scheduler)
+    if setup.control:
+        gpu = None if setup.cpu else gpu_id
+        listen(setup.control, rank=tp_rank, gpu=gpu, model=setup.model, staging=setup.staging)
     if setup.cpu:
         from .cpu_attention import install  # noqa: PLC0415
 
@@ -64,4 +100,4 @@ def run_scheduler(*args: object, setup: ChildSetup, **kwargs: object) -> None:
         # On a CPU SGLang's "empty the device's cache" is a full garbage collection, after every weight update and now
         # and then when idle. Half a second, if it walks all that was imported until now; a few milliseconds if not.
         gc.freeze()
-    run_scheduler_process(*args, **kwargs)
+    scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)

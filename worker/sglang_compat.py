@@ -23,9 +23,11 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
+from ..messages.errors import EngineError
 from .cpu_support import prepare_engine
 from .engine import EngineRequest
 from .sglang_children import ChildSetup, run_scheduler
+from .sglang_lora import engine_name
 
 prepare_engine()
 _policy = asyncio.get_event_loop_policy()
@@ -134,6 +136,7 @@ def generate_input(request: EngineRequest) -> Any:
         logprob_start_len=-1,
         stream=False,
         extra_key=request.cache_key,
+        lora_path=engine_name(request.adapter, request.adapter_version) if request.adapter else None,
     )
 
 
@@ -196,6 +199,14 @@ def token_limit(engine: Any) -> int:
     return min(int(facts["max_req_input_len"]), int(facts["max_total_num_tokens"]) - 6 - int(page))
 
 
+def gpu_of(engine: Any) -> str:
+    """Unique id of the GPU of an engine that has one; "" for several or none."""
+    arguments = engine.server_args
+    if arguments.device != "cuda" or arguments.tp_size != 1:
+        return ""
+    return str(torch.cuda.get_device_properties(arguments.base_gpu_id).uuid)
+
+
 @contextlib.asynccontextmanager
 async def weight_update(manager: Any) -> AsyncIterator[None]:
     """A weight-update session, where the release has them; it is closed in any case.
@@ -219,21 +230,54 @@ async def weight_update(manager: Any) -> AsyncIterator[None]:
 async def run_loader(manager: Any, loader: str, text: str, tp_size: int) -> None:
     """Call `loader(model, [(text, tensor)])` on every tensor-parallel rank; the tensor's one element is the rank.
 
-    Raises RuntimeError if SGLang says that it did not happen.
+    Requests may be running: the scheduler does it between two batches. (SGLang's own way, `update_weights_from_tensor`,
+    first waits until none is.) Raises RuntimeError if SGLang says that it did not happen.
     """
     # Pickled by value: the usual way shares the tensor through a file descriptor that this process must keep open.
     payloads = [pickle.dumps([(text, torch.tensor([rank]))]) for rank in range(tp_size)]
     request = io_struct.UpdateWeightsFromTensorReqInput(
         serialized_named_tensors=payloads,  # each rank unpacks its own
         load_format=loader,
-        flush_cache=False,  # flushed separately: as a part of this request a refused flush ends the scheduler
+        flush_cache=False,  # a refused flush would end the scheduler; versions are kept apart by `extra_key`
     )
-    _expect(await manager.update_weights_from_tensor(request, None))
+    # A request on its way must not arrive after the update that it belongs before; SGLang tells nobody of its sending.
+    while not all(state.dispatched for state in list(manager.rid_to_state.values())):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    manager.auto_create_handle_loop()  # else nobody hears the answer on an engine that has had no request yet
+    for answer in await manager.update_weights_from_tensor_communicator(request):
+        _expect(answer)
 
 
-async def flush_cache(manager: Any, timeout_s: float) -> bool:
-    """Drop all cached prefixes; False if requests were still running after `timeout_s` seconds."""
-    return bool((await manager.flush_cache(timeout_s=timeout_s)).success)
+async def load_lora(manager: Any, name: str, config: dict[str, Any], payloads: list[bytes]) -> None:
+    """Load an adapter under `name`, which is in none of SGLang's paths; one pickled dict of tensors for each rank.
+
+    Nothing happens if there is one of that name. Raises EngineError with what SGLang says.
+    """
+    if name in manager.lora_registry.get_all_adapters():
+        return
+    request = io_struct.LoadLoRAAdapterFromTensorsReqInput(
+        lora_name=name, config_dict=config, serialized_named_tensors=payloads
+    )
+    answer = await manager.load_lora_adapter_from_tensors(request, None)
+    if not answer.success:
+        raise EngineError(f"SGLang refused adapter {name}: {answer.error_message}")
+
+
+async def unload_lora(manager: Any, name: str) -> None:
+    """Unload the adapter of that name. Raises EngineError, also if requests refer to it.
+
+    SGLang would wait for those, under the lock that every other adapter's load needs.
+    """
+    registry = manager.lora_registry
+    known = registry.get_all_adapters().get(name)
+    if known is None:
+        return
+    if registry._counters[known.lora_id].value():
+        raise EngineError(f"requests refer to adapter {name}")
+    answer = await manager.unload_lora_adapter(io_struct.UnloadLoRAAdapterReqInput(lora_name=name), None)
+    if not answer.success:
+        raise EngineError(f"SGLang did not unload adapter {name}: {answer.error_message}")
+    manager.lora_ref_cache.pop(name, None)  # else it is kept for ever, to load it again from a path that it has not
 
 
 def release(engine: Any) -> None:

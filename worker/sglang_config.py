@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..messages.errors import ConfigError
+from ..messages.weights import StagingPolicy
 
 OWNED_ARGUMENTS = frozenset(
     {
@@ -19,6 +20,9 @@ OWNED_ARGUMENTS = frozenset(
         "stream_interval",
     }
 )
+
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class SGLangConfig(BaseModel):
@@ -38,6 +42,13 @@ class SGLangConfig(BaseModel):
     overlap_schedule: prepare the next batch while the current one runs; off on a CPU, where both need the same cores.
     cpu_threads: torch's threads in the scheduler process on a CPU, 1 by default. On small models a second one loses
         at 1 and 64 requests and wins a quarter at 256, and it slows down every other process on the same cores.
+    staging: "auto" receives new weights beside the ones that serve where the GPU has the memory (as much as the weights
+        take), so that an update's pause is a local copy; "off" receives them while generation stands still; "on"
+        insists. Leave the room by `mem_fraction`. A CPU always stages.
+    max_lora_rank: most rank of a LoRA adapter, on GPUs; None starts SGLang without LoRA: no adapter can be used.
+    lora_target_modules: modules that adapters may change, by the names PEFT uses; an adapter for others is refused.
+    max_loras_per_batch: most adapter versions that run in one batch, the model alone counting as one. Each takes GPU
+        memory for `max_lora_rank`. During an update an adapter has two.
     log_level: of the processes SGLang starts.
     extra: further SGLang server arguments, by their names; these win over the fields above.
     """
@@ -60,6 +71,10 @@ class SGLangConfig(BaseModel):
     overlap_schedule: bool | None = None
     random_seed: int | None = Field(default=None, ge=0)
     cpu_threads: int | None = Field(default=None, ge=1)
+    staging: StagingPolicy = "auto"
+    max_lora_rank: int | None = Field(default=None, ge=1, le=4096)
+    lora_target_modules: tuple[str, ...] = Field(default=LORA_TARGETS, min_length=1)
+    max_loras_per_batch: int = Field(default=8, ge=2)
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "error"
     extra: dict[str, Any] = Field(default_factory=dict)
 
@@ -69,7 +84,7 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
 
     weight_loader: dotted path of the function that receives weights inside the engine.
 
-    Raises ConfigError if `extra` names an argument that this package sets itself.
+    Raises ConfigError if `extra` names an argument that this package sets itself, or for LoRA on a CPU.
     """
     owned = sorted(OWNED_ARGUMENTS & config.extra.keys())
     if owned:
@@ -96,6 +111,15 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
         "sampling_backend": config.sampling_backend,
         "random_seed": config.random_seed,
     }
+    if config.max_lora_rank is not None:
+        if device == "cpu":
+            raise ConfigError(f"max_lora_rank={config.max_lora_rank}: SGLang runs LoRA adapters on GPUs only")
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": config.max_lora_rank,
+            "lora_target_modules": list(config.lora_target_modules),
+            "max_loras_per_batch": config.max_loras_per_batch,
+        }
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if device == "cpu":
         arguments = _cpu_defaults(config) | arguments | _cpu_musts()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from ..messages.errors import EngineDead, EngineError, RequestRefused
 from ..sync.transfer import TransferOrder, TransferReport
+from . import sglang_lora
+from .adapters import FEATURE
 from .engine import EngineInfo, EngineOutput, EngineRequest, Progress
 from .sglang_config import SGLangConfig
 from .sglang_requests import check_request, engine_output
 from .sglang_run import SGLangRun
-from .sglang_weights import transfer_weights
+from .sglang_stock_updates import StockUpdates
+from .sglang_weights import commit_weights, prepare_weights, send_weights
+
+if TYPE_CHECKING:
+    from ..sync.adapter_format import Adapter  # torch
 
 __all__ = ["SGLangConfig", "SGLangEngine"]
 
@@ -24,12 +31,13 @@ class SGLangEngine:
     and truncation.
     """
 
-    _weight_loader: ClassVar[str] = "rolloutmq.sync.loader.receive"
+    _weight_loader: ClassVar[str] = "rolloutmq.worker.sglang_control.commit"
 
     def __init__(self, config: SGLangConfig) -> None:
         self.config = config
         self._info: EngineInfo | None = None
         self._run: SGLangRun | None = None
+        self._stock: StockUpdates | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -44,9 +52,11 @@ class SGLangEngine:
             if self._run.alive:
                 raise EngineError("the engine is already running")
             await self.close()
-        self._run = SGLangRun(self.config, self._weight_loader)
+        self._run, self._stock = SGLangRun(self.config, self._weight_loader), None
         try:
-            self._info = await self._run.open()
+            info = await self._run.open()
+            lora = self.config.max_lora_rank is not None
+            self._info = replace(info, features=info.features | {FEATURE}) if lora else info
         except BaseException:
             self._run = None
             raise
@@ -57,6 +67,8 @@ class SGLangEngine:
 
         run = self._current()
         check_request(request, self.info)
+        if request.adapter and not self.info.adapters.has(request.adapter, request.adapter_version):
+            raise EngineError(f"adapter {request.adapter}@{request.adapter_version} is not in this engine")
         try:
             answer = await sglang_compat.generate(run.manager, request)
         except ValueError as error:
@@ -88,18 +100,33 @@ class SGLangEngine:
         if self._run is not None and self._run.ready:
             self._run.manager.abort_request(abort_all=True)
 
-    async def load_weights(self, order: TransferOrder) -> TransferReport:
+    async def prepare_weights(self, order: TransferOrder) -> TransferReport:
         """See the protocol. A caller that is cancelled does not stop the transfer, which has its own deadline."""
         run = self._current()
-        return await run.race(
-            transfer_weights(
-                run.manager,
-                order,
-                loader=self._weight_loader,
-                tp_size=self.config.tp_size,
-                model=self.config.model,
-            )
-        )
+        return await run.race(prepare_weights(run.control, order, tp_size=self.config.tp_size))
+
+    async def commit_weights(self, order: TransferOrder) -> TransferReport:
+        """See the protocol. A caller that is cancelled does not stop the transfer, which has its own deadline."""
+        run, loader, tp_size = self._current(), self._weight_loader, self.config.tp_size
+        if order.transport == "stock":
+            self._stock = self._stock or StockUpdates(run.manager, run.control, loader=loader, tp_size=tp_size)
+            return await run.race(self._stock.commit(order))
+        return await run.race(commit_weights(run.manager, run.control, order, loader=loader, tp_size=tp_size))
+
+    async def send_weights(self, order: TransferOrder) -> TransferReport:
+        """See the protocol. A caller that is cancelled does not stop it: the sender's store, or its deadline, does."""
+        run = self._current()
+        return await run.race(send_weights(run.control, order, tp_size=self.config.tp_size))
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """See the protocol. A caller that is cancelled does not stop it."""
+        run = self._current()
+        await run.race(sglang_lora.load(run.manager, adapter, model=self.config.model, tp_size=self.config.tp_size))
+
+    async def unload_adapter(self, name: str, version: int) -> None:
+        """See the protocol."""
+        run = self._current()
+        await run.race(sglang_lora.unload(run.manager, name, version))
 
     async def healthy(self) -> bool:
         """See the protocol."""

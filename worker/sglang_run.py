@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
+import tempfile
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ..messages.errors import EngineDead, EngineError, RolloutMQError
+from ..messages.weights import NCCL_AGREED
 from .cpu_support import gpu_found, share_cores
 from .engine import EngineInfo
-from .sglang_children import ChildSetup
+from .sglang_children import ChildSetup, restore_environment
 from .sglang_config import SGLangConfig, server_arguments
 from .sglang_processes import EngineProcesses
 
@@ -39,6 +42,7 @@ class SGLangRun:
         self.config = config
         self.weight_loader = weight_loader
         self.lost: str | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="rolloutmq-", ignore_cleanup_errors=True)
         self._loop = asyncio.get_running_loop()
         self._lost_event = asyncio.Event()
         self._processes = EngineProcesses()
@@ -47,6 +51,11 @@ class SGLangRun:
         self._watch: asyncio.Task[None] | None = None
         self._work: set[asyncio.Task[Any]] = set()
         self._sigquit: Any = None
+
+    @property
+    def control(self) -> str:
+        """Folder where the scheduler processes listen; only this user can enter it."""
+        return self._folder.name
 
     @property
     def manager(self) -> Any:
@@ -99,6 +108,8 @@ class SGLangRun:
         task.add_done_callback(self._work.discard)
         try:
             await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not task.cancelled() and isinstance(task.exception(), EngineError):
+                await asyncio.wait({lost}, timeout=3 * WATCH_INTERVAL_S)  # who dies hangs up before it is missed
         finally:
             lost.cancel()
         if self.lost is not None:
@@ -120,6 +131,7 @@ class SGLangRun:
         if self._launch is not None and not self._launch.cancelled() and self._launch.exception() is None:
             self._release(self._launch.result())
         self._give_sigquit_back()
+        await self._loop.run_in_executor(None, self._folder.cleanup)
         if SGLangRun._open is self:
             SGLangRun._open = None
 
@@ -133,11 +145,18 @@ class SGLangRun:
             cpu=device == "cpu",
             threads=(self.config.cpu_threads or 1) if device == "cpu" else None,
             quiet=self.config.log_level in ("error", "critical"),
+            control=self.control,
+            model=self.config.model,
+            staging=self.config.staging,
+            environment={name: os.environ.get(name) for name in NCCL_AGREED},
         )
         if device == "cpu" and self.config.tp_size > 1:
             share_cores(self.config.tp_size)
         arguments = server_arguments(self.config, device, self.weight_loader)
-        engine = sglang_compat.launch(arguments, setup, self._lose)
+        try:
+            engine = sglang_compat.launch(arguments, setup, self._lose)
+        finally:
+            restore_environment(setup.environment)
         self._processes.remember()
         return engine
 
@@ -154,6 +173,7 @@ class SGLangRun:
             vocab_size=int(model.vocab_size),
             context_length=sglang_compat.token_limit(self._engine),
             tp_size=self.config.tp_size,
+            gpu=sglang_compat.gpu_of(self._engine),
         )
 
     async def _watch_processes(self) -> None:

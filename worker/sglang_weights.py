@@ -1,70 +1,93 @@
-"""One weights version into SGLang: run the loader inside the engine, collect what each of its ranks reports."""
+"""One weights version into SGLang: the two halves of a transfer, on all of its ranks."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
-import logging
-import tempfile
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ..messages.errors import MessageError
+from ..messages.errors import EngineError
 from ..sync.transfer import TransferOrder, TransferReport
+from .sglang_control import ask
 
-logger = logging.getLogger(__name__)
-FLUSH_TIMEOUT_S = 10.0
+COMMIT_GRACE_S = 30.0
+"""For a commit that is not back at its transfer's deadline: copies on the GPU, a trace of the model's loader."""
+
+REFUSED_S = 0.5
 
 
-async def transfer_weights(
-    manager: Any, order: TransferOrder, *, loader: str, tp_size: int, model: str
+async def prepare_weights(folder: str, order: TransferOrder, *, tp_size: int) -> TransferReport:
+    """The first half on every rank at once, while the engine serves on. Raises EngineError if a rank is silent."""
+    question = {"prepare": dataclasses.asdict(order)}
+    async with asyncio.timeout(order.timeout_s + COMMIT_GRACE_S):
+        return combine(await asyncio.gather(*(ask(folder, rank, question) for rank in range(tp_size))))
+
+
+async def commit_weights(
+    manager: Any,
+    folder: str,
+    order: TransferOrder,
+    *,
+    loader: str,
+    tp_size: int,
+    stock: Literal["", "plan", "check"] = "",
 ) -> TransferReport:
-    """Carry out `order` through SGLang's weight-loader hook.
+    """The second half: SGLang calls `loader` on every rank between two batches.
 
-    The loader is called as `loader(model, [(text, tensor)])` on every tensor-parallel rank; `text` is JSON with the
-    order, the model's directory and the path to which rank r (the tensor's one element) writes its report, `.rank<r>`
-    appended. It tells failures only there: an exception would end the engine. Prefixes cached under older weights are
-    dropped afterwards.
+    Prefixes cached under older weights stay until their memory is wanted; every request's cache key keeps versions
+    apart. Raises EngineError if a rank is silent.
+
+    stock: of a transfer through SGLang's own group, instead: what there is to check before or after its update.
     """
     from . import sglang_compat  # noqa: PLC0415  (sglang itself: only where an engine runs)
 
-    with tempfile.TemporaryDirectory(prefix="rolloutmq-") as folder:
-        path = Path(folder) / "report"
-        text = json.dumps({"order": dataclasses.asdict(order), "report": str(path), "model": model})
-        error, refused = "the loader wrote no report", False
-        try:
-            async with sglang_compat.weight_update(manager):
-                await sglang_compat.run_loader(manager, loader, text, tp_size)
-        except RuntimeError as refusal:
-            error, refused = f"SGLang refused the update: {refusal}", True
-        report = _combine([_read(Path(f"{path}.rank{rank}"), error) for rank in range(tp_size)])
-    if refused and report.ok:  # loaded, but SGLang could not finish the update: what it would serve is not known
-        return TransferReport(ok=False, phase="load", error=error)
-    if report.ok and not await sglang_compat.flush_cache(manager, FLUSH_TIMEOUT_S):
-        # Harmless for correctness, because every request names its version; the memory comes back as it is needed.
-        logger.warning("SGLang did not drop its cached prefixes after weights version %d", order.version)
-    return report
-
-
-def _read(path: Path, otherwise: str) -> TransferReport:
-    """A rank's report; without one nothing is known, so the weights count as partly written."""
+    text = json.dumps({"epoch": order.epoch, "mode": order.mode, "version": order.version, "stock": stock})
+    question = {"committed": f"{order.epoch}{stock}"}
+    asked = [asyncio.create_task(ask(folder, rank, question)) for rank in range(tp_size)]
     try:
-        return TransferReport.from_json(path.read_text())
-    except (OSError, MessageError) as error:
-        return TransferReport(ok=False, phase="load", error=f"{otherwise} ({error})")
+        async with asyncio.timeout(order.timeout_s + COMMIT_GRACE_S):
+            try:
+                await sglang_compat.run_loader(manager, loader, text, tp_size)
+            except RuntimeError as refusal:
+                return await _refused(asked, f"SGLang refused the update: {refusal}")
+            return combine(await asyncio.gather(*asked))
+    except TimeoutError:
+        raise EngineError(f"the engine did not load version {order.version} in time") from None
+    finally:
+        for task in asked:
+            task.cancel()
 
 
-def _combine(reports: list[TransferReport]) -> TransferReport:
+async def send_weights(folder: str, order: TransferOrder, *, tp_size: int) -> TransferReport:
+    """Send what the engine holds to others, while it serves on. Raises EngineError if it is silent."""
+    if tp_size > 1:
+        return TransferReport(ok=False, phase="load", error="a tensor-parallel engine holds no tensor whole")
+    async with asyncio.timeout(order.timeout_s + COMMIT_GRACE_S):
+        return await ask(folder, 0, {"send": dataclasses.asdict(order)})
+
+
+async def _refused(asked: list[asyncio.Task[TransferReport]], error: str) -> TransferReport:
+    """SGLang's word that an update did not happen; a rank that had begun to load tells otherwise."""
+    done, _ = await asyncio.wait(asked, timeout=REFUSED_S)
+    touched = any(task.exception() is not None or task.result().ok or not task.result().intact for task in done)
+    return TransferReport(ok=False, phase="load", error=error, intact=not touched)
+
+
+def combine(reports: list[TransferReport]) -> TransferReport:
     """One report for all ranks: the worst failure, or rank 0's with the longest times."""
     failures = [report for report in reports if not report.ok]
     for report in failures:
         if not report.intact:
             return report
     if failures:
-        return failures[0]
+        # A rank that has the new version beside one that kept the old: no whole version at all.
+        mixed = any(report.phase == "done" for report in reports)
+        return dataclasses.replace(failures[0], intact=not mixed)
     return dataclasses.replace(
         reports[0],
+        rendezvous_s=max(report.rendezvous_s for report in reports),
         receive_s=max(report.receive_s for report in reports),
-        verify_s=max(report.verify_s for report in reports),
         load_s=max(report.load_s for report in reports),
+        readback=all(report.readback for report in reports),
     )

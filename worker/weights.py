@@ -1,44 +1,86 @@
-"""The worker's part in weight sync: join a transfer, fall silent, receive, verify, go on under the new version."""
+"""The worker's part in weight sync: join a transfer, receive and verify it, let the engine load it, go on under it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
 
 from redis.exceptions import RedisError
 
-from ..messages.errors import EngineDead, MessageError
-from ..messages.weights import WeightAnnouncement
-from ..sync.ledger import Epoch, Ledger
+from ..messages.errors import EngineDead, EngineError, MessageError, TransferTimeout
+from ..messages.weights import Transport, WeightAnnouncement
+from ..sync.ledger import Epoch, Join, Ledger
 from ..sync.transfer import TransferOrder, TransferReport
+from .adapters import AdapterFollower
 from .engine import Engine
+from .from_disk import Snapshots
 from .generation import Generation
 
 log = logging.getLogger(__name__)
 SEAL_GRACE_S = 2.0
 """How much longer than the trainer's own join deadline a worker waits for the seal."""
 STUCK_S = 30.0
+"""How long an engine's answer may be late before the engine counts as stuck."""
 LOOK_S = 1.0
 """Without a poke the ledger is looked at this often."""
+SAY_S = 30.0
+"""How often a worker says that it waits for weights."""
+GiveWay = Callable[[str], Awaitable[bool]]
 
 
 class WeightFollower:
     """Follows the ledger for one worker.
 
-    on_corrupt(): a load broke off half way; the engine's weights are neither old nor new.
+    on_stuck(): the engine does not answer, or has weights that are neither old nor new and no transfer to mend them.
     in_service: False until the worker has verified the newest version that was committed when it came.
+    adapters: follows the pool's LoRA adapters, which come by transfers of their own.
+    quarantined: a load broke off half way. The engine generates nothing until a whole version has arrived, or, after
+        `quarantine_s` without one, until it has been restarted.
+    snapshots: where to look for the committed version before anybody is asked for it.
+    give_way: awaited before the engine takes part in an update: ends what it sends to others, or says that it goes on.
     """
 
-    def __init__(self, engine: Engine, generation: Generation, ledger: Ledger, on_corrupt: Callable[[], None]) -> None:
+    give_way: GiveWay | None = None
+
+    def __init__(
+        self,
+        engine: Engine,
+        generation: Generation,
+        ledger: Ledger,
+        on_stuck: Callable[[], None],
+        *,
+        quarantine_s: float = 30.0,
+        snapshots: Snapshots | None = None,
+    ) -> None:
         self.in_service = False
         self.updating = False
         self._engine, self._generation, self._ledger = engine, generation, ledger
-        self._on_corrupt = on_corrupt
+        self.adapters = AdapterFollower(engine, ledger)
+        self._on_stuck = on_stuck
+        self._quarantine_s = quarantine_s
+        self._snapshots = snapshots
+        self._reading: tuple[TransferOrder, asyncio.Task[TransferReport]] | None = None
+        self._taking_part = False
+        self._said = 0.0
+        self._quarantined_at: float | None = None
+        self._group = ""  # the process group that the engine is still in
         self._seen_epoch = 0
         self._halted = False
         self._poked = asyncio.Event()
+
+    @property
+    def quarantined(self) -> bool:
+        return self._quarantined_at is not None
+
+    @property
+    def lendable(self) -> int:
+        """The version that the engine has verified, keeps for now, and may send to others; 0 for none."""
+        settled = self.in_service and not (self._taking_part or self.updating or self.quarantined or self._halted)
+        return self._generation.version if settled else 0
 
     def poke(self) -> None:
         """Look at the ledger now."""
@@ -47,13 +89,16 @@ class WeightFollower:
     def halt(self) -> None:
         """Take part in nothing until `restarted`: there is no engine to load into."""
         self._halted = True
+        self._stop_reading()
 
     def restarted(self) -> None:
         """The engine has its base weights again: version 0, and maybe behind."""
         self._halted = False
+        self._group = ""
         self._generation.version = 0
         self.in_service = False
         self._seen_epoch = 0
+        self._release()
         self.poke()
 
     async def run(self, worker_id: str, on_change: Callable[[], None]) -> None:
@@ -62,8 +107,8 @@ class WeightFollower:
         while True:
             self._poked.clear()
             try:
-                committed = await self._ledger.committed()
-                if not self.in_service and self._generation.version >= committed:
+                committed, digest = await self._ledger.committed_digest()
+                if not self.in_service and not self.quarantined and self._generation.version >= committed:
                     self.in_service = True
                     on_change()
                 number = await self._ledger.open_epoch()
@@ -73,85 +118,221 @@ class WeightFollower:
                     await self._take_part(number, worker_id)
                     on_change()
                     continue
-                if self._generation.version < committed and time.monotonic() - asked > LOOK_S:
+                if await self._read(committed, digest):
+                    await self._ledger.unwant(worker_id)
+                    on_change()
+                    continue
+                if self._reading is None and self._given_up_on_mending():
+                    self._on_stuck()
+                if self._reading is None and self._generation.version < committed and time.monotonic() - asked > LOOK_S:
                     asked = time.monotonic()
                     await self._ledger.want(worker_id, self._generation.version)
+                    self._say_that_it_waits(committed)
+                if not self._halted:
+                    await self.adapters.keep_up(worker_id)
             except (RedisError, OSError, MessageError) as error:
                 log.warning("the weights ledger cannot be read: %s", error)
-            try:
-                async with asyncio.timeout(LOOK_S):
-                    await self._poked.wait()
-            except TimeoutError:
-                continue
+            await self._glance()
 
     async def _take_part(self, number: int, worker_id: str) -> None:
         epoch = await self._ledger.epoch(number)
+        if epoch is not None and epoch.state == "joining" and epoch.announcement.adapter:
+            await self._take_adapter(epoch.announcement, worker_id)
+            return
         if epoch is None or epoch.state != "joining" or epoch.announcement.version <= self._generation.version:
             return
-        announcement = epoch.announcement
-        if announcement.mode == "in_place":
-            log.warning("version %s is to be loaded in place, which this worker cannot", announcement.version)
-            return
-        if announcement.mode != "drain":
-            await self._join_and_load(announcement, worker_id)
-            return
-        self._generation.close_gate("update")
+        self._taking_part = True
         try:
-            # Who cannot finish in the time the trainer gives stays on the old version and asks again later.
-            if await self._generation.idle(announcement.join_timeout_s):
-                await self._join_and_load(announcement, worker_id)
+            if await self._may_load(f"version {epoch.announcement.version} is announced"):
+                await self._join_and_load(epoch, number, worker_id)
         finally:
-            self._generation.open_gate("update")
+            self._taking_part = False
 
-    async def _join_and_load(self, announcement: WeightAnnouncement, worker_id: str) -> None:
-        number = announcement.epoch
-        if not await self._ledger.join(number, worker_id, self._engine.info.tp_size):
+    async def _take_adapter(self, told: WeightAnnouncement, worker_id: str) -> None:
+        """Nothing that the engine does has to stop for it."""
+        if not self.adapters.concerned(told) or not await self._ledger.join(told.epoch, worker_id, Join(1)):
+            return
+        sealed = await self._sealed(told.epoch, time.monotonic() + told.join_timeout_s + SEAL_GRACE_S)
+        if sealed is not None and worker_id in sealed.announcement.roster:
+            report = await self.adapters.take(sealed.announcement)
+            await self._ledger.report(told.epoch, worker_id, report, told.adapter)
+
+    async def _may_load(self, why: str) -> bool:
+        may = self.give_way is None or await self.give_way(why)
+        if not may:
+            log.warning("%s, and this engine still sends to others: it takes no part", why)
+        return may
+
+    async def _join_and_load(self, epoch: Epoch, number: int, worker_id: str) -> None:
+        announcement, info = epoch.announcement, self._engine.info
+        join = Join(info.tp_size, cuda=info.device == "cuda", gpu=info.gpu, group=self._group)
+        if not await self._ledger.join(number, worker_id, join):
             return
         sealed = await self._sealed(number, time.monotonic() + announcement.join_timeout_s + SEAL_GRACE_S)
         if sealed is None or worker_id not in sealed.announcement.roster:
             return
-        announcement = sealed.announcement
-        self.updating = True
+        self._stop_reading()
         try:
-            async with self._generation.quiet():
-                try:
-                    report = await self._load(announcement, worker_id)
-                except asyncio.CancelledError:
-                    self._on_corrupt()  # the transfer goes on in the engine: what it will hold is not known
-                    raise
-                if report.ok:
-                    self._generation.version = announcement.version
-                    self.in_service = True
+            report = await self._receive_and_load(_order(sealed.announcement, worker_id))
         except EngineDead as error:
             report = TransferReport(ok=False, phase="rendezvous", error=str(error))
-        finally:
-            self.updating = False
+        in_group = report.ok and sealed.announcement.roster[worker_id] > 0
+        self._group = sealed.announcement.group if in_group else ""
         if not report.ok:
             log.warning("version %s was refused in %s: %s", announcement.version, report.phase, report.error)
-        try:
-            await self._ledger.report(number, worker_id, report)
-        finally:
-            if not report.intact:
-                self._on_corrupt()
+        await self._ledger.report(number, worker_id, report)
 
-    async def _load(self, announcement: WeightAnnouncement, worker_id: str) -> TransferReport:
-        order = TransferOrder(
-            version=announcement.version,
-            epoch=announcement.epoch,
-            backend=announcement.backend,
-            host=announcement.host,
-            port=announcement.port,
-            group=f"epoch-{announcement.epoch}",
-            rank_offset=announcement.roster[worker_id],
-            world_size=announcement.world_size,
-            timeout_s=announcement.transfer_timeout_s,
-        )
+    async def _receive_and_load(self, order: TransferOrder) -> TransferReport:
+        preparing = asyncio.create_task(self._ask(self._engine.prepare_weights(order), order))
+        preparing.add_done_callback(self._has_prepared)
+        while not preparing.done():
+            self._poked.clear()
+            if await self._ledger_is_done_with(order.epoch):
+                if preparing.done():
+                    break
+                preparing.cancel()  # the engine gives it up when it is told to prepare something else
+                over = f"{TransferTimeout.__name__}: the transfer was over before it was here"  # may be repeated
+                return TransferReport(ok=False, phase="rendezvous", error=over)
+            await self._glance()
+        report = await preparing
+        return await self._commit(order) if report.ok else report
+
+    async def _ledger_is_done_with(self, number: int) -> bool:
         try:
-            # The engine keeps to the order's own deadline; this one is for an engine that is stuck.
-            async with asyncio.timeout(2 * order.timeout_s + STUCK_S):
-                return await self._engine.load_weights(order)
-        except Exception as error:  # nothing is known about the weights now: as bad as a load that broke off
-            return TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}")
+            return await self._ledger.open_epoch() != number
+        except (RedisError, OSError):
+            return False
+
+    async def _glance(self) -> None:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                await self._poked.wait()
+        except TimeoutError:
+            pass
+
+    async def _commit(self, order: TransferOrder) -> TransferReport:
+        async with self._standing_still(order) as still:
+            if not still:
+                late = "what was running did not end in the time the trainer gives"
+                return TransferReport(ok=False, phase="load", error=late)
+            self.updating = True
+            try:
+                return await self._load(order)
+            finally:
+                self.updating = False
+
+    async def _load(self, order: TransferOrder) -> TransferReport:
+        in_place = order.mode == "in_place" and not self.quarantined
+        try:
+            report = await self._ask(self._engine.commit_weights(order), order)
+        except asyncio.CancelledError:
+            self._on_stuck()  # it goes on in the engine: what that will hold is not known
+            raise
+        if report.ok:
+            if in_place:
+                self._generation.switched(order.version, report.switched)
+            self._generation.version = order.version
+            self.in_service = True
+            self._release()
+        elif not report.intact and in_place:
+            self._generation.spoiled()
+            self._on_stuck()  # it goes on generating with what is no version at all: nothing but its end stops that
+        elif not report.intact:
+            self._quarantine()
+        return report
+
+    @asynccontextmanager
+    async def _standing_still(self, order: TransferOrder) -> AsyncIterator[bool]:
+        """Generation as the update's mode wants it; False if that was not to be had in time."""
+        if order.mode == "in_place" and not self.quarantined:
+            async with self._generation.switching():
+                yield True
+        elif order.mode == "drain":
+            self._generation.close_gate("update")
+            try:
+                yield await self._generation.idle(order.drain_s)
+            finally:
+                self._generation.open_gate("update")
+        else:
+            async with self._generation.quiet():
+                yield True
+
+    async def _ask(self, half: Coroutine[Any, Any, TransferReport], order: TransferOrder) -> TransferReport:
+        """The engine keeps to the order's own deadline; this one is for an engine that is stuck."""
+        try:
+            async with asyncio.timeout(order.timeout_s + STUCK_S):
+                return await half
+        except EngineDead:
+            raise
+        except (EngineError, TimeoutError) as error:  # nothing is known about the weights now
+            self._on_stuck()
+            return TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)
+
+    # --- from disk -------------------------------------------------------------------------------------------------
+
+    async def _read(self, committed: int, digest: str) -> bool:
+        """Take the committed version from a snapshot, if there is one; True when that has just been done.
+
+        The reading goes on while transfers are looked out for: whoever sends the version meanwhile goes first.
+        """
+        if self._snapshots is None or self._halted or self._generation.version >= committed:
+            self._stop_reading()
+            return False
+        if self._reading is None:
+            order = await self._snapshots.order(committed, digest) if digest else None
+            if order is not None and await self._may_load(f"version {committed} is on disk"):
+                reading = asyncio.create_task(self._ask(self._engine.prepare_weights(order), order))
+                reading.add_done_callback(self._has_prepared)
+                self._reading = order, reading
+            return False
+        order, reading = self._reading
+        if not reading.done():
+            return False
+        self._reading = None
+        try:
+            report = reading.result()
+            if report.ok:
+                report = await self._commit(order)
+        except EngineDead:
+            return False
+        if report.ok:
+            log.info("version %s was read from %s", order.version, order.path)
+        elif report.intact:  # else the engine is to blame, and has yet to be mended
+            self._snapshots.refuse(order.version, f"{report.phase}: {report.error}")
+        return report.ok
+
+    def _has_prepared(self, half: asyncio.Task[TransferReport]) -> None:
+        if not half.cancelled():
+            half.exception()  # whoever does not wait for it any more does not ask
+        self.poke()
+
+    def _stop_reading(self) -> None:
+        """Its outcome is of no interest any more. The engine drops it when it is told to prepare something else."""
+        if self._reading is not None:
+            self._reading[1].cancel()
+        self._reading = None
+
+    def _say_that_it_waits(self, committed: int) -> None:
+        if time.monotonic() - self._said > SAY_S:
+            self._said = time.monotonic()
+            log.info("version %s is committed, this worker has %s and asks for it", committed, self._generation.version)
+
+    # --- quarantine ------------------------------------------------------------------------------------------------
+
+    def _quarantine(self) -> None:
+        if self._quarantined_at is None:
+            self._quarantined_at = time.monotonic()
+            self._generation.close_gate("quarantine")
+        self._generation.version = 0
+        self.in_service = False
+
+    def _release(self) -> None:
+        self._quarantined_at = None
+        self._generation.open_gate("quarantine")
+
+    def _given_up_on_mending(self) -> bool:
+        since = self._quarantined_at
+        return since is not None and not self._halted and time.monotonic() - since > self._quarantine_s
 
     async def _sealed(self, number: int, deadline: float) -> Epoch | None:
         """The epoch once it is sealed; None if it closed, vanished or was never sealed in time."""
@@ -168,3 +349,24 @@ class WeightFollower:
             except TimeoutError:
                 continue
         return None
+
+
+def _order(announcement: WeightAnnouncement, worker_id: str) -> TransferOrder:
+    rank = announcement.roster[worker_id]
+    own: Transport = announcement.backend if rank else "ipc"
+    return TransferOrder(
+        version=announcement.version,
+        epoch=announcement.epoch,
+        transport="stock" if announcement.stock else own,
+        backend=announcement.backend,
+        host=announcement.host,
+        port=announcement.port,
+        group=announcement.group,
+        rank_offset=rank,
+        world_size=announcement.world_size,
+        timeout_s=announcement.deadline_s,
+        drain_s=announcement.join_timeout_s,
+        mode=announcement.mode,
+        verify=announcement.verify,
+        nonfinite=announcement.nonfinite,
+    )

@@ -17,19 +17,22 @@ from ..messages.bell import Bell, Ring
 from ..messages.codec import decode
 from ..messages.connection import connect, ping
 from ..messages.errors import EngineError, LeaseLost, MessageError, RequestRefused
-from ..messages.lease import Beat, Claim, Finished, Lease
+from ..messages.lease import Beat, Claim, Finished, Lease, Release
 from ..messages.pool import Control, WorkerState, WorkerStatus
 from ..sync.ledger import Ledger
+from .adapters import AdapterMissing
 from .checkpoints import Checkpoints
 from .claims import ClaimLoop
 from .config import WorkerConfig
 from .engine import Engine
+from .from_disk import Snapshots
 from .generation import Generation
 from .handback import Handback
 from .held import HeldJob, HeldJobs
 from .intake import admit_all
 from .membership import Membership
 from .outbox import Outbox
+from .peer import Peer
 from .samples import SampleRun
 from .tokenizer import Tokenizer
 from .weights import WeightFollower
@@ -63,6 +66,7 @@ class Worker:
         self._checkpoints = Checkpoints(self._held, config.checkpoint_s, engine.progress, self._fenced)
         self._handback = Handback(self._held, config.max_lost, self._host, lambda: self._lease, self._drop)
         self._follower: WeightFollower | None = None
+        self._peer: Peer | None = None
         self._claims: ClaimLoop | None = None
         self._lease: Lease | None = None
         self._draining = asyncio.Event()
@@ -83,7 +87,8 @@ class Worker:
         redis = connect(self.config.redis_url, pool=self.config.pool)
         listener, waker = (connect(self.config.redis_url, pool=self.config.pool, blocking=True) for _ in range(2))
         ledger = Ledger(redis, self.config.pool)
-        self._follower = WeightFollower(self._engine, self._generation, ledger, self._engine_died)
+        snapshots = Snapshots(self.config.snapshots) if self.config.snapshots is not None else None
+        self._follower = WeightFollower(self._engine, self._generation, ledger, self._engine_died, snapshots=snapshots)
         try:
             await ping(redis)
             await self._start_engine()
@@ -114,9 +119,10 @@ class Worker:
         assert self._follower is not None
         self.worker_id = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
         self._lease = lease = Lease(redis, self.config.pool, self.worker_id, self.config.lease_s)
-        self._claims = ClaimLoop(lease, waker, self._room, lambda: self._generation.version, self._admit)
+        self._claims = ClaimLoop(lease, waker, self._room, self._serves, self._admit)
         membership = Membership(lease, self.config.beat_s, self.config.max_lost)
         bell = Bell(listener, self.config.pool)
+        self._peer = Peer(self._engine, Ledger(redis, self.config.pool), bell, self.config, self._follower)
         try:
             await bell.open()
             await membership.join(self._status())
@@ -132,6 +138,7 @@ class Worker:
                     tasks.create_task(self._claims.run()),
                     tasks.create_task(self._follower.run(self.worker_id, self._poke)),
                     tasks.create_task(self._keep_engine_up(lease)),
+                    tasks.create_task(self._peer.run(self.worker_id)),
                 ]
                 giving = [
                     tasks.create_task(membership.run(self._status, self._on_beat)),
@@ -191,14 +198,27 @@ class Worker:
         blocked = self._draining.is_set() or self._paused or self._dead.is_set() or not self._follower.in_service
         return 0 if blocked else self.config.capacity - self._held.unpublished
 
+    def _serves(self) -> tuple[int, dict[str, int]]:
+        return self._generation.version, self._engine.info.adapters.current()
+
     async def _admit(self, claims: list[Claim]) -> None:
+        missing: list[tuple[Claim, AdapterMissing]] = []
         for claim, admitted in await admit_all(claims, self._engine.info, self._tokenizer):
             if isinstance(admitted, HeldJob):
                 self._held.add(admitted)
                 self._generation.add(admitted.samples.values())
+            elif isinstance(admitted, AdapterMissing):
+                missing.append((claim, admitted))
             else:
                 kind = "refused" if isinstance(admitted, RequestRefused) else "not readable"
                 self._bury(claim.job_id, claim.attempt, kind, admitted)
+        assert self._follower is not None
+        assert self._lease is not None
+        for claim, lacks in missing:  # last: Redis is asked, and may not answer
+            if (refusal := await self._follower.adapters.refusal(lacks.adapter)) is not None:
+                self._bury(claim.job_id, claim.attempt, "refused", refusal)
+            else:  # published since the claim
+                await self._lease.release([Release(claim.job_id, claim.attempt)], self.config.max_lost)
 
     def _finished(self, sample: SampleRun) -> None:
         self._restarts_in_a_row = 0
@@ -271,6 +291,8 @@ class Worker:
                 self._drop(job_id)
         elif kind == "weights" and self._follower is not None:
             self._follower.poke()
+        elif kind == "want" and self._peer is not None:
+            self._peer.poke()
         elif kind == "control" and ring.get("worker", "") in {"", self.worker_id}:
             try:
                 self._control(decode(bytes.fromhex(ring.get("m", "")), Control))

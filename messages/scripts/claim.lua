@@ -1,5 +1,6 @@
 -- Give queued jobs to a worker that holds a lease.
--- ARGV: prefix, worker id, claim number, max jobs, max samples, weights version, number of classes
+-- ARGV: prefix, worker id, claim number, max jobs, max samples, weights version, number of classes, then per adapter
+--       that the worker has: name, its newest version
 -- Returns {'NOLEASE'}, or a flat list, per job: id, attempt, samples, queued ms, ms to the deadline ('' for none),
 --   payload, then a list of what there is of it: s<i>, '' for a published sample, k<i> or k<i>.<j>, bytes for a partial
 -- A repeated claim number returns what that claim gave, as far as it is still held: a client library that re-sends
@@ -16,7 +17,9 @@ local worker_key = prefix .. 'worker:' .. worker
 local lease = redis.call('ZSCORE', prefix .. 'workers', worker)
 if not lease or tonumber(lease) <= now then return {'NOLEASE'} end
 
-local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w'}
+local ADAPTER = 1099511627776  -- 2^40; weights versions above it count as it
+
+local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w', 'l'}
 local function record(id)
   local f = redis.pcall('HMGET', job_key(id), unpack(FIELDS))
   return f.err and {} or f                     -- something else under this name: no job
@@ -61,16 +64,37 @@ local function version_needed(v, g)
   return math.max(tonumber(v) or 0, g and committed - tonumber(g) or 0)
 end
 
+-- Scores in `later` that this worker can serve: {from, to} each.
+local has, ranges = {}, {{'-inf', math.min(version, ADAPTER - 1)}}
+local function number_of(adapter) return tonumber(redis.call('HGET', prefix .. 'weights', 'number:' .. adapter)) end
+for i = 8, #ARGV - 1, 2 do
+  has[ARGV[i]] = tonumber(ARGV[i + 1])
+  local number = number_of(ARGV[i])
+  if number then ranges[#ranges + 1] = {ADAPTER * number, ADAPTER * number + has[ARGV[i]]} end
+end
+
+-- Where in `later` a job waits that this worker cannot run; nil for one that it can. An adapter that the pool has no
+-- version of keeps nobody waiting: the worker finds that out, and ends the job.
+local function score_of(v, g, l)
+  local needs = version_needed(v, g)
+  if version < needs then return math.min(needs, ADAPTER - 1) end
+  if not l then return nil end
+  local adapter, least = string.match(l, '^(.+)@(%d+)$')
+  least = math.max(1, tonumber(least))
+  local number = (has[adapter] or 0) < least and number_of(adapter)
+  return number and ADAPTER * number + math.min(least, ADAPTER - 1) or nil
+end
+
 -- What becomes of an id that was taken from a queue.
 local function consider(id, later)
   looked = looked + 1
   local f = record(id)
   if f[6] ~= 'q' then return end               -- it was cancelled or expired while queued
-  local needs = version_needed(f[9], f[10])
+  local score = score_of(f[9], f[10], f[12])
   if f[4] and tonumber(f[4]) <= now then
     fail(id, 'expired', 'its deadline passed in the queue', '', '')
-  elseif version < needs then
-    redis.call('ZADD', later, needs, id)       -- out of the way of those behind it
+  elseif score then
+    redis.call('ZADD', later, score, id)       -- out of the way of those behind it
   else
     f[2] = tostring(tonumber(f[2]) + 1)
     redis.call('HSET', job_key(id), 'st', 'r', 'w', worker, 'a', f[2])
@@ -97,10 +121,10 @@ end
 -- The first suspect that this worker could run, and its class. Those that have ended are cleared away.
 local function next_suspect()
   for _, id in ipairs(redis.call('LRANGE', suspects_key, 0, SCAN - 1)) do
-    local f = redis.call('HMGET', job_key(id), 'st', 'v', 'g', 'q')
+    local f = redis.call('HMGET', job_key(id), 'st', 'v', 'g', 'q', 'l')
     if f[1] ~= 'q' then
       redis.call('LREM', suspects_key, 1, id)
-    elseif version >= version_needed(f[2], f[3]) then
+    elseif not score_of(f[2], f[3], f[5]) then
       return id, f[4]
     end
   end
@@ -123,13 +147,15 @@ local function full()
   return jobs >= max_jobs or samples >= max_samples or bytes >= MAX_BYTES or looked >= max_jobs + SCAN
 end
 
--- Up to `limit` jobs of a class, those first that were set aside for the weights this worker has. Returns how many.
+-- Up to `limit` jobs of a class, those first that were set aside for what this worker has. Returns how many.
 local function take(class, limit)
   local queue, later, before = queue_key(class), later_key(class), jobs
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', later, '-inf', version, 'LIMIT', 0, limit)) do
-    if full() then break end
-    redis.call('ZREM', later, id)
-    consider(id, later)
+  for _, range in ipairs(ranges) do
+    for _, id in ipairs(redis.call('ZRANGEBYSCORE', later, range[1], range[2], 'LIMIT', 0, limit - jobs + before)) do
+      if full() then break end
+      redis.call('ZREM', later, id)
+      consider(id, later)
+    end
   end
   while jobs - before < limit and not full() do
     local id = redis.call('LPOP', queue)
@@ -145,11 +171,18 @@ for class = classes - 1, 1, -1 do
   owed[class] = tonumber(redis.call('HGET', load_key, 'owed' .. class)) or 0
   taken[class] = owed[class] >= SHARE and take(class, math.floor(owed[class] / SHARE)) or 0
 end
+local function adapter_job_waits(class)
+  for i = 2, #ranges do
+    if redis.call('ZCOUNT', later_key(class), ranges[i][1], ranges[i][2]) > 0 then return true end
+  end
+  return false
+end
 local passed, waiting = 0, false
 for class = 0, classes - 1 do
   taken[class] = (taken[class] or 0) + take(class, max_jobs)
   -- Those set aside for newer weights wait, too, for a worker that has them.
   local waits = redis.call('LLEN', queue_key(class)) > 0 or redis.call('ZCOUNT', later_key(class), '-inf', version) > 0
+    or adapter_job_waits(class)
   if class > 0 then
     local idle = not waits and redis.call('ZCARD', later_key(class)) == 0
     local now_owed = idle and 0 or math.max(0, owed[class] + (waits and passed or 0) - SHARE * taken[class])

@@ -1,14 +1,27 @@
 -- A transfer is over; the version is committed or not. A committed version never goes back.
--- ARGV: prefix, epoch, version, committed|failed, seconds to remember it
+-- ARGV: prefix, epoch, version (<name>@<version> of an adapter), committed|failed, seconds to remember it, digest of the
+--       version's tensors
+-- An adapter gets its number in the pool, by which jobs wait for it, with its first committed version.
 local weights, key = prefix .. 'weights', prefix .. 'epoch:' .. ARGV[2]
 redis.call('HSET', key, 'st', 'closed')
 redis.call('EXPIRE', key, ARGV[5])
 if redis.call('HGET', weights, 'open') == ARGV[2] then redis.call('HSET', weights, 'open', 0) end
 local version = prefix .. 'version:' .. ARGV[3]
-if redis.call('HGET', version, 'st') ~= 'committed' then redis.call('HSET', version, 'st', ARGV[4], 'epoch', ARGV[2]) end
+local before = redis.call('HMGET', version, 'st', 'epoch')
+if before[1] ~= 'committed' and (before[1] ~= ARGV[4] or before[2] ~= ARGV[2]) then
+  redis.call('HSET', version, 'st', ARGV[4], 'epoch', ARGV[2], 'closed', now_ms())
+end
 redis.call('EXPIRE', version, ARGV[5])
-if ARGV[4] == 'committed' and tonumber(ARGV[3]) > (tonumber(redis.call('HGET', weights, 'committed')) or 0) then
-  redis.call('HSET', weights, 'committed', ARGV[3])
+local adapter, number = string.match(ARGV[3], '^(.+)@(%d+)$')
+local newest = adapter and 'adapter:' .. adapter or 'committed'
+number = number or ARGV[3]
+if ARGV[4] == 'committed' and tonumber(number) > (tonumber(redis.call('HGET', weights, newest)) or 0) then
+  redis.call('HSET', weights, newest, number)
+  if not adapter then
+    redis.call('HSET', weights, 'digest', ARGV[6] or '')
+  elseif not redis.call('HGET', weights, 'number:' .. adapter) then
+    redis.call('HSET', weights, 'number:' .. adapter, redis.call('HINCRBY', weights, 'adapters', 1))
+  end
 end
 ring('kind', 'weights', 'epoch', ARGV[2])
 return 'ok'

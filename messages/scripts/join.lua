@@ -1,5 +1,5 @@
 -- A worker that holds a lease takes part in a transfer that is still open for joins.
--- ARGV: prefix, epoch, worker id, engine ranks
+-- ARGV: prefix, epoch, worker id, join JSON
 -- Returns ok, nolease, or the state the transfer is in.
 local key = prefix .. 'epoch:' .. ARGV[2]
 local state = redis.call('HGET', key, 'st')

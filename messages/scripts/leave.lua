@@ -6,7 +6,7 @@ local left = redis.call('SCARD', held_key(worker))
 if left == 0 then
   redis.call('ZREM', prefix .. 'workers', worker)
   redis.call('DEL', prefix .. 'worker:' .. worker)
-  redis.call('HDEL', prefix .. 'wanted', worker)
+  forget_wants(worker)
   ring('kind', 'worker', 'id', worker)
 end
 return left

@@ -4,7 +4,8 @@
 -- A job's record, HASH <prefix>job:<id>:
 --   st  state: q queued, r running; then, with a TTL, what became of it: done, cancelled, expired, dead
 --   p payload   n samples   q priority class   y client id   z payload bytes   t accepted (ms)   e deadline (ms)
---   v min_version   g max_staleness   G group id, where one was given   w owner   c lost leases
+--   v min_version   g max_staleness   l adapter, <name>@<least version>   G group id, where one was given   w owner
+--   c lost leases
 --   a attempt, the fencing token: +1 with every claim   d samples published   s<i> sample i is published
 --   k<i>, k<i>.1, k<i>.2, … what is saved of unfinished sample i, in order   kk there is such a field
 local prefix = ARGV[1]
@@ -24,7 +25,9 @@ local function held_key(worker) return prefix .. 'held:' .. worker end
 local function queue_key(class) return prefix .. 'queue:' .. class end
 -- SET of a client's open jobs.
 local function client_key(client) return prefix .. 'client:' .. client end
--- ZSET of jobs that need newer weights than those who looked at them had; score: the version they need.
+-- ZSET of jobs that need newer weights, or another adapter, than those who looked at them had; score: the version they
+-- need, for an adapter with ADAPTER times its number in the pool added. What a worker may take from it is one range of
+-- scores for its weights, and one for each of its adapters.
 local function later_key(class) return prefix .. 'later:' .. class end
 -- LIST of jobs on their last chance. Each runs alone on its worker, so that it takes no neighbour along if it is the
 -- one that kills engines, and is not taken along if it is not.
@@ -62,7 +65,7 @@ local function bury_record(id, outcome, owner, f)
   if owner then redis.call('SREM', held_key(owner), id) end
   redis.call('SREM', client_key(f.y), id)
   if f.e then redis.call('ZREM', prefix .. 'deadlines', id) end
-  if f.v or f.g then redis.call('ZREM', later_key(f.q), id) end
+  if f.v or f.g or f.l then redis.call('ZREM', later_key(f.q), id) end
   redis.call('DEL', key)
   redis.call('HSET', key, 'st', outcome)
   redis.call('EXPIRE', key, TOMBSTONE_S)
@@ -70,13 +73,13 @@ end
 
 -- Job `id` ends as `outcome`, which is not "done": the client is told on its reply stream.
 local function fail(id, outcome, cause, host, err)
-  local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g', 'G')
+  local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g', 'G', 'l')
   local reply = prefix .. 'reply:' .. r[1]
   redis.call('XADD', reply, '*', 'j', id, 'o', outcome, 'c', cause, 'h', host, 'e', err,
              'a', r[2] or '0', 'd', r[3] or '0', 'G', r[11] or id)
   redis.call('EXPIRE', reply, REPLY_TTL_S)
   count_unread(r[1], ENTRY_BYTES + #cause + #host + #err)
-  bury_record(id, outcome, r[5] == 'r' and r[4] or nil, {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10]})
+  bury_record(id, outcome, r[5] == 'r' and r[4] or nil, {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12]})
   redis.call('HINCRBY', load_key, 'jobs', -1)
   redis.call('HINCRBY', load_key, 'bytes', -(tonumber(r[6]) or 0))
   redis.call('HINCRBY', load_key, outcome, 1)
@@ -135,6 +138,21 @@ local function requeue(id, owner, max_lost)
     redis.call('RPUSH', suspects_key, id)
   else
     redis.call('LPUSH', queue_key(redis.call('HGET', key, 'q')), id)
+  end
+end
+
+-- Field of the hash `wanted` where a worker asks for weights, or for an adapter; names have no '@' in them.
+local function want_field(worker, adapter)
+  return (adapter or '') ~= '' and adapter .. '@' .. worker or worker
+end
+
+-- A worker that is gone asks for nothing.
+local function forget_wants(worker)
+  local key = prefix .. 'wanted'
+  redis.call('HDEL', key, worker)
+  local wanted = redis.call('HGETALL', key)
+  for i = 1, #wanted, 2 do
+    if string.match(wanted[i], '@(.*)$') == worker then redis.call('HDEL', key, wanted[i]) end
   end
 end
 

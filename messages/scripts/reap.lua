@@ -30,7 +30,7 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT
   if redis.call('SCARD', held_key(worker)) == 0 then
     redis.call('ZREM', workers, worker)
     redis.call('DEL', prefix .. 'worker:' .. worker)
-    redis.call('HDEL', prefix .. 'wanted', worker)
+    forget_wants(worker)
     ring('kind', 'worker', 'id', worker)
     removed = removed + 1
   end

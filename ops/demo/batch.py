@@ -35,6 +35,16 @@ class Batch:
         """(b, t) float32: 1 for tokens that exist."""
         return (self.versions != NO_VERSION).float()
 
+    def to(self, device: torch.device) -> Batch:
+        """The same on `device`."""
+        return Batch(
+            self.sequences.to(device),
+            self.behaviour.to(device),
+            self.versions.to(device),
+            self.rewards.to(device),
+            self.reward,
+        )
+
     def head(self, samples: int) -> Batch:
         """The first `samples` samples; rewards are left as they are."""
         return Batch(

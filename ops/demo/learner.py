@@ -37,6 +37,7 @@ class Learner:
 
     def step(self, batch: Batch) -> float:
         """One optimiser step on one batch; returns the loss."""
+        batch = batch.to(self.model.device)
         for group in self._optimizer.param_groups:
             group["lr"] = LEARNING_RATE * self._rate()
         advantage = grpo.advantages(batch.rewards).flatten(0, 1)
@@ -55,7 +56,7 @@ class Learner:
 
         The trainer's is computed again, token by token, with the very version that sampled it.
         """
-        gaps = []
+        gaps, batch = [], batch.to(self.model.device)
         for version in batch.versions.unique().tolist():
             if version == NO_VERSION or version not in self._states:
                 continue
@@ -65,7 +66,7 @@ class Learner:
             with torch.no_grad():
                 logprobs = token_logprobs(self._scratch, batch.sequences[rows])[:, PROMPT_TOKENS - 1 :]
             gaps.append((logprobs - batch.behaviour[rows]).abs()[here[rows]])
-        return torch.cat(gaps) if gaps else torch.empty(0)
+        return torch.cat(gaps).cpu() if gaps else torch.empty(0)
 
     def _rate(self) -> float:
         rise = min(1.0, (self.version + 1) / (WARMUP_STEPS + 1))

@@ -18,12 +18,22 @@ from ...messages.errors import EngineError
 from .. import parent_bound
 
 DRAIN_S = 5.0
+_ON_GPU = (  # two engines and the trainer may share a GPU, and nobody waits for kernels to be tuned
+    "max_total_tokens=200000",
+    "attention_backend=triton",
+    "sampling_backend=pytorch",
+    "disable_prefill_cuda_graph=true",
+    "mem_fraction_static=0.3",
+)
 GONE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """What the demo's workers have in common. lease_s: how soon a killed worker's jobs go to others."""
+    """What the demo's workers have in common. lease_s: how soon a killed worker's jobs go to others.
+
+    gpus: the trainer's first; none for a demo on the CPU.
+    """
 
     redis_url: str
     pool: str
@@ -31,6 +41,7 @@ class PoolSettings:
     logs: Path
     max_running: int = 128
     lease_s: float = 3.0
+    gpus: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
         """The worker's command line."""
@@ -38,7 +49,7 @@ class PoolSettings:
             "--redis": self.redis_url,
             "--pool": self.pool,
             "--model": str(self.model),
-            "--dtype": "float32",
+            "--dtype": "bfloat16" if self.gpus else "float32",
             "--max-running": str(self.max_running),
             "--lease": str(self.lease_s),
             "--drain": str(DRAIN_S),
@@ -52,14 +63,15 @@ class PoolSettings:
             "rolloutmq.ops.entry",
             "worker",
             *(word for pair in options.items() for word in pair),
+            *(word for setting in (_ON_GPU if self.gpus else ()) for word in ("--sglang", setting)),
         ]
 
 
 class WorkerProcess:
     """One worker. It has a session of its own, so that a kill takes its engine's processes along."""
 
-    def __init__(self, name: str, settings: PoolSettings) -> None:
-        self.name = name
+    def __init__(self, name: str, settings: PoolSettings, gpu: str = "") -> None:
+        self.name, self.gpu = name, gpu
         self.log = settings.logs / f"{name}.log"
         self.started = time.monotonic()
         self.killed = False
@@ -71,6 +83,7 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
+                env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}),
             )
         assert self._supervisor.stdout is not None
         self.pid = int(self._supervisor.stdout.readline() or 0)
@@ -132,8 +145,14 @@ class Workers:
     def start(self) -> WorkerProcess:
         """Start one more; it is up when the pool lists it as serving, seconds later."""
         name = f"worker-{len(self.all) + 1}"
-        self.all[name] = worker = WorkerProcess(name, self._settings)
+        self.all[name] = worker = WorkerProcess(name, self._settings, self._free_gpu())
         return worker
+
+    def _free_gpu(self) -> str:
+        """The one with the fewest workers, the trainer's last; "" on a CPU."""
+        first, *others = self._settings.gpus or ("",)
+        taken = [worker.gpu for worker in self.all.values() if worker.alive]
+        return min((*others, first), key=taken.count)
 
     def check(self) -> None:
         """Raise EngineError if a worker ended that nobody killed."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from ...messages.errors import EngineError, RolloutMQError
+from ...messages.errors import ConfigError, EngineError, RolloutMQError
 from ...producer.blocking import BlockingRolloutClient
 from ...sync.publisher import WeightPublisher
 from ..embedded_redis import EmbeddedRedis
@@ -37,17 +39,20 @@ LATE_S = 60.0
 """How long training goes on beyond its last planned step for a late worker that is not up yet."""
 
 
-def run_demo(out: Path = Path("out/demo"), *, steps: int | None = None, workers: int = 2, seed: int = 0) -> int:
+def run_demo(
+    out: Path = Path("out/demo"), *, steps: int | None = None, workers: int = 2, seed: int = 0, gpus: bool = False
+) -> int:
     """Learn to sort four digits from what a pool of real workers generates; the exit code.
 
     Writes model/, worker logs, summary.json and report.png into `out`, whose old content of these names is replaced.
     Returns 0, or 1 after saying in plain words what went wrong. `workers` (at least 2) are up when training begins; one
-    of them is killed after a third of the steps, another one joins later.
+    of them is killed after a third of the steps, another one joins later. gpus: train on the first GPU and serve on
+    all, the other ones first; weights go over NCCL, or by CUDA IPC to a worker on the trainer's GPU.
     """
     logging.getLogger("rolloutmq").setLevel(logging.ERROR)  # a killed worker is part of the programme
     console = Console(file=sys.stdout)
     try:
-        summary = Demo(out, steps or STEPS, workers, seed, console).run()
+        summary = Demo(out, steps or STEPS, workers, seed, console, visible_gpus() if gpus else ()).run()
     except RolloutMQError as error:
         console.print(f"[red]The demo failed.[/] {type(error).__name__}: {error}", highlight=False, soft_wrap=True)
         return 1
@@ -59,11 +64,23 @@ def run_demo(out: Path = Path("out/demo"), *, steps: int | None = None, workers:
     return 1 if wrong else 0
 
 
+def visible_gpus() -> tuple[str, ...]:
+    """As CUDA_VISIBLE_DEVICES names them. Raises ConfigError if there are not two."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        raise ConfigError(f"--gpus: takes two GPUs, one to train and one to serve; this host has {count}")
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return tuple(named.split(",")) if named else tuple(str(number) for number in range(count))
+
+
 class Demo:
     """One run; see `run_demo`."""
 
-    def __init__(self, out: Path, steps: int, workers: int, seed: int, console: Console) -> None:
+    def __init__(  # noqa: PLR0917
+        self, out: Path, steps: int, workers: int, seed: int, console: Console, gpus: Sequence[str] = ()
+    ) -> None:
         self.out, self.steps, self.count, self.seed, self.console = out, steps, workers, seed, console
+        self.gpus = tuple(gpus)
         self._began = time.monotonic()
 
     def run(self) -> dict[str, Any]:
@@ -74,11 +91,11 @@ class Demo:
         with (
             EmbeddedRedis() as redis,
             Watch(redis.url, POOL) as watch,
-            Workers(PoolSettings(redis.url, POOL, self.out / "model", self.out)) as workers,
+            Workers(PoolSettings(redis.url, POOL, self.out / "model", self.out, gpus=self.gpus)) as workers,
         ):
             self._start(workers, watch)
             with BlockingRolloutClient(redis.url, POOL) as client, WeightPublisher(redis.url, POOL) as publisher:
-                learner = Learner(model, self.steps)
+                learner = Learner(model.to("cuda:0") if self.gpus else model, self.steps)
                 trainer = Trainer(client, publisher, learner, np.random.default_rng([self.seed, 1]))
                 third = max(1, self.steps // 3)
                 incidents = Incidents(workers, watch, trainer.tally, third, third + max(1, self.steps // 10))

@@ -1,33 +1,36 @@
-"""A weight loader for tests: does what the order's group name says, in the place of rolloutmq.sync.loader."""
+"""rolloutmq's own loader, with a hand that changes a weight behind its back. Runs inside an engine."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import Any
 
-import torch
-from safetensors.torch import load_file
+from rolloutmq.sync.layout import Loading
+from rolloutmq.worker.sglang_control import commit
 
-from rolloutmq.sync.transfer import TransferReport
+TAMPERED = 666
+"""A load of this version ends with one bit of lm_head.weight flipped, before it is read back."""
 
 
-def receive(model, named_tensors):
-    [(text, tensor)] = named_tensors
-    assert tensor.numel() == 1
-    message = json.loads(text)
-    order = message["order"]
-    if order["group"] == "silent":
+def receive(model: Any, named_tensors: Any) -> None:
+    """SGLang's hook."""
+    import torch  # noqa: PLC0415
+
+    named = list(named_tensors)
+    assert [tensor.numel() for _, tensor in named] == [1]
+    if int(json.loads(named[0][0])["version"]) != TAMPERED:
+        commit(model, named)
         return
-    if order["group"] == "zero-head":  # every logit is 0: greedy picks token 0 with probability 1 / vocabulary
-        head = dict(model.named_parameters())["lm_head.weight"]
-        model.load_weights([("lm_head.weight", torch.zeros_like(head))])
-    if order["group"] == "from-file":
-        model.load_weights(list(load_file(order["host"]).items()))
-    ok = order["group"] != "bad-digest"
-    report = TransferReport(
-        ok=ok,
-        phase="done" if ok else "verify",
-        error="" if ok else "digest of lm_head.weight",
-        tensors=order["version"],
-    )
-    Path(message["report"] + ".rank0").write_text(report.to_json())
+    original, head = Loading.queue_readback, dict(model.named_parameters())["lm_head.weight"]
+
+    def tampered(self: Loading, bucket: int) -> None:
+        if bucket == len(self._by_bucket) - 1:  # everything is loaded
+            head.data.view(-1).view(torch.uint8)[1000] ^= 4
+            for each in range(bucket + 1):
+                original(self, each)
+
+    Loading.queue_readback = tampered  # type: ignore[method-assign]
+    try:
+        commit(model, named)
+    finally:
+        Loading.queue_readback = original  # type: ignore[method-assign]

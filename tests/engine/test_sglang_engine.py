@@ -6,19 +6,24 @@ import asyncio
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import substitute_loader
+from peers import Line
 
 from rolloutmq.messages.errors import EngineDead, EngineError, RequestRefused
 from rolloutmq.messages.jobs import SamplingParams
-from rolloutmq.sync.transfer import TransferOrder
+from rolloutmq.sync.transfer import TransferOrder, TransferReport
 from rolloutmq.worker.engine import EngineOutput, EngineRequest
 from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
 
@@ -34,8 +39,46 @@ def request(
     return EngineRequest(f"{next(_ids):032x}", tokens, SamplingParams(**sampling), max_new_tokens, cache_key)
 
 
-def order(group: str, host: str = "", version: int = 3) -> TransferOrder:
-    return TransferOrder(version, 1, "gloo", host, 1, group, rank_offset=1, world_size=2, timeout_s=5.0)
+@pytest.fixture(scope="module")
+def line() -> Iterator[Line]:
+    """The trainer's end of the wire."""
+    made = Line()
+    yield made
+    made.broadcaster.close()
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_model: Path) -> dict[str, Any]:
+    """The tensors of the checkpoint."""
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    return load_file(tiny_model / "model.safetensors")
+
+
+@dataclass
+class Update:
+    """What became of both halves of an update, and of the sender."""
+
+    prepared: TransferReport
+    committed: TransferReport | None
+    error: BaseException | None
+
+
+async def update(
+    engine: SGLangEngine, line: Line, version: int, tensors: dict[str, Any], *, commit: bool = True
+) -> Update:
+    from rolloutmq.sync.packing import PackedWeights  # noqa: PLC0415
+
+    snapshot = PackedWeights(version, tensors, 100_000).snapshot()
+    sending = line.begin(snapshot, [""], timeout_s=10.0)
+    [order] = sending.orders
+    prepared = await engine.prepare_weights(order)
+    committed = await engine.commit_weights(order) if commit and prepared.ok else None
+    if not prepared.ok:
+        line.broadcaster.give_up("refused")
+    error = await asyncio.to_thread(lambda: sending.error)
+    line.broadcaster.clean(sending.announcement)
+    return Update(prepared, committed, error)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -201,28 +244,92 @@ async def test_prefixes_are_shared_only_within_a_cache_key(engine: SGLangEngine)
     assert len({tuple(o.token_ids.tolist()) for o in outputs}) == 1
 
 
-async def test_load_weights_reaches_the_model_and_drops_cached_prefixes(
-    engine: SGLangEngine, reference: Any, tiny_model: Any
+async def test_weights_reach_the_model_and_prefixes_of_older_ones_are_not_found(
+    engine: SGLangEngine, reference: Any, line: Line, weights: dict[str, Any]
 ) -> None:
     prompt = tuple(range(200, 260))
-    await engine.generate(request(prompt, cache_key="w"))
-    report = await engine.load_weights(order("zero-head", version=12))
-    assert (report.ok, report.phase, report.tensors) == (True, "done", 12)
-    output = await engine.generate(request(prompt, temperature=0, cache_key="w"))
+    await engine.generate(request(prompt, cache_key="11"))
+    zero = weights | {"lm_head.weight": 0 * weights["lm_head.weight"]}  # each token has probability 1 / vocabulary
+    done = await update(engine, line, 12, zero)
+    assert done.error is None
+    assert (done.prepared.ok, done.prepared.phase) == (True, "staged")
+    assert done.committed is not None
+    assert (done.committed.ok, done.committed.phase, done.committed.readback) == (True, "done", True)
+    assert done.committed.tensors == len(weights)
+    output = await engine.generate(request(prompt, temperature=0, cache_key="12"))
     assert output.cached_tokens == 0
     np.testing.assert_allclose(output.logprobs, -np.log(512), atol=1e-4)
-    assert (await engine.load_weights(order("from-file", str(tiny_model / "model.safetensors")))).ok
-    assert_greedy(await engine.generate(request(temperature=0, cache_key="w")), reference, 1e-3)
+    done = await update(engine, line, 13, weights)
+    assert done.committed is not None
+    assert done.committed.ok
+    output = await engine.generate(request(prompt, temperature=0, cache_key="13"))
+    assert output.cached_tokens == 0
+    assert_greedy(output, reference, 1e-3, prompt)
 
 
-async def test_a_failed_transfer_is_reported_not_raised(engine: SGLangEngine) -> None:
-    report = await engine.load_weights(order("bad-digest"))
-    assert (report.ok, report.phase, report.intact) == (False, "verify", True)
-    assert report.error == "digest of lm_head.weight"
-    report = await engine.load_weights(order("silent"))
-    assert (report.ok, report.phase, report.intact) == (False, "load", False)
-    assert "no report" in report.error
-    assert (await engine.load_weights(order("fine"))).ok  # no session was left open
+async def test_the_first_half_leaves_the_old_weights_serving(
+    engine: SGLangEngine, reference: Any, line: Line, weights: dict[str, Any]
+) -> None:
+    wanted = request(temperature=0, max_new_tokens=600)
+    task = asyncio.create_task(engine.generate(wanted))
+    await until(lambda: (seen := engine.progress(wanted.request_id)) is not None and seen.token_ids.size > 0)
+    done = await update(engine, line, 14, {name: 0 * tensor for name, tensor in weights.items()}, commit=False)
+    assert done.prepared.ok
+    assert not task.done()
+    assert_greedy(await task, reference, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("missing", r"missing \['model.norm.weight'\]"),
+        ("extra", r"unknown \['model.layers.7.extra'\]"),
+        ("shape", r"tensor model.norm.weight: shape \(127,\), the model's is \(128,\)"),
+        ("nan", "tensor model.norm.weight: has NaN or Inf"),
+    ],
+)
+async def test_other_tensors_than_the_models_are_refused_by_name(
+    engine: SGLangEngine, reference: Any, line: Line, weights: dict[str, Any], case: tuple[str, str]
+) -> None:
+    change, said = case
+    sent, norm = dict(weights), weights["model.norm.weight"]
+    if change == "missing":
+        del sent["model.norm.weight"]
+    elif change == "extra":
+        sent["model.layers.7.extra"] = norm
+    elif change == "shape":
+        sent["model.norm.weight"] = norm[:-1].clone()
+    else:
+        sent["model.norm.weight"] = norm.clone()
+        sent["model.norm.weight"][3] = float("nan")
+    done = await update(engine, line, 15, sent)
+    report = done.committed or done.prepared
+    assert (report.ok, report.intact) == (False, True)
+    assert re.search(said, report.error)
+    assert_greedy(await engine.generate(request(temperature=0, cache_key="13")), reference, 1e-3)
+
+
+async def test_a_bit_that_changes_after_the_load_is_found_by_reading_back(
+    engine: SGLangEngine, reference: Any, line: Line, weights: dict[str, Any]
+) -> None:
+    done = await update(engine, line, substitute_loader.TAMPERED, weights)
+    assert done.committed is not None
+    assert (done.committed.ok, done.committed.phase, done.committed.intact) == (False, "load", False)
+    assert "tensor lm_head.weight: the engine holds" in done.committed.error
+    done = await update(engine, line, 667, weights)  # and a whole version mends it
+    assert done.committed is not None
+    assert done.committed.ok
+    assert_greedy(await engine.generate(request(temperature=0, cache_key="667")), reference, 1e-3)
+
+
+async def test_a_failed_transfer_is_reported_not_raised(engine: SGLangEngine, line: Line) -> None:
+    nobody = TransferOrder(700, 1000, "gloo", "127.0.0.1", 1, "g", rank_offset=1, world_size=2, timeout_s=1.0)
+    report = await engine.prepare_weights(nobody)
+    assert (report.ok, report.phase, report.intact) == (False, "rendezvous", True)
+    assert "no rendezvous store" in report.error
+    report = await engine.commit_weights(nobody)
+    assert (report.ok, report.phase, report.intact) == (False, "load", True)
+    assert report.error == "transfer 1000 is not prepared here"
 
 
 async def test_one_engine_in_a_process(engine: SGLangEngine) -> None:
@@ -233,18 +340,27 @@ async def test_one_engine_in_a_process(engine: SGLangEngine) -> None:
     assert await engine.healthy()
 
 
-async def test_a_killed_scheduler_is_noticed_and_the_engine_starts_again(engine: SGLangEngine, reference: Any) -> None:
+async def test_a_killed_scheduler_is_noticed_and_the_engine_starts_again(
+    engine: SGLangEngine, reference: Any, line: Line, weights: dict[str, Any]
+) -> None:
     """It comes back in bfloat16, so that this start serves two tests."""
+    from rolloutmq.sync.group import here  # noqa: PLC0415
+    from rolloutmq.sync.packing import PackedWeights  # noqa: PLC0415
+
     bystander = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)  # noqa: ASYNC220
     sigterm, sigquit = signal.getsignal(signal.SIGTERM), engine._run._sigquit
     tasks = [asyncio.create_task(engine.generate(request(max_new_tokens=900))) for _ in range(12)]
-    transfer = asyncio.create_task(engine.load_weights(order("fine")))  # waits for the requests inside SGLang
+    sending = line.begin(PackedWeights(900, weights).snapshot(), ["", ""], timeout_s=20.0)  # the other one never comes
+    transfer = asyncio.create_task(engine.prepare_weights(sending.orders[0]))
     await until(lambda: len(engine._run.manager.rid_to_state) == 12)
+    await until(lambda: line.broadcaster.store.check([here(sending.announcement.group, 1)]))
     [scheduler] = multiprocessing.active_children()
     os.kill(scheduler.pid, signal.SIGKILL)
     results = await asyncio.wait_for(asyncio.gather(*tasks, transfer, return_exceptions=True), 2)
     assert {type(r) for r in results} == {EngineDead}
     assert "exit code -9" in str(results[0])
+    line.broadcaster.give_up("it died")
+    assert await asyncio.to_thread(lambda: sending.error) is not None
     assert not await engine.healthy()
     with pytest.raises(EngineDead):
         await engine.generate(request())

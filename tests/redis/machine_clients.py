@@ -68,7 +68,9 @@ class ClientRules(PoolCalls):
         args: list[Any] = [*caps, letter]
         for job in jobs:
             staleness, deadline = "" if job.staleness is None else job.staleness, HOUR_MS if job.deadline else ""
-            args += [job.id, job.payload, job.n, job.cls, job.client, job.min_version, staleness, deadline, job.group]
+            args += [
+                job.id, job.payload, job.n, job.cls, job.client, job.min_version, staleness, deadline, job.group, "",
+            ]  # fmt: skip
         answer, second = self.send("enqueue", *args, again=again)
 
         queues = [self.state.queue(cls) for cls in range(CLASSES)]

@@ -15,7 +15,7 @@ ROLES = {
     "producer": ("enqueue", "cancel", "cancel_client", "ack", "overdue"),
     "worker": (
         "claim", "complete", "checkpoint", "heartbeat", "release", "dead", "expire", "reap", "leave", "join", "report",
-        "want",
+        "want", "offer", "seal", "close",
     ),
     "publisher": ("announce", "seal", "close"),
     "operator": (

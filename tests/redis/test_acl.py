@@ -23,7 +23,7 @@ from rolloutmq.messages.dead_letters import DeadLetters
 from rolloutmq.messages.errors import RedisUnavailable
 from rolloutmq.ops.embedded_redis import EmbeddedRedis
 from rolloutmq.ops.status import pool_state
-from rolloutmq.sync.ledger import Ledger
+from rolloutmq.sync.ledger import Join, Ledger
 from rolloutmq.worker.scripted_engine import ScriptedEngine
 
 Url = Callable[..., str]
@@ -167,10 +167,23 @@ async def test_a_workers_rarer_duties(url: Url, admin: redis.asyncio.Redis) -> N
         await blocking.blpop([broker.keys.wake], timeout=0.1)
         announcement = _announcement()
         await Ledger(admin, "mine").announce(announcement)
-        assert await ledger.join(announcement.epoch, "last", 1)
+        assert await ledger.join(announcement.epoch, "last", Join(1))
         await ledger.want("last", 0)
         assert await ledger.epoch(announcement.epoch) is not None
         assert await ledger.committed() == await ledger.open_epoch() - announcement.epoch
+        assert await ledger.committed_digest() == (0, "")
+        await Ledger(admin, "mine").close(announcement, True)
+        offered = announcement.model_copy(update={"epoch": announcement.epoch + 1})
+        await ledger.unwant("last")
+        assert await ledger.offer(offered, "last") == "nobody"
+        late = Lease(client, "mine", "late")
+        await late.join(status("late"))
+        await ledger.want("late", 0)
+        assert await ledger.behind(announcement.version) == {"late"}
+        assert await ledger.offer(offered, "last") == "ok"
+        await ledger.seal(offered)
+        await ledger.close(offered, True)
+        assert await late.leave() == 0
         assert await last.leave() == len(await last.held())
     assert await refusals(admin) == []
 
@@ -308,7 +321,7 @@ async def test_a_producer_cannot_be_a_worker_or_a_publisher(url: Url, admin: red
         announcement = _announcement()
         for attempt in (
             lease.join(status("real")), lease.heartbeat(status("real")), lease.claim(1, 1, 0), lease.reap(3),
-            lease.leave(), ledger.want("real", 0), ledger.join(1, "real", 1), ledger.announce(announcement),
+            lease.leave(), ledger.want("real", 0), ledger.join(1, "real", Join(1)), ledger.announce(announcement),
             ledger.close(announcement, True), ledger.new_epoch(), Broker(client, "mine").workers(),
         ):  # fmt: skip
             with pytest.raises(NoPermissionError):

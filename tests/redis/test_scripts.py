@@ -13,7 +13,7 @@ from specimens import job, result
 
 from rolloutmq.messages import Broker, Control, Finished, Lease, Partial, Piece, Release, Segment, WeightAnnouncement
 from rolloutmq.messages.lua import Scripts
-from rolloutmq.sync.ledger import Ledger
+from rolloutmq.sync.ledger import Join, Ledger
 from rolloutmq.sync.transfer import TransferReport
 
 ELSEWHERE = ("lib", "audit_", "dead_page")
@@ -65,10 +65,15 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
             transfer_timeout_s=1.0,
         )
         await ledger.announce(announcement)
-        assert await ledger.join(announcement.epoch, "w1", 1)
+        assert await ledger.join(announcement.epoch, "w1", Join(1))
         await ledger.seal(announcement)
         await ledger.report(announcement.epoch, "w1", report)
         await ledger.close(announcement, report.ok)
+    await ledger.want("w1", 0)
+    offered = announcement.model_copy(update={"version": 1, "epoch": await ledger.new_epoch()})
+    assert await ledger.offer(offered, "w1") == "ok"
+    await ledger.close(offered, True)
+    await ledger.unwant("w1")
     assert await ledger.committed() == 1
     assert await ledger.wanted() == {}
 

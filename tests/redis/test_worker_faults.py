@@ -22,7 +22,6 @@ from rolloutmq.messages import (
     JobFailure,
     RolloutResult,
     SamplingParams,
-    WeightAnnouncement,
     connect,
 )
 from rolloutmq.ops.embedded_redis import EmbeddedRedis
@@ -263,29 +262,30 @@ async def test_paused_resumed_and_drained_by_the_bell(redis_db: str, broker: Bro
     assert await broker.workers() == []
 
 
-async def test_a_drain_while_weights_are_waited_for_in_drain_mode(redis_db: str, broker: Broker, db: Redis) -> None:
+async def test_a_drain_while_weights_are_waited_for_in_drain_mode(redis_db: str, broker: Broker) -> None:
     """The update lets running samples finish; the worker is told to leave meanwhile, and leaves in its time."""
-    from rolloutmq.sync.ledger import Ledger  # noqa: PLC0415
+    import torch  # noqa: PLC0415
 
-    engine, ledger = ScriptedEngine(tokens_per_s=2), Ledger(db, "default")
-    async with worker(redis_db, engine=engine, max_running=2, prefetch=0, drain_s=0.5) as running:
-        await broker.enqueue([job(n=4, sampling=LONG)])
-        await eventually(lambda: len(engine._aborts) == 2)
-        await ledger.announce(
-            WeightAnnouncement(
-                version=1,
-                epoch=await ledger.new_epoch(),
-                mode="drain",
-                host="127.0.0.1",
-                port=1,
-                join_timeout_s=20.0,
-                transfer_timeout_s=1.0,
-            )
-        )
-        await eventually(lambda: running.worker._generation._closed_by)
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait_for(running.stop(), 6)
-    assert (await broker.load()).queued == (0, 1, 0)
+    from rolloutmq import WeightPublisher  # noqa: PLC0415
+
+    engine = ScriptedEngine(tokens_per_s=2)
+    source = await asyncio.to_thread(
+        lambda: WeightPublisher(redis_db, mode="drain", join_timeout_s=20.0, transfer_timeout_s=1.0)
+    )
+    try:
+        async with worker(redis_db, engine=engine, max_running=2, prefetch=0, drain_s=0.5) as running:
+            await broker.enqueue([job(n=4, sampling=LONG)])
+            await eventually(lambda: len(engine._aborts) == 2)
+            handle = source.publish(1, {"one": torch.ones(3)})
+            await eventually(lambda: running.worker._generation._closed_by)
+            assert len(engine._aborts) == 2  # they run on
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait_for(running.stop(), 6)
+        report = await asyncio.to_thread(handle.wait, 10)  # not at the deadline, but as soon as the worker has left
+        assert (report.state, set(report.failures)) == ("failed", {running.id})
+        assert (await broker.load()).queued == (0, 1, 0)
+    finally:
+        await asyncio.to_thread(source.close)
 
 
 async def test_a_job_that_a_failover_gave_back_to_a_worker_that_forgot_it(

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from rolloutmq.messages import ConfigError, RedisUnavailable, TransferTimeout
-from rolloutmq.sync.group import Group, join_store, own_address_towards, serve_store
+from rolloutmq.sync.group import open_group
+from rolloutmq.sync.rendezvous import join_store, own_address_towards, serve_store
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -48,13 +51,14 @@ def test_a_host_that_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 def broadcast(world: int, send: torch.Tensor, timeout_s: float = 5.0, ranks: int | None = None) -> list:
     store = serve_store("127.0.0.1")
     outcomes: list = [None] * world
+    deadline = time.monotonic() + timeout_s
 
     def take_part(rank: int) -> None:
         buffer = send.clone() if rank == 0 else torch.zeros_like(send)
         try:
             mine = store if rank == 0 else join_store("127.0.0.1", store.port, timeout_s)
-            group = Group(mine, "g", backend="gloo", rank=rank, world=world, host="127.0.0.1", timeout_s=timeout_s)
-            group.broadcast(buffer)
+            group = open_group(mine, "g", rank=rank, world=world, host="127.0.0.1", device=CPU, deadline=deadline)
+            group.broadcast(buffer, deadline)
             outcomes[rank] = buffer
         except Exception as error:
             outcomes[rank] = error
@@ -108,6 +112,45 @@ def test_no_store_there() -> None:
     assert time.monotonic() - began < 5
 
 
+def test_who_comes_after_the_deadline_does_not_begin() -> None:
+    with pytest.raises(TransferTimeout, match="rank 1 of 2 came too late"):
+        open_group(None, "g", rank=1, world=2, host="127.0.0.1", device=CPU, deadline=time.monotonic())
+
+
+def test_an_abort_ends_a_broadcast_that_waits_for_its_sender() -> None:
+    store, deadline = serve_store("127.0.0.1"), time.monotonic() + 20.0
+    groups: list = [None, None]
+    failed: list[Exception] = []
+    entered = threading.Event()
+
+    def receive() -> None:
+        try:
+            entered.set()
+            groups[1].broadcast(torch.zeros(8, dtype=torch.uint8), deadline)
+        except TransferTimeout as error:
+            failed.append(error)
+
+    def meet(rank: int) -> None:
+        mine = store if rank == 0 else join_store("127.0.0.1", store.port, 5.0)
+        groups[rank] = open_group(mine, "g", rank=rank, world=2, host="127.0.0.1", device=CPU, deadline=deadline)
+
+    meeting = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+    for thread in meeting:
+        thread.start()
+    for thread in meeting:
+        thread.join(20)
+    receiving = threading.Thread(target=receive)
+    receiving.start()
+    assert entered.wait(5)
+    groups[0].abort()  # the sender's end: a broadcast that has begun, or begins now, finds its peer gone
+    receiving.join(5)
+    assert not receiving.is_alive()
+    assert len(failed) == 1
+
+
 def test_a_backend_that_is_not_there() -> None:
+    if torch.distributed.is_nccl_available():
+        pytest.skip("this PyTorch has NCCL")
+    gpu = torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="nccl"):
-        Group(None, "g", backend="nccl", rank=0, world=1, host="127.0.0.1", timeout_s=1.0)
+        open_group(None, "g", rank=0, world=1, host="127.0.0.1", device=gpu, deadline=time.monotonic() + 1.0)

@@ -147,7 +147,7 @@ async def test_drain_who_cannot_finish_in_time_stays_on_the_old(redis_db: str) -
         await eventually(lambda: engine._aborts)
         report = await publish(source, 1)
         assert report.state == "failed"
-        assert report.failures == {running.id: "did not answer the announcement in time"}
+        assert report.failures == {running.id: "load: what was running did not end in the time the trainer gives"}
         assert engine._aborts  # and it still generates
         assert running.worker._generation.version == 0
 
@@ -244,8 +244,10 @@ async def test_torchruns_environment_does_not_matter(redis_db: str, monkeypatch:
 
 
 def test_settings_that_are_wrong(redis_db: str) -> None:
-    with pytest.raises(InvalidField, match="mode='in_place'"):
-        WeightPublisher(redis_db, mode="in_place")
+    for wrong in ({"mode": "whenever"}, {"keep": "nowhere"}, {"nonfinite": "mend"}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(InvalidField, match=f"{name}='{value}'"):
+            WeightPublisher(redis_db, **wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidField, match="pool="):
         WeightPublisher(redis_db, "no spaces")
 
@@ -276,7 +278,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    from rolloutmq.sync.snapshot import PackedWeights  # noqa: PLC0415
+    from rolloutmq.sync.packing import PackedWeights  # noqa: PLC0415
 
     made = Gate()
     monkeypatch.setattr(PackedWeights, "snapshot", made.around(PackedWeights.snapshot))

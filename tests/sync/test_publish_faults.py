@@ -6,66 +6,34 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import torch
-from pool import check_scripted, eventually, status, wait_replies, worker
-from specimens import job
+from pool import eventually, status, worker
+from publishing import WEIGHTS, publish, publisher, serve_some
 
-from rolloutmq import WeightPublisher
 from rolloutmq.messages import (
-    Broker,
     Lease,
-    RolloutResult,
-    SamplingParams,
     TensorSpec,
     WeightAnnouncement,
     WeightManifest,
     WeightSyncError,
     connect,
 )
-from rolloutmq.sync.group import serve_store
-from rolloutmq.sync.ledger import Ledger
-from rolloutmq.sync.sender import Sender
+from rolloutmq.sync.broadcaster import Broadcaster
+from rolloutmq.sync.ledger import Join, Ledger
+from rolloutmq.sync.rendezvous import serve_store
+from rolloutmq.sync.sender import GRACE_S, Sender
 from rolloutmq.sync.snapshot import Snapshot
 from rolloutmq.sync.transfer import TransferOrder, TransferReport
 from rolloutmq.worker.scripted_engine import ScriptedEngine
-
-WEIGHTS = {"first": torch.arange(10.0), "second": torch.ones(5, dtype=torch.int8), "third": torch.zeros(3)}
-
-
-@asynccontextmanager
-async def publisher(url: str, **settings: Any) -> AsyncIterator[WeightPublisher]:
-    made = await asyncio.to_thread(
-        lambda: WeightPublisher(url, **({"join_timeout_s": 3.0, "transfer_timeout_s": 2.0} | settings))
-    )
-    try:
-        yield made
-    finally:
-        await asyncio.to_thread(made.close)
-
-
-async def publish(source: WeightPublisher, version: int) -> Any:
-    handle = source.publish(version, WEIGHTS.items())
-    return await asyncio.to_thread(handle.wait, 20)
 
 
 @pytest.fixture
 async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
     async with connect(redis_db) as client:
         yield Ledger(client, "default")
-
-
-async def serve_some(ledger: Ledger, before: int, version: int) -> None:
-    """One more job, answered with this version."""
-    broker = Broker(ledger.redis, "default")
-    await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=4))])
-    found = (await wait_replies(broker, before + 1))[-1].outcome
-    assert isinstance(found, RolloutResult)
-    assert found.versions == (version,)
-    check_scripted(found, 3)
 
 
 def altered(snapshot: Snapshot, how: str) -> Snapshot:
@@ -105,46 +73,70 @@ async def test_what_is_not_what_was_sent_is_refused(
 ) -> None:
     async with worker(redis_db) as running, publisher(redis_db) as source:
         assert (await publish(source, 1)).state == "committed"
-        old = dict(running.engine.weights)
-        honest = Sender._broadcast
+        old = {name: tensor.clone() for name, tensor in running.engine.weights.items()}
+        offer, send = Broadcaster.offer, Broadcaster.send
 
-        def corrupt(self: Sender, snapshot: Snapshot, announcement: WeightAnnouncement) -> None:
-            honest(self, altered(snapshot, how), announcement)
+        def offer_altered(self: Broadcaster, epoch: int, snapshot: Snapshot) -> None:
+            offer(self, epoch, altered(snapshot, how))
 
-        monkeypatch.setattr(Sender, "_broadcast", corrupt)
+        def send_altered(self: Broadcaster, snapshot: Snapshot, *more: Any) -> None:
+            send(self, altered(snapshot, how), *more)
+
+        monkeypatch.setattr(Broadcaster, "offer", offer_altered)
+        monkeypatch.setattr(Broadcaster, "send", send_altered)
         report = await publish(source, 2)
         assert report.state == "failed"
         assert report.workers == ()
         assert report.failures[running.id].startswith(said)
-        assert running.engine.weights == old
+        assert running.engine.weights.keys() == old.keys()
+        assert all(torch.equal(running.engine.weights[name], tensor) for name, tensor in old.items())
         assert running.worker._generation.version == 1
         assert await ledger.committed() == 1
         assert await ledger.version_state(2) == "failed"
         await serve_some(ledger, 0, 1)
-        monkeypatch.setattr(Sender, "_broadcast", honest)
+        monkeypatch.setattr(Broadcaster, "offer", offer)
+        monkeypatch.setattr(Broadcaster, "send", send)
         assert (await publish(source, 3)).state == "committed"
         await serve_some(ledger, 1, 3)
 
 
 async def test_a_worker_that_dies_between_joining_and_meeting(redis_db: str, ledger: Ledger) -> None:
-    """It joins and is never heard of again: one timeout, and the others go on with what they have."""
+    """It joins and is never heard of again: its lease ends, and the others get the version without it."""
     phantom = Lease(ledger.redis, "default", "phantom", lease_s=1.0)
+    async with worker(redis_db) as one, worker(redis_db) as two, publisher(redis_db, transfer_timeout_s=6.0) as source:
+        await phantom.join(status("phantom"))
+        began = time.monotonic()
+        handle = source.publish(1, WEIGHTS.items())
+        number = await eventually(ledger.open_epoch)
+        assert await ledger.join(number, "phantom", Join(1))
+        report = await asyncio.to_thread(handle.wait, 20)
+        assert time.monotonic() - began < 1.0 + 3.0  # its lease, and a second transfer; no timeout
+        assert (report.state, set(report.workers)) == ("committed", {one.id, two.id})
+        assert set(report.failures) == {"phantom"}
+        assert report.failures["phantom"].startswith("was lost during the transfer")
+        for running in (one, two):
+            assert running.engine.weights.keys() == WEIGHTS.keys()
+            assert running.engine.starts == 1
+        await serve_some(ledger, 0, 1)
+        again = await publish(source, 2)
+        assert (again.state, set(again.workers), again.failures) == ("committed", {one.id, two.id}, {})
+        await serve_some(ledger, 1, 2)
+
+
+async def test_a_worker_that_joins_and_then_only_breathes(redis_db: str, ledger: Ledger) -> None:
+    """Alive by its heartbeats, but it never comes: one transfer's deadline, then the others go on without it."""
+    phantom = Lease(ledger.redis, "default", "phantom", lease_s=60.0)
     async with worker(redis_db) as one, worker(redis_db) as two, publisher(redis_db, transfer_timeout_s=1.5) as source:
         await phantom.join(status("phantom"))
         began = time.monotonic()
         handle = source.publish(1, WEIGHTS.items())
         number = await eventually(ledger.open_epoch)
-        assert await ledger.join(number, "phantom", 1)
+        assert await ledger.join(number, "phantom", Join(1))
         report = await asyncio.to_thread(handle.wait, 20)
-        assert time.monotonic() - began < 3.0 + 1.5 + 2.0 + 1.0
-        assert report.state == "failed"
-        assert set(report.failures) == {"phantom", one.id, two.id}
+        assert time.monotonic() - began < 1.5 + GRACE_S + 3.0
+        assert (report.state, set(report.workers)) == ("committed", {one.id, two.id})
         assert report.failures["phantom"].startswith("was lost during the transfer")
-        assert report.failures[one.id].startswith("rendezvous: TransferTimeout")
-        await serve_some(ledger, 0, 0)
-        again = await publish(source, 2)
-        assert (again.state, set(again.workers)) == ("committed", {one.id, two.id})
-        await serve_some(ledger, 1, 2)
+        await serve_some(ledger, 0, 1)
 
 
 async def test_a_worker_that_is_dead_before_it_joins_costs_nothing(redis_db: str, ledger: Ledger) -> None:
@@ -162,12 +154,9 @@ async def test_one_refuses_and_the_other_serves(redis_db: str, ledger: Ledger) -
     class Picky(ScriptedEngine):
         refuse = True
 
-        async def load_weights(self, order: TransferOrder) -> TransferReport:
-            report = await super().load_weights(order)
-            if self.refuse:
-                self.weights = {}
-                return TransferReport(False, "verify", "DigestMismatch: tensor first")
-            return report
+        async def prepare_weights(self, order: TransferOrder) -> TransferReport:
+            report = await super().prepare_weights(order)
+            return TransferReport(False, "verify", "DigestMismatch: tensor first") if self.refuse else report
 
     picky = Picky()
     async with worker(redis_db) as sound, worker(redis_db, engine=picky) as other, publisher(redis_db) as source:
@@ -183,19 +172,37 @@ async def test_one_refuses_and_the_other_serves(redis_db: str, ledger: Ledger) -
         assert sound.worker._generation.version == 1
 
 
-async def test_weights_that_are_half_written_never_serve(redis_db: str, ledger: Ledger) -> None:
-    class Torn(ScriptedEngine):
-        async def load_weights(self, order: TransferOrder) -> TransferReport:
-            report = await super().load_weights(order)
-            return TransferReport(False, "load", "CUDA error") if order.version == 1 else report
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [
+        ("DigestMismatch: not the tensors of this model: unknown ['first']", False),
+        ("TransferTimeout: no rendezvous store at 192.0.2.1:1", True),
+    ],
+)
+async def test_who_never_comes_keeps_nobody_from_the_version(redis_db: str, error: str, waits: bool) -> None:
+    """Another model, or no way to the trainer's port: it joins every transfer all the same."""
+    timeout_s = 1.5
 
-    async with worker(redis_db, engine=Torn()) as running, publisher(redis_db) as source:
+    class Stranger(ScriptedEngine):
+        async def prepare_weights(self, order: TransferOrder) -> TransferReport:
+            if waits:
+                await asyncio.sleep(order.timeout_s)
+            return TransferReport(False, "rendezvous", error)
+
+    async with (
+        worker(redis_db) as one,
+        worker(redis_db) as two,
+        worker(redis_db, engine=Stranger()) as other,
+        publisher(redis_db, transfer_timeout_s=timeout_s) as source,
+    ):
+        began = time.monotonic()
         report = await publish(source, 1)
-        assert report.failures == {running.id: "load: CUDA error"}
-        await eventually(lambda: running.engine.starts == 2, what="a restart with whole weights")
-        await serve_some(ledger, 0, 0)
-        assert (await publish(source, 2)).state == "committed"
-        await serve_some(ledger, 1, 2)
+        assert time.monotonic() - began < (timeout_s + GRACE_S if waits else 0.0) + 1.5
+        assert (report.state, set(report.workers)) == ("committed", {one.id, two.id})
+        assert report.failures == {other.id: f"rendezvous: {error}"}
+        assert other.worker._generation.version == 0
+        async with worker(redis_db) as late:  # the stranger asks to be caught up, too
+            await eventually(lambda: late.worker._generation.version == 1, 2 * (timeout_s + GRACE_S) + 5.0)
 
 
 async def test_the_publisher_dies_after_the_announcement(redis_db: str, ledger: Ledger) -> None:
@@ -221,6 +228,11 @@ async def joined(ledger: Ledger, epoch: int, worker_id: str) -> bool:
     return found is not None and worker_id in found.joins
 
 
+async def reported(ledger: Ledger, epoch: int, worker_id: str) -> TransferReport | None:
+    found = await ledger.epoch(epoch)
+    return found.reports.get(worker_id) if found is not None else None
+
+
 async def test_the_publisher_dies_after_the_seal(redis_db: str, ledger: Ledger) -> None:
     """The store is there, nobody else ever comes: the worker is back within the transfer's deadline."""
     store = serve_store("127.0.0.1")
@@ -236,13 +248,12 @@ async def test_the_publisher_dies_after_the_seal(redis_db: str, ledger: Ledger) 
         await ledger.announce(announcement)
         await eventually(lambda: joined(ledger, announcement.epoch, running.id))
         began = time.monotonic()
-        await ledger.seal(announcement.model_copy(update={"roster": {running.id: 1}, "world_size": 2}))
-        await eventually(lambda: running.worker._follower.updating)
+        await ledger.seal(announcement.model_copy(update={"roster": {running.id: 1}, "world_size": 2, "group": "g"}))
         await serve_some(ledger, 0, 0)
+        report = await eventually(lambda: reported(ledger, announcement.epoch, running.id), 4.0)
         assert time.monotonic() - began < 4
-        found = await ledger.epoch(announcement.epoch)
-        assert found is not None
-        report = found.reports[running.id]
+        assert not running.worker._follower.updating
+        await serve_some(ledger, 1, 0)
         assert (report.ok, report.phase, report.intact) == (False, "rendezvous", True)
 
 
@@ -250,13 +261,13 @@ async def test_a_worker_without_a_lease_takes_no_part(ledger: Ledger) -> None:
     announcement = WeightAnnouncement(
         version=1, epoch=await ledger.new_epoch(), host="h", port=1, join_timeout_s=1.0, transfer_timeout_s=1.0
     )
-    assert not await ledger.join(announcement.epoch, "w", 1)  # not announced
+    assert not await ledger.join(announcement.epoch, "w", Join(1))  # not announced
     await ledger.announce(announcement)
-    assert not await ledger.join(announcement.epoch, "w", 1)  # no lease
+    assert not await ledger.join(announcement.epoch, "w", Join(1))  # no lease
     await Lease(ledger.redis, "default", "w").join(status("w"))
-    assert await ledger.join(announcement.epoch, "w", 1)
+    assert await ledger.join(announcement.epoch, "w", Join(1))
     await ledger.seal(announcement)
-    assert not await ledger.join(announcement.epoch, "w", 1)  # too late
+    assert not await ledger.join(announcement.epoch, "w", Join(1))  # too late
     await ledger.close(announcement, committed=True)
     await ledger.close(announcement, committed=False)  # a committed version never goes back
     assert await ledger.version_state(1) == "committed"
@@ -294,3 +305,21 @@ async def test_a_failed_catch_up_does_not_end_the_publisher(redis_db: str, monke
             await eventually(lambda: late.worker._generation.version == 1, 15)
             assert failed.is_set()
             assert (await publish(source, 2)).state == "committed"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+async def test_a_version_that_is_not_finite_is_not_sent_unless_it_may_be(
+    redis_db: str, ledger: Ledger, value: float
+) -> None:
+    broken = WEIGHTS | {"third": torch.tensor([0.0, value, 0.0])}
+    async with worker(redis_db) as running:
+        async with publisher(redis_db) as source:
+            assert (await publish(source, 1)).state == "committed"
+            report = await asyncio.to_thread(source.publish(2, broken).wait, 20)
+            assert (report.state, report.workers, set(report.failures)) == ("failed", (), {"trainer"})
+            assert "tensor third has NaN or Inf" in report.failures["trainer"]
+            assert await ledger.committed() == running.worker._generation.version == 1
+        async with publisher(redis_db, nonfinite="allow") as source:
+            assert (await asyncio.to_thread(source.publish(3, broken).wait, 20)).workers == (running.id,)
+            assert running.engine.weights["third"].tolist()[0] == 0.0
+            assert not running.engine.weights["third"].isfinite().all()

@@ -1,0 +1,81 @@
+"""What `rolloutmq weights snapshots`, `gc` and `pin` do: versions on disk, without a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..messages.errors import ConfigError, WeightSyncError
+from ..sync.disk import SnapshotStore
+from ..sync.disk_errors import NoSuchSnapshot
+from .progress_line import ProgressLine
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One version on disk. problem: why it cannot be used, "" for none. verified: whether every byte was compared."""
+
+    version: int
+    path: str
+    pinned: bool
+    created: str = ""
+    tensors: int = 0
+    nbytes: int = 0
+    verified: bool = False
+    problem: str = ""
+
+
+def store(folder: Path, keep: int = 1) -> SnapshotStore:
+    """Raises ConfigError if there is no such folder: a mistyped one would look empty."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder")
+    return SnapshotStore(folder, keep)
+
+
+def snapshots(folder: Path, *, verify: bool) -> list[Found]:
+    """Every version in a folder, oldest first; opening compares sizes and headers, `verify` reads all of it."""
+    versions = store(folder)
+    pinned, numbers, found = versions.pinned(), versions.versions(), []
+    with ProgressLine() as line:
+        for done, number in enumerate(numbers):
+            if verify:
+                line.show(done, len(numbers), f"version {number}")
+            one = _look(versions, number, number in pinned, verify)
+            found += [one] if one else []
+    return found
+
+
+def _look(versions: SnapshotStore, number: int, pinned: bool, verify: bool) -> Found | None:
+    seen: dict[str, Any] = {"version": number, "path": "", "pinned": pinned}
+    try:
+        with versions.load(number) as version:
+            seen |= {"path": str(version.path), "created": version.index.created, "nbytes": version.nbytes}
+            seen |= {"tensors": len(version.manifest.tensors)}
+            if verify:
+                version.verify()
+                seen["verified"] = True
+    except NoSuchSnapshot:
+        return None  # removed meanwhile
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--verify needs torch: {error}") from None
+    except WeightSyncError as error:
+        seen["problem"] = f"{type(error).__name__}: {error}"
+    return Found(**seen)
+
+
+def as_plain(found: list[Found]) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [asdict(one) for one in found]
+
+
+def lines(found: list[Found]) -> Iterator[str]:
+    """For people."""
+    for one in found:
+        notes = ["pinned"] * one.pinned + ["verified"] * one.verified
+        notes += [one.problem] if one.problem else []
+        what = f"{one.tensors:,} tensors  {one.nbytes:,} bytes  {one.created}"
+        yield "  ".join([f"version {one.version}", what, *notes])
+    if not found:
+        yield "no versions"

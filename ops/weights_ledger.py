@@ -1,0 +1,125 @@
+"""What `rolloutmq weights list` and `show` say: the ledger as plain data, and as lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from ..messages.broker import Broker
+from ..sync.ledger import Ledger
+from ..sync.ledger_view import LedgerView, Transfer, VersionRecord
+from .cli_errors import printable
+from .pool_access import connected
+
+Plain = dict[str, Any]
+
+
+async def ledger_state(redis_url: str, pool: str, limit: int) -> Plain:
+    """Newest versions, newest first, and who serves what. Raises as `connected` does."""
+    async with connected(redis_url, pool) as redis:
+        ledger = Ledger(redis, pool)
+        alive = await ledger.live_workers()
+        return {
+            "pool": pool,
+            "committed_version": await ledger.committed(),
+            "transfer_under_way": await ledger.open_epoch(),
+            "wanted": await ledger.wanted(),
+            "workers": [
+                {"worker_id": w.worker_id, "host": w.host, "state": w.state, "version": w.version}
+                | {"alive": w.worker_id in alive}
+                for w in await Broker(redis, pool).workers()
+            ],
+            "versions": [_plain(record) for record in await LedgerView(ledger).versions(limit)],
+        }
+
+
+async def version_state(redis_url: str, pool: str, version: int) -> Plain:
+    """One version and all that is remembered of its transfers. Raises WeightSyncError for one that is not known."""
+    async with connected(redis_url, pool) as redis:
+        return _plain(await LedgerView(Ledger(redis, pool)).version(version))
+
+
+def _plain(record: VersionRecord) -> Plain:
+    return {
+        "version": record.version,
+        "state": record.state,
+        "announced_at": record.announced_at,
+        "ended_at": record.ended_at,
+        "transfers": [_transfer(transfer) for transfer in record.transfers],
+    }
+
+
+def _transfer(transfer: Transfer) -> Plain:
+    said = transfer.epoch.announcement.model_dump(mode="json", exclude={"version", "epoch"})
+    return {
+        "epoch": transfer.number,
+        "state": transfer.epoch.state,
+        **said,
+        "joined": sorted(transfer.epoch.joins),
+        "served": transfer.served,
+        "failures": transfer.failures,
+        "reports": {worker: asdict(report) for worker, report in sorted(transfer.epoch.reports.items())},
+    }
+
+
+def list_lines(state: Plain) -> Iterator[str]:
+    """`ledger_state` for people."""
+    under_way = f"   transfer {state['transfer_under_way']} under way" if state["transfer_under_way"] else ""
+    yield f"pool {state['pool']}   committed version {state['committed_version']}{under_way}"
+    for record in state["versions"]:
+        yield _head(record)
+        # The newest transfer tells how it stands; a worker that failed there may have the version from an earlier one.
+        served = {worker for transfer in record["transfers"] for worker in transfer["served"]}
+        newest = record["transfers"][0]
+        epochs = ", ".join(str(transfer["epoch"]) for transfer in reversed(record["transfers"]))
+        yield printable(f"    epochs {epochs}; received by {_names(served)}")
+        for worker, why in newest["failures"].items():
+            yield printable(f"    {worker}: {why}")
+    if not state["versions"]:
+        yield "no version was published: workers serve the model as they load it from disk"
+    for worker in state["workers"]:
+        has = state["wanted"].get(worker["worker_id"])
+        waits = "" if has is None else f", waits for a newer one than {has}"
+        said = worker["state"] if worker["alive"] else "silent"
+        yield printable(f"worker {worker['worker_id']} on {worker['host']}: {said}, version {worker['version']}{waits}")
+
+
+def show_lines(record: Plain) -> Iterator[str]:
+    """`version_state` for people."""
+    yield _head(record)
+    for transfer in record["transfers"]:
+        late = ", for late workers" if transfer["catch_up"] else ""
+        yield printable(
+            f"epoch {transfer['epoch']}: {transfer['state']}, {transfer['mode']}, {transfer['backend']} "
+            f"from {transfer['host']}:{transfer['port']}{late}"
+        )
+        yield printable(f"    joined: {_names(transfer['joined'])}")
+        for worker, rank in sorted(transfer["roster"].items(), key=lambda item: item[1]):
+            yield printable(f"    rank {rank}: {worker}: {_outcome(transfer, worker)}")
+
+
+def _outcome(transfer: Plain, worker: str) -> str:
+    if worker in transfer["failures"]:
+        return str(transfer["failures"][worker])
+    report = transfer["reports"].get(worker)
+    if report is None:
+        return "under way"
+    seconds = ", ".join(f"{name[:-2]} {value:.3f} s" for name, value in report.items() if name.endswith("_s"))
+    return f"{report['tensors']:,} tensors, {report['nbytes']:,} bytes; {seconds}"
+
+
+def _head(record: Plain) -> str:
+    ended = f", {record['state']} {_when(record['ended_at'])}" if record["ended_at"] else f", {record['state']}"
+    return f"version {record['version']}: announced {_when(record['announced_at'])}{ended}"
+
+
+def _when(seconds: float | None) -> str:
+    if seconds is None:
+        return "at an unknown time"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def _names(workers: list[str] | set[str]) -> str:
+    return ", ".join(sorted(workers)) or "none"

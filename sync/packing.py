@@ -1,0 +1,144 @@
+"""Taking a version out of the trainer: copies of its tensors in flat buckets, while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..messages.errors import ConfigError
+from ..messages.weights import TensorSpec, WeightManifest
+from .buckets import Buckets, Keep
+from .digest import hex_of
+from .gather import gathered, is_sharded, plain
+from .places import BUCKET_BYTES, Place, Places, Planner, dtype_name
+from .snapshot import Snapshot
+
+
+class PackedWeights:
+    """A copy of (name, tensor) pairs; digests are computed later, by whoever has the time.
+
+    When the constructor returns every tensor is copied, on CUDA as far as work queued on the current stream sees it:
+    training may go on changing the originals there. The host does not wait for the GPU unless tensors on the CPU are to
+    be copied to it, and does no work per tensor on the GPU besides preparing views.
+
+    Memory beside the copy: at most one bucket and one gathered tensor, whatever the size of the model.
+
+    Args:
+        version: number of the version.
+        tensors: (name, tensor) pairs: tensors and parameters on CPU or CUDA, of any strided layout and any dtype, also
+            FSDP2's and tensor parallel DTensors, which are gathered one at a time. Gathering is a collective: every
+            rank of the trainer makes a PackedWeights, with the same names in the same order and the same `rename`.
+        bucket_bytes: a bucket is no larger, unless for a single tensor.
+        keep: where the copy lives. "device": on the CUDA device of the first bucket's tensors (CPU, if they are there).
+            "host": in host memory, pinned where the tensors come from a GPU; takes the GPU's copy engine as long as its
+            bus needs, on the current stream. "auto": on the device as long as 10% of its memory stay free and all
+            CUDA tensors are on one; else on the host.
+        rename: the name under which a tensor is sent, or None for one that is not; see `strip_wrappers`.
+        leader: False on ranks that only take part in the gathers: nothing is copied, `snapshot` is not for them.
+        like: `places` of an earlier version, so that what is the same is not worked out and checked again.
+
+    Raises InvalidField, on every rank alike and after the last gather, so that no rank waits for another: for a name
+    that comes twice, a tensor that is not dense or is a shard, and if there is nothing to take.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        keep: Keep = "auto",
+        rename: Callable[[str], str | None] | None = None,
+        leader: bool = True,
+        like: Places | None = None,
+    ) -> None:
+        self.version = version
+        planner = Planner(bucket_bytes, like)
+        self._buckets = Buckets(keep, planner.expected()) if leader else None
+        # Inference tensors could not be sent: a broadcast counts as a change of them.
+        with torch.inference_mode(False), torch.no_grad():
+            self._take(tensors, planner, rename)
+            self.places = planner.done()
+            if self._buckets is not None:
+                self._buckets.close()
+
+    def _take(
+        self,
+        tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        planner: Planner,
+        rename: Callable[[str], str | None] | None,
+    ) -> None:
+        failure: Exception | None = None
+        pending: list[tuple[Place, torch.Tensor]] = []
+        for given, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            name = given if rename is None else rename(given)
+            if name is None:
+                continue
+            whole = gathered(tensor)
+            del tensor  # nothing of it lives while the next one is made
+            try:
+                if failure is None:  # else: the other ranks gather what is left, and cannot without this one
+                    pending = self._place(given, name, whole, planner, pending)
+            except Exception as error:
+                failure, pending = error, []
+            del whole
+        try:
+            if failure is not None:
+                raise failure
+            if pending and self._buckets is not None:
+                self._buckets.add(pending)
+        finally:
+            del failure
+
+    def _place(
+        self, given: str, name: str, tensor: Any, planner: Planner, pending: list[tuple[Place, torch.Tensor]]
+    ) -> list[tuple[Place, torch.Tensor]]:
+        """What waits for its bucket to be full, now with `tensor`."""
+        outside = is_sharded(tensor) and not tensor.is_meta  # of the mesh: nothing that only the lead needs
+        if self._buckets is not None or not outside:
+            tensor = plain(given, tensor)
+        place = planner.place(name, tensor)
+        if self._buckets is None:
+            return pending
+        if pending and place.bucket != pending[0][0].bucket:
+            self._buckets.add(pending)
+            pending = []
+        pending.append((place, tensor))
+        return pending
+
+    @property
+    def buckets(self) -> tuple[torch.Tensor, ...]:
+        """Flat uint8 tensors, each as large as `places.sizes` says; none where leader=False."""
+        return tuple(self._buckets.full) if self._buckets is not None else ()
+
+    @property
+    def ready(self) -> Any:
+        """A torch.cuda.Event after which the buckets are filled; None if they are already."""
+        return self._buckets.ready if self._buckets is not None else None
+
+    def snapshot(self) -> Snapshot:
+        """With the digests: what is sent, and what receivers compare with. Waits until they are there.
+
+        May be called in any thread; on CUDA the digests are computed on that thread's current stream, after `ready`.
+        NaN and Inf are counted, not judged. Raises ConfigError where leader=False.
+        """
+        if self._buckets is None:
+            raise ConfigError("leader=False: this rank has no copy to send")
+        values, nonfinite = self._buckets.digests()
+        specs = tuple(
+            TensorSpec(
+                name=place.name,
+                dtype=dtype_name(place.dtype),
+                shape=place.shape,
+                bucket=place.bucket,
+                offset=place.offset,
+                nbytes=place.nbytes,
+                digest=value,
+            )
+            for place, value in zip(self.places.tensors, hex_of(values), strict=True)
+        )
+        manifest = WeightManifest.build(version=self.version, bucket_nbytes=self.places.sizes, tensors=specs)
+        bad = tuple(spec.name for spec, count in zip(specs, nonfinite.tolist(), strict=True) if count)
+        return Snapshot(manifest, self.buckets, bad)

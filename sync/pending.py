@@ -1,0 +1,37 @@
+"""What an engine rank keeps of a transfer between its two halves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..messages.weights import WeightManifest
+from .digest import values_of
+from .disk_read import DiskVersion
+from .group import Group
+from .transfer import TransferOrder
+
+
+@dataclass(slots=True)
+class Pending:
+    """A transfer that was prepared. staged: the buckets hold the version; else they are two to receive into.
+
+    deadline: of time.monotonic. store: the connection to the sender's. group: None where none is needed.
+    """
+
+    order: TransferOrder
+    deadline: float
+    store: Any
+    manifest: WeightManifest
+    group: Group | None
+    buckets: list[torch.Tensor]
+    staged: bool
+    rendezvous_s: float = 0.0
+    receive_s: float = 0.0
+    opened: DiskVersion | None = None
+    expected: torch.Tensor = field(init=False)  # (tensors,) int64: the manifest's digests
+
+    def __post_init__(self) -> None:
+        self.expected = values_of([spec.digest for spec in self.manifest.tensors], "cpu")

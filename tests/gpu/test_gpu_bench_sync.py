@@ -1,0 +1,34 @@
+"""The weight benchmark over NCCL, at the shape of a small real model: every path works, and nothing hangs.
+
+Figures are committed under benchmarks/results; what a loaded host can keep to is checked here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rolloutmq.ops.bench.sync_bench import PATHS, make_plan, run_sync_bench
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.timeout(600)
+def test_every_path_between_two_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan("0.6b", None, "cuda", 1, None, rounds=5, seconds=6.0, every_s=2.0, out=tmp_path / "sync.json")
+    figures = run_sync_bench(plan, quiet=True)["shapes"]["0.6b"]
+    with capsys.disabled():
+        print({key: value for key, value in figures.items() if key.endswith(("_gb_s", "_ms"))})
+    assert figures["errors"] == {}
+    for path in PATHS:
+        assert figures[f"{path}_gb_s"] > 0
+    assert figures["raw_ms"] < min(figures["ours_ms"], figures["stock_bucket_ms"], figures["stock_tensor_ms"])
+    assert figures["ours_ms"] < figures["stock_tensor_ms"]
+    assert not figures["ours_details"]["ours:direct"]["staged"]
+    assert figures["ours_details"]["ours:staged"]["staged"]
+    assert all(figures["ours_details"][f"ours:{way}"]["readback"] for way in ("direct", "staged"))
+    assert figures["stall_overlapped_ms"] is not None
+    assert figures["stall_ms"] is not None
+    assert figures["tokens_updates"] >= 2

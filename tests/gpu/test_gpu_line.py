@@ -1,0 +1,103 @@
+"""The wire between GPUs: NCCL, deaths under it, and CUDA IPC on one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from peers import SLACK_S, Line, Peer, expected, line, version
+
+TIMEOUT_S = 6.0
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
+
+
+@pytest.fixture(params=["on", "off"], ids=["staged", "direct"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Line]:
+    with line("cuda:1", staging=request.param) as made:
+        yield made
+
+
+def test_every_bit_arrives_and_the_group_stays(pair: Line) -> None:
+    (peer,), groups = pair.peers, set()
+    for number in (1, 2, 3):
+        snapshot = version(number, "cuda:0")
+        (report,), error, _ = pair.transfer(snapshot)
+        assert error is None
+        assert report is not None
+        assert (report.ok, report.phase, report.readback) == (True, "done", True), report
+        assert peer.ask(digests=True) == expected(snapshot)
+        groups.add(peer.group)
+    assert len(groups) == 1
+
+
+def test_a_copy_in_host_memory_is_sent_all_the_same(pair: Line) -> None:
+    from rolloutmq.sync.packing import PackedWeights  # noqa: PLC0415
+
+    tensors = dict(version(1, "cuda:0").tensors())
+    snapshot = PackedWeights(1, tensors, 512, keep="host").snapshot()
+    assert snapshot.device.type == "cpu"
+    (report,), error, _ = pair.transfer(snapshot, transport="gloo")
+    assert error is None
+    assert report is not None
+    assert report.ok, report
+    assert pair.peers[0].ask(digests=True) == expected(snapshot)
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(("at", "number"), [("rendezvous", 1), ("ready", 1), ("broadcast", 2)])
+def test_a_death_releases_the_sender_and_its_next_transfer_goes_on(pair: Line, at: str, number: int, how: str) -> None:
+    (victim,) = pair.peers
+    _, error, _ = pair.transfer(version(1, "cuda:0"))
+    assert error is None
+    victim.group = ""
+    victim.ask(fault={"at": at, "number": number, "how": how})
+    (report,), error, seconds = pair.transfer(version(2, "cuda:0"), timeout_s=TIMEOUT_S)
+    assert report is None
+    assert seconds < TIMEOUT_S + 3 * SLACK_S
+    print(at, how, f"{seconds:.2f} s", repr(error))
+    victim.end()
+    other = Peer("cuda:1")
+    try:
+        assert other.hear() == "up"
+        third = version(3, "cuda:0")
+        (report,), error, _ = pair.transfer(third, [other])
+        assert error is None
+        assert report is not None
+        assert report.ok
+        assert other.ask(digests=True) == expected(third)
+    finally:
+        other.end()
+
+
+def test_a_sender_that_stops_in_the_midst_releases_the_receiver(pair: Line) -> None:
+    """It queues one bucket less than the manifest says."""
+    from dataclasses import replace  # noqa: PLC0415
+
+    (peer,), first, second = pair.peers, version(1, "cuda:0"), version(2, "cuda:0")
+    _, error, _ = pair.transfer(first)
+    assert error is None
+    torn = replace(second, buckets=second.buckets[:-1])
+    (report,), error, seconds = pair.transfer(torn, timeout_s=TIMEOUT_S)
+    assert report is not None
+    assert not report.ok
+    assert seconds < TIMEOUT_S + 3 * SLACK_S
+    if report.intact:
+        assert peer.ask(digests=True) == expected(first)
+    third = version(3, "cuda:0")
+    (report,), error, _ = pair.transfer(third)
+    assert error is None
+    assert report is not None
+    assert report.ok, report
+    assert peer.ask(digests=True) == expected(third)
+
+
+def test_on_one_gpu_the_buckets_are_handed_over() -> None:
+    with line("cuda:0") as made:
+        for number in (1, 2, 3):
+            snapshot = version(number, "cuda:0")
+            (report,), error, _ = made.transfer(snapshot, transport="ipc")
+            assert error is None
+            assert report is not None
+            assert (report.ok, report.phase, report.readback) == (True, "done", True), report
+            assert made.peers[0].ask(digests=True) == expected(snapshot)

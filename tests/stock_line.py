@@ -1,0 +1,70 @@
+"""One engine and the sender's end of SGLang's own update group, without a pool around them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+
+from rolloutmq.messages.weights import WeightAnnouncement
+from rolloutmq.sync.broadcaster import Broadcaster
+from rolloutmq.sync.ledger import Join
+from rolloutmq.sync.snapshot import Snapshot
+from rolloutmq.sync.transfer import TransferReport
+from rolloutmq.worker.sglang_engine import SGLangEngine
+from rolloutmq.worker.weights import _order
+
+TIMEOUT_S = 60.0
+
+
+class StockLine:
+    """Sends versions to `engine`. group: the one that it is in."""
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        self.engine, self.ranks = engine, engine.config.tp_size
+        self.broadcaster = Broadcaster("127.0.0.1", 0)
+        self.group = ""
+        self._epoch = 0
+
+    async def send(self, snapshot: Snapshot) -> TransferReport:
+        """Both halves of one transfer, and both ends of it; the engine must be idle."""
+        self._epoch += 1
+        roster, joins = {"w": 1}, {"w": Join(self.ranks, group=self.group)}
+        self.broadcaster.offer(self._epoch, snapshot)
+        announcement = WeightAnnouncement(
+            version=snapshot.manifest.version,
+            epoch=self._epoch,
+            host="127.0.0.1",
+            port=self.broadcaster.store.port,
+            join_timeout_s=TIMEOUT_S,
+            transfer_timeout_s=TIMEOUT_S,
+            roster=roster,
+            world_size=1 + self.ranks,
+            group=self.broadcaster.name_group(self._epoch, roster, joins, stock=True),
+            backend="nccl" if snapshot.device.type == "cuda" else "gloo",
+            stock=True,
+        )
+        order = _order(announcement, "w")
+        sending = asyncio.create_task(asyncio.to_thread(self.broadcaster.send, snapshot, announcement, TIMEOUT_S))
+        report = await self.engine.prepare_weights(order)
+        if report.ok:
+            assert report.phase == "ready"
+            report = await self.engine.commit_weights(order)
+        if not report.ok:
+            self.broadcaster.give_up(report.error)
+        await asyncio.wait({sending})
+        if report.ok:
+            sending.result()
+        else:
+            sending.exception()
+        self.group = announcement.group if report.ok else ""
+        return report
+
+
+def flip(buffers: list[torch.Tensor], lot: list[tuple[str, torch.Tensor]], victim: str) -> None:
+    """One bit of `victim`, if it is in this lot."""
+    place = 0
+    for name, tensor in lot:
+        if name == victim:
+            buffers[0][place + 7] ^= 1
+        place += tensor.numel() * tensor.element_size()

@@ -1,0 +1,44 @@
+"""A trainer in the test's own process, and what it publishes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+from pool import check_scripted, wait_replies
+from specimens import job
+
+from rolloutmq import WeightPublisher
+from rolloutmq.messages import Broker, RolloutResult, SamplingParams
+from rolloutmq.sync.ledger import Ledger
+
+WEIGHTS = {"first": torch.arange(10.0), "second": torch.ones(5, dtype=torch.int8), "third": torch.zeros(3)}
+
+
+@asynccontextmanager
+async def publisher(url: str, **settings: Any) -> AsyncIterator[WeightPublisher]:
+    made = await asyncio.to_thread(
+        lambda: WeightPublisher(url, **({"join_timeout_s": 3.0, "transfer_timeout_s": 2.0} | settings))
+    )
+    try:
+        yield made
+    finally:
+        await asyncio.to_thread(made.close)
+
+
+async def publish(source: WeightPublisher, version: int) -> Any:
+    handle = source.publish(version, WEIGHTS.items())
+    return await asyncio.to_thread(handle.wait, 20)
+
+
+async def serve_some(ledger: Ledger, before: int, version: int) -> None:
+    """One more job, answered with this version."""
+    broker = Broker(ledger.redis, "default")
+    await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=4))])
+    found = (await wait_replies(broker, before + 1))[-1].outcome
+    assert isinstance(found, RolloutResult)
+    assert found.versions == (version,)
+    check_scripted(found, 3)

@@ -1,0 +1,24 @@
+"""Writers that are killed, and many processes in one folder: whatever is named a version is whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("arguments", [("every",), ("random", "7", "25"), ("traffic", "40")], ids=lambda it: it[0])
+def test_no_half_version(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    kind, *numbers = arguments
+    command = [sys.executable, str(HERE / "disk_crash.py"), kind, str(tmp_path / "versions"), *numbers]
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    shown = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert int(shown.stdout) > (20 if kind != "random" else 1)  # system calls killed at, or versions written

@@ -1,0 +1,47 @@
+"""A thread that receives beside one that never rests."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from rolloutmq.sync.receiver import Receiver
+from rolloutmq.sync.transfer import TransferOrder
+from rolloutmq.sync.turns import SHORT_S, short_turns
+
+ORDER = TransferOrder(
+    version=1,
+    epoch=1,
+    transport="gloo",
+    host="127.0.0.1",
+    port=1,
+    group="g",
+    rank_offset=1,
+    world_size=2,
+    timeout_s=0.5,
+)
+
+
+def test_turns_are_short_as_long_as_anybody_wants_them() -> None:
+    before = sys.getswitchinterval()
+    assert before > SHORT_S
+    with short_turns():
+        with short_turns():
+            assert sys.getswitchinterval() == pytest.approx(SHORT_S)
+        assert sys.getswitchinterval() == pytest.approx(SHORT_S)
+    assert sys.getswitchinterval() == before
+    with pytest.raises(KeyError), short_turns():
+        raise KeyError
+    assert sys.getswitchinterval() == before
+
+
+def test_a_receiver_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(Receiver, "_join", lambda *_: seen.append(sys.getswitchinterval()))
+    before = sys.getswitchinterval()
+    report = Receiver(torch.device("cpu")).prepare(ORDER)
+    assert not report.ok
+    assert seen == [pytest.approx(SHORT_S)]
+    assert sys.getswitchinterval() == before

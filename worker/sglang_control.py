@@ -1,0 +1,148 @@
+"""A channel to each of SGLang's scheduler processes, beside SGLang's own: for what must not wait its turn there.
+
+Receiving a version takes a thread of its own in the scheduler's process while that serves on; SGLang's requests are
+answered between two batches by the one thread that runs the model. So every scheduler process listens on a unix socket
+in a folder that only this user can enter. One connection is one question: a line of JSON there, a line of JSON back.
+
+    {"prepare": <TransferOrder>}   the report of the first half, when it is over
+    {"send": <TransferOrder>}      how it went, when the version that is held has been sent to others
+    {"committed": "<epoch>"}       the report of the second half, which SGLang's own request sets off
+    {"committed": "<epoch>plan"}, {"committed": "<epoch>check"}
+                                   those before and after an update through SGLang's own group, likewise
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import socket
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..messages.errors import EngineError, MessageError
+from ..sync.peer import send_held
+from ..sync.receiver import Receiver
+from ..sync.transfer import TransferOrder, TransferReport
+
+logger = logging.getLogger(__name__)
+LINE_LIMIT = 1 << 26
+REMEMBERED = 8
+
+
+def socket_path(folder: str, rank: int) -> str:
+    """Where the scheduler of tensor-parallel rank `rank` listens."""
+    return str(Path(folder) / f"rank{rank}")
+
+
+async def ask(folder: str, rank: int, question: dict[str, Any]) -> TransferReport:
+    """Put one question to a scheduler process. Raises EngineError if it is not there or hangs up."""
+    try:
+        reader, writer = await asyncio.open_unix_connection(socket_path(folder, rank), limit=LINE_LIMIT)
+        try:
+            writer.write(json.dumps(question).encode() + b"\n")
+            await writer.drain()
+            line = await reader.readline()
+        finally:
+            writer.close()
+        return TransferReport.from_json(line.decode(errors="replace"))
+    except (OSError, MessageError, ValueError) as error:
+        raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
+
+
+class ControlServer:
+    """The scheduler's end of the channel."""
+
+    def __init__(self, folder: str, rank: int, receiver: Receiver) -> None:
+        self.receiver = receiver
+        self._reports: deque[tuple[str, TransferReport]] = deque(maxlen=REMEMBERED)
+        self._posted = threading.Condition()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(socket_path(folder, rank))
+        self._listener.listen()
+        threading.Thread(target=self._listen, name="rolloutmq-control", daemon=True).start()
+
+    def post(self, epoch: int, report: TransferReport, stock: str = "") -> None:
+        """Answer whoever asks, or will ask, for the second half of transfer `epoch`."""
+        with self._posted:
+            self._reports.append((f"{epoch}{stock}", report))
+            self._posted.notify_all()
+
+    def _listen(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            threading.Thread(target=self._serve, args=(connection,), name="rolloutmq-ask", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, ValueError), connection.makefile("rwb") as stream:
+            question = json.loads(stream.readline(LINE_LIMIT))
+            if "prepare" in question:
+                report = self.receiver.prepare(TransferOrder.from_dict(question["prepare"]))
+            elif "send" in question:
+                report = send_held(self.receiver, TransferOrder.from_dict(question["send"]))
+            else:
+                report = self._report_of(str(question["committed"]))
+            stream.write(report.to_json().encode() + b"\n")
+
+    def _report_of(self, wanted: str) -> TransferReport:
+        with self._posted:
+            while True:
+                for name, report in self._reports:
+                    if name == wanted:
+                        return report
+                self._posted.wait()
+
+
+_server: ControlServer | None = None
+
+
+def listen(folder: str, *, rank: int, gpu: int | None, model: str, staging: Any) -> None:
+    """Start to listen in this process, the scheduler of one rank; gpu: its device, or None on a CPU."""
+    global _server  # noqa: PLW0603 – one scheduler per process, and SGLang calls `commit` by name
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+    _server = ControlServer(folder, rank, Receiver(device, rank=rank, model_dir=model, staging=staging))
+
+
+def commit(model: Any, named_tensors: Any) -> None:
+    """SGLang's weight-loader hook: the second half of a transfer, on the thread that runs the model.
+
+    The one tensor's name is JSON: {"epoch", "mode", "version", "stock"}. Never raises, because an exception here ends
+    the engine; what happened goes through the channel.
+    """
+    from . import sglang_scheduler  # noqa: PLC0415 – only in a scheduler's process
+
+    ((payload, _),) = list(named_tensors)
+    told = json.loads(payload)
+    assert _server is not None
+    server, epoch, key = _server, int(told["epoch"]), str(told["version"])
+    if stock := told.get("stock", ""):
+        server.post(epoch, server.receiver.check_stock(epoch, model, loaded=stock == "check"), stock)
+        return
+    try:
+        if told["mode"] != "in_place":
+            server.post(epoch, server.receiver.commit(epoch, model))
+            return
+        scheduler = sglang_scheduler.current()
+        sglang_scheduler.check(scheduler, key)
+    except Exception as error:
+        logger.exception("version %s cannot be loaded", key)
+        server.post(epoch, TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}"))
+        return
+    report = server.receiver.commit(epoch, model)
+    if not report.ok:
+        server.post(epoch, report)
+        return
+    try:
+        sglang_scheduler.switch(
+            scheduler, key, lambda counts: server.post(epoch, dataclasses.replace(report, switched=counts))
+        )
+    except Exception as error:  # the weights are new, but which tokens they sampled cannot be told
+        logger.exception("the switch to version %s could not be counted", key)
+        failed = TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)
+        server.post(epoch, failed)
