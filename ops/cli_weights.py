@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json as json_module
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -26,16 +27,12 @@ def list_versions(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many versions.")] = 10,
     json: Json = False,
 ) -> None:
-    """The newest versions, newest first: their transfers, who has them, and what each worker serves."""
+    """The newest versions, newest first: their transfers, who has them, adapters, and what each worker serves."""
     from .weights_ledger import ledger_state, list_lines
 
     with plain_errors():
         state = asyncio.run(ledger_state(redis, pool, limit))
-    if json:
-        typer.echo(json_module.dumps(state))
-        return
-    for line in list_lines(state):
-        typer.echo(line)
+    _print(state, list_lines(state), json)
 
 
 @app.command()
@@ -50,11 +47,7 @@ def show(
 
     with plain_errors():
         record = asyncio.run(version_state(redis, pool, version))
-    if json:
-        typer.echo(json_module.dumps(record))
-        return
-    for line in show_lines(record):
-        typer.echo(line)
+    _print(record, show_lines(record), json)
 
 
 @app.command()
@@ -69,11 +62,7 @@ def snapshots(
 
     with plain_errors():
         found = look(folder, verify=verify)
-    if json:
-        typer.echo(json_module.dumps(as_plain(found)))
-    else:
-        for line in lines(found):
-            typer.echo(printable(line))
+    _print(as_plain(found), map(printable, lines(found)), json)
     raise typer.Exit(int(any(one.problem for one in found)))
 
 
@@ -94,10 +83,7 @@ def gc(
             typer.confirm(f"of {count} versions in {folder}, remove all but the newest {keep}?", abort=True, err=True)
         removed = versions.collect()
         left = versions.versions()
-    if json:
-        typer.echo(json_module.dumps({"removed": removed, "left": left}))
-        return
-    typer.echo(f"removed {_list(removed)}; left {_list(left)}")
+    _print({"removed": removed, "left": left}, [f"removed {_list(removed)}; left {_list(left)}"], json)
 
 
 @app.command()
@@ -117,6 +103,12 @@ def pin(
             versions.pin(version)
         pinned = sorted(versions.pinned())
     typer.echo(f"pinned: {_list(pinned)}")
+
+
+def _print(state: object, lines: Iterable[str], json: bool) -> None:
+    """As JSON for programs, as lines for people."""
+    for line in [json_module.dumps(state)] if json else lines:
+        typer.echo(line)
 
 
 def _list(versions: list[int]) -> str:

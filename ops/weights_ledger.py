@@ -17,7 +17,7 @@ Plain = dict[str, Any]
 
 
 async def ledger_state(redis_url: str, pool: str, limit: int) -> Plain:
-    """Newest versions, newest first, and who serves what. Raises as `connected` does."""
+    """Newest versions, newest first, of adapters the newest alone, and who serves what. Raises as `connected` does."""
     async with connected(redis_url, pool) as redis:
         ledger = Ledger(redis, pool)
         alive = await ledger.live_workers()
@@ -32,6 +32,7 @@ async def ledger_state(redis_url: str, pool: str, limit: int) -> Plain:
                 for w in await Broker(redis, pool).workers()
             ],
             "versions": [_plain(record) for record in await LedgerView(ledger).versions(limit)],
+            "adapters": dict(sorted((await ledger.adapters()).items())),
         }
 
 
@@ -79,6 +80,8 @@ def list_lines(state: Plain) -> Iterator[str]:
             yield printable(f"    {worker}: {why}")
     if not state["versions"]:
         yield "no version was published: workers serve the model as they load it from disk"
+    for name, version in state["adapters"].items():
+        yield printable(f"adapter {name}: version {version}")
     for worker in state["workers"]:
         has = state["wanted"].get(worker["worker_id"])
         waits = "" if has is None else f", waits for a newer one than {has}"
@@ -107,7 +110,8 @@ def _outcome(transfer: Plain, worker: str) -> str:
     if report is None:
         return "under way"
     seconds = ", ".join(f"{name[:-2]} {value:.3f} s" for name, value in report.items() if name.endswith("_s"))
-    return f"{report['tensors']:,} tensors, {report['nbytes']:,} bytes; {seconds}"
+    unread = "" if report["readback"] else "; not read back"
+    return f"{report['tensors']:,} tensors, {report['nbytes']:,} bytes; {seconds}{unread}"
 
 
 def _head(record: Plain) -> str:

@@ -12,7 +12,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,7 @@ from .adapter_format import MOST_BYTES, Adapter, check_config, check_tensors
 from .broadcaster import Broadcaster
 from .digest import Digester, hex_of, values_of
 from .ledger import Join, Ledger
+from .patience import Patience
 from .rendezvous import EpochKeys, fetch, fetch_manifest, join_store, why_broken
 from .snapshot import Snapshot, unpack
 from .transfers import Terms, Transfer, TransferResult
@@ -57,10 +58,10 @@ class AdapterSender:
     """Sends adapters, and keeps the newest committed version of each for workers that come later."""
 
     def __init__(self, redis: Redis, pool: str, bell: Bell, terms: Terms, line: Broadcaster) -> None:
-        self._redis, self._pool = redis, pool
         self._bell, self._terms, self._line = bell, terms, line
         self._ledger = Ledger(redis, pool)
         self._retained: dict[str, Parcel] = {}
+        self._patience = Patience()
 
     async def committed(self) -> dict[str, int]:
         """Name -> newest committed version of the pool's adapters."""
@@ -75,21 +76,25 @@ class AdapterSender:
         for _ in range(ATTEMPTS - 1):
             if not (again := result.again & await self._ledger.live_workers()):
                 break
-            more = await self._transfer(parcel, again)
-            failures = {worker: why for worker, why in result.failures.items() if worker not in again} | more.failures
-            workers = (*result.workers, *more.workers)
-            result = TransferResult(result.committed or more.committed, workers, failures, more.again)
+            result = result.then(await self._transfer(parcel, again), again)
         return result
 
     async def catch_up(self) -> TransferResult | None:
         """Bring those that ask for it to a retained version. None if nobody asks."""
         lacking = await self.lacking()
-        return None if lacking is None else await self.send(*lacking)
+        if lacking is None:
+            return None
+        parcel, workers = lacking
+        result = await self.send(parcel, workers)
+        for worker in workers:
+            who = f"{parcel.name}@{worker}"
+            (self._patience.forget if worker in result.workers else self._patience.refused)(who)
+        return result
 
     async def _transfer(self, parcel: Parcel, only: frozenset[str] | None) -> TransferResult:
         expected = await self._ledger.live_workers() if only is None else only
-        ledger = _AdapterLedger(self._redis, self._pool, parcel.name)
-        transfer = Transfer(ledger, self._bell, self._terms, _Source(parcel, self._line))
+        terms = replace(self._terms, adapter=parcel.name)
+        transfer = Transfer(self._ledger, self._bell, terms, _Source(parcel, self._line))
         result = await transfer.run(expected, catch_up=only is not None)
         assert result is not None
         if result.committed:
@@ -107,26 +112,10 @@ class AdapterSender:
             return None
         for name, parcel in self._retained.items():
             behind = {worker for worker, has in wanted.get(name, {}).items() if has < parcel.version}
-            if behind & alive:
-                return parcel, frozenset(behind & alive)
+            now = {worker for worker in behind & alive if self._patience.lasts(f"{name}@{worker}")}
+            if now:
+                return parcel, frozenset(now)
         return None
-
-
-class _AdapterLedger(Ledger):
-    """The pool's ledger, where every announcement is of one adapter."""
-
-    def __init__(self, redis: Redis, pool: str, adapter: str) -> None:
-        super().__init__(redis, pool)
-        self._of = {"adapter": adapter}
-
-    async def announce(self, announcement: WeightAnnouncement) -> None:
-        await super().announce(announcement.model_copy(update=self._of))
-
-    async def seal(self, announcement: WeightAnnouncement) -> None:
-        await super().seal(announcement.model_copy(update=self._of))
-
-    async def close(self, announcement: WeightAnnouncement, committed: bool, digest: str = "") -> None:
-        await super().close(announcement.model_copy(update=self._of), committed, digest)
 
 
 class _Source:

@@ -71,7 +71,8 @@ class Broadcaster:
         """Put the manifest where receivers look for it."""
         self._stopped.clear()
         # Numbers of transfers begin again where Redis lost its data; this store did not.
-        self.store.delete_key(EpochKeys(epoch).broken)
+        for key in (EpochKeys(epoch).broken, EpochKeys(epoch).go):
+            self.store.delete_key(key)
         self.publish(epoch, snapshot.manifest)
 
     def publish(self, epoch: int, manifest: WeightManifest) -> None:
@@ -141,6 +142,7 @@ class Broadcaster:
                 broken=self._broken,
             )
         self._await_ready(announcement, deadline)
+        self.store.set(EpochKeys(announcement.epoch).go, "1")  # from here on receivers may give up what they have
         if device.type == "cuda":
             self._send_from_gpu(self._group, snapshot, device, deadline)
             return

@@ -71,6 +71,11 @@ class Ledger:
         """Newest committed version; 0 before the first, which is the model as workers load it from disk."""
         return int(await self.redis.hget(self.keys.weights, "committed") or 0)
 
+    async def newest(self) -> int:
+        """Newest version that was ever announced, whatever became of it; 0 before the first."""
+        found = await self.redis.hmget(self.keys.weights, "committed", "highest")
+        return max(int(number or 0) for number in found)
+
     async def committed_digest(self) -> tuple[int, str]:
         """Newest committed version, and what `manifest_digest` says of its tensors; "" if that was not told."""
         version, digest = await self.redis.hmget(self.keys.weights, "committed", "digest")

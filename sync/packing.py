@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from ..messages.errors import ConfigError
+from ..messages.errors import ConfigError, InvalidField
 from ..messages.weights import TensorSpec, WeightManifest
 from .buckets import Buckets, Keep
 from .digest import hex_of
 from .gather import gathered, is_sharded, plain
-from .places import BUCKET_BYTES, Place, Places, Planner, dtype_name
+from .places import BUCKET_BYTES, LONGEST_NAME, Place, Places, Planner, dtype_name
 from .snapshot import Snapshot
+
+PAIRS = "(name, tensor) pairs, such as model.named_parameters()"
 
 
 class PackedWeights:
@@ -39,8 +41,9 @@ class PackedWeights:
         leader: False on ranks that only take part in the gathers: nothing is copied, `snapshot` is not for them.
         like: `places` of an earlier version, so that what is the same is not worked out and checked again.
 
-    Raises InvalidField, on every rank alike and after the last gather, so that no rank waits for another: for a name
-    that comes twice, a tensor that is not dense or is a shard, and if there is nothing to take.
+    Raises InvalidField, on every rank alike and after the last gather, so that no rank waits for another: for what is
+    no pair, a name that is no string or comes twice, a tensor that is not dense or is a shard, and if there is nothing
+    to take.
     """
 
     def __init__(
@@ -70,14 +73,21 @@ class PackedWeights:
         planner: Planner,
         rename: Callable[[str], str | None] | None,
     ) -> None:
-        failure: Exception | None = None
+        module = isinstance(tensors, torch.nn.Module)
+        failure: Exception | None = InvalidField("tensors", _what(tensors), PAIRS) if module else None
         pending: list[tuple[Place, torch.Tensor]] = []
-        for given, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        for item in _items(tensors):
+            if wrong := _no_pair(item):
+                failure, pending = failure or wrong, []
+                for part in item if isinstance(item, tuple | list) else (item,):
+                    gathered(part)  # as another rank may do, which then waits for this one
+                continue
+            given, tensor = item
             name = given if rename is None else rename(given)
             if name is None:
                 continue
             whole = gathered(tensor)
-            del tensor  # nothing of it lives while the next one is made
+            del item, tensor  # nothing of it lives while the next one is made
             try:
                 if failure is None:  # else: the other ranks gather what is left, and cannot without this one
                     pending = self._place(given, name, whole, planner, pending)
@@ -142,3 +152,30 @@ class PackedWeights:
         manifest = WeightManifest.build(version=self.version, bucket_nbytes=self.places.sizes, tensors=specs)
         bad = tuple(spec.name for spec, count in zip(specs, nonfinite.tolist(), strict=True) if count)
         return Snapshot(manifest, self.buckets, bad)
+
+
+def _items(tensors: Iterable[Any]) -> Iterable[Any]:
+    """What should be pairs. Raises InvalidField for what has nothing in it that another rank might gather."""
+    if isinstance(tensors, Mapping):
+        return tensors.items()
+    if isinstance(tensors, torch.nn.Module):
+        parameters: Iterable[Any] = tensors.parameters()
+        return parameters
+    if isinstance(tensors, torch.Tensor | str | bytes) or not isinstance(tensors, Iterable):
+        raise InvalidField("tensors", _what(tensors), PAIRS)
+    return tensors
+
+
+def _no_pair(item: Any) -> InvalidField | None:
+    """What is wrong with it, if it is no pair of a name and something."""
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        return InvalidField("tensors", _what(item), PAIRS)
+    if not isinstance(item[0], str):
+        return InvalidField("tensors", _what(item[0]), f"names of 1 to {LONGEST_NAME} characters")
+    return None
+
+
+def _what(given: object) -> str:
+    """Its kind: what it holds may be large, or on another device."""
+    size = f" of {len(given)}" if isinstance(given, tuple | list) else ""
+    return f"{type(given).__name__}{size}"

@@ -24,6 +24,7 @@ from .places import Place, dtype_named
 from .plan import CopyPlan, PlanImpossible
 from .receiver import Receiver
 from .rendezvous import EpochKeys, join_store
+from .streams import side_stream
 from .transfer import TransferOrder, TransferReport
 from .turns import short_turns
 
@@ -119,7 +120,7 @@ def send_held(
     began = time.monotonic()
     deadline = began + order.timeout_s
     try:
-        with receiver.lending(order.version) as lent, _side_stream(receiver.device), short_turns():
+        with receiver.lending(order.version) as lent, side_stream(receiver.device), short_turns():
             held = Held(lent.manifest, held_tensors(lent.plan) if tensors is None else tensors, lent.buffers)
             line = PeerLine(order, deadline)
             try:
@@ -137,16 +138,6 @@ def send_held(
         nbytes=held.manifest.nbytes,
         receive_s=time.monotonic() - began,
     )
-
-
-@contextlib.contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
-    """Beside the engine's work: packing and sending wait for nothing of it, and it waits for nothing of them."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-        yield
 
 
 def _send(line: PeerLine, held: Held, order: TransferOrder, deadline: float) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from ..messages.errors import TransferTimeout
 from ..messages.weights import WeightManifest
 from .digest import values_of
 from .disk_read import DiskVersion
 from .group import Group
+from .rendezvous import EpochKeys
 from .transfer import TransferOrder
 
 
@@ -35,3 +37,10 @@ class Pending:
 
     def __post_init__(self) -> None:
         self.expected = values_of([spec.digest for spec in self.manifest.tensors], "cpu")
+
+    def say_ready(self, rank: int) -> None:
+        """Tell the sender that this rank of the engine waits for the first bucket. Raises TransferTimeout."""
+        try:
+            self.store.set(EpochKeys(self.order.epoch).ready(self.order.rank_offset + rank), "1")
+        except RuntimeError as error:
+            raise TransferTimeout(f"the sender is gone: {error}") from error

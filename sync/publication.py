@@ -19,6 +19,8 @@ class PublishReport:
         "delegated" (on a rank of the trainer that only helped to gather: its leader has the report).
     workers: those that serve it. failures: worker id -> why it does not; "trainer" for a version that was not sent.
     seconds: from `publish` to the commit. adapter: name of the LoRA adapter it is a version of, "" for the weights.
+    readback: whether every one of `workers` compared what its engine holds with what was published, not only what had
+        arrived: not with `verify=False`, for adapters, or where an engine loads in a way that cannot be turned round.
     """
 
     version: int
@@ -28,6 +30,7 @@ class PublishReport:
     nbytes: int = 0
     seconds: float = 0.0
     adapter: str = ""
+    readback: bool = False
 
 
 class PublishHandle:

@@ -20,9 +20,11 @@ from ..messages.errors import InvalidField, WeightSyncError
 from ..messages.keys import Keys
 from ..messages.weights import NonFinitePolicy, TransferPath, UpdateMode
 from . import adapter_format
+from . import publisher_checks as check
 from .adapters import Parcel
 from .buckets import Keep, release_host_memory
 from .disk import SnapshotStore
+from .disk_errors import disk_errors
 from .packing import PackedWeights
 from .places import BUCKET_BYTES, Places
 from .publication import PublishHandle, PublishReport
@@ -30,6 +32,7 @@ from .rendezvous import own_address_towards
 from .saver import SnapshotSaver
 from .sender import Sender, Settings, TransferResult
 from .snapshot import Snapshot
+from .streams import side_stream
 
 __all__ = ["PublishHandle", "PublishReport", "WeightPublisher"]
 log = logging.getLogger(__name__)
@@ -43,6 +46,12 @@ class _Order:
     began: float
     adapter: str = ""
     config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        version = f"version {self.packed.version}"
+        return f"{version} of adapter {self.adapter}" if self.adapter else version
 
 
 class WeightPublisher:
@@ -80,6 +89,9 @@ class WeightPublisher:
             skipped when a newer one is committed. See `snapshots_saved`.
         snapshot_every: the first committed version, and then each of this distance, is saved.
         keep_snapshots: this many of the newest stay in the folder.
+
+    Raises InvalidField for a setting that cannot be; RedisUnavailable; WeightSyncError if nothing can listen on `port`;
+    SnapshotError if the folder of `snapshots` cannot be made.
     """
 
     def __init__(
@@ -104,10 +116,15 @@ class WeightPublisher:
         snapshot_every: int = 1,
         keep_snapshots: int = 2,
     ) -> None:
-        _one_of("mode", mode, get_args(UpdateMode))
-        _one_of("keep", keep, get_args(Keep))
-        _one_of("nonfinite", nonfinite, get_args(NonFinitePolicy))
-        _one_of("transfer", transfer, get_args(TransferPath))
+        check.one_of("mode", mode, get_args(UpdateMode))
+        check.one_of("keep", keep, get_args(Keep))
+        check.one_of("nonfinite", nonfinite, get_args(NonFinitePolicy))
+        check.one_of("transfer", transfer, get_args(TransferPath))
+        check.seconds("join_timeout_s", join_timeout_s)
+        check.seconds("transfer_timeout_s", transfer_timeout_s)
+        check.port("port", port)
+        check.count("snapshot_every", snapshot_every)
+        check.count("keep_snapshots", keep_snapshots)
         if transfer == "stock" and mode == "in_place":
             why = "SGLang's own update does not begin before every request has ended"
             raise InvalidField("mode", mode, f"'resume' or 'drain' with transfer='stock': {why}")
@@ -128,8 +145,7 @@ class WeightPublisher:
         if not self._leader:
             return
         if snapshots is not None:
-            store = snapshots if isinstance(snapshots, SnapshotStore) else SnapshotStore(snapshots, keep_snapshots)
-            self._saver = SnapshotSaver(store, snapshot_every)
+            self._saver = SnapshotSaver(_store(snapshots, keep_snapshots), snapshot_every)
         self._settings = Settings(
             redis_url=url,
             pool=pool,
@@ -318,16 +334,18 @@ class WeightPublisher:
         try:
             snapshot = await asyncio.to_thread(_snapshot, order.packed)
             if snapshot.nonfinite and self._settings.nonfinite == "refuse":
-                why = f"tensor {snapshot.nonfinite[0]} has NaN or Inf in it ({len(snapshot.nonfinite)} tensors do)"
-                log.error("version %s %s is not sent: %s", order.packed.version, order.adapter, why)
+                count = len(snapshot.nonfinite)
+                do = "1 tensor does" if count == 1 else f"{count} tensors do"
+                why = f"tensor {snapshot.nonfinite[0]} has NaN or Inf in it ({do}); nonfinite='allow' sends it"
+                log.error("%s is not sent: %s", order.name, why)
                 result = TransferResult(committed=False, failures={"trainer": why})
             elif order.adapter:
                 result = await sender.adapters.send(Parcel(order.adapter, order.config, snapshot))
             else:
                 result = await sender.send(snapshot)
         except Exception as error:
-            order.handle._future.set_exception(WeightSyncError(f"version {order.packed.version}: {error}"))
-            log.exception("version %s could not be sent", order.packed.version)
+            order.handle._future.set_exception(WeightSyncError(f"{order.name}: {error}"))
+            log.exception("%s could not be sent", order.name)
             return
         if result.committed and self._saver is not None and not order.adapter:
             self._saver.offer(snapshot)
@@ -340,6 +358,7 @@ class WeightPublisher:
                 nbytes=snapshot.manifest.nbytes,
                 seconds=time.monotonic() - order.began,
                 adapter=order.adapter,
+                readback=result.readback,
             )
         )
 
@@ -350,15 +369,19 @@ def _snapshot(packed: PackedWeights) -> Snapshot:
     if not devices:
         return packed.snapshot()
     (device,) = devices
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+    with side_stream(device):
         return packed.snapshot()
+
+
+def _store(snapshots: str | Path | SnapshotStore, keep: int) -> SnapshotStore:
+    """The store, its folder made now: a mistyped path is told when training begins, not at the first version."""
+    if isinstance(snapshots, SnapshotStore):
+        return snapshots
+    with disk_errors("making", snapshots):
+        Path(snapshots).mkdir(parents=True, exist_ok=True)
+    return SnapshotStore(snapshots, keep)
 
 
 def _leads() -> bool:
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
-
-
-def _one_of(field: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InvalidField(field, value, " or ".join(repr(each) for each in allowed))

@@ -28,7 +28,7 @@ from .layout import Arrival, Loading, Model, layout_of, plan_for
 from .names import Shape, check_names, checkpoint_shapes
 from .pending import Pending
 from .plan import CopyPlan
-from .rendezvous import EpochKeys, fetch, fetch_manifest, join_store, why_broken
+from .rendezvous import EpochKeys, fetch, fetch_manifest, join_store, lost, why_broken
 from .staging import Staging
 from .stock_check import stock_report
 from .transfer import Phase, TransferOrder, TransferReport
@@ -88,6 +88,8 @@ class Receiver:
                         self._verify(pending)
             except Exception as error:  # whatever torch raises belongs into the report
                 self._forget_group_after(error)
+                if order.transport == "ipc":
+                    self._arrived = self._loading = None
                 return TransferReport(ok=False, phase=phase, error=f"{type(error).__name__}: {error}")
             self._pending = pending
         return TransferReport(
@@ -156,19 +158,11 @@ class Receiver:
             self._warm = True
 
     def _join_store(self, order: TransferOrder, deadline: float) -> Any:
-        if self._store is None or self._store[:2] != (order.host, order.port) or self._lost(self._store[2]):
+        if self._store is None or self._store[:2] != (order.host, order.port) or lost(self._store[2]):
             overtaken = partial(self._overtaken, order)
             store = join_store(order.host, order.port, max(0.1, deadline - time.monotonic()), overtaken)
             self._store = order.host, order.port, store
         return self._store[2]
-
-    def _lost(self, store: Any) -> bool:
-        """Whether nobody is at the other end any more: another sender may listen at the same address by now."""
-        try:
-            store.check(["anything"])
-        except RuntimeError:
-            return True
-        return False
 
     def _join_group(self, order: TransferOrder, store: Any, deadline: float) -> Group:
         if self._group is None or self._group.name != order.group:
@@ -188,13 +182,13 @@ class Receiver:
     def _receive_all(self, pending: Pending) -> None:
         assert pending.group is not None
         if pending.order.transport != "nccl":
-            _say_ready(pending, self.rank)
+            pending.say_ready(self.rank)
             for bucket in pending.buckets:
                 pending.group.broadcast(bucket, pending.deadline)
             return
         receiving, checking = self._two_streams()
         arrival = self._arrival(pending) if pending.order.verify else None
-        _say_ready(pending, self.rank)
+        pending.say_ready(self.rank)
         for index, bucket in enumerate(pending.buckets):
             # Nothing else goes on the receiving stream: one broadcast follows the other without a gap.
             with torch.cuda.stream(receiving):
@@ -229,12 +223,16 @@ class Receiver:
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+            if time.monotonic() >= pending.deadline:  # the sender has closed it, and may have let go of its buffers
+                raise TransferTimeout("the time for this transfer is over")
             loading = self._loading_of(pending, model)
-            intact, self._held = False, None
             if pending.staged:
+                intact, self._held = False, None
                 self._load_staged(pending, loading)
             else:
                 phase = "receive"
+                self._await_go(pending)
+                intact, self._held = False, None
                 self._load_arriving(pending, loading)
         except Exception as error:  # whatever torch or the model raises belongs into the report
             self._forget_group_after(error)
@@ -281,6 +279,13 @@ class Receiver:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def _await_go(self, pending: Pending) -> None:
+        """Until all are ready: what is queued before could be left with nothing to load but what the buffers had."""
+        self._arrival(pending)  # what takes time is done before the word
+        pending.say_ready(self.rank)
+        why = self._broken(pending.store, pending.order)
+        fetch(pending.store, EpochKeys(pending.order.epoch).go, pending.deadline, why, "word that all are ready")
+
     def _load_arriving(self, pending: Pending, loading: Loading) -> None:
         """Broadcast of bucket i+1 while bucket i is checked, loaded and read back; nothing waits on the host."""
         assert pending.group is not None
@@ -288,7 +293,6 @@ class Receiver:
         receiving, working = self._two_streams()
         arrival = self._arrival(pending)
         free: list[Any] = [None] * len(buffers)
-        _say_ready(pending, self.rank)
         for index, size in enumerate(sizes):
             turn = index % len(buffers)
             if free[turn] is not None:
@@ -389,10 +393,3 @@ class Receiver:
                 yield
         else:
             yield
-
-
-def _say_ready(pending: Pending, rank: int) -> None:
-    try:
-        pending.store.set(EpochKeys(pending.order.epoch).ready(pending.order.rank_offset + rank), "1")
-    except RuntimeError as error:
-        raise TransferTimeout(f"the sender is gone: {error}") from error

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from torch.distributed import TCPStore
 
 from ..messages.codec import decode
-from ..messages.errors import DigestMismatch, RedisUnavailable, TransferTimeout
+from ..messages.errors import DigestMismatch, RedisUnavailable, TransferTimeout, WeightSyncError
 from ..messages.weights import WeightManifest
 from .bounded_store import BoundedStore, begin
 
@@ -53,10 +53,16 @@ def local_end(host: str) -> str:
 
 
 def serve_store(host: str, port: int = 0) -> Any:
-    """The trainer's rendezvous store, listening on `port` (0: a free one, then `store.port`). Serves every epoch."""
-    return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=30)
-    )
+    """The trainer's rendezvous store, listening on `port` (0: a free one, then `store.port`). Serves every epoch.
+
+    Raises WeightSyncError if it cannot listen there, as on a port that another process has.
+    """
+    try:
+        return TCPStore(
+            host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=30)
+        )
+    except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError
+        raise WeightSyncError(f"no rendezvous store can listen on {host}:{port}: {error}") from error
 
 
 def _never() -> str:
@@ -157,6 +163,15 @@ def fetch_manifest(
     if manifest.version != version:
         raise DigestMismatch(f"the manifest is of version {manifest.version}, {version} was announced")
     return manifest
+
+
+def lost(store: Any) -> bool:
+    """Whether nobody is at the other end any more: another sender may listen at the same address by now."""
+    try:
+        store.check(["anything"])
+    except RuntimeError:
+        return True
+    return False
 
 
 def why_broken(store: Any, epoch: int) -> Callable[[], str]:

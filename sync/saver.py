@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
 
-import torch
-
-from ..messages.errors import InvalidField
+from ..messages.errors import WeightSyncError
+from . import publisher_checks as check
 from .disk import SnapshotStore
 from .snapshot import Snapshot
+from .streams import side_stream
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +26,7 @@ class SnapshotSaver:
 
     def __init__(self, store: SnapshotStore, every: int = 1) -> None:
         """every: the first version, and then each `every`th. Raises InvalidField."""
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise InvalidField("snapshot_every", every, "an integer of at least 1")
+        check.count("snapshot_every", every)
         self.saved = self.failed = 0
         self._store, self._every, self._count = store, every, 0
         self._next: Snapshot | None = None
@@ -70,20 +67,15 @@ class SnapshotSaver:
     def _save(self, snapshot: Snapshot) -> None:
         began, version = time.monotonic(), snapshot.manifest.version
         try:
-            with _side_stream(snapshot.device):
+            with side_stream(snapshot.device):
                 path = self._store.save(snapshot)
-        except Exception:  # a full disk must not end anything
+        except WeightSyncError as error:  # a full disk: the text has it all
+            self.failed += 1
+            log.error("version %s could not be saved: %s", version, error)
+            return
+        except Exception:  # whatever it is, it must not end anything else
             self.failed += 1
             log.exception("version %s could not be saved", version)
             return
         self.saved += 1
         log.info("version %s is saved in %s after %.1f s", version, path, time.monotonic() - began)
-
-
-@contextlib.contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-        yield

@@ -18,6 +18,7 @@ from .adapters import AdapterSender
 from .broadcaster import Broadcaster
 from .ipc import gpu_id
 from .ledger import Join, Ledger, nccl_settings
+from .patience import Patience
 from .snapshot import Snapshot
 from .transfers import GLANCE_S, GRACE_S, Terms, Transfer, TransferResult
 
@@ -58,9 +59,10 @@ class Sender:
         self._adapters: AdapterSender | None = None
         self._listening: asyncio.Task[None] | None = None
         self._not_by_ipc: set[str] = set()
+        self._patience = Patience()
 
     async def open(self) -> int:
-        """Start to listen; returns the pool's newest committed version."""
+        """Start to listen; returns the pool's newest version, committed or not."""
         settings = self._settings
         self._line = Broadcaster(settings.host, settings.port)
         # Adapters interrupt nobody, whatever the mode is in which weights are updated.
@@ -69,7 +71,7 @@ class Sender:
         self._adapters = AdapterSender(self._redis, settings.pool, self._bell, terms, self._line)
         await self._bell.open()
         self._listening = asyncio.create_task(self._bell.listen())
-        return await self._ledger.committed()
+        return await self._ledger.newest()
 
     @property
     def adapters(self) -> AdapterSender:
@@ -102,9 +104,10 @@ class Sender:
         """Live workers that ask for a transfer and are behind what is retained."""
         assert self._retained is not None
         try:
-            return await self._ledger.behind(self._retained.manifest.version)
+            behind = await self._ledger.behind(self._retained.manifest.version)
         except (RedisError, OSError):
             return set()
+        return {worker for worker in behind if self._patience.lasts(worker)}
 
     async def catch_up(self) -> TransferResult | None:
         """Bring those that ask for it to the retained version; nobody else is disturbed. None if nobody asks.
@@ -113,12 +116,23 @@ class Sender:
         """
         if self._retained is None or not (waiting := await self._waiting()):
             return await self.adapters.catch_up()
-        return await self._send(self._retained, frozenset(waiting))
+        result = await self._send(self._retained, frozenset(waiting))
+        for worker in waiting:
+            if worker in result.workers:
+                self._patience.forget(worker)
+            else:
+                self._patience.refused(worker)
+        return result
 
     async def send(self, snapshot: Snapshot) -> TransferResult:
-        """Send a new version to every live worker and retain it."""
-        self._retained = snapshot
-        return await self._send(snapshot, None)
+        """Send a new version to every live worker, and retain it, unless nobody could take it: then what was retained
+        before still is what late workers need."""
+        before, self._retained = self._retained, snapshot
+        self._patience.forget()
+        result = await self._send(snapshot, None)
+        if not result.committed and before is not None:
+            self._retained = before
+        return result
 
     async def _send(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
         """To every live worker, or to these only. What one worker broke is repeated without it."""
@@ -126,10 +140,7 @@ class Sender:
         for _ in range(ATTEMPTS - 1):
             if not (again := result.again & await self._ledger.live_workers()):
                 break
-            more = await self._transfer(snapshot, again)
-            failures = {worker: why for worker, why in result.failures.items() if worker not in again} | more.failures
-            workers = (*result.workers, *more.workers)
-            result = TransferResult(result.committed or more.committed, workers, failures, more.again)
+            result = result.then(await self._transfer(snapshot, again), again)
         return result
 
     async def _transfer(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:

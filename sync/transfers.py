@@ -10,6 +10,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from redis.exceptions import RedisError
+
 from ..messages.bell import Bell
 from ..messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
 from ..messages.weights import NonFinitePolicy, UpdateMode, WeightAnnouncement
@@ -21,6 +23,8 @@ GRACE_S = 2.0
 """A receiver's own deadline starts when it reads the seal; its report may be this much later than the sender's."""
 GLANCE_S = 1.0
 """How often a wait on the bell looks whether a worker it waits for is still alive."""
+REDIS_RETRY_S = 0.2
+CLOSE_S = 30.0
 LINE_TROUBLE = frozenset({"rendezvous", "receive"})
 """Phases in which a transfer can fail for another rank's sake."""
 
@@ -35,17 +39,27 @@ class Terms:
     verify: bool = True
     nonfinite: NonFinitePolicy = "refuse"
     stock: bool = False
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
     """workers: those that have the version now. failures: worker id -> what went wrong there. again: of these, the
-    ones for which it may go better without the others that failed."""
+    ones for which it may go better without the others that failed. readback: whether all of `workers` compared what
+    their engines hold."""
 
     committed: bool
     workers: tuple[str, ...] = ()
     failures: dict[str, str] = field(default_factory=dict)
     again: frozenset[str] = frozenset()
+    readback: bool = False
+
+    def then(self, more: TransferResult, again: AbstractSet[str]) -> TransferResult:
+        """Together with a transfer of the same version to `again`."""
+        failures = {worker: why for worker, why in self.failures.items() if worker not in again} | more.failures
+        read = [each.readback for each in (self, more) if each.workers]
+        workers, committed = (*self.workers, *more.workers), self.committed or more.committed
+        return TransferResult(committed, workers, failures, more.again, bool(read) and all(read))
 
 
 class Source(Protocol):
@@ -128,6 +142,8 @@ class Transfer:
         )
         if terms.stock:
             announcement = announcement.model_copy(update={"stock": True})
+        if terms.adapter:
+            announcement = announcement.model_copy(update={"adapter": terms.adapter})
         if not await source.announce(ledger, announcement):
             return None
         joins = await self._joins(announcement, expected)
@@ -137,10 +153,11 @@ class Transfer:
         result = TransferResult(committed=not expected, failures=failures)
         if joins:
             result = await self._carry_out(announcement, failures)
-        await ledger.close(announcement, result.committed, source.digest)
+        await self._close(announcement, result.committed)
         await source.clean(announcement)
         if result.failures:
-            log.warning("version %s: %s", announcement.version, result.failures)
+            of = f" of adapter {terms.adapter}" if terms.adapter else ""
+            log.warning("version %s%s: %s", announcement.version, of, result.failures)
         return result
 
     def _seal(self, announcement: WeightAnnouncement, joins: dict[str, Join]) -> WeightAnnouncement:
@@ -181,8 +198,7 @@ class Transfer:
             self._bell.quiet()
             if self._given_up:
                 return {}
-            epoch = await self._epoch(announcement.epoch)
-            alive = await self._ledger.live_workers()
+            epoch, alive = await self._look(announcement.epoch, deadline)
             if not (expected & alive) - epoch.joins.keys() or time.monotonic() >= deadline:
                 welcome = alive & expected if announcement.catch_up else alive
                 return {worker: join for worker, join in epoch.joins.items() if worker in welcome}
@@ -195,12 +211,13 @@ class Transfer:
         deadline = time.monotonic() + announcement.deadline_s + GRACE_S
         while True:
             self._bell.quiet()
-            epoch = await self._epoch(announcement.epoch)
-            alive = await self._ledger.live_workers()
+            epoch, alive = await self._look(announcement.epoch, deadline)
             silent = announcement.roster.keys() - epoch.reports.keys()
             stray = sorted(w for w, report in epoch.reports.items() if w in announcement.roster and _has_left(report))
-            if (silent - alive or stray) and not sending.done():  # the others need not wait for them
-                self._source.give_up(f"{', '.join([*sorted(silent - alive), *stray])} died or refused")
+            # The others of the group need not wait for them; who has no rank holds up nobody.
+            gone = sorted(worker for worker in {*(silent - alive), *stray} if announcement.roster[worker])
+            if gone and not sending.done():
+                self._source.give_up(f"{', '.join(gone)} died or refused")
             if not silent & alive or time.monotonic() >= deadline or self._given_up:
                 break
             await self._bell.wait(deadline, GLANCE_S)
@@ -220,7 +237,8 @@ class Transfer:
                 if report.phase in LINE_TROUBLE and (by_ipc or not (_own_fault(report) or worker in late)):
                     again.add(worker)
         workers = tuple(worker for worker in announcement.roster if worker not in failures)
-        return TransferResult(bool(workers), workers, failures, frozenset(again))
+        readback = bool(workers) and all(epoch.reports[worker].readback for worker in workers)
+        return TransferResult(bool(workers), workers, failures, frozenset(again), readback)
 
     def _late(self, announcement: WeightAnnouncement, epoch: Epoch) -> set[str]:
         """Workers that the sender waited for in vain: they cannot reach it, or are too slow, and would be again."""
@@ -230,6 +248,27 @@ class Transfer:
             if first and self._source.absent & set(range(first, first + ranks)):
                 late.add(worker)
         return late
+
+    async def _look(self, number: int, deadline: float) -> tuple[Epoch, set[str]]:
+        """The transfer and who is alive. While Redis is away nothing is known; what was told by then is told still."""
+        while True:
+            try:
+                return await self._epoch(number), await self._ledger.live_workers()
+            except (RedisError, OSError):
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(REDIS_RETRY_S)
+
+    async def _close(self, announcement: WeightAnnouncement, committed: bool) -> None:
+        """Workers may serve the version by now: that is not left unsaid for a Redis that comes back soon."""
+        deadline = time.monotonic() + CLOSE_S
+        while True:
+            try:
+                return await self._ledger.close(announcement, committed, self._source.digest)
+            except (RedisError, OSError):
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(REDIS_RETRY_S)
 
     async def _epoch(self, number: int) -> Epoch:
         epoch = await self._ledger.epoch(number)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 from pool import wait_replies
+from publishing import patient
 from specimens import job
 
 from rolloutmq import WeightPublisher
@@ -30,15 +29,7 @@ def tensors(version: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torc
     return made
 
 
-@asynccontextmanager
-async def publisher(url: str, **settings: Any) -> AsyncIterator[WeightPublisher]:
-    made = await asyncio.to_thread(
-        lambda: WeightPublisher(url, **({"join_timeout_s": 5.0, "transfer_timeout_s": 5.0} | settings))
-    )
-    try:
-        yield made
-    finally:
-        await asyncio.to_thread(made.close)
+publisher = patient
 
 
 async def publish(source: WeightPublisher, name: str, version: int) -> Any:

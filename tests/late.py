@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from pool import Running, wait_replies, worker
+from publishing import patient
 from specimens import job
 
 from rolloutmq import WeightPublisher
@@ -32,14 +34,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
     }
 
 
-@asynccontextmanager
-async def publisher(url: str, **settings: Any) -> AsyncIterator[WeightPublisher]:
-    defaults = {"join_timeout_s": 5.0, "transfer_timeout_s": 5.0, "bucket_bytes": 2048}
-    made = await asyncio.to_thread(lambda: WeightPublisher(url, **(defaults | settings)))
-    try:
-        yield made
-    finally:
-        await asyncio.to_thread(made.close)
+publisher = partial(patient, bucket_bytes=2048)
 
 
 async def publish(source: WeightPublisher, version: int) -> Any:

@@ -108,7 +108,7 @@ def watched(fault: Fault, owner: Any, name: str, at: str) -> None:
 def watch(fault: Fault) -> None:
     """Pass by `fault` at every point of a receiver."""
     watched(fault, receiver, "open_group", "rendezvous")
-    watched(fault, receiver, "_say_ready", "ready")
+    watched(fault, receiver.Pending, "say_ready", "ready")
     watched(fault, group.GlooGroup, "broadcast", "broadcast")
     watched(fault, group.NcclGroup, "broadcast", "broadcast")
     watched(fault, receiver.Arrival, "queue", "arrived")

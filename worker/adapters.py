@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 FEATURE = "lora"
 """Of EngineInfo.features: the engine was started for adapters."""
+NOT_ENABLED = "LoRA is not enabled on this worker's engine: start the worker with --max-lora-rank"
 ASK_S = 1.0
 """What is missing is asked for this often."""
 LOAD_S = 60.0
@@ -92,7 +93,7 @@ def check(job: GenerateJob, adapters: LoadedAdapters, features: frozenset[str]) 
     if job.lora is None:
         return
     if FEATURE not in features:
-        unable = InvalidField("lora", job.lora, "LoRA is not enabled on this worker's engine")
+        unable = InvalidField("lora", job.lora, NOT_ENABLED)
         raise AdapterMissing(job.lora, str(unable))
     newest = adapters.newest(job.lora)
     if newest >= max(1, job.min_adapter_version):
@@ -158,7 +159,7 @@ class AdapterFollower:
 
         name, version = announcement.adapter, announcement.version
         if FEATURE not in self._engine.info.features:
-            return TransferReport(ok=False, phase="load", error="LoRA is not enabled on this worker's engine")
+            return TransferReport(ok=False, phase="load", error=NOT_ENABLED)
         fetch = Fetch(announcement)
         try:
             adapter = await asyncio.to_thread(fetch.run)

@@ -44,7 +44,7 @@ class SGLangConfig(BaseModel):
         at 1 and 64 requests and wins a quarter at 256, and it slows down every other process on the same cores.
     staging: "auto" receives new weights beside the ones that serve where the GPU has the memory (as much as the weights
         take), so that an update's pause is a local copy; "off" receives them while generation stands still; "on"
-        insists. Leave the room by `mem_fraction`. A CPU always stages.
+        insists. Leave the room by `mem_fraction`. A CPU always stages, and "auto" is "off" with tensor parallelism.
     max_lora_rank: most rank of a LoRA adapter, on GPUs; None starts SGLang without LoRA: no adapter can be used.
     lora_target_modules: modules that adapters may change, by the names PEFT uses; an adapter for others is refused.
     max_loras_per_batch: most adapter versions that run in one batch, the model alone counting as one. Each takes GPU

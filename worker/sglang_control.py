@@ -6,9 +6,8 @@ in a folder that only this user can enter. One connection is one question: a lin
 
     {"prepare": <TransferOrder>}   the report of the first half, when it is over
     {"send": <TransferOrder>}      how it went, when the version that is held has been sent to others
-    {"committed": "<epoch>"}       the report of the second half, which SGLang's own request sets off
-    {"committed": "<epoch>plan"}, {"committed": "<epoch>check"}
-                                   those before and after an update through SGLang's own group, likewise
+    {"committed": <ticket>, "timeout_s": s}
+                                   the report of the second half, which SGLang's own request with that ticket sets off
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,10 @@ class ControlServer:
         self._listener.listen()
         threading.Thread(target=self._listen, name="rolloutmq-control", daemon=True).start()
 
-    def post(self, epoch: int, report: TransferReport, stock: str = "") -> None:
-        """Answer whoever asks, or will ask, for the second half of transfer `epoch`."""
+    def post(self, ticket: str, report: TransferReport) -> None:
+        """Answer whoever asks, or will ask, for the commit with this ticket."""
         with self._posted:
-            self._reports.append((f"{epoch}{stock}", report))
+            self._reports.append((ticket, report))
             self._posted.notify_all()
 
     def _listen(self) -> None:
@@ -80,23 +80,29 @@ class ControlServer:
             threading.Thread(target=self._serve, args=(connection,), name="rolloutmq-ask", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ValueError), connection.makefile("rwb") as stream:
+        nonsense = contextlib.suppress(OSError, ValueError, TypeError, KeyError)
+        with connection, nonsense, connection.makefile("rwb") as stream:
             question = json.loads(stream.readline(LINE_LIMIT))
             if "prepare" in question:
                 report = self.receiver.prepare(TransferOrder.from_dict(question["prepare"]))
             elif "send" in question:
                 report = send_held(self.receiver, TransferOrder.from_dict(question["send"]))
             else:
-                report = self._report_of(str(question["committed"]))
+                found = self._report_of(str(question["committed"]), float(question["timeout_s"]))
+                if found is None:  # who asked hears that from the silence
+                    return
+                report = found
             stream.write(report.to_json().encode() + b"\n")
 
-    def _report_of(self, wanted: str) -> TransferReport:
+    def _report_of(self, ticket: str, timeout_s: float) -> TransferReport | None:
+        deadline = time.monotonic() + timeout_s
         with self._posted:
             while True:
-                for name, report in self._reports:
-                    if name == wanted:
+                for posted, report in self._reports:
+                    if posted == ticket:
                         return report
-                self._posted.wait()
+                if not self._posted.wait(max(0.0, deadline - time.monotonic())):
+                    return None
 
 
 _server: ControlServer | None = None
@@ -112,37 +118,37 @@ def listen(folder: str, *, rank: int, gpu: int | None, model: str, staging: Any)
 def commit(model: Any, named_tensors: Any) -> None:
     """SGLang's weight-loader hook: the second half of a transfer, on the thread that runs the model.
 
-    The one tensor's name is JSON: {"epoch", "mode", "version", "stock"}. Never raises, because an exception here ends
-    the engine; what happened goes through the channel.
+    The one tensor's name is JSON: {"epoch", "mode", "version", "stock", "ticket"}. Never raises, because an exception
+    here ends the engine; what happened goes through the channel.
     """
     from . import sglang_scheduler  # noqa: PLC0415 – only in a scheduler's process
 
     ((payload, _),) = list(named_tensors)
     told = json.loads(payload)
     assert _server is not None
-    server, epoch, key = _server, int(told["epoch"]), str(told["version"])
+    server, epoch, key, ticket = _server, int(told["epoch"]), str(told["version"]), str(told["ticket"])
     if stock := told.get("stock", ""):
-        server.post(epoch, server.receiver.check_stock(epoch, model, loaded=stock == "check"), stock)
+        server.post(ticket, server.receiver.check_stock(epoch, model, loaded=stock == "check"))
         return
     try:
         if told["mode"] != "in_place":
-            server.post(epoch, server.receiver.commit(epoch, model))
+            server.post(ticket, server.receiver.commit(epoch, model))
             return
         scheduler = sglang_scheduler.current()
         sglang_scheduler.check(scheduler, key)
     except Exception as error:
         logger.exception("version %s cannot be loaded", key)
-        server.post(epoch, TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}"))
+        server.post(ticket, TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}"))
         return
     report = server.receiver.commit(epoch, model)
     if not report.ok:
-        server.post(epoch, report)
+        server.post(ticket, report)
         return
     try:
         sglang_scheduler.switch(
-            scheduler, key, lambda counts: server.post(epoch, dataclasses.replace(report, switched=counts))
+            scheduler, key, lambda counts: server.post(ticket, dataclasses.replace(report, switched=counts))
         )
     except Exception as error:  # the weights are new, but which tokens they sampled cannot be told
         logger.exception("the switch to version %s could not be counted", key)
         failed = TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)
-        server.post(epoch, failed)
+        server.post(ticket, failed)

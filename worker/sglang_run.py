@@ -147,7 +147,8 @@ class SGLangRun:
             quiet=self.config.log_level in ("error", "critical"),
             control=self.control,
             model=self.config.model,
-            staging=self.config.staging,
+            # Ranks that decide alone may decide differently, and would wait for one another.
+            staging="off" if self.config.tp_size > 1 and self.config.staging == "auto" else self.config.staging,
             environment={name: os.environ.get(name) for name in NCCL_AGREED},
         )
         if device == "cpu" and self.config.tp_size > 1:

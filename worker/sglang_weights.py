@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import secrets
 from typing import Any, Literal
 
 from ..messages.errors import EngineError
@@ -42,13 +43,14 @@ async def commit_weights(
     """
     from . import sglang_compat  # noqa: PLC0415  (sglang itself: only where an engine runs)
 
-    text = json.dumps({"epoch": order.epoch, "mode": order.mode, "version": order.version, "stock": stock})
-    question = {"committed": f"{order.epoch}{stock}"}
+    ticket = secrets.token_hex(8)  # not the epoch: those numbers start again in a Redis that lost its data
+    told = {"epoch": order.epoch, "mode": order.mode, "version": order.version, "stock": stock, "ticket": ticket}
+    question = {"committed": ticket, "timeout_s": order.timeout_s + COMMIT_GRACE_S}
     asked = [asyncio.create_task(ask(folder, rank, question)) for rank in range(tp_size)]
     try:
         async with asyncio.timeout(order.timeout_s + COMMIT_GRACE_S):
             try:
-                await sglang_compat.run_loader(manager, loader, text, tp_size)
+                await sglang_compat.run_loader(manager, loader, json.dumps(told), tp_size)
             except RuntimeError as refusal:
                 return await _refused(asked, f"SGLang refused the update: {refusal}")
             return combine(await asyncio.gather(*asked))

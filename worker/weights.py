@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -25,6 +25,8 @@ SEAL_GRACE_S = 2.0
 """How much longer than the trainer's own join deadline a worker waits for the seal."""
 STUCK_S = 30.0
 """How long an engine's answer may be late before the engine counts as stuck."""
+REPORT_S = 30.0
+REDIS_RETRY_S = 0.2
 LOOK_S = 1.0
 """Without a poke the ledger is looked at this often."""
 SAY_S = 30.0
@@ -155,7 +157,7 @@ class WeightFollower:
         sealed = await self._sealed(told.epoch, time.monotonic() + told.join_timeout_s + SEAL_GRACE_S)
         if sealed is not None and worker_id in sealed.announcement.roster:
             report = await self.adapters.take(sealed.announcement)
-            await self._ledger.report(told.epoch, worker_id, report, told.adapter)
+            await self._report(told.epoch, worker_id, report, told.adapter)
 
     async def _may_load(self, why: str) -> bool:
         may = self.give_way is None or await self.give_way(why)
@@ -180,7 +182,18 @@ class WeightFollower:
         self._group = sealed.announcement.group if in_group else ""
         if not report.ok:
             log.warning("version %s was refused in %s: %s", announcement.version, report.phase, report.error)
-        await self._ledger.report(number, worker_id, report)
+        await self._report(number, worker_id, report)
+
+    async def _report(self, number: int, worker_id: str, report: TransferReport, adapter: str = "") -> None:
+        """The sender waits for it, and a version that a worker serves must not count as lost: Redis may come back."""
+        deadline = time.monotonic() + REPORT_S
+        while True:
+            try:
+                return await self._ledger.report(number, worker_id, report, adapter)
+            except (RedisError, OSError):
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(REDIS_RETRY_S)
 
     async def _receive_and_load(self, order: TransferOrder) -> TransferReport:
         preparing = asyncio.create_task(self._ask(self._engine.prepare_weights(order), order))
@@ -215,6 +228,9 @@ class WeightFollower:
             if not still:
                 late = "what was running did not end in the time the trainer gives"
                 return TransferReport(ok=False, phase="load", error=late)
+            if order.epoch > 0 and await self._ledger_is_done_with(order.epoch):  # below 0: read from disk
+                over = f"{TransferTimeout.__name__}: the transfer was over before it was loaded"
+                return TransferReport(ok=False, phase="rendezvous", error=over)
             self.updating = True
             try:
                 return await self._load(order)
@@ -338,11 +354,12 @@ class WeightFollower:
         """The epoch once it is sealed; None if it closed, vanished or was never sealed in time."""
         while time.monotonic() < deadline:
             self._poked.clear()
-            epoch = await self._ledger.epoch(number)
-            if epoch is None or epoch.state == "closed":
-                return None
-            if epoch.state == "sealed":
-                return epoch
+            with suppress(RedisError, OSError):  # it joined, and is waited for: Redis may come back in time
+                epoch = await self._ledger.epoch(number)
+                if epoch is None or epoch.state == "closed":
+                    return None
+                if epoch.state == "sealed":
+                    return epoch
             try:
                 async with asyncio.timeout(min(LOOK_S, max(0.001, deadline - time.monotonic()))):
                     await self._poked.wait()

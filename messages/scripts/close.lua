@@ -3,7 +3,8 @@
 --       version's tensors
 -- An adapter gets its number in the pool, by which jobs wait for it, with its first committed version.
 local weights, key = prefix .. 'weights', prefix .. 'epoch:' .. ARGV[2]
-redis.call('HSET', key, 'st', 'closed')
+-- Not a transfer that Redis has lost with its data: the next one of that number is another one.
+if redis.call('EXISTS', key) == 1 then redis.call('HSET', key, 'st', 'closed') end
 redis.call('EXPIRE', key, ARGV[5])
 if redis.call('HGET', weights, 'open') == ARGV[2] then redis.call('HSET', weights, 'open', 0) end
 local version = prefix .. 'version:' .. ARGV[3]

@@ -3,7 +3,11 @@
 -- Returns ok, nolease, or the state the transfer is in.
 local key = prefix .. 'epoch:' .. ARGV[2]
 local state = redis.call('HGET', key, 'st')
-if state ~= 'joining' then return state or 'unknown' end
+if state ~= 'joining' then
+  -- Sent again after its reply was lost, and sealed meanwhile: it is in the roster, and must know.
+  if state == 'sealed' and redis.call('HGET', key, 'join:' .. ARGV[3]) == ARGV[4] then return 'ok' end
+  return state or 'unknown'
+end
 local lease = redis.call('ZSCORE', prefix .. 'workers', ARGV[3])
 if not lease or tonumber(lease) <= now_ms() then return 'nolease' end
 redis.call('HSET', key, 'join:' .. ARGV[3], ARGV[4])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from worker_process import COMMAND, WorkerProcess
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, JobFailed, RolloutResult, SamplingParams, WeightPublisher
+from rolloutmq.messages.weights import UpdateMode
 from rolloutmq.ops.embedded_redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.worker.cpu_support import prepare_transformers
@@ -63,13 +65,13 @@ def publisher(redis_url: str) -> Iterator[WeightPublisher]:
 
 @pytest.fixture(scope="module")
 def versions(model_dir: Path) -> dict[int, Any]:
-    """transformers models: version 0 as on disk, 1 and 2 as they are published below; all with bfloat16 values."""
+    """transformers models: version 0 as on disk, later ones as they are published below; all with bfloat16 values."""
     prepare_transformers()
     import torch  # noqa: PLC0415
     from transformers import Qwen2ForCausalLM  # noqa: PLC0415
 
     models = {}
-    for version in range(3):
+    for version in range(4):
         model = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
         torch.manual_seed(version)
         with torch.no_grad():
@@ -130,18 +132,31 @@ def test_greedy_tokens_equal_transformers_before_and_after_an_update(
                 assert_greedy(result, versions)
 
 
-def test_samples_that_an_update_crosses_say_which_weights_sampled_each_token(
-    workers: list[WorkerProcess], redis_url: str, versions: dict[int, Any], publisher: WeightPublisher
+@pytest.mark.parametrize("mode", ["drain", "resume"])
+def test_samples_that_run_when_an_update_comes_say_which_weights_sampled_each_token(
+    mode: UpdateMode,
+    workers: list[WorkerProcess],
+    redis_url: str,
+    versions: dict[int, Any],
+    publisher: WeightPublisher,
 ) -> None:
-    with BlockingRolloutClient(redis_url) as client:
+    version = {"drain": 2, "resume": 3}[mode]  # one after the other
+    with ExitStack() as stack:
+        client = stack.enter_context(BlockingRolloutClient(redis_url))
+        if mode == "drain":
+            publisher = stack.enter_context(WeightPublisher(redis_url, mode="drain", join_timeout_s=60.0))
         job = client.submit(greedy(1200, n=12))
         while sum(worker.running for worker in client.workers()) < 12:
             pass
-        publish(publisher, 2, versions, expect=len(workers))
+        publish(publisher, version, versions, expect=len(workers))
         results = client.wait(job, 120)
-    assert {result.versions for result in results} == {(1, 2)}
+        later = client.wait(client.submit(greedy(40, n=4)), 60)
+    crossed = (version - 1,) if mode == "drain" else (version - 1, version)
+    assert [result.versions for result in results] == [crossed] * 12
+    assert [result.versions for result in later] == [(version,)] * 4
     for result in results:
         assert len(result.token_ids) == 1200
+    for result in (*results, *later):
         assert_greedy(result, versions)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from rolloutmq.sync.ledger import Join, Ledger
 from rolloutmq.sync.packing import PackedWeights
 from rolloutmq.sync.transfer import TransferReport
 
-DONE = TransferReport(ok=True, phase="done", tensors=3, nbytes=2048, receive_s=0.25)
+DONE = TransferReport(ok=True, phase="done", tensors=3, nbytes=2048, receive_s=0.25, readback=True)
+UNREAD = replace(DONE, readback=False)
 BROKEN = TransferReport(ok=False, phase="verify", error="tensor a: digest \x1b[31mwrong")
 
 
@@ -106,6 +108,23 @@ def test_list_for_people(pool: str) -> None:
     ]
 
 
+def test_list_has_adapters(pool: str) -> None:
+    assert json.loads(run("list", "--redis", pool, "--json").stdout)["adapters"] == {}
+
+    async def publish(client: Any) -> None:
+        ledger = Ledger(client, "default")
+        for name, version in (("style", 7), ("math", 1), ("math", 2)):
+            await transfer(ledger, version, {"w1": DONE}, adapter=name)
+        await transfer(ledger, 3, {"w1": BROKEN}, adapter="math")
+
+    in_pool(pool, publish)
+    state = json.loads(run("list", "--redis", pool, "--json").stdout)
+    assert list(state["adapters"].items()) == [("math", 2), ("style", 7)]
+    assert [version["version"] for version in state["versions"]] == [3, 2, 1]
+    shown = run("list", "--redis", pool).stdout.splitlines()
+    assert shown[-4:-2] == ["adapter math: version 2", "adapter style: version 7"]
+
+
 def test_list_of_a_pool_without_versions(redis_db: str) -> None:
     shown = run("list", "--redis", redis_db)
     assert shown.stdout.splitlines() == [
@@ -145,6 +164,16 @@ def test_show(pool: str) -> None:
     assert "receive 0.250 s" in shown
     assert "rank 2: w2: verify: tensor a" in shown
     assert "\x1b" not in shown
+    assert "not read back" not in shown
+
+
+def test_show_says_on_which_worker_nothing_was_read_back(pool: str) -> None:
+    in_pool(pool, lambda client: transfer(Ledger(client, "default"), 4, {"w1": DONE, "w2": UNREAD}))
+    first, second = run("show", "4", "--redis", pool).stdout.splitlines()[-2:]
+    assert first.startswith("    rank 1: w1: 3 tensors")
+    assert "not read back" not in first
+    assert second.startswith("    rank 2: w2: 3 tensors")
+    assert second.endswith("; not read back")
 
 
 @pytest.mark.parametrize(("version", "says"), [("9", "knows no version 9"), ("0", "at least 1")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ WEIGHTS = {"first": torch.arange(10.0), "second": torch.ones(5, dtype=torch.int8
 
 @asynccontextmanager
 async def publisher(url: str, **settings: Any) -> AsyncIterator[WeightPublisher]:
+    """A trainer's publisher, made and closed beside the event loop; by default it waits for nobody for long."""
     made = await asyncio.to_thread(
         lambda: WeightPublisher(url, **({"join_timeout_s": 3.0, "transfer_timeout_s": 2.0} | settings))
     )
@@ -27,6 +29,10 @@ async def publisher(url: str, **settings: Any) -> AsyncIterator[WeightPublisher]
         yield made
     finally:
         await asyncio.to_thread(made.close)
+
+
+patient = partial(publisher, join_timeout_s=5.0, transfer_timeout_s=5.0)
+"""For tests in which nothing is waited for in vain."""
 
 
 async def publish(source: WeightPublisher, version: int) -> Any:

@@ -25,6 +25,7 @@ from rolloutmq.sync.disk import SnapshotStore
 from rolloutmq.sync.ledger import Ledger
 from rolloutmq.sync.rendezvous import serve_store
 from rolloutmq.sync.transfer import TransferReport
+from rolloutmq.worker.adapters import NOT_ENABLED
 from rolloutmq.worker.scripted_engine import ScriptedEngine
 
 Q = f"{HEAD}.q_proj"
@@ -87,11 +88,14 @@ async def test_every_worker_gets_every_bit(
             again.publish_adapter("math", 4, tensors(1), CONFIG)
 
 
-async def test_a_worker_without_lora_says_so_and_the_others_serve(redis_db: str, db: Redis) -> None:
+async def test_a_worker_without_lora_says_so_and_the_others_serve(
+    redis_db: str, db: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
     async with worker(redis_db) as plain, publisher(redis_db) as source:
         report = await publish(source, "math", 1)
         assert report.state == "failed"
-        assert report.failures == {plain.id: "load: LoRA is not enabled on this worker's engine"}
+        assert report.failures == {plain.id: f"load: {NOT_ENABLED}"}
+        assert f"version 1 of adapter math: {report.failures}" in [each.getMessage() for each in caplog.records]
         assert await Ledger(db, "default").adapters() == {}
         async with worker(redis_db, engine=ScriptedEngine(lora=True)) as able:
             report = await publish(source, "math", 2)

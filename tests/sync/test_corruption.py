@@ -120,6 +120,34 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     made.line.broadcaster.close()
 
 
+def test_a_transfer_that_never_began_leaves_the_weights_as_they_were(rank: Rank) -> None:
+    """Another one dies before it is ready. A direct receive must not have begun to load what its buffers had."""
+    before = rank.bits()
+    broadcaster = rank.line.broadcaster
+    if rank.staged:
+        pytest.skip("a staged version is here, or it is not: nothing is received in the commit")
+    report = rank.update(version(2), between=lambda _: broadcaster.give_up("another one died"))
+    assert (report.ok, report.intact, report.phase) == (False, True, "receive"), report
+    assert rank.bits() == before
+    third = version(3)
+    assert rank.update(third).ok
+    rank.check_holds(third)
+
+
+def test_a_commit_that_comes_too_late_does_nothing(rank: Rank) -> None:
+    """The sender has closed the transfer by then, and may have given its buffers to something else."""
+    before = rank.bits()
+
+    def expire(receiver: Receiver) -> None:
+        assert receiver._pending is not None
+        receiver._pending.deadline = 0.0
+
+    report = rank.update(version(2), between=expire)
+    assert (report.ok, report.intact) == (False, True), report
+    assert "the time for this transfer is over" in report.error
+    assert rank.bits() == before
+
+
 def refused(rank: Rank, report: TransferReport, before: dict[str, str], *names: str) -> None:
     """The report says no and names a tensor; what was staged has left the old weights as they were."""
     assert not report.ok

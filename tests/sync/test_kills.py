@@ -9,8 +9,10 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
+import publishing
 import pytest
 from pool import check_scripted, dump, eventually, replies, status, wait_replies
 from pool_members import BUCKET_BYTES, TrainerProcess, WorkerProcess, weights
@@ -132,13 +134,7 @@ async def pool_of(url: str, count: int) -> AsyncIterator[Pool]:
             pool.end()
 
 
-@asynccontextmanager
-async def publisher(url: str, **settings: Any) -> AsyncIterator[WeightPublisher]:
-    made = await asyncio.to_thread(lambda: WeightPublisher(url, **({"bucket_bytes": BUCKET_BYTES} | TIMES | settings)))
-    try:
-        yield made
-    finally:
-        await asyncio.to_thread(made.close)
+publisher = partial(publishing.publisher, bucket_bytes=BUCKET_BYTES, **TIMES)
 
 
 async def publish(source: WeightPublisher, version: int, timeout: float = 60.0) -> PublishReport:

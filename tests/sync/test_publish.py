@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from pool import check_scripted, eventually, wait_replies, worker
+from publishing import patient as publisher
 from specimens import job
 
 from rolloutmq import InvalidField, WaitTimeout, WeightPublisher
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams, WeightSyncError, connect
 from rolloutmq.sync.ledger import Ledger
+from rolloutmq.sync.transfer import TransferOrder, TransferReport
 from rolloutmq.worker.scripted_engine import ScriptedEngine
 
 
@@ -29,17 +31,6 @@ def weights(version: int) -> dict[str, torch.Tensor]:
         "turned": torch.randn(40, 60, generator=base).t(),
         "strided": torch.randn(20, 20, generator=base)[::3, ::2],
     }
-
-
-@asynccontextmanager
-async def publisher(url: str, **settings: Any) -> AsyncIterator[WeightPublisher]:
-    made = await asyncio.to_thread(
-        lambda: WeightPublisher(url, **({"join_timeout_s": 5.0, "transfer_timeout_s": 5.0} | settings))
-    )
-    try:
-        yield made
-    finally:
-        await asyncio.to_thread(made.close)
 
 
 async def publish(source: WeightPublisher, version: int, timeout: float = 20.0) -> Any:
@@ -74,12 +65,28 @@ async def test_two_workers_get_every_bit(redis_db: str, ledger: Ledger, bucket_b
             assert report.state == "committed"
             assert set(report.workers) == {one.id, two.id}
             assert report.failures == {}
+            assert not report.readback  # the scripted engine has no parameters that could be read
             assert report.nbytes == sum(t.numel() * t.element_size() for t in weights(version).values())
             for running in (one, two):
                 check_equal(running.engine, version)
                 assert running.worker._generation.version == version
             assert await ledger.committed() == version
             assert await ledger.version_state(version) == "committed"
+
+
+class Reading(ScriptedEngine):
+    """Says that it compared what it holds."""
+
+    async def commit_weights(self, order: TransferOrder) -> TransferReport:
+        return replace(await super().commit_weights(order), readback=True)
+
+
+async def test_a_version_is_read_back_if_every_worker_did(redis_db: str) -> None:
+    async with worker(redis_db, engine=Reading()), publisher(redis_db) as source:
+        assert (await publish(source, 1)).readback
+        async with worker(redis_db):
+            report = await publish(source, 2)
+            assert (len(report.workers), report.readback) == (2, False)
 
 
 def mixed(results: list[RolloutResult]) -> list[RolloutResult]:
@@ -100,7 +107,18 @@ async def enqueue(url: str, count: int, new_tokens: int) -> None:
         )
 
 
-async def test_resume_every_token_is_of_the_version_its_segment_says(redis_db: str) -> None:
+async def all_have_tokens_of(ledger: Ledger, engines: list[ScriptedEngine], version: int) -> bool:
+    """Whether each of 8 samples goes on under this version, or is done."""
+    going_on = [
+        request_id
+        for engine in engines
+        for request_id, (request, *_) in engine._running.items()
+        if request.cache_key.partition("/")[0] == str(version) and engine._sampled(request_id)
+    ]
+    return len(going_on) + await ledger.redis.xlen(ledger.keys.reply("client")) == 8
+
+
+async def test_resume_every_token_is_of_the_version_its_segment_says(redis_db: str, ledger: Ledger) -> None:
     engines = [ScriptedEngine(tokens_per_s=150), ScriptedEngine(tokens_per_s=150)]
     async with (
         worker(redis_db, engine=engines[0], max_running=4),
@@ -111,7 +129,7 @@ async def test_resume_every_token_is_of_the_version_its_segment_says(redis_db: s
         await eventually(lambda: sum(len(engine._aborts) for engine in engines) == 8)
         for version in (1, 2, 3):
             assert (await publish(source, version)).state == "committed"
-            await asyncio.sleep(0.15)  # some tokens of this version
+            await eventually(lambda version=version: all_have_tokens_of(ledger, engines, version))
         results = await results_of(redis_db, 8)
     assert len(mixed(results)) == 8
     for one in results:

@@ -218,9 +218,9 @@ async def test_the_publisher_dies_after_the_announcement(redis_db: str, ledger: 
         await serve_some(ledger, 0, 0)
         began = time.monotonic()
         async with publisher(redis_db, join_timeout_s=10.0) as source:
-            assert (await publish(source, 1)).state == "committed"
+            assert (await publish(source, 2)).state == "committed"
         assert time.monotonic() - began < 5
-        await serve_some(ledger, 1, 1)
+        await serve_some(ledger, 1, 2)
 
 
 async def joined(ledger: Ledger, epoch: int, worker_id: str) -> bool:
@@ -267,7 +267,7 @@ async def test_a_worker_without_a_lease_takes_no_part(ledger: Ledger) -> None:
     await Lease(ledger.redis, "default", "w").join(status("w"))
     assert await ledger.join(announcement.epoch, "w", Join(1))
     await ledger.seal(announcement)
-    assert not await ledger.join(announcement.epoch, "w", Join(1))  # too late
+    assert not await ledger.join(announcement.epoch, "w", Join(2))  # too late
     await ledger.close(announcement, committed=True)
     await ledger.close(announcement, committed=False)  # a committed version never goes back
     assert await ledger.version_state(1) == "committed"

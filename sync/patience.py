@@ -1,0 +1,30 @@
+"""Who asks again and again for what it then refuses is answered less and less often: others want something, too."""
+
+from __future__ import annotations
+
+import time
+
+LONGEST_PAUSE_S = 60.0
+
+
+class Patience:
+    """Pauses of 1, 2, 4 … seconds, one row for each of whom there is to be patient with."""
+
+    def __init__(self) -> None:
+        self._refusals: dict[str, tuple[int, float]] = {}  # how often in a row, and until when there is a pause
+
+    def lasts(self, who: str) -> bool:
+        """Whether `who` may be tried now."""
+        return self._refusals.get(who, (0, 0.0))[1] <= time.monotonic()
+
+    def refused(self, who: str) -> None:
+        """It was tried in vain."""
+        times = self._refusals.get(who, (0, 0.0))[0]
+        self._refusals[who] = times + 1, time.monotonic() + min(LONGEST_PAUSE_S, 2.0**times)
+
+    def forget(self, who: str | None = None) -> None:
+        """It went well with `who`; or there is something new for everybody (None)."""
+        if who is None:
+            self._refusals.clear()
+        else:
+            self._refusals.pop(who, None)
