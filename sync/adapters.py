@@ -63,9 +63,9 @@ class AdapterSender:
         self._retained: dict[str, Parcel] = {}
         self._patience = Patience()
 
-    async def committed(self) -> dict[str, int]:
-        """Name -> newest committed version of the pool's adapters."""
-        return await self._ledger.adapters()
+    async def newest(self) -> dict[str, int]:
+        """Name -> newest version of the pool's adapters, committed or not."""
+        return await self._ledger.newest_adapters()
 
     async def send(self, parcel: Parcel, only: frozenset[str] | None = None) -> TransferResult:
         """Send a version to every live worker, or to these only; retained if it is committed.

@@ -144,6 +144,16 @@ class Ledger:
         raw = await self.redis.hgetall(self.keys.weights)
         return {name[8:].decode(): int(version) for name, version in raw.items() if name.startswith(b"adapter:")}
 
+    async def newest_adapters(self) -> dict[str, int]:
+        """The same, but the newest version that was ever announced of each, whatever became of it."""
+        raw = await self.redis.hgetall(self.keys.weights)
+        newest: dict[str, int] = {}
+        for key, version in raw.items():
+            kind, colon, name = key.decode().partition(":")
+            if colon and kind in {"adapter", "highest"}:
+                newest[name] = max(newest.get(name, 0), int(version))
+        return newest
+
     async def version_state(self, version: int | str) -> str:
         """announced, committed, failed, or "" for a version the ledger does not know; see `Keys.version`."""
         state = await self.redis.hget(self.keys.version(version), "st")

@@ -304,7 +304,7 @@ class WeightPublisher:
             await ping(redis)
             self._loop = asyncio.get_running_loop()
             newest = await sender.open()
-            self._started.set_result(await sender.adapters.committed() | {"": newest})
+            self._started.set_result(await sender.adapters.newest() | {"": newest})
             while True:
                 await sender.wait_for_work(lambda: bool(self._waiting) or self._closing)
                 with self._lock:

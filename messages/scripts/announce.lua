@@ -10,9 +10,9 @@ local version = prefix .. 'version:' .. ARGV[3]
 if not redis.call('HGET', version, 'st') then redis.call('HSET', version, 'st', 'announced', 'at', now_ms()) end
 redis.call('EXPIRE', version, ARGV[5])
 -- A number that was announced is never given to other tensors: some worker may have them under it, committed or not.
-local number, weights = tonumber(ARGV[3]), prefix .. 'weights'
-if number and number > (tonumber(redis.call('HGET', weights, 'highest')) or 0) then
-  redis.call('HSET', weights, 'highest', ARGV[3])
-end
+local weights, name, number = prefix .. 'weights', string.match(ARGV[3], '^(.*)@(%d+)$')
+local field = name and 'highest:' .. name or 'highest'
+number = tonumber(number or ARGV[3])
+if number > (tonumber(redis.call('HGET', weights, field)) or 0) then redis.call('HSET', weights, field, number) end
 ring('kind', 'weights', 'epoch', ARGV[2])
 return 'ok'

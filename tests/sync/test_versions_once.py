@@ -46,6 +46,14 @@ async def test_a_number_that_was_announced_is_not_given_again(redis_db: str, led
         assert report.state == "committed"
 
 
+async def test_nor_is_an_adapters(redis_db: str, ledger: Ledger) -> None:
+    for version in (4, 2):
+        told = announcement(version, await ledger.new_epoch()).model_copy(update={"adapter": "tutor"})
+        await ledger.announce(told)
+    assert (await ledger.newest_adapters(), await ledger.adapters()) == ({"tutor": 4}, {})
+    assert await ledger.newest() == 0  # a counter of its own
+
+
 class Picky(ScriptedEngine):
     """Refuses version 2, as a model does that does not know one of its names."""
 
