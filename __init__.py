@@ -4,6 +4,7 @@ A trainer needs `RolloutClient` (or `BlockingRolloutClient`) and `WeightPublishe
 imported when it is used.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .messages import (
@@ -28,6 +29,8 @@ from .messages import (
 from .producer import BlockingRolloutClient, Group, JobHandle, RolloutClient
 
 if TYPE_CHECKING:
+    from .sync.experts import unfuse_experts
+    from .sync.gather import strip_wrappers
     from .sync.publisher import PublishHandle, PublishReport, WeightPublisher
 
 __version__ = "0.1.0"
@@ -56,12 +59,20 @@ __all__ = [
     "WaitTimeout",
     "WeightPublisher",
     "new_id",
+    "strip_wrappers",
+    "unfuse_experts",
 ]
+_LAZY = {
+    "PublishHandle": "publisher",
+    "PublishReport": "publisher",
+    "WeightPublisher": "publisher",
+    "strip_wrappers": "gather",
+    "unfuse_experts": "experts",
+}
+"""Names whose modules in `sync` pull torch."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in {"WeightPublisher", "PublishHandle", "PublishReport"}:
-        from .sync import publisher  # noqa: PLC0415 – pulls torch
-
-        return getattr(publisher, name)
+    if name in _LAZY:
+        return getattr(import_module(f".sync.{_LAZY[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,7 +35,7 @@ def redis_url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def worker(versions: list[Path], redis_url: str) -> Iterator[WorkerProcess]:
-    options = ("--dtype", "float32", "--max-running", str(RUNNING), "--drain", "5")
+    options = ("--dtype", "float32", "--max-running", str(RUNNING + 1), "--drain", "5")
     started = WorkerProcess(versions[0], redis_url, versions[0].with_name("worker.log"), *options)
     try:
         started.wait_joined()
@@ -60,7 +60,7 @@ def test_results_say_exactly_which_weights_sampled_each_token_of_kept_kv(
     worker: WorkerProcess, redis_url: str, versions: list[Path]
 ) -> None:
     """Two updates under running requests: tokens after each extend the KV that older weights left."""
-    judge, asked = Judge(versions), prompts(RUNNING)
+    judge, [*asked, other] = Judge(versions), prompts(RUNNING + 1)
     with (
         BlockingRolloutClient(redis_url) as client,
         WeightPublisher(redis_url, mode="in_place", bucket_bytes=200_000) as publisher,
@@ -68,8 +68,13 @@ def test_results_say_exactly_which_weights_sampled_each_token_of_kept_kv(
         jobs = submit(client, asked, TOKENS)
         while sum(status.running for status in client.workers()) < RUNNING:
             pass
-        publish(publisher, 1, versions, worker)
-        publish(publisher, 2, versions, worker)
+        for version in range(3):
+            if version:
+                publish(publisher, version, versions, worker)
+            # A prompt that older weights have left in the cache; and while it runs the others get their tokens too.
+            (beside,) = client.wait(submit(client, [other], 24)[0], 60)
+            assert beside.versions == (version,)
+            assert judge.error(other, beside, [(version, 24)]) < TOLERANCE
         results = [client.wait(job, 120)[0] for job in jobs]
         certain = 0
         for prompt, result in zip(asked, results, strict=True):
