@@ -189,8 +189,9 @@ class WeightPublisher:
         """Copy `tensors` and send them as `version`, in the background.
 
         tensors: (name, tensor) pairs under the names the model's checkpoint has (`model.named_parameters()` of a
-            Hugging Face model; through `unfuse_experts` of a mixture of experts; see `rename`), any device, any strided dtype, DTensors too. All of the model's weights,
-            every time. On a distributed trainer every rank calls it, with the same names in the same order.
+            Hugging Face model, through `unfuse_experts` if it is a mixture of experts; see `rename`), any device, any
+            strided dtype, DTensors too. All of the model's weights, every time. On a distributed trainer every rank
+            calls it, with the same names in the same order.
         version: higher than every one before.
 
         If an earlier version still waits for its turn it is given up as "superseded". Raises InvalidField, or
