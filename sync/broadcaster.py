@@ -142,6 +142,7 @@ class Broadcaster:
                 broken=self._broken,
             )
         self._await_ready(announcement, deadline)
+        self._check()
         self.store.set(EpochKeys(announcement.epoch).go, "1")  # from here on receivers may give up what they have
         if device.type == "cuda":
             self._send_from_gpu(self._group, snapshot, device, deadline)

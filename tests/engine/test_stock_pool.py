@@ -158,5 +158,8 @@ def test_a_sender_that_says_nothing_any_more_costs_the_engine_and_the_next_one_g
     monkeypatch.setattr(stock.StockGroup, "send_snapshot", honest)
     silent.set()
     assert handle.wait(60).state == "failed"
-    check(redis_url, versions, 7)
+    check(redis_url, versions, 6)  # nobody has 7: the engine gets back what was committed before
+    versions[8] = versions[1]
+    assert publisher.publish(8, as_sent(versions[8])).wait(60).state == "committed"
+    check(redis_url, versions, 8)
     assert restarts(redis_url) == 1

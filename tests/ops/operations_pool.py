@@ -70,7 +70,8 @@ class WorkerProcess:
     def __init__(self, queue: OperationQueue, url: str) -> None:
         self.process = subprocess.Popen([*COMMAND, "ops", "worker", "--redis", url], stderr=subprocess.DEVNULL)
         self.pid = self.process.pid
-        until(queue.has_worker)
+        # RQ lists a worker a moment before it is ready for signals.
+        until(lambda: queue.has_worker() and catches(self.pid, signal.SIGTERM))
 
     def kill(self) -> None:
         self.process.kill()
@@ -85,6 +86,12 @@ class WorkerProcess:
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(lines["SigCgt"], 16) >> (number - 1) & 1)
 
 
 def alive(pid: int) -> bool:
