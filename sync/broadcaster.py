@@ -209,12 +209,17 @@ class Broadcaster:
             pause = min(pause * 1.1, 0.02)
 
     def _absent(self, announcement: WeightAnnouncement) -> frozenset[int]:
-        """Who did not come to make the group; if all did, who was not ready to receive."""
+        """Who did not come to make the group; once it is made, who was not ready to receive.
+
+        Nobody, if all came and it could not be made: then one of them broke off amid it, and nothing tells which.
+        """
         keys, ranks = EpochKeys(announcement.epoch), range(1, announcement.world_size)
         away = frozenset(rank for rank in ranks if not self.store.check([here(announcement.group, rank)]))
         if announcement.stock:  # which has no such keys
             away = frozenset()
-        return away or frozenset(rank for rank in ranks if not self.store.check([keys.ready(rank)]))
+        if away or (self._group is None and not announcement.stock):
+            return away
+        return frozenset(rank for rank in ranks if not self.store.check([keys.ready(rank)]))
 
     def _broken(self) -> str:
         return self._why or "the transfer was given up" if self._stopped.is_set() else ""
