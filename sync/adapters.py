@@ -30,12 +30,10 @@ from .ledger import Join, Ledger
 from .patience import Patience
 from .rendezvous import EpochKeys, fetch, fetch_manifest, join_store, why_broken
 from .snapshot import Snapshot, unpack
-from .transfers import Terms, Transfer, TransferResult
+from .transfers import Terms, Transfer, TransferResult, repeated
 
 CHUNK_BYTES = 4 << 20
 """Of one value in the store, which takes 8 MiB at most (torch 2.11 to 2.13)."""
-ATTEMPTS = 3
-"""For workers on which it failed for want of a line, this often in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +70,7 @@ class AdapterSender:
 
         Workers whose line broke are sent it again.
         """
-        result = await self._transfer(parcel, only)
-        for _ in range(ATTEMPTS - 1):
-            if not (again := result.again & await self._ledger.live_workers()):
-                break
-            result = result.then(await self._transfer(parcel, again), again)
-        return result
+        return await repeated(self._ledger, lambda whom: self._transfer(parcel, whom), only)
 
     async def catch_up(self) -> TransferResult | None:
         """Bring those that ask for it to a retained version. None if nobody asks."""
@@ -87,8 +80,7 @@ class AdapterSender:
         parcel, workers = lacking
         result = await self.send(parcel, workers)
         for worker in workers:
-            who = f"{parcel.name}@{worker}"
-            (self._patience.forget if worker in result.workers else self._patience.refused)(who)
+            self._patience.tried(f"{parcel.name}@{worker}", well=worker in result.workers)
         return result
 
     async def _transfer(self, parcel: Parcel, only: frozenset[str] | None) -> TransferResult:

@@ -6,12 +6,16 @@ worker that is not in the sealed roster has no part in it and asks for a later o
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from ..messages.codec import decode, encode
 from ..messages.errors import MessageError
@@ -20,10 +24,23 @@ from ..messages.lua import Scripts
 from ..messages.weights import NCCL_AGREED, WeightAnnouncement
 from .transfer import TransferReport
 
+T = TypeVar("T")
+REDIS_RETRY_S = 0.2
 REMEMBER_S = 7 * 86400
 """How long versions and epochs stay in the ledger."""
 
 EpochState = Literal["joining", "sealed", "closed"]
+
+
+async def through_outage(call: Callable[[], Awaitable[T]], deadline: float) -> T:
+    """What `call` returns, tried again while Redis is away, until `deadline` (time.monotonic); then what it raised."""
+    while True:
+        try:
+            return await call()
+        except (RedisError, OSError):
+            if time.monotonic() >= deadline:
+                raise
+            await asyncio.sleep(REDIS_RETRY_S)
 
 
 def nccl_settings() -> str:

@@ -17,14 +17,14 @@ class Patience:
         """Whether `who` may be tried now."""
         return self._refusals.get(who, (0, 0.0))[1] <= time.monotonic()
 
-    def refused(self, who: str) -> None:
-        """It was tried in vain."""
+    def tried(self, who: str, *, well: bool) -> None:
+        """How it went with `who`."""
+        if well:
+            self._refusals.pop(who, None)
+            return
         times = self._refusals.get(who, (0, 0.0))[0]
         self._refusals[who] = times + 1, time.monotonic() + min(LONGEST_PAUSE_S, 2.0**times)
 
-    def forget(self, who: str | None = None) -> None:
-        """It went well with `who`; or there is something new for everybody (None)."""
-        if who is None:
-            self._refusals.clear()
-        else:
-            self._refusals.pop(who, None)
+    def forget(self) -> None:
+        """There is something new for everybody."""
+        self._refusals.clear()

@@ -12,6 +12,7 @@ from ..messages.weights import WeightManifest
 from .digest import values_of
 from .disk_read import DiskVersion
 from .group import Group
+from .layout import layout_of
 from .rendezvous import EpochKeys
 from .transfer import TransferOrder
 
@@ -34,8 +35,10 @@ class Pending:
     receive_s: float = 0.0
     opened: DiskVersion | None = None
     expected: torch.Tensor = field(init=False)  # (tensors,) int64: the manifest's digests
+    layout: int = field(init=False)  # of the manifest; worked out here, because the commit stands in somebody's way
 
     def __post_init__(self) -> None:
+        self.layout = layout_of(self.manifest)
         self.expected = values_of([spec.digest for spec in self.manifest.tensors], "cpu")
 
     def say_ready(self, rank: int) -> None:

@@ -24,7 +24,7 @@ from .disk_read import DiskVersion
 from .group import Group, open_group, settle
 from .held import Lent, open_version, read_into
 from .ipc import open_handles
-from .layout import Arrival, Loading, Model, layout_of, plan_for
+from .layout import Arrival, Loading, Model, plan_for
 from .names import Shape, check_names, checkpoint_shapes
 from .pending import Pending
 from .plan import CopyPlan
@@ -281,7 +281,6 @@ class Receiver:
 
     def _await_go(self, pending: Pending) -> None:
         """Until all are ready: what is queued before could be left with nothing to load but what the buffers had."""
-        self._arrival(pending)  # what takes time is done before the word
         pending.say_ready(self.rank)
         why = self._broken(pending.store, pending.order)
         fetch(pending.store, EpochKeys(pending.order.epoch).go, pending.deadline, why, "word that all are ready")
@@ -341,7 +340,7 @@ class Receiver:
         return [buckets[index % len(buckets)][:size] for index, size in enumerate(sizes)]
 
     def _arrival(self, pending: Pending) -> Arrival:
-        key = layout_of(pending.manifest), tuple(bucket.data_ptr() for bucket in pending.buckets)
+        key = pending.layout, tuple(bucket.data_ptr() for bucket in pending.buckets)
         if self._arrived is None or self._arrived[0] != key:
             self._arrived = key, Arrival(pending.manifest, self._bucket_views(pending))
         return self._arrived[1]
@@ -354,7 +353,7 @@ class Receiver:
         return self._loading[2]
 
     def _plan_of(self, pending: Pending, model: Model) -> CopyPlan | None:
-        key = layout_of(pending.manifest), id(model)
+        key = pending.layout, id(model)
         if self._plan is None or self._plan[0] != key:
             before = self._plan is not None and self._plan[1] is not None
             self._plan = key, plan_for(model, pending.manifest, frozenset(self._known), must=before)

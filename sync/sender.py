@@ -20,13 +20,11 @@ from .ipc import gpu_id
 from .ledger import Join, Ledger, nccl_settings
 from .patience import Patience
 from .snapshot import Snapshot
-from .transfers import GLANCE_S, GRACE_S, Terms, Transfer, TransferResult
+from .transfers import GLANCE_S, GRACE_S, Terms, Transfer, TransferResult, repeated
 
 log = logging.getLogger(__name__)
 
 __all__ = ["GRACE_S", "Sender", "Settings", "TransferResult"]
-ATTEMPTS = 3
-"""A transfer that a dead or stuck worker broke is repeated without it, this often in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +116,7 @@ class Sender:
             return await self.adapters.catch_up()
         result = await self._send(self._retained, frozenset(waiting))
         for worker in waiting:
-            if worker in result.workers:
-                self._patience.forget(worker)
-            else:
-                self._patience.refused(worker)
+            self._patience.tried(worker, well=worker in result.workers)
         return result
 
     async def send(self, snapshot: Snapshot) -> TransferResult:
@@ -136,12 +131,7 @@ class Sender:
 
     async def _send(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
         """To every live worker, or to these only. What one worker broke is repeated without it."""
-        result = await self._transfer(snapshot, only)
-        for _ in range(ATTEMPTS - 1):
-            if not (again := result.again & await self._ledger.live_workers()):
-                break
-            result = result.then(await self._transfer(snapshot, again), again)
-        return result
+        return await repeated(self._ledger, lambda whom: self._transfer(snapshot, whom), only)
 
     async def _transfer(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
         settings = self._settings

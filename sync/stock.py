@@ -30,7 +30,6 @@ from .places import dtype_named
 from .rendezvous import local_end
 from .snapshot import Snapshot
 
-DEFAULT_BUCKET_BYTES = 512 << 20
 IN_FLIGHT = 2
 """So many flattened lots are in memory at a time, and the one that is being made."""
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol
-
-from redis.exceptions import RedisError
 
 from ..messages.bell import Bell
 from ..messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
 from ..messages.weights import NonFinitePolicy, UpdateMode, WeightAnnouncement
-from .ledger import Epoch, Join, Ledger
+from .ledger import Epoch, Join, Ledger, through_outage
 from .transfer import TransferReport
 
 log = logging.getLogger(__name__)
@@ -23,8 +22,9 @@ GRACE_S = 2.0
 """A receiver's own deadline starts when it reads the seal; its report may be this much later than the sender's."""
 GLANCE_S = 1.0
 """How often a wait on the bell looks whether a worker it waits for is still alive."""
-REDIS_RETRY_S = 0.2
 CLOSE_S = 30.0
+ATTEMPTS = 3
+"""A transfer that a dead or stuck worker broke is repeated without it, this often in all."""
 LINE_TROUBLE = frozenset({"rendezvous", "receive"})
 """Phases in which a transfer can fail for another rank's sake."""
 
@@ -251,30 +251,36 @@ class Transfer:
 
     async def _look(self, number: int, deadline: float) -> tuple[Epoch, set[str]]:
         """The transfer and who is alive. While Redis is away nothing is known; what was told by then is told still."""
-        while True:
-            try:
-                return await self._epoch(number), await self._ledger.live_workers()
-            except (RedisError, OSError):
-                if time.monotonic() >= deadline:
-                    raise
-                await asyncio.sleep(REDIS_RETRY_S)
+
+        async def look() -> tuple[Epoch, set[str]]:
+            return await self._epoch(number), await self._ledger.live_workers()
+
+        return await through_outage(look, deadline)
 
     async def _close(self, announcement: WeightAnnouncement, committed: bool) -> None:
         """Workers may serve the version by now: that is not left unsaid for a Redis that comes back soon."""
-        deadline = time.monotonic() + CLOSE_S
-        while True:
-            try:
-                return await self._ledger.close(announcement, committed, self._source.digest)
-            except (RedisError, OSError):
-                if time.monotonic() >= deadline:
-                    raise
-                await asyncio.sleep(REDIS_RETRY_S)
+        close = partial(self._ledger.close, announcement, committed, self._source.digest)
+        await through_outage(close, time.monotonic() + CLOSE_S)
 
     async def _epoch(self, number: int) -> Epoch:
         epoch = await self._ledger.epoch(number)
         if epoch is None:
             raise WeightSyncError(f"transfer {number} vanished from the ledger: was Redis emptied?")
         return epoch
+
+
+async def repeated(
+    ledger: Ledger,
+    transfer: Callable[[frozenset[str] | None], Awaitable[TransferResult]],
+    only: frozenset[str] | None,
+) -> TransferResult:
+    """`transfer` to these workers, or to all (None); what one of them broke is repeated for the others."""
+    result = await transfer(only)
+    for _ in range(ATTEMPTS - 1):
+        if not (again := result.again & await ledger.live_workers()):
+            break
+        result = result.then(await transfer(again), again)
+    return result
 
 
 def _own_fault(report: TransferReport) -> bool:

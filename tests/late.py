@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from pool import Running, wait_replies, worker
-from publishing import patient
+from publishing import patient, weights
 from specimens import job
 
 from rolloutmq import WeightPublisher
@@ -20,18 +20,6 @@ from rolloutmq.worker.scripted_engine import ScriptedEngine
 
 AFTER_S = 0.2
 LEASE_S = 1.0
-
-
-def weights(version: int) -> dict[str, torch.Tensor]:
-    base = torch.Generator().manual_seed(version)
-    return {
-        "bf16": torch.randn(50, 30, generator=base).to(torch.bfloat16),
-        "fp32": torch.randn(70, generator=base),
-        "int8": torch.randint(-100, 100, (33,), dtype=torch.int8, generator=base),
-        "none": torch.empty(0, 4),
-        "scalar": torch.tensor(float(version)),
-        "turned": torch.randn(40, 60, generator=base).t(),
-    }
 
 
 publisher = partial(patient, bucket_bytes=2048)

@@ -7,13 +7,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from redis.exceptions import RedisError
 
 from ..messages.errors import EngineDead, EngineError, MessageError, TransferTimeout
 from ..messages.weights import Transport, WeightAnnouncement
-from ..sync.ledger import Epoch, Join, Ledger
+from ..sync.ledger import Epoch, Join, Ledger, through_outage
 from ..sync.transfer import TransferOrder, TransferReport
 from .adapters import AdapterFollower
 from .engine import Engine
@@ -26,7 +27,6 @@ SEAL_GRACE_S = 2.0
 STUCK_S = 30.0
 """How long an engine's answer may be late before the engine counts as stuck."""
 REPORT_S = 30.0
-REDIS_RETRY_S = 0.2
 LOOK_S = 1.0
 """Without a poke the ledger is looked at this often."""
 SAY_S = 30.0
@@ -186,14 +186,8 @@ class WeightFollower:
 
     async def _report(self, number: int, worker_id: str, report: TransferReport, adapter: str = "") -> None:
         """The sender waits for it, and a version that a worker serves must not count as lost: Redis may come back."""
-        deadline = time.monotonic() + REPORT_S
-        while True:
-            try:
-                return await self._ledger.report(number, worker_id, report, adapter)
-            except (RedisError, OSError):
-                if time.monotonic() >= deadline:
-                    raise
-                await asyncio.sleep(REDIS_RETRY_S)
+        tell = partial(self._ledger.report, number, worker_id, report, adapter)
+        await through_outage(tell, time.monotonic() + REPORT_S)
 
     async def _receive_and_load(self, order: TransferOrder) -> TransferReport:
         preparing = asyncio.create_task(self._ask(self._engine.prepare_weights(order), order))

@@ -48,3 +48,17 @@ async def serve_some(ledger: Ledger, before: int, version: int) -> None:
     assert isinstance(found, RolloutResult)
     assert found.versions == (version,)
     check_scripted(found, 3)
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """One tensor of each kind, other values for every version."""
+    base = torch.Generator().manual_seed(version)
+    return {
+        "bf16": torch.randn(50, 30, generator=base).to(torch.bfloat16),
+        "fp32": torch.randn(70, generator=base),
+        "int8": torch.randint(-100, 100, (33,), dtype=torch.int8, generator=base),
+        "none": torch.empty(0, 4),
+        "scalar": torch.tensor(float(version)),
+        "turned": torch.randn(40, 60, generator=base).t(),
+        "strided": torch.randn(20, 20, generator=base)[::3, ::2],
+    }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from pool import check_scripted, eventually, wait_replies, worker
 from publishing import patient as publisher
+from publishing import weights
 from specimens import job
 
 from rolloutmq import InvalidField, WaitTimeout, WeightPublisher
@@ -18,19 +19,6 @@ from rolloutmq.messages import Broker, RolloutResult, SamplingParams, WeightSync
 from rolloutmq.sync.ledger import Ledger
 from rolloutmq.sync.transfer import TransferOrder, TransferReport
 from rolloutmq.worker.scripted_engine import ScriptedEngine
-
-
-def weights(version: int) -> dict[str, torch.Tensor]:
-    base = torch.Generator().manual_seed(version)
-    return {
-        "bf16": torch.randn(50, 30, generator=base).to(torch.bfloat16),
-        "fp32": torch.randn(70, generator=base),
-        "int8": torch.randint(-100, 100, (33,), dtype=torch.int8, generator=base),
-        "none": torch.empty(0, 4),
-        "scalar": torch.tensor(float(version)),
-        "turned": torch.randn(40, 60, generator=base).t(),
-        "strided": torch.randn(20, 20, generator=base)[::3, ::2],
-    }
 
 
 async def publish(source: WeightPublisher, version: int, timeout: float = 20.0) -> Any:
