@@ -25,8 +25,7 @@ from rolloutmq.ops.embedded_redis import EmbeddedRedis
 from rolloutmq.sync.digest import digest
 from rolloutmq.sync.ledger import Ledger
 from rolloutmq.sync.publisher import PublishReport
-from rolloutmq.sync.sender import ATTEMPTS
-from rolloutmq.sync.transfers import GLANCE_S, GRACE_S
+from rolloutmq.sync.transfers import ATTEMPTS, GLANCE_S, GRACE_S
 
 LEASE_S = 1.0
 JOIN_S = 3.0
