@@ -26,11 +26,12 @@ from .errors import (
     WeightSyncError,
 )
 from .ids import new_id
-from .jobs import ChatMessage, GenerateJob, LogitProcessor, LogprobOptions, SamplingParams
+from .jobs import ChatMessage, GenerateJob
 from .keys import Keys
 from .lease import Beat, Claim, Finished, Lease, Piece, Release
 from .pool import Control, DeadLetter, WorkerStatus
 from .results import JobFailure, Partial, RolloutResult, Segment, Timings
+from .sampling import LogitProcessor, LogprobOptions, SamplingParams
 from .weights import TensorSpec, WeightAnnouncement, WeightManifest
 
 __all__ = [

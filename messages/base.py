@@ -6,13 +6,16 @@ from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 from pydantic.functional_validators import SkipValidation
 
 from .errors import InvalidField
 
 MAX_TOKENS = 1 << 20
 """Most token ids or logprobs in one array (4 MiB packed)."""
+
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
+"""What people and programs call things by."""
 
 
 def _packed(dtype: str, what: str) -> Any:

@@ -1,51 +1,19 @@
-"""What a trainer asks for: a generation job and its sampling parameters."""
+"""What a trainer asks for: a generation job."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from .base import MAX_TOKENS, Message, TokenIds
+from .base import Message, Name, TokenIds
 from .ids import is_id, new_id
+from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
 
 Priority = Literal["high", "normal", "low"]
 PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
-Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
 MAX_SAMPLES = 4096
 MAX_METADATA_ITEMS = 64
-
-
-class SamplingParams(BaseModel):
-    """How tokens are drawn. Names and meanings are SGLang's.
-
-    max_new_tokens: most tokens generated for one sample.
-    temperature: 0 is greedy.
-    top_k: -1 keeps the whole vocabulary.
-    stop_token_ids: end the sample; the stop token is part of the result.
-    logit_bias: token id -> added to its logit before sampling.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    max_new_tokens: int = Field(default=128, ge=1, le=MAX_TOKENS)
-    temperature: float = Field(default=1.0, ge=0.0, le=100.0, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=-1, ge=-1, le=1 << 30)
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=2.0)
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), max_length=64)
-    ignore_eos: bool = False
-    logit_bias: dict[Annotated[int, Field(ge=0)], FiniteFloat] = Field(default_factory=dict, max_length=1024)
-
-    @field_validator("top_k")
-    @classmethod
-    def _top_k_zero_is_no_set(cls, value: int) -> int:
-        if value == 0:
-            raise ValueError("-1 for the whole vocabulary, or a positive count")
-        return value
 
 
 class ChatMessage(BaseModel):
@@ -55,32 +23,6 @@ class ChatMessage(BaseModel):
 
     role: Name
     content: str = Field(max_length=8 << 20)
-
-
-class LogprobOptions(BaseModel):
-    """Which log-probabilities come back. Off saves 4 bytes a token, nothing in the engine.
-
-    sampled: of each generated token.
-    top: the N most likely tokens at each position.
-    prompt: of the prompt's own tokens.
-    token_ids: of these ids at each position.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    sampled: bool = True
-    top: int = Field(default=0, ge=0, le=64)
-    prompt: bool = False
-    token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), max_length=1024)
-
-
-class LogitProcessor(BaseModel):
-    """A logit processor registered on the worker, by name; code never travels."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: Name
-    params: dict[str, Any] = Field(default_factory=dict, max_length=64)
 
 
 class GenerateJob(Message):
@@ -98,6 +40,10 @@ class GenerateJob(Message):
     lora: name of the LoRA adapter to sample with, None for the model alone. The pool must have a committed version of
         it: a job for an adapter that nobody has published fails.
     min_adapter_version: do not start on a version of that adapter older than this.
+    stream: its tokens come as they are generated, too (RolloutClient.stream); the results are the same.
+    hidden_states: of the last generated token, or of all of them. routed_experts: which experts each token went to.
+    logit_processors: applied in order, see docs/generation.md for those that every worker has.
+    seed: sample i is drawn with a seed of its own made of this and i; the same on an engine that is deterministic.
     metadata: free, small, returned with every result (strings, numbers, booleans, None).
     """
 
@@ -119,7 +65,9 @@ class GenerateJob(Message):
     lora: Name | None = None
     min_adapter_version: int = Field(default=0, ge=0)
     logprobs: LogprobOptions = LogprobOptions()
+    stream: bool = False
     hidden_states: Literal["none", "last", "all"] = "none"
+    routed_experts: bool = False
     logit_processors: tuple[LogitProcessor, ...] = Field(default=(), max_length=16)
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
     trace_id: str | None = Field(default=None, max_length=64)
@@ -170,7 +118,15 @@ class GenerateJob(Message):
             "logprobs.top": self.logprobs.top > 0,
             "logprobs.prompt": self.logprobs.prompt,
             "logprobs.token_ids": bool(self.logprobs.token_ids),
+            "logprobs.kind": self.logprobs.kind != "raw",
             "hidden_states": self.hidden_states != "none",
+            "routed_experts": self.routed_experts,
+            "stream": self.stream,
+            "sampling.min_new_tokens": self.sampling.min_new_tokens > 0,
+            "sampling.stop": bool(self.sampling.stop),
+            "sampling.stop_regex": bool(self.sampling.stop_regex),
+            "sampling.stop_token_sequences": bool(self.sampling.stop_token_sequences),
+            **{f"sampling.{name}": getattr(self.sampling, name) is not None for name in GRAMMARS},
             "logit_processors": bool(self.logit_processors),
             "seed": self.seed is not None,
         }

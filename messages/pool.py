@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,6 +16,7 @@ class WorkerStatus(Message):
 
     version: weights version it serves. running: samples in the engine. held: samples of the jobs it holds.
     generated_tokens, finished_samples, refused_publishes: totals since it joined.
+    features: optional parts of jobs that its engine honours, see GenerateJob.unsupported.
     started_at: Unix seconds by the worker's clock; for people, never for decisions.
     """
 
@@ -30,6 +31,7 @@ class WorkerStatus(Message):
     engine: str = ""
     device: str = ""
     tp_size: int = Field(default=1, ge=1)
+    features: tuple[Annotated[str, Field(max_length=64)], ...] = Field(default=(), max_length=128)
     max_running: int = Field(default=1, ge=1)
     running: int = Field(default=0, ge=0)
     held: int = Field(default=0, ge=0)

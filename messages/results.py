@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from .arrays import Arrays
 from .base import Floats, Message, TokenIds
 
 
@@ -43,6 +44,12 @@ def _check_sums(token_ids: TokenIds, logprobs: Floats | None, segments: tuple[Se
         raise ValueError(f"{logprobs.size} logprobs for {tokens} tokens")
 
 
+def _check_rows(token_ids: TokenIds, arrays: Arrays) -> None:
+    for name, array in arrays.items():
+        if not array.ndim or array.shape[0] != token_ids.size:
+            raise ValueError(f"token_arrays[{name!r}] has shape {array.shape} for {token_ids.size} tokens")
+
+
 def _check_adapter_sums(token_ids: TokenIds, segments: tuple[Segment, ...] | None) -> None:
     if segments is not None:
         try:
@@ -54,10 +61,19 @@ def _check_adapter_sums(token_ids: TokenIds, segments: tuple[Segment, ...] | Non
 class RolloutResult(Message):
     """One finished sample.
 
-    token_ids: (t,) int32, what was generated; the stop token is included if one ended it.
+    token_ids: (t,) int32, what was generated; with what stopped it, unless sampling.include_stop is False.
     logprobs: (t,) float32 natural log-probabilities under the weights that sampled each token, or None if not asked
         for. With logit bias and penalties, before temperature and truncation: at temperature 1 without top-k, top-p
         and min-p they are the behaviour policy.
+    logprob_kind: "scaled" if they, and those of the arrays, are after temperature instead.
+    matched_stop: the stop that ended it: a token id, a text, a regular expression or a sequence of token ids.
+    token_arrays: what else was asked for of each generated token, one row each:
+        "top_ids" (t, N) int32 and "top_logprobs" (t, N) float32; "id_logprobs" (t, ids) float32 in the order of
+        logprobs.token_ids; "hidden_states" (t, h), of the forward pass that sampled the token;
+        "routed_experts" (t, layers, k) int32.
+    arrays: what was asked for of the whole: "prompt_logprobs" (p,) float32, of the first token NaN, with
+        "prompt_top_ids", "prompt_top_logprobs" and "prompt_id_logprobs" as above; "last_hidden_state" (h,);
+        "prompt_routed_experts" (p, layers, k) int32.
     segments: versions and token counts in order; the counts add up to t, versions never decrease.
     adapter: name of the LoRA adapter that sampled it, None for the model alone.
     adapter_version: of that adapter, when the sample ended.
@@ -79,7 +95,7 @@ class RolloutResult(Message):
     token_ids: TokenIds
     logprobs: Floats | None = None
     finish_reason: Literal["stop", "length"]
-    matched_stop: int | None = None
+    matched_stop: int | str | tuple[int, ...] | None = None
     segments: tuple[Segment, ...] = ()
     adapter: str | None = None
     adapter_version: int | None = Field(default=None, ge=0)
@@ -88,6 +104,9 @@ class RolloutResult(Message):
     attempt: int = Field(ge=1)
     prompt_ids: TokenIds | None = None
     text: str | None = None
+    logprob_kind: Literal["raw", "scaled"] = "raw"
+    token_arrays: Arrays = Field(default_factory=dict)
+    arrays: Arrays = Field(default_factory=dict)
     timings: Timings = Timings()
     fingerprint: dict[str, str] = Field(default_factory=dict, max_length=32)
     metadata: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
@@ -97,6 +116,7 @@ class RolloutResult(Message):
     def _adds_up(self) -> Self:
         _check_sums(self.token_ids, self.logprobs, self.segments)
         _check_adapter_sums(self.token_ids, self.adapter_segments)
+        _check_rows(self.token_ids, self.token_arrays)
         return self
 
     @property
@@ -144,7 +164,8 @@ class Partial(Message):
     """A piece of what an unfinished sample has generated; the next worker continues from the last one.
 
     start: tokens before this piece. token_ids: (t,) int32. logprobs: (t,) float32. segments add up to t, as in
-    RolloutResult; so do adapter_segments, None without an adapter.
+    RolloutResult; so do adapter_segments, None without an adapter. token_arrays as there, a row for each token; arrays
+    as there, in the piece that was made when they were known.
     """
 
     KIND: ClassVar[int] = 3
@@ -154,9 +175,12 @@ class Partial(Message):
     logprobs: Floats
     segments: tuple[Segment, ...]
     adapter_segments: tuple[Segment, ...] | None = None
+    token_arrays: Arrays = Field(default_factory=dict)
+    arrays: Arrays = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
         _check_sums(self.token_ids, self.logprobs, self.segments)
         _check_adapter_sums(self.token_ids, self.adapter_segments)
+        _check_rows(self.token_ids, self.token_arrays)
         return self

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rolloutmq.messages.jobs import SamplingParams
+from rolloutmq.messages.sampling import SamplingParams
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.worker.engine import EngineOutput, EngineRequest
 from rolloutmq.worker.sglang_engine import SGLangEngine

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from rolloutmq.messages import (
     ChatMessage,
     Control,
@@ -97,6 +99,45 @@ def specimens() -> dict[str, Message]:
             hidden_states="last",
             logit_processors=(LogitProcessor(name="p", params={"x": 1}),),
         ),
+        "wide-job": GenerateJob(
+            id=ID,
+            reply_to="c",
+            token_ids=[1],
+            sampling=SamplingParams(
+                min_new_tokens=2,
+                stop=("</a>", "\n\n"),
+                stop_regex=("[0-9]{3}",),
+                stop_token_sequences=((1, 2), (3,)),
+                include_stop=False,
+                json_schema="{}",
+            ),
+            logprobs=LogprobOptions(top=2, prompt=True, token_ids=(7, 8), kind="scaled"),
+            stream=True,
+            routed_experts=True,
+        ),
+        "wide-result": RolloutResult(
+            job_id=ID,
+            sample=0,
+            n=1,
+            group_id="g1",
+            token_ids=[5, 6],
+            logprobs=[-0.5, -1.0],
+            logprob_kind="scaled",
+            token_arrays={"top_ids": np.array([[5, 9], [6, 2]], np.int32)},
+            arrays={"prompt_logprobs": np.array([np.nan, -1.5], np.float32)},
+            finish_reason="stop",
+            matched_stop="</a>",
+            segments=(Segment(3, 2),),
+            worker_id="w",
+            attempt=1,
+        ),
+        "wide-partial": Partial(
+            token_ids=[5],
+            logprobs=[-0.5],
+            segments=(Segment(3, 1),),
+            token_arrays={"id_logprobs": np.array([[-2.0, -3.0]], np.float32)},
+            arrays={"last_hidden_state": np.array([1, 2, 65535], np.uint16)},
+        ),
         "adapter-result": RolloutResult(
             job_id=ID,
             sample=0,
@@ -154,6 +195,7 @@ def specimens() -> dict[str, Message]:
             finished_samples=5,
             refused_publishes=1,
             engine_restarts=4,
+            features=("seed", "stream"),
         ),
         "control": Control(action="drain", worker_id="w", params={"x": 1}),
     }

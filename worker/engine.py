@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ..messages.jobs import SamplingParams
+from ..messages.sampling import LogitProcessor, LogprobOptions, SamplingParams
 from ..sync.transfer import TransferOrder, TransferReport
 from .adapters import LoadedAdapters
 
@@ -21,6 +21,31 @@ if TYPE_CHECKING:
     from ..sync.adapter_format import Adapter  # torch
 
 FinishReason = Literal["stop", "length", "abort"]
+MatchedStop = int | str | tuple[int, ...]
+
+_SAMPLED = LogprobOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request asks for beyond tokens and their logprobs; the defaults cost nothing.
+
+    logprobs, hidden_states, routed_experts, logit_processors: as GenerateJob has them. prompt: whether what concerns
+        the prompt is still to be delivered; later legs of a sample have it already.
+    seed: of this sample, the same in all its legs; None draws freely.
+    stream: the engine keeps `progress` up to date with every token.
+    """
+
+    logprobs: LogprobOptions = _SAMPLED
+    hidden_states: Literal["none", "last", "all"] = "none"
+    routed_experts: bool = False
+    logit_processors: tuple[LogitProcessor, ...] = ()
+    prompt: bool = True
+    seed: int | None = None
+    stream: bool = False
+
+
+NOTHING_MORE = Wanted()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +59,9 @@ class EngineRequest:
     cache_key: the weights version as text, with an adapter followed by "/<name>@<version>"; prefixes are only ever
         reused between requests of the same key.
     adapter, adapter_version: the LoRA adapter to run it with, "" and 0 for the model alone.
+    generated: so many of token_ids, at their end, are not prompt but what earlier legs generated: stops, penalties,
+        grammars and least lengths are about them, too.
+    wanted: what else it asks for.
     """
 
     request_id: str
@@ -43,6 +71,8 @@ class EngineRequest:
     cache_key: str
     adapter: str = ""
     adapter_version: int = 0
+    generated: int = 0
+    wanted: Wanted = NOTHING_MORE
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +83,33 @@ class EngineOutput:
     logprobs: (n,) float32, natural log of the probability each token was sampled with, under the weights that
         sampled it: with logit bias and penalties, before temperature and truncation.
     finish_reason: "abort" means the tokens are a valid prefix of a sample that can be continued.
-    matched_stop: the stop token id that ended it, or None.
+    matched_stop: what ended it, as RolloutResult has it, or None.
+    stop_tokens: how many of the sample's last tokens (those of earlier legs counted in) have a part of what was
+        matched; 0 if nothing was.
+    token_arrays, arrays: what was wanted, named as in RolloutResult; one row for each token in the first.
     """
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     finish_reason: FinishReason
-    matched_stop: int | None = None
+    matched_stop: MatchedStop | None = None
+    stop_tokens: int = 0
     cached_tokens: int = 0
+    token_arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a running request has generated so far: (n,) int32 token_ids, (n,) float32 logprobs as in EngineOutput."""
+    """What a running request has generated so far: (n,) int32 token_ids, (n,) float32 logprobs as in EngineOutput.
+
+    token_arrays: as there; all that were wanted, a row for each token. An engine that cannot tell them in between
+    reports no progress for a request that wants them.
+    """
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
+    token_arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,17 @@ from ..messages.jobs import GenerateJob
 from ..messages.lease import Piece
 from ..messages.results import Partial, RolloutResult, Segment, Timings
 from .adapters import AdapterUse, LoadedAdapters
-from .engine import EngineInfo, EngineOutput, EngineRequest, FinishReason, Progress
+from .engine import (
+    NOTHING_MORE,
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    MatchedStop,
+    Progress,
+    Wanted,
+)
+from .generated import Generated
 from .legs import Leg
 
 
@@ -33,11 +45,12 @@ class SampleRun:
     attempt: int
     queued_s: float
     dropped: bool = False  # cancelled, expired or fenced: what it still generates is thrown away
-    tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    done: Generated = field(default_factory=Generated)  # by the legs that have ended
+    arrays: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # as RolloutResult has them, when known
     segments: list[Segment] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    matched_stop: int | None = None
+    matched_stop: MatchedStop | None = None
+    stop_tokens: int = 0  # how many of the last ones have a part of what was matched
     leg: Leg | None = None  # the one that is in the engine now
     adapters: LoadedAdapters | None = None
     adapter_segments: list[Segment] = field(default_factory=list)
@@ -45,23 +58,35 @@ class SampleRun:
     saved_at: float = field(default_factory=time.monotonic)
     _saved: int = 0  # tokens that the pool has
     _pieces: int = 0  # in so many pieces
+    _arrays_saved: bool = False  # and the arrays
+    _wanted: Wanted = NOTHING_MORE
     _offered: tuple[Piece, float] | None = None  # the next one, perhaps on its way, and when it was made
     _legs: int = 0
     _generating_s: float = 0.0
     _born: float = field(default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        self._wanted = _wanted(self.job, self.index)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """(n,) int32: what the legs that have ended generated."""
+        return self.done.token_ids
+
     def resume_from(self, pieces: Sequence[Partial]) -> None:
         """Go on where another worker, or an earlier attempt, had to let go; `pieces` in order."""
         if not pieces:
             return
-        self.tokens = np.concatenate([piece.token_ids for piece in pieces])
-        self.logprobs = np.concatenate([piece.logprobs for piece in pieces])
+        for piece in pieces:
+            self.done = self.done.then(Generated(piece.token_ids, piece.logprobs, piece.token_arrays))
+            self.arrays |= piece.arrays
+        self._arrays_saved = bool(self.arrays)
         self.segments = join_segments(segment for piece in pieces for segment in piece.segments)
         self.adapter_segments = join_segments(seg for piece in pieces for seg in piece.adapter_segments or ())
-        self._saved, self._pieces = len(self.tokens), len(pieces)
+        self._saved, self._pieces = len(self.done), len(pieces)
         most = self.job.sampling.max_new_tokens - 1
-        if len(self.tokens) > most:  # all was saved but how it ended: the last token is generated again, to find out
-            self.tokens, self.logprobs = self.tokens[:most], self.logprobs[:most]
+        if len(self.done) > most:  # all was saved but how it ended: the last token is generated again, to find out
+            self.done = self.done.cut(end=most)
             self.segments = cut_segments(self.segments, end=most)
             self.adapter_segments = cut_segments(self.adapter_segments, end=most)
             self.save_anew()
@@ -69,7 +94,7 @@ class SampleRun:
     @property
     def remaining(self) -> int:
         """Tokens it may still generate."""
-        return self.job.sampling.max_new_tokens - len(self.tokens)
+        return self.job.sampling.max_new_tokens - len(self.done)
 
     def next_request(self, version: int) -> EngineRequest:
         """The next leg: the prompt and what there is of the answer, under weights `version`.
@@ -80,19 +105,20 @@ class SampleRun:
         adapter = self._use_adapter()
         if _ahead(self.segments, version) or _ahead(self.adapter_segments, adapter.version if adapter else 0):
             # Released by a worker that was ahead of this one. Versions never decrease within a sample: start over.
-            self.tokens, self.logprobs, self.segments = self.tokens[:0], self.logprobs[:0], []
-            self.adapter_segments = []
+            self.done, self.arrays, self.segments, self.adapter_segments = Generated(), {}, [], []
             self.save_anew()
         request_id = f"{self.job.id}{self.index:04x}{self.attempt & 0xFFFF:04x}{self._legs & 0xFFFF:04x}"
         self.leg = Leg(request_id, version)
         return EngineRequest(
             request_id=request_id,
-            token_ids=np.concatenate([self.prompt, self.tokens]) if len(self.tokens) else self.prompt,
+            token_ids=np.concatenate([self.prompt, self.tokens]) if len(self.done) else self.prompt,
             sampling=self.job.sampling,
             max_new_tokens=self.remaining,
             cache_key=f"{version}/{adapter.name}@{adapter.version}" if adapter else str(version),
             adapter=adapter.name if adapter else "",
             adapter_version=adapter.version if adapter else 0,
+            generated=len(self.done),
+            wanted=replace(self._wanted, prompt=False) if self.arrays and self._wanted.prompt else self._wanted,
         )
 
     def _use_adapter(self) -> AdapterUse | None:
@@ -108,16 +134,14 @@ class SampleRun:
         """Take in what a leg generated, finished or not."""
         self._generating_s += seconds
         if count := len(output.token_ids):
-            if len(self.tokens):
-                self.tokens = np.concatenate([self.tokens, output.token_ids])
-                self.logprobs = np.concatenate([self.logprobs, output.logprobs])
-            else:
-                self.tokens, self.logprobs = output.token_ids, output.logprobs
+            self.done = self.done.then(Generated(output.token_ids, output.logprobs, output.token_arrays))
             self.segments = join_segments([*self.segments, *leg.segments(count)])
             if self._adapter is not None:
                 self.adapter_segments = join_segments([*self.adapter_segments, Segment(self._adapter.version, count)])
+        self.arrays.update(output.arrays)
         if output.finish_reason != "abort":
             self.finish_reason, self.matched_stop = output.finish_reason, output.matched_stop
+            self.stop_tokens = output.stop_tokens
         elif self.remaining <= 0:
             self.finish_reason = "length"  # the abort hit it on its very last token
 
@@ -128,26 +152,26 @@ class SampleRun:
         weights are being switched the leg has nothing to offer: its newest tokens cannot be told apart yet.
         """
         made_at = time.monotonic()
-        tokens, logprobs, segments = self.tokens[self._saved :], self.logprobs[self._saved :], self.segments
-        adapter_segments = self.adapter_segments
+        unsaved, segments, adapter_segments = self.done.cut(self._saved), self.segments, self.adapter_segments
         leg = self.leg
         if progress is not None and leg is not None and not (leg.held or leg.spoiled):
-            start = max(0, self._saved - len(self.tokens))
+            start = max(0, self._saved - len(self.done))
             if (more := progress(leg.request_id, start)) is not None and len(more.token_ids):
-                tokens = np.concatenate([tokens, more.token_ids])
-                logprobs = np.concatenate([logprobs, more.logprobs])
+                unsaved = unsaved.then(Generated(more.token_ids, more.logprobs, more.token_arrays))
                 segments = join_segments([*segments, *leg.segments(start + len(more.token_ids))])
                 if self._adapter is not None:
                     new_segment = Segment(self._adapter.version, start + len(more.token_ids))
                     adapter_segments = join_segments([*adapter_segments, new_segment])
-        if not len(tokens):
+        if not len(unsaved):
             return None
         new = Partial(
             start=self._saved,
-            token_ids=tokens,
-            logprobs=logprobs,
+            token_ids=unsaved.token_ids,
+            logprobs=unsaved.logprobs,
             segments=tuple(cut_segments(segments, start=self._saved)),
             adapter_segments=tuple(cut_segments(adapter_segments, start=self._saved)) if self.job.lora else None,
+            **({"token_arrays": unsaved.rows} if unsaved.rows else {}),  # what is not there does not travel
+            **({"arrays": self.arrays} if self.arrays and not self._arrays_saved else {}),
         )
         self._offered = Piece(self.job.id, self.attempt, self.index, self._pieces, new), made_at
         return self._offered[0]
@@ -157,10 +181,11 @@ class SampleRun:
         if self._offered is not None and piece is self._offered[0]:  # else started over, or more of it is on its way
             self.saved_at, self._offered = self._offered[1], None
             self._saved, self._pieces = self._saved + len(piece.partial.token_ids), self._pieces + 1
+            self._arrays_saved = self._arrays_saved or bool(piece.partial.arrays)
 
     def save_anew(self) -> None:
         """What the pool has is of no use: the next piece is the first."""
-        self._saved, self._pieces, self._offered = 0, 0, None
+        self._saved, self._pieces, self._offered, self._arrays_saved = 0, 0, None, False
 
     def result(self, worker_id: str, info: EngineInfo, text: str | None) -> RolloutResult:
         """The finished sample as it is published."""
@@ -172,7 +197,7 @@ class SampleRun:
             n=job.n,
             group_id=job.group,
             token_ids=self.tokens,
-            logprobs=self.logprobs if job.logprobs.sampled else None,
+            logprobs=self.done.logprobs if job.logprobs.sampled else None,
             finish_reason=self.finish_reason,
             matched_stop=self.matched_stop,
             segments=tuple(self.segments),
@@ -188,10 +213,34 @@ class SampleRun:
                 generating=self._generating_s,
                 waiting=max(0.0, time.monotonic() - self._born - self._generating_s),
             ),
+            **({"token_arrays": self.done.rows} if self.done.rows else {}),
+            **({"arrays": self.arrays} if self.arrays else {}),
+            **({"logprob_kind": job.logprobs.kind} if job.logprobs.kind != "raw" else {}),
             fingerprint=dict(info.fingerprint()),
             metadata=job.metadata,
             trace_id=job.trace_id,
         )
+
+
+def _wanted(job: GenerateJob, index: int) -> Wanted:
+    """What sample `index` asks for; the one object for most of them."""
+    plain = job.logprobs.top == 0 and not job.logprobs.token_ids and not job.logprobs.prompt
+    more = job.hidden_states != "none" or job.routed_experts or job.logit_processors or job.stream
+    if plain and job.logprobs.kind == "raw" and not more and job.seed is None:
+        return NOTHING_MORE
+    return Wanted(
+        logprobs=job.logprobs,
+        hidden_states=job.hidden_states,
+        routed_experts=job.routed_experts,
+        logit_processors=job.logit_processors,
+        seed=None if job.seed is None else sample_seed(job.seed, index),
+        stream=job.stream,
+    )
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a seeded job: samples differ from each other, and repeat from run to run."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _ahead(segments: Sequence[Segment], version: int) -> bool:

@@ -10,9 +10,9 @@ import numpy as np
 from ..messages.errors import EngineDead, EngineError, RequestRefused
 from ..sync.transfer import TransferOrder, TransferReport
 from . import sglang_lora
-from .adapters import FEATURE
 from .engine import EngineInfo, EngineOutput, EngineRequest, Progress
 from .sglang_config import SGLangConfig
+from .sglang_features import features
 from .sglang_requests import check_request, engine_output
 from .sglang_run import SGLangRun
 from .sglang_stock_updates import StockUpdates
@@ -55,8 +55,7 @@ class SGLangEngine:
         self._run, self._stock = SGLangRun(self.config, self._weight_loader), None
         try:
             info = await self._run.open()
-            lora = self.config.max_lora_rank is not None
-            self._info = replace(info, features=info.features | {FEATURE}) if lora else info
+            self._info = replace(info, features=features(self.config))
         except BaseException:
             self._run = None
             raise

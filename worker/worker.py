@@ -364,6 +364,7 @@ class Worker:
             engine=f"{info.name} {info.version}",
             device=info.device,
             tp_size=info.tp_size,
+            features=tuple(sorted(info.features)),
             max_running=self.config.max_running,
             running=self._generation.running,
             held=self._held.unpublished,

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...messages.jobs import GenerateJob, SamplingParams
+from ...messages.jobs import GenerateJob
 from ...messages.results import RolloutResult
+from ...messages.sampling import SamplingParams
 from ...producer.client import Outcome, RolloutClient
 from ...worker.config import WorkerConfig
 from ...worker.scripted_engine import ScriptedEngine

@@ -8,7 +8,7 @@ import secrets
 
 import numpy as np
 
-from ...messages.jobs import SamplingParams
+from ...messages.sampling import SamplingParams
 from ...worker.engine import EngineRequest
 from .sync_child import now
 from .sync_loader import BenchEngine

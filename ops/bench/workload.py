@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from ...messages.jobs import GenerateJob, SamplingParams
+from ...messages.jobs import GenerateJob
+from ...messages.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...messages.jobs import GenerateJob, SamplingParams
+from ...messages.jobs import GenerateJob
 from ...messages.results import RolloutResult
+from ...messages.sampling import SamplingParams
 from ...producer.blocking import BlockingRolloutClient
 from ...producer.client import Group
 from ...sync.publisher import PublishHandle, WeightPublisher

@@ -22,7 +22,7 @@ import substitute_loader
 from peers import Line
 
 from rolloutmq.messages.errors import EngineDead, EngineError, RequestRefused
-from rolloutmq.messages.jobs import SamplingParams
+from rolloutmq.messages.sampling import SamplingParams
 from rolloutmq.sync.transfer import TransferOrder, TransferReport
 from rolloutmq.worker.engine import EngineOutput, EngineRequest
 from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine

@@ -8,7 +8,7 @@ from specimens import SHORT, job
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, JobFailure, RolloutResult
-from rolloutmq.messages.jobs import SamplingParams
+from rolloutmq.messages.sampling import SamplingParams
 from rolloutmq.worker.scripted_engine import ScriptedEngine
 
 LONG = SamplingParams(max_new_tokens=100_000)

@@ -10,8 +10,9 @@ import pytest
 from pool import eventually
 
 from rolloutmq.messages.errors import EngineDead
-from rolloutmq.messages.jobs import GenerateJob, SamplingParams
+from rolloutmq.messages.jobs import GenerateJob
 from rolloutmq.messages.results import Segment
+from rolloutmq.messages.sampling import SamplingParams
 from rolloutmq.worker.engine import EngineOutput, EngineRequest, Progress
 from rolloutmq.worker.generation import Generation
 from rolloutmq.worker.legs import Leg
