@@ -13,7 +13,7 @@ help:
 	@echo "make test    the tests: real redis-server, real SGLang on CPU (PYTEST='-k name' for some)"
 	@echo "make test-redis62   the tests that need a Redis once more, on the embedded redis-server 6.2"
 	@echo "make chaos   real faults and an oracle that reads Redis' log (SEED=7 ONLY=kill,cut to replay; docs/chaos.md)"
-	@echo "make check   formatting, lint, strict types, import order, file sizes"
+	@echo "make check   formatting, lint, strict types, import order, file sizes, that every test can be imported"
 	@echo "make clean   remove .venv, out/ and caches"
 
 setup:
@@ -36,9 +36,11 @@ chaos: setup
 	PYTHONPATH=tests .venv/bin/python -m chaos $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) $(CHAOS)
 
 check: setup
+	@mkdir -p out
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	MYPYPATH=.venv/src .venv/bin/mypy -p rolloutmq
+	.venv/bin/python -m pytest -q --collect-only >out/collected.txt || { tail -40 out/collected.txt; exit 1; }
 	.venv/bin/python -m pytest -q tests/unit/test_import_order.py tests/unit/test_file_size.py
 
 clean:

@@ -46,6 +46,10 @@ class InvalidField(MessageError):
         return (type(self), (self.field, self.value, self.allowed))
 
 
+class FeatureUnavailable(InvalidField):
+    """A job asks for something that no worker of the pool can do; `allowed` says which engines lack it."""
+
+
 # --- queue ----------------------------------------------------------------------------------------------------------
 
 

@@ -110,24 +110,43 @@ class GenerateJob(Message):
         """The group this job belongs to."""
         return self.group_id or self.id
 
+    def features_used(self) -> list[str]:
+        """Names of the optional parts that this job uses; EngineInfo.features says which an engine honours."""
+        if not (self.model_fields_set & _OPTIONAL or self.sampling.model_fields_set & _OPTIONAL_SAMPLING):
+            return []  # nearly all jobs
+        return [name for name in FEATURES if self.value_of(name) != _PLAIN.value_of(name)]
+
     def unsupported(self, features: frozenset[str]) -> list[str]:
-        """Optional fields this job uses and an engine with `features` does not honour."""
-        used = {
-            "session_id": self.session_id is not None,
-            "lora": self.lora is not None,
-            "logprobs.top": self.logprobs.top > 0,
-            "logprobs.prompt": self.logprobs.prompt,
-            "logprobs.token_ids": bool(self.logprobs.token_ids),
-            "logprobs.kind": self.logprobs.kind != "raw",
-            "hidden_states": self.hidden_states != "none",
-            "routed_experts": self.routed_experts,
-            "stream": self.stream,
-            "sampling.min_new_tokens": self.sampling.min_new_tokens > 0,
-            "sampling.stop": bool(self.sampling.stop),
-            "sampling.stop_regex": bool(self.sampling.stop_regex),
-            "sampling.stop_token_sequences": bool(self.sampling.stop_token_sequences),
-            **{f"sampling.{name}": getattr(self.sampling, name) is not None for name in GRAMMARS},
-            "logit_processors": bool(self.logit_processors),
-            "seed": self.seed is not None,
-        }
-        return [name for name, on in used.items() if on and name not in features]
+        """Optional parts this job uses and an engine with `features` does not honour."""
+        return [name for name in self.features_used() if name not in features]
+
+    def value_of(self, name: str) -> Any:
+        """The field of that dotted name: "seed", "logprobs.top"."""
+        value: Any = self
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
+
+
+FEATURES = (
+    "session_id",
+    "lora",
+    "logprobs.top",
+    "logprobs.prompt",
+    "logprobs.token_ids",
+    "logprobs.kind",
+    "hidden_states",
+    "routed_experts",
+    "stream",
+    "seed",
+    "logit_processors",
+    "sampling.min_new_tokens",
+    "sampling.stop",
+    "sampling.stop_regex",
+    "sampling.stop_token_sequences",
+    *(f"sampling.{name}" for name in GRAMMARS),
+)
+"""Fields that not every engine honours, where they are not as by default."""
+_OPTIONAL = frozenset(name.partition(".")[0] for name in FEATURES) - {"sampling"}
+_OPTIONAL_SAMPLING = frozenset(name.partition(".")[2] for name in FEATURES if name.startswith("sampling."))
+_PLAIN = GenerateJob(token_ids=[0])
