@@ -55,6 +55,8 @@ class Broadcaster:
         self._groups = 0
         self.absent: frozenset[int] = frozenset()
         """Ranks that the last `send` waited for up to its deadline."""
+        self.sent_bytes = 0
+        """Of the transfer under way, as far as they are given to the transport."""
         self._stopped = Event()
         self._why = ""
         self._stream: Any = None
@@ -70,6 +72,7 @@ class Broadcaster:
     def offer(self, epoch: int, snapshot: Snapshot) -> None:
         """Put the manifest where receivers look for it."""
         self._stopped.clear()
+        self.sent_bytes = 0
         # Numbers of transfers begin again where Redis lost its data; this store did not.
         for key in (EpochKeys(epoch).broken, EpochKeys(epoch).go):
             self.store.delete_key(key)
@@ -150,6 +153,7 @@ class Broadcaster:
         for bucket in snapshot.buckets:
             self._check()
             self._group.broadcast(bucket.cpu(), deadline)
+            self.sent_bytes += bucket.numel()
 
     def _send_by_stock(self, snapshot: Sendable, announcement: WeightAnnouncement, deadline: float) -> None:
         """Through SGLang's own group, once all are ready: who waits in it cannot be called off any more."""
@@ -185,6 +189,7 @@ class Broadcaster:
                     source = buffers[index % len(buffers)][: bucket.numel()]
                     source.copy_(bucket, non_blocking=True)
                 queued.append(group.broadcast(source, deadline))
+                self.sent_bytes += source.numel()
                 if 0 < snapshot.rotation <= len(queued):
                     queued[-snapshot.rotation].wait()
             for each in queued[-1:]:

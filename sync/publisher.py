@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -24,34 +23,18 @@ from . import publisher_checks as check
 from .adapters import Parcel
 from .buckets import Keep, release_host_memory
 from .disk import SnapshotStore
-from .disk_errors import disk_errors
 from .packing import PackedWeights
 from .places import BUCKET_BYTES, Places
-from .publication import PublishHandle, PublishReport
+from .publication import Order, PublishHandle, PublishProgress, PublishReport, State
 from .rendezvous import own_address_towards
-from .saver import SnapshotSaver
+from .saver import SnapshotSaver, store_of
 from .sender import Sender, Settings, TransferResult
 from .snapshot import Snapshot
 from .streams import side_stream
 
-__all__ = ["PublishHandle", "PublishReport", "WeightPublisher"]
+__all__ = ["PublishHandle", "PublishProgress", "PublishReport", "WeightPublisher"]
 log = logging.getLogger(__name__)
 RETRY_S = 1.0
-
-
-@dataclass(slots=True)
-class _Order:
-    packed: PackedWeights
-    handle: PublishHandle
-    began: float
-    adapter: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        version = f"version {self.packed.version}"
-        return f"{version} of adapter {self.adapter}" if self.adapter else version
 
 
 class WeightPublisher:
@@ -135,9 +118,10 @@ class WeightPublisher:
         self._like: Places | None = None
         self._lock = threading.Lock()
         self._last = {"": 0}  # newest version, of the weights and by adapter
-        self._waiting: dict[str, _Order] = {}  # for their turn, of each the newest
+        self._waiting: dict[str, Order] = {}  # for their turn, of each the newest
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._sending: PublishHandle | None = None
         self._sender: Sender | None = None
         self._started: Future[dict[str, int]] = Future()
         self._thread: threading.Thread | None = None
@@ -145,7 +129,7 @@ class WeightPublisher:
         if not self._leader:
             return
         if snapshots is not None:
-            self._saver = SnapshotSaver(_store(snapshots, keep_snapshots), snapshot_every)
+            self._saver = SnapshotSaver(store_of(snapshots, keep_snapshots), snapshot_every)
         self._settings = Settings(
             redis_url=url,
             pool=pool,
@@ -212,7 +196,7 @@ class WeightPublisher:
         # the ledger's newest version.
         if isinstance(version, bool) or not isinstance(version, int) or version <= self._last[""]:
             raise InvalidField("version", version, f"an integer above {self._last['']}, the newest one")
-        return self._queue(_Order(packed, PublishHandle(version), began))
+        return self._queue(Order(packed, PublishHandle(version, self._abort), began))
 
     def publish_adapter(
         self,
@@ -236,9 +220,9 @@ class WeightPublisher:
         name, packed, plain = adapter_format.pack(
             name, version, tensors, config, newest=self._last, bucket_bytes=self._bucket_bytes, leader=self._leader
         )
-        return self._queue(_Order(packed, PublishHandle(version), began, name, plain))
+        return self._queue(Order(packed, PublishHandle(version, self._abort), began, name, plain))
 
-    def _queue(self, order: _Order) -> PublishHandle:
+    def _queue(self, order: Order) -> PublishHandle:
         """Let it wait for its turn, in the place of an older one of its kind."""
         version, adapter, handle = order.packed.version, order.adapter, order.handle
         if not self._leader:
@@ -253,10 +237,19 @@ class WeightPublisher:
             self._waiting[adapter] = order
             self._poke()
         if skipped is not None:
-            seconds = time.monotonic() - skipped.began
-            report = PublishReport(skipped.packed.version, "superseded", seconds=seconds, adapter=adapter)
-            skipped.handle._future.set_result(report)
+            skipped.tell("superseded")
         return handle
+
+    def _abort(self, handle: PublishHandle) -> None:
+        with self._lock:
+            waiting = [order for order in self._waiting.values() if order.handle is handle]
+            for order in waiting:
+                del self._waiting[order.adapter]
+        for order in waiting:
+            order.tell("aborted", failures={"trainer": handle.aborted})
+        loop, sender = self._loop, self._sender
+        if not waiting and loop is not None and sender is not None and handle is self._sending:
+            loop.call_soon_threadsafe(sender.stop, handle.aborted)
 
     def close(self) -> None:
         """Finish what was published and what is being saved, then stop. Late joiners are not served any more."""
@@ -331,10 +324,16 @@ class WeightPublisher:
             log.exception("a late worker could not be caught up; it asks again")
             await asyncio.sleep(RETRY_S)
 
-    async def _send(self, sender: Sender, order: _Order) -> None:
+    async def _send(self, sender: Sender, order: Order) -> None:
+        self._sending, handle = order.handle, order.handle
+        handle._look = lambda: PublishProgress("digesting")
         try:
             snapshot = await asyncio.to_thread(_snapshot, order.packed)
-            if snapshot.nonfinite and self._settings.nonfinite == "refuse":
+            if not order.adapter:
+                handle._look = lambda: sender.progress(snapshot.manifest.nbytes)
+            if handle.aborted:
+                result = TransferResult(committed=False, failures={"trainer": handle.aborted})
+            elif snapshot.nonfinite and self._settings.nonfinite == "refuse":
                 count = len(snapshot.nonfinite)
                 do = "1 tensor does" if count == 1 else f"{count} tensors do"
                 why = f"tensor {snapshot.nonfinite[0]} has NaN or Inf in it ({do}); nonfinite='allow' sends it"
@@ -350,17 +349,13 @@ class WeightPublisher:
             return
         if result.committed and self._saver is not None and not order.adapter:
             self._saver.offer(snapshot)
-        order.handle._future.set_result(
-            PublishReport(
-                version=snapshot.manifest.version,
-                state="committed" if result.committed else "failed",
-                workers=result.workers,
-                failures=result.failures,
-                nbytes=snapshot.manifest.nbytes,
-                seconds=time.monotonic() - order.began,
-                adapter=order.adapter,
-                readback=result.readback,
-            )
+        lost: State = "aborted" if handle.aborted else "failed"
+        order.tell(
+            "committed" if result.committed else lost,
+            workers=result.workers,
+            failures=result.failures,
+            nbytes=snapshot.manifest.nbytes,
+            readback=result.readback,
         )
 
 
@@ -372,15 +367,6 @@ def _snapshot(packed: PackedWeights) -> Snapshot:
     (device,) = devices
     with side_stream(device):
         return packed.snapshot()
-
-
-def _store(snapshots: str | Path | SnapshotStore, keep: int) -> SnapshotStore:
-    """The store, its folder made now: a mistyped path is told when training begins, not at the first version."""
-    if isinstance(snapshots, SnapshotStore):
-        return snapshots
-    with disk_errors("making", snapshots):
-        Path(snapshots).mkdir(parents=True, exist_ok=True)
-    return SnapshotStore(snapshots, keep)
 
 
 def _leads() -> bool:

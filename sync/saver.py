@@ -5,14 +5,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from pathlib import Path
 
 from ..messages.errors import WeightSyncError
 from . import publisher_checks as check
 from .disk import SnapshotStore
+from .disk_errors import disk_errors
 from .snapshot import Snapshot
 from .streams import side_stream
 
 log = logging.getLogger(__name__)
+
+
+def store_of(snapshots: str | Path | SnapshotStore, keep: int) -> SnapshotStore:
+    """The store, its folder made now: a mistyped path is told when training begins, not at the first version."""
+    if isinstance(snapshots, SnapshotStore):
+        return snapshots
+    with disk_errors("making", snapshots):
+        Path(snapshots).mkdir(parents=True, exist_ok=True)
+    return SnapshotStore(snapshots, keep)
 
 
 class SnapshotSaver:

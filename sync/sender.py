@@ -19,6 +19,7 @@ from .broadcaster import Broadcaster
 from .ipc import gpu_id
 from .ledger import Join, Ledger, nccl_settings
 from .patience import Patience
+from .publication import Phase, PublishProgress
 from .snapshot import Snapshot
 from .transfers import GLANCE_S, GRACE_S, Terms, Transfer, TransferResult, repeated
 
@@ -58,6 +59,8 @@ class Sender:
         self._listening: asyncio.Task[None] | None = None
         self._not_by_ipc: set[str] = set()
         self._patience = Patience()
+        self._under_way: Transfer | None = None
+        self._stopped = ""
 
     async def open(self) -> int:
         """Start to listen; returns the pool's newest version, committed or not."""
@@ -114,6 +117,7 @@ class Sender:
         """
         if self._retained is None or not (waiting := await self._waiting()):
             return await self.adapters.catch_up()
+        self._stopped = ""
         result = await self._send(self._retained, frozenset(waiting))
         for worker in waiting:
             self._patience.tried(worker, well=worker in result.workers)
@@ -123,11 +127,26 @@ class Sender:
         """Send a new version to every live worker, and retain it, unless nobody could take it: then what was retained
         before still is what late workers need."""
         before, self._retained = self._retained, snapshot
+        self._stopped = ""
         self._patience.forget()
         result = await self._send(snapshot, None)
         if not result.committed and before is not None:
             self._retained = before
         return result
+
+    def stop(self, why: str) -> None:
+        """End the `send` under way; to be called on the sender's loop."""
+        self._stopped = why
+        if self._under_way is not None:
+            self._under_way.stop(why)
+
+    def progress(self, total_bytes: int) -> PublishProgress:
+        """How far the `send` under way is; from any thread."""
+        transfer, line = self._under_way, self._line
+        if transfer is None or line is None:
+            return PublishProgress("announced", 0, total_bytes)
+        phase: Phase = "sending" if transfer.roster else "announced"
+        return PublishProgress(phase, min(line.sent_bytes, total_bytes), total_bytes, transfer.roster)
 
     async def _send(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
         """To every live worker, or to these only. What one worker broke is repeated without it."""
@@ -145,8 +164,14 @@ class Sender:
             stock=settings.stock,
         )
         expected = await self._ledger.live_workers() if only is None else only
+        if self._stopped:
+            return TransferResult(committed=False, failures=dict.fromkeys(expected, self._stopped))
         source = _Retained(snapshot, self._line, settings.gpu_direct, self._not_by_ipc, stock=settings.stock)
-        result = await Transfer(self._ledger, self._bell, terms, source).run(expected, catch_up=only is not None)
+        self._under_way = transfer = Transfer(self._ledger, self._bell, terms, source)
+        try:
+            result = await transfer.run(expected, catch_up=only is not None)
+        finally:
+            self._under_way = None
         assert result is not None
         self._not_by_ipc |= source.handed_over & result.again
         return result

@@ -113,7 +113,15 @@ class Transfer:
 
     def __init__(self, ledger: Ledger, bell: Bell, terms: Terms, source: Source) -> None:
         self._ledger, self._bell, self._terms, self._source = ledger, bell, terms, source
-        self._given_up = ""
+        self._given_up = self._stopped = ""
+        self.roster: tuple[str, ...] = ()
+        """Who takes part, once that is settled."""
+
+    def stop(self, why: str) -> None:
+        """End it for everybody who has not loaded yet, and still hear how it went; to be called on the same loop."""
+        self._stopped = why
+        self._source.give_up(why)
+        self._bell.ring_here()
 
     def give_up(self, why: str) -> None:
         """End it; to be called on the same loop."""
@@ -148,8 +156,12 @@ class Transfer:
             return None
         joins = await self._joins(announcement, expected)
         announcement = self._seal(announcement, joins)
+        self.roster = tuple(announcement.roster)
         await ledger.seal(announcement)
-        failures = dict.fromkeys(expected - joins.keys(), self._given_up or "did not answer the announcement in time")
+        failures = dict.fromkeys(
+            expected - joins.keys(),
+            self._given_up or self._stopped or "did not answer the announcement in time",
+        )
         result = TransferResult(committed=not expected, failures=failures)
         if joins:
             result = await self._carry_out(announcement, failures)
@@ -196,7 +208,7 @@ class Transfer:
         deadline = time.monotonic() + announcement.join_timeout_s
         while True:
             self._bell.quiet()
-            if self._given_up:
+            if self._given_up or self._stopped:
                 return {}
             epoch, alive = await self._look(announcement.epoch, deadline)
             if not (expected & alive) - epoch.joins.keys() or time.monotonic() >= deadline:
