@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from .messages import (
     ChatMessage,
     ClientBusy,
+    FeatureUnavailable,
     GenerateJob,
     InvalidField,
     JobFailed,
     JobFailure,
+    LogitProcessor,
     LogprobOptions,
     NotReplicated,
     PoolBusy,
@@ -26,28 +28,38 @@ from .messages import (
     WaitTimeout,
     new_id,
 )
-from .producer import BlockingRolloutClient, Group, JobHandle, RolloutClient
+from .messages.dialects import job_fields
+from .producer import BlockingRolloutClient, Delta, Group, JobHandle, RolloutClient, Session
 
 if TYPE_CHECKING:
+    from .producer.control import PoolControl
+    from .producer.control_blocking import BlockingPoolControl
+    from .producer.skyrl import SkyRLEngine
     from .sync.experts import unfuse_experts
     from .sync.gather import strip_wrappers
-    from .sync.publisher import PublishHandle, PublishReport, WeightPublisher
+    from .sync.publisher import PublishHandle, PublishProgress, PublishReport, WeightPublisher
 
 __version__ = "0.1.0"
 __all__ = [
+    "BlockingPoolControl",
     "BlockingRolloutClient",
     "ChatMessage",
     "ClientBusy",
+    "Delta",
+    "FeatureUnavailable",
     "GenerateJob",
     "Group",
     "InvalidField",
     "JobFailed",
     "JobFailure",
     "JobHandle",
+    "LogitProcessor",
     "LogprobOptions",
     "NotReplicated",
     "PoolBusy",
+    "PoolControl",
     "PublishHandle",
+    "PublishProgress",
     "PublishReport",
     "RedisRefused",
     "RedisUnavailable",
@@ -56,23 +68,30 @@ __all__ = [
     "RolloutResult",
     "SamplingParams",
     "Segment",
+    "Session",
+    "SkyRLEngine",
     "WaitTimeout",
     "WeightPublisher",
+    "job_fields",
     "new_id",
     "strip_wrappers",
     "unfuse_experts",
 ]
 _LAZY = {
-    "PublishHandle": "publisher",
-    "PublishReport": "publisher",
-    "WeightPublisher": "publisher",
-    "strip_wrappers": "gather",
-    "unfuse_experts": "experts",
+    "BlockingPoolControl": "producer.control_blocking",
+    "PoolControl": "producer.control",
+    "PublishHandle": "sync.publisher",
+    "PublishProgress": "sync.publisher",
+    "PublishReport": "sync.publisher",
+    "SkyRLEngine": "producer.skyrl",
+    "WeightPublisher": "sync.publisher",
+    "strip_wrappers": "sync.gather",
+    "unfuse_experts": "sync.experts",
 }
-"""Names whose modules in `sync` pull torch."""
+"""Names whose modules are imported when they are used: they pull torch, or not every trainer wants them."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(import_module(f".sync.{_LAZY[name]}", __name__), name)
+        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
 """What travels between trainers, workers and operators, and the Redis queue it travels on."""
 
 from .broker import Broker, Caps, PoolLoad, Reply
+from .chat import ChatMessage
 from .codec import decode, encode
 from .connection import connect
 from .errors import (
@@ -9,6 +10,7 @@ from .errors import (
     DigestMismatch,
     EngineDead,
     EngineError,
+    FeatureUnavailable,
     InvalidField,
     JobFailed,
     LeaseLost,
@@ -26,7 +28,7 @@ from .errors import (
     WeightSyncError,
 )
 from .ids import new_id
-from .jobs import ChatMessage, GenerateJob
+from .jobs import GenerateJob
 from .keys import Keys
 from .lease import Beat, Claim, Finished, Lease, Piece, Release
 from .pool import Control, DeadLetter, WorkerStatus
@@ -47,6 +49,7 @@ __all__ = [
     "DigestMismatch",
     "EngineDead",
     "EngineError",
+    "FeatureUnavailable",
     "Finished",
     "GenerateJob",
     "InvalidField",

@@ -1,7 +1,7 @@
 """The pool's bell: a short stream that says something changed, so that nobody has to poll.
 
-State is never only on the bell, but for an operator's controls: whoever missed another entry learns the same from the
-next heartbeat or from the ledger.
+State is never only on the bell, but for an operator's controls, and for `stop`, which is said again until it is heard:
+whoever missed another entry learns the same from the next heartbeat or from the ledger.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ RETRY_S = 0.2
 
 
 class Bell:
-    """Listens from the moment of `open` on. A ring's `kind`: weights, join, report, want, cancel, control or worker."""
+    """Listens from the moment of `open` on. A ring's `kind`: weights, join, report, want, cancel, stop,
+    control, command or worker."""
 
     def __init__(self, redis: Redis, pool: str) -> None:
         """redis: a client for blocking reads."""

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from .codec import MAX_MESSAGE_BYTES, decode, encode
+from .codec import MAX_MESSAGE_BYTES, decode, decode_one_of, encode
 from .errors import InvalidField, MessageError, PoolBusy, RedisRefused
-from .jobs import PRIORITIES, GenerateJob
+from .jobs import PRIORITIES
 from .keys import Keys
+from .kinds import RESULTS, Job, Result
 from .lua import Scripts
 from .pool import Control, WorkerStatus
-from .results import JobFailure, RolloutResult
+from .results import JobFailure
 
 BATCH_JOBS = 512
 BATCH_BYTES = 4 << 20
 """One script call accepts at most this much, so that Redis is never busy with one client for long."""
+
+
+NEWS_COUNT = 128
+PIECES_COUNT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +53,17 @@ class Reply:
     """
 
     entry_id: str
-    outcome: RolloutResult | JobFailure
+    outcome: Result | JobFailure
     last: bool
     nbytes: int = 0
+
+
+class News(NamedTuple):
+    """place: where to read on. jobs: that have new pieces. more: there may be other news, perhaps lost already."""
+
+    place: str
+    jobs: frozenset[str]
+    more: bool
 
 
 class Receipt(NamedTuple):
@@ -88,7 +102,7 @@ class Broker:
         self.caps = caps or Caps()
         self._scripts = Scripts(redis, self.keys)
 
-    async def enqueue(self, jobs: Sequence[GenerateJob], letter: str = "") -> list[str]:
+    async def enqueue(self, jobs: Sequence[Job], letter: str = "") -> list[str]:
         """Accept `jobs` in order; returns per job "new", or the state an earlier submission of the same id is in
         (q queued, r running, or done, cancelled, expired, dead).
 
@@ -121,7 +135,7 @@ class Broker:
         }[reason]
         return PoolBusy(f"pool {self.keys.pool}: {text}", states, reason)
 
-    def _batches(self, jobs: Sequence[GenerateJob]) -> Iterator[list[str | int | bytes]]:
+    def _batches(self, jobs: Sequence[Job]) -> Iterator[list[str | int | bytes]]:
         batch: list[str | int | bytes] = []
         count = size = 0
         for job in jobs:
@@ -138,6 +152,7 @@ class Broker:
             batch += [job.id, payload, job.n, PRIORITIES.index(job.priority)]
             batch += [job.reply_to, job.min_version, staleness, deadline, job.group_id]
             batch.append("" if job.lora is None else f"{job.lora}@{job.min_adapter_version}")
+            batch.append(_preference(job))
             count += 1
             size += len(payload)
         if batch:
@@ -148,6 +163,19 @@ class Broker:
         states: list[str] = []
         for start in range(0, len(job_ids), BATCH_JOBS):
             answer = await self._scripts.run("cancel", cause, *job_ids[start : start + BATCH_JOBS])
+            states += [state.decode() for state in answer]
+        return states
+
+    async def stop(self, job_ids: Sequence[str], cause: str = "stopped before it ran") -> list[str]:
+        """End jobs with what they have: their unfinished samples are published with finish_reason "abort".
+
+        Returns per job "ok"; "unbegun" for one that had nothing yet, which ends as a cancelled job; or the state it had
+        already ended in, or "unknown". A worker that is not listening at that moment goes on: say it again until no job
+        is "ok". One that dies meanwhile changes nothing: who claims the job next only ends it.
+        """
+        states: list[str] = []
+        for start in range(0, len(job_ids), BATCH_JOBS):
+            answer = await self._scripts.run("stop", cause, *job_ids[start : start + BATCH_JOBS])
             states += [state.decode() for state in answer]
         return states
 
@@ -203,6 +231,30 @@ class Broker:
             Reply(entry_id.decode(), _outcome(fields), fields.get(b"l") != b"0", _counted(fields))
             for entry_id, fields in entries
         ]
+
+    async def read_news(self, client_id: str, after: str, *, block_ms: int, redis: Redis) -> News:
+        """What has new pieces since entry `after` of the client's news ("0": whatever is there); waits `block_ms`.
+
+        redis: a connection for blocking reads.
+        """
+        reader: Any = redis
+        answer = await reader.xread({self.keys.news(client_id): after}, count=NEWS_COUNT, block=block_ms)
+        entries: list[tuple[bytes, dict[bytes, bytes]]] = answer[0][1] if answer else []
+        jobs = frozenset(fields.get(b"j", b"").decode() for _, fields in entries)
+        return News(entries[-1][0].decode() if entries else after, jobs, len(entries) >= NEWS_COUNT)
+
+    async def read_pieces(self, job_id: str, wanted: Mapping[int, int]) -> dict[int, list[bytes]]:
+        """What is saved of unfinished samples, each from a piece on: sample -> number of the first.
+
+        Per sample the encoded pieces there are, in order, all of one moment and at most PIECES_COUNT of them.
+        """
+        samples = list(wanted)
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for sample in samples:
+                numbers = range(wanted[sample], wanted[sample] + PIECES_COUNT)
+                pipe.hmget(self.keys.job(job_id), [f"k{sample}.{i}" if i else f"k{sample}" for i in numbers])
+            rows = await pipe.execute()
+        return {it: list(takewhile(lambda one: one is not None, row)) for it, row in zip(samples, rows, strict=True)}
 
     async def newest_reply(self, client_id: str) -> str | None:
         """Entry id of the newest entry on a client's reply stream."""
@@ -279,15 +331,20 @@ ENTRY_BYTES = 64
 """As in lib.lua."""
 
 
+def _preference(job: Any) -> str:
+    worker = getattr(job, "prefer_worker", None)  # only of jobs that generate
+    return "" if worker is None else f"{max(1, round(job.prefer_s * 1000))}@{worker}"
+
+
 def _counted(fields: dict[bytes, bytes]) -> int:
     return ENTRY_BYTES + sum(len(fields.get(name, b"")) for name in (b"m", b"c", b"h", b"e"))
 
 
-def _outcome(fields: dict[bytes, bytes]) -> RolloutResult | JobFailure:
+def _outcome(fields: dict[bytes, bytes]) -> Result | JobFailure:
     job_id = fields.get(b"j", b"").decode(errors="replace")
     if b"m" in fields:
         try:
-            return decode(fields[b"m"], RolloutResult)
+            return decode_one_of(fields[b"m"], RESULTS)
         except MessageError as error:
             return JobFailure(job_id=job_id, outcome="dead", cause="a result cannot be read", error=str(error))
     raw: dict[str, Any] = {name: fields.get(short, b"").decode(errors="replace") for name, short in _FAILURE.items()}

@@ -11,16 +11,18 @@ Decoding never trusts a length, never creates anything but plain data, and raise
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgpack
 from pydantic import ValidationError
 
 from .base import Message, as_invalid_field
+from .commands import Command, CommandReply
 from .errors import InvalidField, MalformedMessage, UnsupportedVersion
-from .jobs import GenerateJob
+from .kinds import JOBS, RESULTS
 from .pool import Control, WorkerStatus
-from .results import Partial, RolloutResult
+from .results import Partial
 from .weights import WeightAnnouncement, WeightManifest
 
 MAJOR = 1
@@ -34,7 +36,17 @@ MAX_MAPS = MAX_ITEMS + 1024
 
 KINDS: dict[int, type[Message]] = {
     cls.KIND: cls
-    for cls in (GenerateJob, RolloutResult, Partial, WeightManifest, WeightAnnouncement, WorkerStatus, Control)
+    for cls in (
+        *JOBS,
+        *RESULTS,
+        Partial,
+        WeightManifest,
+        WeightAnnouncement,
+        WorkerStatus,
+        Control,
+        Command,
+        CommandReply,
+    )
 }
 M = TypeVar("M", bound=Message)
 
@@ -73,6 +85,12 @@ def decode(data: bytes, expect: type[M]) -> M:
         return expect.model_validate(fields)
     except ValidationError as error:
         raise as_invalid_field(error) from None
+
+
+def decode_one_of(data: bytes, expected: Sequence[type[M]]) -> M:
+    """The message in a frame that may hold any of `expected`; raises what `decode` raises."""
+    found = next((kind for kind in expected if len(data) > HEADER and data[2] == kind.KIND), expected[0])
+    return decode(data, found)
 
 
 def _unpack(body: bytes, expect: type[Message]) -> dict[str, Any]:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from .base import Message, Name, TokenIds
+from .chat import ChatMessage
 from .ids import is_id, new_id
+from .media import MAX_MEDIA, Medium, check_media
 from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
+from .tools import Tool
 
 Priority = Literal["high", "normal", "low"]
 PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
 MAX_SAMPLES = 4096
 MAX_METADATA_ITEMS = 64
-
-
-class ChatMessage(BaseModel):
-    """One turn of a conversation, rendered by the model's chat template on the worker."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    role: Name
-    content: str = Field(max_length=8 << 20)
+Metadata = dict[str, str | int | float | bool | None]
 
 
 class GenerateJob(Message):
@@ -37,13 +32,21 @@ class GenerateJob(Message):
     deadline_s: seconds from acceptance after which the job expires, wherever it is.
     min_version: do not start on weights older than this.
     max_staleness: do not start on a worker more than this many versions behind the newest committed one.
+    context_ids: tokens that come before a prompt of text or messages, as they are: a conversation so far, of which
+        `messages` are the next turns. The result's prompt_ids are both.
+    session_id: named in the results; what a session is, is RolloutClient.session's business.
+    prefer_worker: id of the worker to run it, as a result has it, because it has the prefix in its cache. For prefer_s
+        seconds nobody else takes it, unless that worker's lease is over.
     lora: name of the LoRA adapter to sample with, None for the model alone. The pool must have a committed version of
         it: a job for an adapter that nobody has published fails.
     min_adapter_version: do not start on a version of that adapter older than this.
     stream: its tokens come as they are generated, too (RolloutClient.stream); the results are the same.
     hidden_states: of the last generated token, or of all of them. routed_experts: which experts each token went to.
-    logit_processors: applied in order, see docs/generation.md for those that every worker has.
+    logit_processors: applied in order, see docs/logits.md for those that every worker has.
     seed: sample i is drawn with a seed of its own made of this and i; the same on an engine that is deterministic.
+    media: images, videos and audio of the prompt, in the order of their places in it.
+    tools: shown to the model by the chat template of a prompt of messages; RolloutResult.tool_calls has calls of them.
+    tool_parser: the syntax of those calls: "json", "xml", "function", or the name of a parser that SGLang has.
     metadata: free, small, returned with every result (strings, numbers, booleans, None).
     """
 
@@ -62,6 +65,9 @@ class GenerateJob(Message):
     min_version: int = Field(default=0, ge=0)
     max_staleness: int | None = Field(default=None, ge=0)
     session_id: Name | None = None
+    context_ids: TokenIds | None = None
+    prefer_worker: str | None = Field(default=None, min_length=1, max_length=256)
+    prefer_s: float = Field(default=2.0, gt=0, le=60.0)
     lora: Name | None = None
     min_adapter_version: int = Field(default=0, ge=0)
     logprobs: LogprobOptions = LogprobOptions()
@@ -71,7 +77,10 @@ class GenerateJob(Message):
     logit_processors: tuple[LogitProcessor, ...] = Field(default=(), max_length=16)
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
     trace_id: str | None = Field(default=None, max_length=64)
-    metadata: dict[str, str | int | float | bool | None] = Field(default_factory=dict, max_length=MAX_METADATA_ITEMS)
+    media: tuple[Medium, ...] = Field(default=(), max_length=MAX_MEDIA)
+    tools: tuple[Tool, ...] = Field(default=(), max_length=256)
+    tool_parser: Name = "json"
+    metadata: Metadata = Field(default_factory=dict, max_length=MAX_METADATA_ITEMS)
 
     @model_validator(mode="before")
     @classmethod
@@ -95,8 +104,12 @@ class GenerateJob(Message):
             raise ValueError(f"exactly one of token_ids, text and messages is required, got {given or 'none'}")
         if self.token_ids is not None and self.token_ids.size == 0:
             raise ValueError("token_ids: at least one prompt token is required")
+        if self.context_ids is not None and self.token_ids is not None:
+            raise ValueError("context_ids: only before text or messages; token_ids are the whole prompt")
         if self.text == "":
             raise ValueError("text: at least one character is required")
+        if self.media or self.messages is not None:
+            check_media(self.media, self.messages)
         return self
 
     @model_validator(mode="after")
@@ -129,7 +142,6 @@ class GenerateJob(Message):
 
 
 FEATURES = (
-    "session_id",
     "lora",
     "logprobs.top",
     "logprobs.prompt",
@@ -140,6 +152,8 @@ FEATURES = (
     "stream",
     "seed",
     "logit_processors",
+    "media",
+    "tools",
     "sampling.min_new_tokens",
     "sampling.stop",
     "sampling.stop_regex",

@@ -39,9 +39,15 @@ class Keys:
     def later(self) -> tuple[str, ...]:
         """ZSET of job ids per priority class that wait for newer weights, or for an adapter.
 
-        Score: the version they need; of an adapter with its number in the pool, times 2^40, added to it.
+        Score: the version they need; of an adapter with its number in the pool, times 2^40, added to it. Those that are
+        left to the worker they prefer: minus its number in the pool.
         """
         return tuple(f"{self.prefix}later:{index}" for index in range(len(PRIORITIES)))
+
+    @property
+    def prefers(self) -> str:
+        """ZSET job id -> until when it is left to the worker it prefers, Redis milliseconds; it is in `later`."""
+        return f"{self.prefix}prefers"
 
     @property
     def suspects(self) -> str:
@@ -73,6 +79,10 @@ class Keys:
         """STREAM of results for one client; entries leave it only when the client has taken them."""
         return f"{self.prefix}reply:{client_id}"
 
+    def news(self, client_id: str) -> str:
+        """STREAM (bounded, with a TTL) of the samples of streamed jobs that have a new piece in their job's record."""
+        return f"{self.prefix}news:{client_id}"
+
     def version(self, version: int | str) -> str:
         """HASH of one weights version in the ledger; an adapter's versions are <name>@<number>."""
         return f"{self.prefix}version:{version}"
@@ -80,6 +90,14 @@ class Keys:
     def epoch(self, epoch: int) -> str:
         """HASH of one weight transfer: announcement, joins, reports."""
         return f"{self.prefix}epoch:{epoch}"
+
+    def command(self, command_id: str) -> str:
+        """HASH of a command, until its deadline: itself, and which of its workers have taken it."""
+        return f"{self.prefix}command:{command_id}"
+
+    def answers(self, command_id: str) -> str:
+        """HASH worker id -> its answer to a command."""
+        return f"{self.prefix}answers:{command_id}"
 
     @property
     def workers(self) -> str:
@@ -105,6 +123,10 @@ class Keys:
     def wake(self) -> str:
         """LIST with at most one token: work is there for whoever blocks on it."""
         return f"{self.prefix}wake"
+
+    def token(self, worker_id: str) -> str:
+        """LIST with at most one token: work is there that is left to this worker."""
+        return f"{self.prefix}token:{worker_id}"
 
     @property
     def bell(self) -> str:

@@ -12,9 +12,10 @@ from .codec import encode
 from .errors import LeaseLost
 from .jobs import PRIORITIES
 from .keys import Keys
+from .kinds import Result
 from .lua import Scripts
 from .pool import WorkerStatus
-from .results import Partial, RolloutResult
+from .results import Partial
 
 MAX_CALL_TOKENS = 1 << 19
 """So many tokens with their logprobs (4 MiB) are enough for one call of checkpoint or release: callers send batches."""
@@ -26,7 +27,7 @@ class Claim:
 
     attempt: the fencing token. n: its samples, as it was accepted. queued_s: how long it had waited. left_s: seconds to
     its deadline, None if it has none. published: samples that are out. partials: per sample that is to be continued the
-    encoded pieces of what there is of it, in order.
+    encoded pieces of what there is of it, in order. ending: it is to be published as it is, see Broker.stop.
     """
 
     job_id: str
@@ -37,6 +38,7 @@ class Claim:
     payload: bytes
     published: frozenset[int] = frozenset()
     partials: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
+    ending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Finished:
     job_id: str
     attempt: int
     sample: int
-    result: RolloutResult
+    result: Result
     payload: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -65,13 +67,21 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a sample has generated since it was last saved. number: 0 for the first; saving 0 again starts it over."""
+    """What a sample has generated since it was last saved. number: 0 for the first; saving 0 again starts it over.
+
+    streamed: the client is told of it. Raises InvalidField if it is larger than a message may be.
+    """
 
     job_id: str
     attempt: int
     sample: int
     number: int
     partial: Partial
+    streamed: bool = False
+    payload: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "payload", encode(self.partial))  # as in Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +154,8 @@ class Lease:
         """
         args: list[str | int | bytes] = []
         for piece in pieces:
-            args += [piece.job_id, piece.attempt, piece.sample, piece.number, encode(piece.partial)]
+            args += [piece.job_id, piece.attempt, piece.sample, piece.number, piece.payload]
+            args.append(1 if piece.streamed else "")
         return [state.decode() for state in await self._scripts.run("checkpoint", self.worker_id, *args)]
 
     async def release(self, jobs: Sequence[Release], max_lost: int) -> list[str]:
@@ -153,7 +164,7 @@ class Lease:
         for job in jobs:
             args += [job.job_id, job.attempt, int(job.lost), len(job.pieces)]
             for piece in job.pieces:
-                args += [piece.sample, piece.number, encode(piece.partial)]
+                args += [piece.sample, piece.number, piece.payload]
         return [state.decode() for state in await self._scripts.run("release", self.worker_id, *args)]
 
     async def bury(self, job_id: str, attempt: int, cause: str, host: str, error: str) -> bool:
@@ -191,10 +202,13 @@ class Lease:
 def _claim(raw: list[Any]) -> Claim:
     job_id, attempt, n, queued_ms, left_ms, payload, progress = raw
     published: set[int] = set()
+    ending = False
     pieces: dict[int, dict[int, bytes]] = {}
     for name, content in zip(progress[::2], progress[1::2], strict=True):
         sample, _, number = name[1:].decode().partition(".")
-        if name[:1] == b"s":
+        if name == b"x":
+            ending = True
+        elif name[:1] == b"s":
             published.add(int(sample))
         else:
             pieces.setdefault(int(sample), {})[int(number or 0)] = content
@@ -206,6 +220,7 @@ def _claim(raw: list[Any]) -> Claim:
         left_s=int(left_ms) / 1000 if left_ms else None,
         payload=payload,
         published=frozenset(published),
+        ending=ending,
         partials={
             sample: tuple(found[number] for number in sorted(found))
             for sample, found in pieces.items()

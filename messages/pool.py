@@ -31,6 +31,7 @@ class WorkerStatus(Message):
     engine: str = ""
     device: str = ""
     tp_size: int = Field(default=1, ge=1)
+    ep_size: int = Field(default=1, ge=1)
     features: tuple[Annotated[str, Field(max_length=64)], ...] = Field(default=(), max_length=128)
     max_running: int = Field(default=1, ge=1)
     running: int = Field(default=0, ge=0)

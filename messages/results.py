@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .arrays import Arrays
 from .base import Floats, Message, TokenIds
+from .tools import ToolCall
 
 
 class Segment(NamedTuple):
@@ -61,6 +62,7 @@ def _check_adapter_sums(token_ids: TokenIds, segments: tuple[Segment, ...] | Non
 class RolloutResult(Message):
     """One finished sample.
 
+    finish_reason: "stop", "length", or "abort" for a sample that was asked to end with what it had (Broker.stop).
     token_ids: (t,) int32, what was generated; with what stopped it, unless sampling.include_stop is False.
     logprobs: (t,) float32 natural log-probabilities under the weights that sampled each token, or None if not asked
         for. With logit bias and penalties, before temperature and truncation: at temperature 1 without top-k, top-p
@@ -69,9 +71,11 @@ class RolloutResult(Message):
     matched_stop: the stop that ended it: a token id, a text, a regular expression or a sequence of token ids.
     token_arrays: what else was asked for of each generated token, one row each:
         "top_ids" (t, N) int32 and "top_logprobs" (t, N) float32; "id_logprobs" (t, ids) float32 in the order of
-        logprobs.token_ids; "hidden_states" (t, h), of the forward pass that sampled the token;
-        "routed_experts" (t, layers, k) int32.
-    arrays: what was asked for of the whole: "prompt_logprobs" (p,) float32, of the first token NaN, with
+        logprobs.token_ids; "hidden_states" (t, h) in the model's dtype, bfloat16 as its bits in uint16, of the
+        forward pass that sampled the token; "routed_experts" (t, layers, k) int32, likewise: row 0 is the routing of
+        the prompt's last token.
+    arrays: what was asked for of the whole: "prompt_logprobs" (p,) float32, of the first token NaN, which know
+        of no bias, penalty or processor, with
         "prompt_top_ids", "prompt_top_logprobs" and "prompt_id_logprobs" as above; "last_hidden_state" (h,);
         "prompt_routed_experts" (p, layers, k) int32.
     segments: versions and token counts in order; the counts add up to t, versions never decrease.
@@ -82,6 +86,10 @@ class RolloutResult(Message):
     attempt: how many times the job had been claimed when this sample was published.
     prompt_ids: (p,) int32 of a job submitted as text or messages, else None.
     text: the decoded sample of such a job, else None.
+    cached_tokens: so many of the prompt's tokens the engine had in its prefix cache when the worker that finished the
+        sample began with it.
+    session_id: of such a job.
+    tool_calls: of a job with tools: the calls in it, valid and invalid ones, in order.
     fingerprint: engine, model, dtype, device: what a replay needs beside the job.
     """
 
@@ -94,7 +102,7 @@ class RolloutResult(Message):
     group_id: str
     token_ids: TokenIds
     logprobs: Floats | None = None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
     matched_stop: int | str | tuple[int, ...] | None = None
     segments: tuple[Segment, ...] = ()
     adapter: str | None = None
@@ -104,9 +112,12 @@ class RolloutResult(Message):
     attempt: int = Field(ge=1)
     prompt_ids: TokenIds | None = None
     text: str | None = None
+    cached_tokens: int = Field(default=0, ge=0)
+    session_id: str | None = None
     logprob_kind: Literal["raw", "scaled"] = "raw"
     token_arrays: Arrays = Field(default_factory=dict)
     arrays: Arrays = Field(default_factory=dict)
+    tool_calls: tuple[ToolCall, ...] = Field(default=(), max_length=128)
     timings: Timings = Timings()
     fingerprint: dict[str, str] = Field(default_factory=dict, max_length=32)
     metadata: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
@@ -166,6 +177,7 @@ class Partial(Message):
     start: tokens before this piece. token_ids: (t,) int32. logprobs: (t,) float32. segments add up to t, as in
     RolloutResult; so do adapter_segments, None without an adapter. token_arrays as there, a row for each token; arrays
     as there, in the piece that was made when they were known.
+    text: of a streamed job that has one: what these tokens add to the sample's text, whole characters only.
     """
 
     KIND: ClassVar[int] = 3
@@ -177,6 +189,7 @@ class Partial(Message):
     adapter_segments: tuple[Segment, ...] | None = None
     token_arrays: Arrays = Field(default_factory=dict)
     arrays: Arrays = Field(default_factory=dict)
+    text: str | None = None
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
+from re import _parser  # type: ignore[attr-defined]  # nothing else says what an expression can match
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .base import MAX_TOKENS, Name
 
 TokenId = Annotated[int, Field(ge=0)]
 GRAMMARS = ("json_schema", "regex", "ebnf")
+MAX_BIAS = 10_000.0
+"""More than any logit; what cannot be told from infinity would make a distribution of nothing but NaN."""
 
 
 class SamplingParams(BaseModel):
@@ -20,13 +25,14 @@ class SamplingParams(BaseModel):
     top_k: -1 keeps the whole vocabulary.
     stop_token_ids: end the sample.
     stop: texts that end the sample as soon as the text of its generated tokens contains one.
-    stop_regex: regular expressions (Python's syntax) that end it as soon as that text has a match.
+    stop_regex: regular expressions (Python's syntax, without references and looking ahead) that end it as soon as that
+        text has a match; docs/generation.md says which of several stops wins.
     stop_token_sequences: runs of token ids that end it; needs no tokenizer.
     include_stop: whether what ended the sample is a part of the result. False takes it off, with its logprobs: the
         token, or every token that has a part of the matched text; `text` then ends where the match begins.
     ignore_eos: the model's own end-of-sequence tokens do not end it.
-    json_schema, regex, ebnf: at most one: the sample's text follows it. A JSON schema is JSON text.
-    logit_bias: token id -> added to its logit before sampling.
+    json_schema, regex, ebnf: at most one: the sample's text follows it, to its end. A JSON schema is JSON text.
+    logit_bias: token id -> added to its logit before sampling; -10,000 takes it away, as long as there is another.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,7 +45,7 @@ class SamplingParams(BaseModel):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=2.0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=2.0)  # logits are divided by it, and stay finite
     stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=64)
     stop: tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...] = Field(default=(), max_length=32)
     stop_regex: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(default=(), max_length=32)
@@ -51,13 +57,49 @@ class SamplingParams(BaseModel):
     json_schema: str | None = Field(default=None, min_length=1, max_length=1 << 20)
     regex: str | None = Field(default=None, min_length=1, max_length=1 << 16)
     ebnf: str | None = Field(default=None, min_length=1, max_length=1 << 18)
-    logit_bias: dict[TokenId, FiniteFloat] = Field(default_factory=dict, max_length=1024)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = Field(
+        default_factory=dict, max_length=1024
+    )
 
     @field_validator("top_k")
     @classmethod
     def _top_k_zero_is_no_set(cls, value: int) -> int:
         if value == 0:
             raise ValueError("-1 for the whole vocabulary, or a positive count")
+        return value
+
+    @field_validator("stop_regex")
+    @classmethod
+    def _stop_regex_is_one(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for expression in value:
+            try:
+                re.compile(expression)
+                # Not searched for: there are expressions for which that takes for ever, even in an empty text.
+                empty = _parser.parse(expression).getwidth()[0] == 0
+            except (re.error, RecursionError, OverflowError) as error:
+                raise ValueError(f"{expression!r} is not a regular expression: {error}") from None
+            if empty:
+                raise ValueError(f"{expression!r} matches the empty text: it would end every sample at once")
+        return value
+
+    @field_validator("json_schema")
+    @classmethod
+    def _json_schema_is_one(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            schema = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON: {error}") from None
+        if not isinstance(schema, dict | bool):
+            raise ValueError(f"a JSON schema is an object or a boolean, got {type(schema).__name__}")
+        return value
+
+    @field_validator(*GRAMMARS)
+    @classmethod
+    def _no_grammar_has_nul(cls, value: str | None) -> str | None:
+        if value is not None and ("\0" in value or "\\u0000" in value):
+            raise ValueError("NUL characters are not allowed in a grammar")
         return value
 
     @model_validator(mode="after")

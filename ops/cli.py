@@ -11,9 +11,13 @@ import typer
 from ..messages.connection import DEFAULT_URL
 from .cli_bench import bench_queue, bench_sync
 from .cli_clients import cancel, replies
+from .cli_config import app as config_commands
+from .cli_control import app as control
 from .cli_dead import app as dead
 from .cli_errors import plain_errors
+from .cli_generate import generate
 from .cli_ops import app as ops
+from .cli_tasks import decode, embed, reward, score
 from .cli_weights import app as weights
 from .options import Pool, RedisUrl
 
@@ -27,21 +31,31 @@ bench = typer.Typer(help="Measure; every bench ends with one line of JSON.", no_
 bench.command("queue")(bench_queue)
 bench.command("sync")(bench_sync)
 app.add_typer(bench, name="bench")
+app.command("generate")(generate)
 app.command("cancel")(cancel)
+for command in (embed, score, reward, decode):
+    app.command()(command)
 app.add_typer(replies, name="replies")
 app.add_typer(dead, name="dead")
 app.add_typer(ops, name="ops")
 app.add_typer(weights, name="weights")
+app.add_typer(config_commands, name="config")
+app.add_typer(control, name="control")
 
 
 @app.command()
 def worker(
-    model: Annotated[str, typer.Option(help="Directory or hub name of the model; its weights are version 0.")],
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="Directory or hub name of the model; its weights are version 0.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML, TOML or JSON; flags win over it.")] = None,
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     tp: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert-parallel size; divides the tensor-parallel size.")] = 1,
     max_running: Annotated[int, typer.Option(help="Samples decoded at the same time.")] = 256,
     prefetch: Annotated[int | None, typer.Option(help="Samples queued in the engine; default max-running / 8.")] = None,
     lease: Annotated[float, typer.Option(help="Seconds of silence after which others get this worker's jobs.")] = 10.0,
@@ -50,6 +64,9 @@ def worker(
     max_lost: Annotated[int, typer.Option(help="A job is dead-lettered when its worker died this often.")] = 3,
     snapshots: Annotated[
         Path | None, typer.Option(help="Folder where the publisher saves versions: looked at when behind.")
+    ] = None,
+    media_host: Annotated[
+        list[str] | None, typer.Option(help="Host to fetch media of jobs from; repeatable. Default: none.")
     ] = None,
     context_length: Annotated[int | None, typer.Option(help="Most tokens of prompt and output together.")] = None,
     mem_fraction: Annotated[float | None, typer.Option(help="Share of device memory for weights and KV cache.")] = None,
@@ -61,51 +78,29 @@ def worker(
     cuda_graph: Annotated[bool, typer.Option(help="Capture CUDA graphs for decoding.")] = True,
     prefill_cuda_graph: Annotated[bool, typer.Option(help="Capture CUDA graphs for prefill (slow start).")] = True,
     cpu_threads: Annotated[int | None, typer.Option(help="Threads of the engine on a CPU.")] = None,
+    task: Annotated[str, typer.Option(help="generate; or embed or reward, for a model that pools.")] = "generate",
     max_lora_rank: Annotated[int | None, typer.Option(help="Take LoRA adapters up to this rank (GPUs only).")] = None,
+    tokenizer: Annotated[
+        str, typer.Option(help="auto, on or off: the engine looks for stop texts, grammars.")
+    ] = "auto",
+    hidden_states: Annotated[bool, typer.Option(help="Jobs may ask for hidden states.")] = False,
+    routed_experts: Annotated[bool, typer.Option(help="Jobs may ask which experts each token went to.")] = False,
+    deterministic: Annotated[bool, typer.Option(help="Honour the seeds of jobs.")] = False,
+    logit_processor: Annotated[
+        list[str] | None, typer.Option(help="A logit processor of your own, NAME=MODULE:CLASS; repeatable.")
+    ] = None,
+    memory_saver: Annotated[str, typer.Option(help="off, on or backup: the engine can sleep (GPUs only).")] = "off",
     sglang: Annotated[list[str] | None, typer.Option(help="Further SGLang argument, NAME=JSON; repeatable.")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve a pool with one SGLang engine until SIGTERM or Ctrl-C, then drain and leave."""
-    from ..worker.config import WorkerConfig
     from ..worker.main import exit_at_once, run_worker
-    from ..worker.sglang_config import SGLangConfig
-    from .options import as_config, parse_extra
+    from .config.load import load_settings
 
     _log(log_level)
     with plain_errors():
-        engine = as_config(
-            SGLangConfig,
-            model=model,
-            dtype=dtype,
-            device=device,
-            tp_size=tp,
-            max_running=max_running,
-            context_length=context_length,
-            mem_fraction=mem_fraction,
-            max_total_tokens=max_total_tokens,
-            staging=staging,
-            load_format=load_format,
-            attention_backend=attention_backend,
-            sampling_backend=sampling_backend,
-            cuda_graph=cuda_graph,
-            prefill_cuda_graph=prefill_cuda_graph,
-            cpu_threads=cpu_threads,
-            max_lora_rank=max_lora_rank,
-            extra=parse_extra(sglang or []),
-        )
-        config = as_config(
-            WorkerConfig,
-            redis_url=redis,
-            pool=pool,
-            max_running=max_running,
-            prefetch=prefetch,
-            lease_s=lease,
-            checkpoint_s=checkpoint,
-            drain_s=drain,
-            max_lost=max_lost,
-            snapshots=None if snapshots is None else str(snapshots),
-        )
-        run_worker(config, engine)
+        settings = load_settings(config, context=context)
+        run_worker(settings.worker(), settings.engine())
         exit_at_once()
 
 

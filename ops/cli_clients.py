@@ -21,25 +21,33 @@ def cancel(
     jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Job ids.")] = None,
     client: Annotated[str, typer.Option(help="Instead of ids: every open job of this client.")] = "",
     group: Annotated[str, typer.Option(help="With --client: only those of this group.")] = "",
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Of jobs by id, publish what their samples have so far.")
+    ] = False,
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
 ) -> None:
     """Cancel jobs, queued or running. Their clients are told; samples that were published stand."""
     with plain_errors():
-        if bool(jobs) == bool(client) or (group and not client):
-            raise ConfigError("give job ids, or --client, or --client and --group")
+        if bool(jobs) == bool(client) or (group and not client) or (keep and client):
+            raise ConfigError("give job ids (and --keep), or --client, or --client and --group")
         for job in jobs or []:
             if not is_id(job):
                 raise InvalidField("job", job, "32 lower-case hex digits")
+        cause = "cancelled by an operator"
         if client:
-            cause = "cancelled by an operator"
             count = ask(redis, pool, lambda broker: broker.cancel_client(client, group or None, cause))
             typer.echo(f"cancelled {count} jobs")
             return
-        states = ask(redis, pool, lambda broker: broker.cancel(jobs or [], "cancelled by an operator"))
+
+        async def end(broker: Broker) -> list[str]:
+            return await (broker.stop if keep else broker.cancel)(jobs or [], cause)
+
+        states = ask(redis, pool, end)
+    said = {"ok": "stopped" if keep else "cancelled", "unbegun": "cancelled"}
     for job, state in zip(jobs or [], states, strict=True):
-        typer.echo(f"{job} {'cancelled' if state == 'ok' else f'was {state}'}")
-    if "ok" not in states:
+        typer.echo(f"{job} {said.get(state, f'was {state}')}")
+    if not said.keys() & set(states):
         raise typer.Exit(1)
 
 

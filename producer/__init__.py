@@ -2,5 +2,7 @@
 
 from .blocking import BlockingRolloutClient
 from .client import Group, JobHandle, RolloutClient
+from .delta import Delta
+from .session import Session
 
-__all__ = ["BlockingRolloutClient", "Group", "JobHandle", "RolloutClient"]
+__all__ = ["BlockingRolloutClient", "Delta", "Group", "JobHandle", "RolloutClient", "Session"]

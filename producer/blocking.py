@@ -15,12 +15,18 @@ from ..messages.errors import RolloutMQError
 from ..messages.jobs import GenerateJob
 from ..messages.pool import WorkerStatus
 from ..messages.results import RolloutResult
-from .client import Group, JobHandle, Outcome, RolloutClient
+from ..messages.sampling import SamplingParams
+from .blocking_session import BlockingSession
+from .client import RolloutClient
+from .delta import Delta
+from .outcomes import Group, JobHandle, Outcome
+from .prompts import Prompt
+from .task_calls import BlockingTaskCalls
 
 T = TypeVar("T")
 
 
-class BlockingRolloutClient:
+class BlockingRolloutClient(BlockingTaskCalls):
     """RolloutClient without asyncio; arguments, guarantees and errors are the same, method by method.
 
     May be used from several threads; `close` ends the calls that wait in the others with a RolloutMQError. An iterator
@@ -139,6 +145,10 @@ class BlockingRolloutClient:
         """See RolloutClient.cancel."""
         return self._run(self._client.cancel(jobs))
 
+    def stop(self, jobs: Sequence[JobHandle | str], timeout: float = 30.0) -> int:
+        """See RolloutClient.stop."""
+        return self._run(self._client.stop(jobs, timeout))
+
     def cancel_group(self, group_id: str) -> int:
         """See RolloutClient.cancel_group."""
         return self._run(self._client.cancel_group(group_id))
@@ -164,6 +174,28 @@ class BlockingRolloutClient:
     ) -> Iterator[Outcome]:
         """See RolloutClient.map. `jobs` is iterated in the client's thread."""
         return self._iterate(self._client.map(jobs, window=window, timeout=timeout))
+
+    def stream(
+        self, job: GenerateJob | JobHandle | None = None, /, *, timeout: float | None = None, **fields: Any
+    ) -> Iterator[Delta]:
+        """See RolloutClient.stream."""
+        return self._iterate(self._client.stream(job, timeout=timeout, **fields))
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        sampling: SamplingParams | None = None,
+        n: int = 1,
+        *,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> list[Group]:
+        """See RolloutClient.generate."""
+        return self._run(self._client.generate(prompts, sampling, n, timeout=timeout, **fields))
+
+    def session(self, **fields: Any) -> BlockingSession:
+        """See RolloutClient.session; arguments are the same."""
+        return BlockingSession(self._client.session(**fields), self._run, self._iterate)
 
     def load(self) -> PoolLoad:
         """See RolloutClient.load."""

@@ -7,50 +7,36 @@ import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from ..messages.broker import Broker, Caps, PoolLoad, Reply
+from ..messages.broker import Broker, Caps, PoolLoad
 from ..messages.connection import connect, default_url, ping
 from ..messages.errors import ClientBusy, InvalidField, JobFailed, PoolBusy, RolloutMQError, WaitTimeout
 from ..messages.ids import check_client_id
 from ..messages.jobs import GenerateJob
 from ..messages.pool import WorkerStatus
-from ..messages.results import JobFailure, RolloutResult
+from ..messages.results import RolloutResult
+from .features import FeatureCheck
 from .inbox import Inbox, as_failure
+from .inboxes import Inboxes
+from .news import News
+from .outcomes import Group, JobHandle, Outcome, as_group
 from .reader import ReplyReader
+from .stream import Streams
+from .stream_calls import StreamCalls
+from .task_calls import TaskCalls
 
-Outcome = RolloutResult | JobFailure
+if TYPE_CHECKING:
+    from .control import PoolControl
+
+__all__ = ["Group", "JobHandle", "Outcome", "RolloutClient"]
 _OPEN = frozenset({"new", "q", "r"})
 RETRY_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class JobHandle:
-    """A submitted job. state: "new", or what an earlier submission of the same id is ("q", "r", "done", …)."""
-
-    job_id: str
-    group_id: str
-    n: int
-    state: str = "new"
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """All that came of a group's jobs: results by job in the order of submission, then by sample."""
-
-    group_id: str
-    results: tuple[RolloutResult, ...]
-    failures: tuple[JobFailure, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every sample is there."""
-        return not self.failures
-
-
-class RolloutClient:
+class RolloutClient(StreamCalls, TaskCalls):
     """An asyncio client of one pool, for one task or many of one event loop.
 
     Guarantees: a job that `submit` returned for is accepted, and reaches this client as all its results or as the
@@ -87,9 +73,22 @@ class RolloutClient:
         url = redis_url or default_url()
         self._redis, self._blocking = connect(url, pool=pool), connect(url, pool=pool, blocking=True)
         self.broker = Broker(self._redis, pool, caps)
+        self._features = FeatureCheck(self.broker)
         self._inbox = Inbox()
-        self._reader = ReplyReader(self.broker, self._blocking, self.client_id, self._inbox, before_ack)
+        self._inboxes = Inboxes(self._inbox)
+        self._reader = ReplyReader(self.broker, self._blocking, self.client_id, self._inboxes, before_ack)
+        news = News(self.broker, self._blocking, self.client_id, self._reader.notify)
+        self._streams = Streams(self.broker, news, self._inbox, self._reader, self._until)
         self._opening = asyncio.Lock()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `aclose` was called, or reading broke: nothing can be submitted any more."""
+        try:
+            self._reader.check_open()
+        except RolloutMQError:
+            return True
+        return False
 
     @property
     def repeats(self) -> int:
@@ -112,6 +111,7 @@ class RolloutClient:
         Whoever waits for an outcome gets a RolloutMQError.
         """
         try:
+            await self._streams.close()
             await self._reader.close()
         finally:
             await self._redis.aclose()
@@ -142,7 +142,8 @@ class RolloutClient:
 
         busy_timeout: seconds to wait for room in a pool that is full; 0 raises PoolBusy at once, None waits for ever.
         If it is this client's own results that fill the pool, another task has to take some meanwhile.
-        If PoolBusy is raised, its `accepted` first ones are in and will be answered.
+        If PoolBusy is raised, its `accepted` first ones are in and will be answered. FeatureUnavailable says that no
+        worker there is can do what one of them asks for; nothing was sent then.
         A job whose outcome waits here to be taken (an earlier client of this id submitted it) is not sent again.
         """
         mine = [job if job.reply_to else job.model_copy(update={"reply_to": self.client_id}) for job in jobs]
@@ -150,6 +151,7 @@ class RolloutClient:
             if job.reply_to != self.client_id:
                 raise InvalidField("reply_to", job.reply_to, f"empty, or this client's own id {self.client_id!r}")
         await self.open()
+        await self.check(mine)
         samples = sum({job.id: job.n for job in mine if self._inbox.tracked(job.id) is None}.values())
         if self._inbox.samples + samples > self._max_outstanding:
             raise ClientBusy(
@@ -163,6 +165,10 @@ class RolloutClient:
             raise
         await self._settle(mine, states)
         return [JobHandle(job.id, job.group, job.n, state) for job, state in zip(mine, states, strict=True)]
+
+    async def check(self, jobs: Iterable[GenerateJob]) -> None:
+        """Raises FeatureUnavailable for the first job that no worker of the pool can run. `submit` does it, too."""
+        await self._features.check(jobs)
 
     async def _settle(self, jobs: list[GenerateJob], states: list[str]) -> None:
         """Of jobs that had ended before they were submitted again, expect what is still to be read and no more."""
@@ -226,6 +232,31 @@ class RolloutClient:
         """Cancel jobs; each ends with a JobFailure unless it had ended already. Per job "ok" or the state it was in."""
         return await self.broker.cancel([job if isinstance(job, str) else job.job_id for job in jobs])
 
+    @cached_property
+    def control(self) -> PoolControl:
+        """Commands to the pool's workers, over this client's connection."""
+        from .control import PoolControl  # noqa: PLC0415 – which imports this module
+
+        return PoolControl(self)
+
+    async def stop(self, jobs: Sequence[JobHandle | str], timeout: float = 30.0) -> int:
+        """End jobs with what they have; returns how many of them were open, when all have ended.
+
+        Samples that are not finished come as results with finish_reason "abort" and the tokens they have; a job of
+        which nothing was generated yet ends with a JobFailure, as cancelled. Raises WaitTimeout; they end all the same.
+        """
+        ids = [job if isinstance(job, str) else job.job_id for job in jobs]
+        states = await self.broker.stop(ids)
+        stopped = sum(state in {"ok", "unbegun"} for state in states)
+        deadline, pause = time.monotonic() + timeout, 0.01
+        while ids := [job_id for job_id, state in zip(ids, states, strict=True) if state == "ok"]:
+            if time.monotonic() >= deadline:
+                raise WaitTimeout(f"{len(ids)} of {len(jobs)} jobs did not end within {timeout:g} s")
+            await asyncio.sleep(pause)
+            pause = min(1.0, pause * 2)
+            states = await self.broker.stop(ids)  # said again: a worker may not have heard it
+        return stopped
+
     async def cancel_group(self, group_id: str) -> int:
         """Cancel what this client has open of a group, an earlier client of the same id included; returns how many."""
         await self.open()
@@ -254,7 +285,7 @@ class RolloutClient:
             reply = self._inbox.take_next()
             if reply is None:
                 return
-            yield reply.outcome
+            yield cast(Outcome, reply.outcome)  # tasks are in the other inbox
             await self._reader.ack([reply])
 
     async def groups(self, timeout: float | None = None) -> AsyncIterator[Group]:
@@ -265,7 +296,7 @@ class RolloutClient:
             if group_id is None:
                 return
             replies = self._inbox.take_group(group_id)
-            yield _group(group_id, replies)
+            yield as_group(group_id, replies)
             await self._reader.ack(replies)
 
     async def wait(self, job: JobHandle, timeout: float | None = None) -> list[RolloutResult]:
@@ -274,6 +305,13 @@ class RolloutClient:
         Raises WaitTimeout (nothing is lost, wait again), JobFailed if it ended without all of them, or RolloutMQError
         if somebody else took them from this client.
         """
+        ended = await self.ending(job, timeout)
+        if ended.failures:
+            raise JobFailed(ended.failures[0])
+        return list(ended.results)
+
+    async def ending(self, job: JobHandle, timeout: float | None = None) -> Group:
+        """All that came of one job: its samples, by number, and its failure if that are not all. Else like `wait`."""
         await self._until(lambda: (it := self._inbox.tracked(job.job_id)) is None or it.ended, timeout)
         if self._inbox.tracked(job.job_id) is None:
             if job.state in _OPEN:
@@ -281,10 +319,7 @@ class RolloutClient:
             raise JobFailed(as_failure(job.job_id, job.state))
         replies = self._inbox.take_job(job.job_id)
         await self._reader.ack(replies)
-        group = _group(job.group_id, replies)
-        if group.failures:
-            raise JobFailed(group.failures[0])
-        return list(group.results)
+        return as_group(job.group_id, replies)
 
     async def map(
         self, jobs: Iterable[GenerateJob], *, window: int = 1024, timeout: float | None = None
@@ -325,7 +360,7 @@ class RolloutClient:
                 reply = self._inbox.take_next()
                 if reply is None:
                     break
-                yield reply.outcome
+                yield cast(Outcome, reply.outcome)  # tasks are in the other inbox
                 await self._reader.ack([reply])
 
     # --- looking around --------------------------------------------------------------------------------------------
@@ -344,12 +379,3 @@ class RolloutClient:
         if not ready():
             await self._reader.until(ready, timeout)
         self._reader.check_open()
-
-
-def _group(group_id: str, replies: list[Reply]) -> Group:
-    outcomes = [reply.outcome for reply in replies]
-    return Group(
-        group_id,
-        tuple(outcome for outcome in outcomes if isinstance(outcome, RolloutResult)),
-        tuple(outcome for outcome in outcomes if isinstance(outcome, JobFailure)),
-    )

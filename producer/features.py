@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from redis.exceptions import NoPermissionError
+
 from ..messages.broker import Broker
 from ..messages.errors import FeatureUnavailable
-from ..messages.jobs import GenerateJob
+from ..messages.kinds import Job
 from ..messages.pool import WorkerStatus
 
 FRESH_S = 1.0
@@ -17,8 +19,8 @@ FRESH_S = 1.0
 class FeatureCheck:
     """Refuses jobs that no worker of the pool could run.
 
-    A pool without workers refuses nothing: those that come later are not known. Jobs that use no optional part cost
-    nothing but a look at them.
+    A pool without workers refuses nothing: those that come later are not known. Nor does one whose workers this user
+    may not see. Jobs that use no optional part cost nothing but a look at them.
     """
 
     def __init__(self, broker: Broker) -> None:
@@ -26,7 +28,7 @@ class FeatureCheck:
         self._workers: list[WorkerStatus] = []
         self._asked_at = float("-inf")
 
-    async def check(self, jobs: Iterable[GenerateJob]) -> None:
+    async def check(self, jobs: Iterable[Job]) -> None:
         """Raises FeatureUnavailable for the first job that nobody can run; asks Redis at most once a second."""
         for job in jobs:
             if uses := job.features_used():
@@ -35,10 +37,13 @@ class FeatureCheck:
 
     async def _refresh(self) -> None:
         if time.monotonic() - self._asked_at >= FRESH_S:
-            self._workers = await self._broker.workers()
-            self._asked_at = time.monotonic()
+            try:
+                self._workers = await self._broker.workers()
+                self._asked_at = time.monotonic()
+            except NoPermissionError:  # a trainer's user need not have it: then workers refuse what they cannot do
+                self._asked_at = float("inf")
 
-    def _check(self, job: GenerateJob, uses: frozenset[str]) -> None:
+    def _check(self, job: Job, uses: frozenset[str]) -> None:
         lacks = [(worker, uses - set(worker.features)) for worker in self._workers]
         if not lacks or not all(missing for _, missing in lacks):
             return

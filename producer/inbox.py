@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..messages.broker import Reply
-from ..messages.results import JobFailure, RolloutResult
+from ..messages.errors import RolloutMQError
+from ..messages.results import JobFailure
 
 FAILURE = -1
 """The place of a job's failure among its samples' numbers."""
@@ -42,6 +45,7 @@ class Inbox:
         self._waiting: OrderedDict[tuple[str, int], Reply] = OrderedDict()
         self._full_groups: OrderedDict[str, None] = OrderedDict()
         self._past: OrderedDict[str, None] = OrderedDict()
+        self._aside: dict[str, dict[int, Reply]] = {}  # of jobs that are being streamed
         self.samples = 0
         """Samples of all jobs that are not fully delivered."""
 
@@ -59,6 +63,24 @@ class Inbox:
     def group_jobs(self, group_id: str) -> list[str]:
         """Jobs of a group, in the order they were submitted."""
         return list(self._groups.get(group_id, ()))
+
+    @contextlib.contextmanager
+    def reserved(self, job_id: str) -> Iterator[None]:
+        """Inside, only `take_job` gives outcomes of this job. Raises RolloutMQError if it is reserved already."""
+        if job_id in self._aside:
+            raise RolloutMQError(f"job {job_id} is being streamed already")
+        waiting = [key for key in self._waiting if key[0] == job_id] if job_id in self._jobs else []
+        self._aside[job_id] = {key[1]: self._waiting.pop(key) for key in waiting}
+        try:
+            yield
+        finally:
+            for sample, reply in self._aside.pop(job_id).items():
+                self._waiting[(job_id, sample)] = reply
+
+    def has_of(self, job_id: str) -> bool:
+        """Whether outcomes of a reserved job are here, or nothing more is to come."""
+        tracked = self._jobs.get(job_id)
+        return tracked is None or tracked.ended or bool(self._aside[job_id])
 
     # --- in --------------------------------------------------------------------------------------------------------
 
@@ -87,17 +109,19 @@ class Inbox:
         self._leave_group(tracked)
         for key in [(job_id, sample) for sample in tracked.arrived]:
             self._waiting.pop(key, None)
+        if job_id in self._aside:
+            self._aside[job_id].clear()
 
     def put(self, reply: Reply) -> bool:
         """Take an outcome in; False if it had arrived before. One of an unknown job (the client before this one
         submitted it) starts to be tracked here."""
         outcome = reply.outcome
-        sample = outcome.sample if isinstance(outcome, RolloutResult) else FAILURE
+        sample = FAILURE if isinstance(outcome, JobFailure) else outcome.sample
         tracked = self._jobs.get(outcome.job_id)
         if tracked is None and outcome.job_id in self._past:
             return False
         if tracked is None or tracked.guessed:
-            if isinstance(outcome, RolloutResult):
+            if not isinstance(outcome, JobFailure):
                 self.track(outcome.job_id, outcome.group_id, outcome.n)
             elif tracked is None:
                 self._guess(outcome.job_id, outcome.group_id)
@@ -105,7 +129,10 @@ class Inbox:
         fresh = sample not in tracked.arrived
         if fresh:
             tracked.arrived.add(sample)
-            self._waiting[(outcome.job_id, sample)] = reply
+            if (aside := self._aside.get(outcome.job_id)) is not None:
+                aside[sample] = reply
+            else:
+                self._waiting[(outcome.job_id, sample)] = reply
         if reply.last and not tracked.ended:  # a sample that came again may be the last: after a failover
             self._ended(tracked, outcome.outcome if isinstance(outcome, JobFailure) else "done")
             if not fresh:
@@ -166,20 +193,23 @@ class Inbox:
         self._delivered(key[0], 1)
         return reply
 
-    def take_job(self, job_id: str) -> list[Reply]:
-        """What is here of one job, by sample number; its failure last."""
+    def take_job(self, job_id: str, most: int | None = None) -> list[Reply]:
+        """What is here of one job, by sample number; its failure last. The first `most` of it, if that is given."""
         tracked = self._jobs.get(job_id)
         if tracked is None:
             return []
         order = sorted(tracked.arrived, key=lambda sample: (sample == FAILURE, sample))
-        replies = [self._waiting.pop((job_id, sample), None) for sample in order]
-        found = [reply for reply in replies if reply is not None]
+        aside = self._aside.get(job_id, {})
+        here = [sample for sample in order if (job_id, sample) in self._waiting or sample in aside][:most]
+        found = [aside.pop(it) if it in aside else self._waiting.pop((job_id, it)) for it in here]
         self._delivered(job_id, len(found))
         return found
 
     def full_group(self) -> str | None:
-        """The group that has been complete for longest and not taken."""
-        return next(iter(self._full_groups), None)
+        """The group that has been complete for longest and not taken. A job that is reserved holds up its own."""
+        if not self._aside:
+            return next(iter(self._full_groups), None)
+        return next((it for it in self._full_groups if self._aside.keys().isdisjoint(self._groups[it])), None)
 
     def take_group(self, group_id: str) -> list[Reply]:
         """What is here of a group, job by job in the order of submission."""

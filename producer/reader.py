@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 
 from ..messages.broker import Broker, Receipt, Reply
 from ..messages.errors import RolloutMQError, WaitTimeout
-from .inbox import Inbox
+from .inboxes import Inboxes
 
 log = logging.getLogger(__name__)
 READ_COUNT = 512
@@ -33,7 +33,7 @@ class ReplyReader:
         broker: Broker,
         blocking: Redis,
         client_id: str,
-        inbox: Inbox,
+        inbox: Inboxes,
         before_ack: Callable[[bool], bool] | None = None,
     ) -> None:
         self._before_ack = before_ack

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from ..messages.errors import WeightSyncError
 from ..messages.weights import WeightManifest
 from .disk import SnapshotStore
+from .disk_checkpoint import VERSION_FOLDER, Checkpoint, checkpoint_format
 from .disk_read import DiskVersion
 from .plan import CopyPlan
 from .snapshot import check_places
@@ -27,11 +29,28 @@ class Lent:
     buffers: Sequence[torch.Tensor]
 
 
-def open_version(folder: str, version: int) -> DiskVersion:
-    """A version of a SnapshotStore, its manifest checked against itself. Raises WeightSyncError or InvalidField."""
-    if not folder:
+def open_version(path: str, version: int) -> DiskVersion | Checkpoint:
+    """What a folder has, as `version`: that one of a SnapshotStore, or a single version or checkpoint, renumbered.
+
+    Its manifest is checked against itself. Raises WeightSyncError or InvalidField.
+    """
+    if not path:
         raise WeightSyncError("transport='disk' without a folder")
-    opened = SnapshotStore(folder).load(version)
+    opened: DiskVersion | Checkpoint
+    kind = checkpoint_format(path)
+    if kind == "sharded":
+        raise WeightSyncError(f"{path} is a sharded state: only engines of the same kind load it, rank by rank")
+    if kind == "safetensors":
+        opened = Checkpoint(Path(path), version)
+    elif kind == "snapshot":
+        folder = Path(path).resolve()
+        named = VERSION_FOLDER.fullmatch(folder.name)
+        assert named is not None
+        opened = SnapshotStore(folder.parent).load(int(named[1]))
+        renumbered = opened.manifest.model_copy(update={"version": version})
+        opened.index = opened.index.model_copy(update={"manifest": renumbered})
+    else:
+        opened = SnapshotStore(path).load(version)
     try:
         check_places(opened.manifest)
     except BaseException:
@@ -40,7 +59,7 @@ def open_version(folder: str, version: int) -> DiskVersion:
     return opened
 
 
-def read_into(opened: DiskVersion, buckets: Sequence[torch.Tensor], go_on: Callable[[], None]) -> None:
+def read_into(opened: DiskVersion | Checkpoint, buckets: Sequence[torch.Tensor], go_on: Callable[[], None]) -> None:
     """Every tensor to its place, its digest compared on the way. Raises DigestMismatch, SnapshotError and its kinds.
 
     buckets: flat uint8 in host memory. go_on(): asked before each tensor; raises what ends the reading.

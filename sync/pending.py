@@ -10,6 +10,7 @@ import torch
 from ..messages.errors import TransferTimeout
 from ..messages.weights import WeightManifest
 from .digest import values_of
+from .disk_checkpoint import Checkpoint
 from .disk_read import DiskVersion
 from .group import Group
 from .layout import layout_of
@@ -33,7 +34,7 @@ class Pending:
     staged: bool
     rendezvous_s: float = 0.0
     receive_s: float = 0.0
-    opened: DiskVersion | None = None
+    opened: DiskVersion | Checkpoint | None = None
     expected: torch.Tensor = field(init=False)  # (tensors,) int64: the manifest's digests
     layout: int = field(init=False)  # of the manifest; worked out here, because the commit stands in somebody's way
 

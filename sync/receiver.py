@@ -20,6 +20,7 @@ import torch
 
 from ..messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
 from ..messages.weights import StagingPolicy, WeightManifest
+from .disk_checkpoint import Checkpoint
 from .disk_read import DiskVersion
 from .group import Group, open_group, settle
 from .held import Lent, open_version, read_into
@@ -134,7 +135,7 @@ class Receiver:
             opened.close()
             raise
 
-    def _read(self, opened: DiskVersion, pending: Pending) -> None:
+    def _read(self, opened: DiskVersion | Checkpoint, pending: Pending) -> None:
         def go_on() -> None:
             if why := self._overtaken(pending.order):
                 raise TransferTimeout(why)
@@ -332,6 +333,13 @@ class Receiver:
             self._lent = False
             self._lock.release()
 
+    def forget(self, *, held: bool) -> None:
+        """Let go of all buffers; and, with `held`, of what the parameters hold: something else writes them."""
+        self._pending = self._arrived = self._loading = None
+        self._held = None if held else self._held
+        for memory in self._memory.values():
+            memory.release()
+
     # --- what is kept from one update to the next ------------------------------------------------------------------
 
     def _bucket_views(self, pending: Pending) -> list[torch.Tensor]:
@@ -384,11 +392,6 @@ class Receiver:
         if group is not None:
             group.abort()
 
-    @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
+    def _on_device(self) -> Any:
         """Threads start on GPU 0, whatever the engine's own is."""
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                yield
-        else:
-            yield
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()

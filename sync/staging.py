@@ -65,6 +65,10 @@ class Staging:
         count = min(ROTATING, self._whole.numel() // max(1, most))
         return [self._whole[index * most : (index + 1) * most] for index in range(count)]
 
+    def release(self) -> None:
+        """Give the memory back; it is taken again when it is next needed."""
+        self._whole, self._rotating = None, []
+
     def _affordable(self, total: int) -> bool:
         if self._policy != "auto":
             return self._policy == "on"

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from rolloutmq.messages import (
-    ChatMessage,
     Control,
     GenerateJob,
     LogitProcessor,
@@ -23,8 +22,40 @@ from rolloutmq.messages import (
     WorkerStatus,
 )
 from rolloutmq.messages.base import Message
+from rolloutmq.messages.chat import ChatMessage
+from rolloutmq.messages.commands import Command, CommandReply
+from rolloutmq.messages.embed import EmbedJob, EmbedResult, RewardJob, RewardResult
+from rolloutmq.messages.score import ScoreJob, ScoreResult
 
 ID = "0192f0c1a2b37c4d8e5f60718293a4b5"
+
+
+_TASK: dict[str, Any] = {
+    "id": ID,
+    "reply_to": "c",
+    "group_id": "g1",
+    "priority": "high",
+    "deadline_s": 60.0,
+    "min_version": 2,
+    "max_staleness": 1,
+    "trace_id": "t",
+    "metadata": {"a": 1},
+}
+_DONE: dict[str, Any] = {
+    "job_id": ID,
+    "sample": 1,
+    "n": 2,
+    "group_id": "g1",
+    "version": 3,
+    "tokens": 5,
+    "worker_id": "w",
+    "attempt": 2,
+    "timings": Timings(queued=0.5),
+    "fingerprint": {"engine": "e-1"},
+    "metadata": {"k": 1},
+    "trace_id": "t",
+}
+_HI = (ChatMessage(role="user", content="hé"),)
 
 
 def specimens() -> dict[str, Message]:
@@ -190,6 +221,7 @@ def specimens() -> dict[str, Message]:
             engine="sglang",
             device="gpu",
             tp_size=2,
+            ep_size=2,
             max_running=8,
             generated_tokens=70000,
             finished_samples=5,
@@ -198,6 +230,61 @@ def specimens() -> dict[str, Message]:
             features=("seed", "stream"),
         ),
         "control": Control(action="drain", worker_id="w", params={"x": 1}),
+        "command": Command(id=ID, action="pause", worker_id="w", params={"mode": "abort"}, timeout_s=5.0),
+        "command-reply": CommandReply(id=ID, worker_id="w", ok=False, result={"x": 1}, kind="E", error="e"),
+        "session-job": GenerateJob(
+            id=ID, reply_to="c", text="a", context_ids=[7, 8], session_id="s", prefer_worker="w", prefer_s=1.5
+        ),
+        "session-result": RolloutResult(
+            job_id=ID,
+            sample=0,
+            n=1,
+            group_id="g1",
+            token_ids=[],
+            finish_reason="abort",
+            worker_id="w",
+            attempt=1,
+            session_id="s",
+            cached_tokens=5,
+        ),
+        "text-partial": Partial(token_ids=[5], logprobs=[-0.5], segments=(Segment(2, 1),), text="h"),
+        "embed-job": EmbedJob(texts=("hé", "b"), dimensions=16, normalize=False, **_TASK),
+        "embed-ids-job": EmbedJob(id=ID, reply_to="c", token_ids=([1, 2], [300000])),
+        "embed-chat-job": EmbedJob(id=ID, reply_to="c", conversations=(_HI,)),
+        "embed-result": EmbedResult(embedding=[0.5, -0.5], **_DONE),
+        "reward-job": RewardJob(token_ids=([1, 2],), **_TASK),
+        "reward-text-job": RewardJob(id=ID, reply_to="c", texts=("a",)),
+        "reward-chat-job": RewardJob(id=ID, reply_to="c", conversations=(_HI,)),
+        "reward-result": RewardResult(scores=[1.5], **_DONE),
+        "score-job": ScoreJob(token_ids=[1, 2], continuations=([3], [4, 5]), **_TASK),
+        "score-text-job": ScoreJob(id=ID, reply_to="c", text="a", texts=("b",)),
+        "score-chat-job": ScoreJob(id=ID, reply_to="c", messages=_HI, texts=("b",)),
+        "score-result": ScoreResult(logprobs=[-0.5, -1.0], token_ids=[3, 4], **_DONE),
+        # new fields of GenerateJob: media, tools, tool_parser; of RolloutResult: tool_calls
+        "tool-job": GenerateJob(
+            id=ID,
+            reply_to="c",
+            messages=(
+                ChatMessage(role="user", content=({"type": "text", "text": "a"}, {"type": "image"})),
+                ChatMessage(role="assistant", tool_calls=({"id": "c1", "function": {"name": "f", "arguments": "{}"}},)),
+                ChatMessage(role="tool", content="4", tool_call_id="c1", name="f"),
+            ),
+            media=({"kind": "image", "data": b"\x89PNG", "mime": "image/png"},),
+            tools=({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},),
+            tool_parser="xml",
+        ),
+        "tool-result": RolloutResult(
+            job_id=ID,
+            sample=0,
+            n=1,
+            group_id="g1",
+            token_ids=[5],
+            finish_reason="stop",
+            segments=(Segment(3, 1),),
+            worker_id="w",
+            attempt=1,
+            tool_calls=({"id": "call_1", "name": "f", "arguments": {"x": [1]}},),
+        ),
     }
 
 

@@ -11,8 +11,8 @@ from rolloutmq.sync.broadcaster import Broadcaster
 from rolloutmq.sync.ledger import Join
 from rolloutmq.sync.snapshot import Snapshot
 from rolloutmq.sync.transfer import TransferReport
+from rolloutmq.worker.orders import order_for
 from rolloutmq.worker.sglang_engine import SGLangEngine
-from rolloutmq.worker.weights import _order
 
 TIMEOUT_S = 60.0
 
@@ -44,7 +44,7 @@ class StockLine:
             backend="nccl" if snapshot.device.type == "cuda" else "gloo",
             stock=True,
         )
-        order = _order(announcement, "w")
+        order = order_for(announcement, "w")
         sending = asyncio.create_task(asyncio.to_thread(self.broadcaster.send, snapshot, announcement, TIMEOUT_S))
         report = await self.engine.prepare_weights(order)
         if report.ok:

@@ -42,6 +42,16 @@ class LoadedAdapters:
     def __init__(self) -> None:
         self._versions: dict[str, set[int]] = {}
         self._uses: WeakSet[AdapterUse] = WeakSet()
+        self.pinned: set[tuple[str, int]] = set()
+        """Versions that stay when newer ones come."""
+
+    def versions(self) -> dict[str, tuple[int, ...]]:
+        """Name -> every version that is here, oldest first."""
+        return {name: tuple(sorted(versions)) for name, versions in self._versions.items() if versions}
+
+    def used(self, name: str, version: int) -> bool:
+        """Whether a sample holds this very version."""
+        return any((use.name, use.version) == (name, version) for use in self._uses)
 
     def newest(self, name: str) -> int:
         """The newest version of an adapter, 0 if the engine has none."""
@@ -70,8 +80,8 @@ class LoadedAdapters:
         return use
 
     def superseded(self) -> list[tuple[str, int]]:
-        """Versions that are not the newest, and that no sample uses."""
-        used = {(use.name, use.version) for use in self._uses}
+        """Versions that are not the newest, that no sample uses, and that are not pinned."""
+        used = {(use.name, use.version) for use in self._uses} | self.pinned
         return [
             (name, version)
             for name, versions in self._versions.items()
@@ -116,6 +126,10 @@ class AdapterFollower:
         self._engine, self._ledger = engine, ledger
         self._refused: dict[str, int] = {}  # versions that this engine cannot load: not asked for again
         self._asked = 0.0
+
+    def dismiss(self, name: str, version: int) -> None:
+        """Do not ask the pool for this version, nor for an older one, again."""
+        self._refused[name] = max(version, self._refused.get(name, 0))
 
     async def refusal(self, name: str) -> RequestRefused | None:
         """Why no worker of the pool can run a job for this adapter, or None if one could, now or later."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from redis.exceptions import RedisError
 
@@ -13,6 +13,7 @@ from ..messages.lease import MAX_CALL_TOKENS, Lease, Piece
 from .engine import Progress
 from .held import HeldJobs
 from .samples import SampleRun
+from .task_run import Run
 
 log = logging.getLogger(__name__)
 MAX_PIECES = 256
@@ -20,6 +21,8 @@ MAX_PIECES = 256
 
 class Checkpoints:
     """Every unfinished sample is saved about every `every_s` seconds; what was saved before is not sent again.
+
+    Those of streamed jobs are saved all the time, see streaming.py.
 
     progress(request id, start): what the engine has of a running request. on_fenced(job id, attempt): the job is not
     this worker's any more.
@@ -41,25 +44,20 @@ class Checkpoints:
             await asyncio.sleep(min(1.0, self._every_s / 4))
             while batch := self._due():
                 try:
-                    states = await lease.checkpoint([piece for _, piece in batch])
+                    await save(lease, batch, self._on_fenced)
                 except (RedisError, OSError) as error:
                     log.warning("checkpoints could not be saved: %s", error)
                     break
-                for (sample, piece), state in zip(batch, states, strict=True):
-                    if state == "ok":
-                        sample.keep_saved(piece)
-                    elif state == "gap":
-                        sample.save_anew()
-                    else:
-                        self._on_fenced(piece.job_id, piece.attempt)
 
-    def _due(self) -> list[tuple[SampleRun, Piece]]:
-        due: list[tuple[SampleRun, Piece]] = []
+    def _due(self) -> list[tuple[Run, Piece]]:
+        due: list[tuple[Run, Piece]] = []
         tokens = 0
         before = time.monotonic() - self._every_s
         for held in self._held:
             for sample in held.samples.values():
                 if sample.saved_at > before or sample.finish_reason is not None or sample.dropped:
+                    continue
+                if isinstance(sample, SampleRun) and sample.stream is not None:
                     continue
                 piece = sample.unsaved(self._progress)
                 if piece is None:
@@ -69,3 +67,15 @@ class Checkpoints:
                 if len(due) >= MAX_PIECES or tokens >= MAX_CALL_TOKENS:
                     return due
         return due
+
+
+async def save(lease: Lease, batch: Sequence[tuple[Run, Piece]], on_fenced: Callable[[str, int], None]) -> None:
+    """Save one piece of each of these samples. Raises RedisError or OSError; then it may be done again."""
+    states = await lease.checkpoint([piece for _, piece in batch])
+    for (sample, piece), state in zip(batch, states, strict=True):
+        if state == "ok":
+            sample.keep_saved(piece)
+        elif state == "gap":
+            sample.save_anew()
+        else:
+            on_fenced(piece.job_id, piece.attempt)

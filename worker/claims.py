@@ -34,6 +34,7 @@ class ClaimLoop:
     ) -> None:
         self._lease, self._waker = lease, waker
         self._room, self._serves, self._admit = room, serves, admit
+        self._tokens = [lease.keys.token(lease.worker_id), lease.keys.wake]
         self._changed = asyncio.Event()
         self._taking = asyncio.Lock()
 
@@ -87,6 +88,6 @@ class ClaimLoop:
 
     async def _wake(self) -> None:
         try:
-            await self._waker.blpop([self._lease.keys.wake], timeout=WAKE_S)
+            await self._waker.blpop(self._tokens, timeout=WAKE_S)
         except (RedisError, OSError):
             await asyncio.sleep(RETRY_S)

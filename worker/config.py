@@ -16,6 +16,7 @@ class WorkerConfig(BaseModel):
     checkpoint_s: how often a running sample is saved; a worker's death costs at most about this much of its generation.
     drain_s: what SIGTERM leaves to running samples before the rest is handed back.
     snapshots: folder in which the pool's publisher saves versions: a worker that is behind looks there first.
+    media_hosts: where this worker may fetch media of jobs from; from nowhere unless hosts are named.
     peer_after_s: when nobody has answered workers that are behind for so long, this one sends them what it serves; None
         for never.
     """
@@ -31,6 +32,7 @@ class WorkerConfig(BaseModel):
     checkpoint_s: float = Field(default=10.0, ge=0.1)
     drain_s: float = Field(default=30.0, ge=0.0)
     snapshots: str | None = Field(default=None, min_length=1)
+    media_hosts: frozenset[str] = frozenset()
     peer_after_s: float | None = Field(default=3.0, ge=0.0)
     engine_restarts: int = Field(default=5, ge=0, description="restarts in a row without a finished sample")
 

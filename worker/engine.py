@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ..messages.media import Medium
 from ..messages.sampling import LogitProcessor, LogprobOptions, SamplingParams
 from ..sync.transfer import TransferOrder, TransferReport
 from .adapters import LoadedAdapters
+from .task_requests import TaskOutput, TaskRequest
 
 if TYPE_CHECKING:
     from ..sync.adapter_format import Adapter  # torch
@@ -62,6 +64,8 @@ class EngineRequest:
     generated: so many of token_ids, at their end, are not prompt but what earlier legs generated: stops, penalties,
         grammars and least lengths are about them, too.
     wanted: what else it asks for.
+    media: of the prompt, all with their bytes. `generated` is then 0: SGLang reads such a prompt as text once more,
+        which what was generated might not survive, so a sample with media starts over when it is interrupted.
     """
 
     request_id: str
@@ -73,6 +77,7 @@ class EngineRequest:
     adapter_version: int = 0
     generated: int = 0
     wanted: Wanted = NOTHING_MORE
+    media: tuple[Medium, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ class EngineOutput:
     finish_reason: "abort" means the tokens are a valid prefix of a sample that can be continued.
     matched_stop: what ended it, as RolloutResult has it, or None.
     stop_tokens: how many of the sample's last tokens (those of earlier legs counted in) have a part of what was
-        matched; 0 if nothing was.
+        matched; 0 if nothing was. stop_text: from where the match begins to the end of them; "" without a text.
     token_arrays, arrays: what was wanted, named as in RolloutResult; one row for each token in the first.
     """
 
@@ -94,6 +99,7 @@ class EngineOutput:
     finish_reason: FinishReason
     matched_stop: MatchedStop | None = None
     stop_tokens: int = 0
+    stop_text: str = ""
     cached_tokens: int = 0
     token_arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
@@ -130,6 +136,7 @@ class EngineInfo:
     vocab_size: int
     context_length: int
     tp_size: int = 1
+    ep_size: int = 1
     gpu: str = ""
     features: frozenset[str] = field(default_factory=frozenset)
     adapters: LoadedAdapters = field(default_factory=LoadedAdapters, compare=False, repr=False)
@@ -164,6 +171,13 @@ class Engine(Protocol):
 
         Raises RequestRefused if this request can never run here, EngineDead if the engine dies meanwhile, and another
         EngineError for a failure that the same request need not meet again.
+        """
+        ...
+
+    async def perform(self, request: TaskRequest) -> TaskOutput:
+        """Run one input of a job that generates nothing; an abort gives an output that is not finished.
+
+        Raises as `generate` does; RequestRefused, too, for a task that is not among `info.features`.
         """
         ...
 
@@ -218,6 +232,25 @@ class Engine(Protocol):
 
     async def unload_adapter(self, name: str, version: int) -> None:
         """Give up one version that no request uses. Raises EngineError if one does, at once: try again later."""
+        ...
+
+    async def operate(self, operation: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """One of an engine's rarer duties, which most engines have only some of; plain data in and out.
+
+        "flush_cache": {} forgets cached prefixes; no request may be running. "clear_storage": {} empties the storage of
+            a hierarchical cache. "freeze", "thaw": {} stop before the next forward pass, requests and KV as they are.
+        "sleep", "wake": {tags} see sleep_states.py; no request may be running, but for a sleep without tags, which does
+            nothing but say whether it can. Wake answers {intact} about weights.
+        "audit": {version, names} looks at the parameters, see docs/control.md. "export": {path, version} writes them as
+            a version of a SnapshotStore, "save_sharded": {path, version} in the engine's own form. The last two keep
+            the caller's promise that no version is loaded meanwhile; requests may run.
+        "check_sharded", "load_sharded": {path} reads that form; no request may be running for the latter, and an error
+            of it leaves weights that are no version.
+        "start_profile": {folder, activities, steps}, "stop_profile": {}.
+
+        Raises RequestRefused, with the reason, for what this engine cannot do as it is configured; EngineDead, and
+        EngineError for what went wrong.
+        """
         ...
 
     async def healthy(self) -> bool:

@@ -11,14 +11,19 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from ..messages.errors import EngineDead, EngineError, RequestRefused
-from .engine import Engine, EngineRequest
+from .engine import Engine, EngineOutput, EngineRequest
 from .legs import Leg
+from .pressure import RETRIES_S, Pressure, is_out_of_memory
 from .samples import SampleRun
+from .task_requests import TaskOutput, TaskRequest
+from .task_run import Run
 
 log = logging.getLogger(__name__)
 INTERRUPT_S = 15.0
 ABORT_AGAIN_S = 0.1
 """A request on its way into the scheduler is not there yet to be aborted: ask again until the engine is idle."""
+OF_A_SAMPLE = 40
+"""Digits of a request id that are the same for all legs of a sample in this attempt."""
 
 
 class Generation:
@@ -34,22 +39,23 @@ class Generation:
         engine: Engine,
         slots: int,
         *,
-        on_finished: Callable[[SampleRun], None],
-        on_refused: Callable[[SampleRun, RequestRefused], None],
-        on_failed: Callable[[SampleRun, EngineError], None],
+        on_finished: Callable[[Run], None],
+        on_refused: Callable[[Run, RequestRefused], None],
+        on_failed: Callable[[Run, EngineError], None],
         on_dead: Callable[[], None],
     ) -> None:
         self.version = 0
         self.generated_tokens = 0
         self.finished = 0
         self._engine = engine
-        self._slots = slots
+        self.pressure = Pressure(slots)
+        self._tries: dict[str, int] = {}
         self._on_finished, self._on_refused = on_finished, on_refused
         self._on_failed, self._on_dead = on_failed, on_dead
-        self.died_with: list[SampleRun] = []
-        self._waiting: deque[SampleRun] = deque()
+        self.died_with: list[Run] = []
+        self._waiting: deque[Run] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._running: dict[str, SampleRun] = {}
+        self._running: dict[str, Run] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed_by: set[str] = set()
@@ -63,19 +69,22 @@ class Generation:
         """Samples in the engine."""
         return len(self._running)
 
-    def in_engine(self, samples: Iterable[SampleRun]) -> bool:
+    def in_engine(self, samples: Iterable[Run]) -> bool:
         """Whether any of these is in the engine now."""
         return any(sample.leg is not None for sample in samples)
 
     # --- work in ---------------------------------------------------------------------------------------------------
 
-    def add(self, samples: Iterable[SampleRun]) -> None:
-        """Queue samples; they start as slots get free."""
-        self._waiting.extend(samples)
+    def add(self, samples: Iterable[Run], *, end: bool = False) -> None:
+        """Queue samples; they start as slots get free. end: finish them at once with what they have."""
+        added = list(samples)
+        self._waiting.extend(added)
+        if end:
+            self.end(added)
         self._pump()
 
     def _pump(self) -> None:
-        while self._waiting and not self._closed_by and len(self._tasks) < self._slots:
+        while self._waiting and not self._closed_by and len(self._tasks) < self.pressure.slots:
             sample = self._waiting.popleft()
             if sample.dropped:
                 continue
@@ -87,20 +96,26 @@ class Generation:
             self._tasks.add(task)
             task.add_done_callback(partial(self._leg_done, sample))
 
-    def _leg_done(self, sample: SampleRun, task: asyncio.Task[None]) -> None:
+    def _leg_done(self, sample: Run, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # Held for ever otherwise: nobody would generate or publish it any more.
-            log.error("a sample failed in a way nobody expected", exc_info=error)
-            self._on_refused(sample, RequestRefused(f"unexpected {type(error).__name__}: {error}"))
+            self._fail_unexpectedly(sample, error)
         self._pump()
 
-    async def _run_leg(self, sample: SampleRun, request: EngineRequest) -> None:
+    def _fail_unexpectedly(self, sample: Run, error: BaseException) -> None:
+        # Held for ever otherwise: nobody would generate or publish it any more.
+        log.error("a sample failed in a way nobody expected", exc_info=error)
+        self._on_refused(sample, RequestRefused(f"unexpected {type(error).__name__}: {error}"))
+
+    async def _run_leg(self, sample: Run, request: EngineRequest | TaskRequest) -> None:
         began = time.monotonic()
         leg = sample.leg
         assert leg is not None
         try:
-            output = await self._engine.generate(request)
+            if isinstance(request, EngineRequest):
+                output: EngineOutput | TaskOutput = await self._engine.generate(request)
+            else:
+                output = await self._engine.perform(request)
             seconds = time.monotonic() - began
             await self._settled.wait()  # until then nobody can say which version sampled what
         except EngineDead:
@@ -110,7 +125,8 @@ class Generation:
             self._on_refused(sample, error)
             return
         except EngineError as error:
-            self._on_failed(sample, error)
+            if not self._try_again(sample, request.request_id, error):
+                self._on_failed(sample, error)
             return
         finally:
             sample.leg = None
@@ -119,18 +135,52 @@ class Generation:
                 self._idle.set()
         if leg.spoiled:
             self._lost(sample)
-            return
-        sample.absorb(leg, output, seconds)
-        self.generated_tokens += len(output.token_ids)
+        else:
+            self._take_in(sample, leg, output, seconds)
+
+    def _take_in(self, sample: Run, leg: Leg, output: EngineOutput | TaskOutput, seconds: float) -> None:
+        if isinstance(sample, SampleRun):
+            assert isinstance(output, EngineOutput)
+            sample.absorb(leg, output, seconds)
+            self.generated_tokens += len(output.token_ids)
+        else:
+            assert isinstance(output, TaskOutput)
+            sample.absorb(leg, output, seconds)
         if sample.dropped:
             return
-        if sample.finish_reason is None:
+        if sample.finish_reason is None and sample.ending:
+            self._end(sample)
+        elif sample.finish_reason is None:
             self._waiting.appendleft(sample)
         else:
             self.finished += 1
+            self._tries.pop(leg.request_id[:OF_A_SAMPLE], None)
             self._on_finished(sample)
 
-    def _lost(self, sample: SampleRun) -> None:
+    def _end(self, sample: Run) -> None:
+        sample.finish_reason = "abort"
+        self.finished += 1
+        try:
+            self._on_finished(sample)
+        except Exception as error:  # its text, its size: it ends this job, and not the worker that was told to end it
+            self._fail_unexpectedly(sample, error)
+
+    def _try_again(self, sample: Run, request_id: str, error: EngineError) -> bool:
+        """After a pause and with half as many beside it, if it was memory that was missing; not for ever."""
+        key = request_id[:OF_A_SAMPLE]
+        tries = self._tries.pop(key, 0)
+        if tries >= len(RETRIES_S) or not is_out_of_memory(error):
+            return False
+        self._tries[key] = tries + 1
+        self._waiting.appendleft(sample)
+        if "memory" not in self._closed_by:  # all that ran together may say the same
+            self.pressure.relieve()
+            self.close_gate("memory")
+            asyncio.get_running_loop().call_later(RETRIES_S[tries], self.open_gate, "memory")
+            log.warning("out of memory, %d samples at once from now on: %s", self.pressure.slots, error)
+        return True
+
+    def _lost(self, sample: Run) -> None:
         self.died_with.append(sample)
         self._on_dead()
 
@@ -231,13 +281,25 @@ class Generation:
                 continue
         return True
 
+    def end(self, samples: Iterable[Run]) -> None:
+        """Finish these with what they have, as "abort": those that wait now, those in the engine when it lets go."""
+        for sample in samples:
+            sample.ending = True
+        ended = [one for one in self._waiting if one.ending and not one.dropped]
+        self._waiting = deque(one for one in self._waiting if not (one.ending or one.dropped))
+        for sample in ended:
+            if not sample.dropped:  # with one before it, of the same job
+                self._end(sample)
+        self.abort_dropped()
+
     def abort_dropped(self) -> None:
-        """Free the slots of samples nobody wants any more."""
+        """Free the slots of samples nobody wants any more, or not longer than they are."""
         for request_id, sample in list(self._running.items()):
-            if sample.dropped:
+            if sample.dropped or sample.ending:
                 self._engine.abort(request_id)
 
     def clear(self) -> None:
         """Forget every sample that is not in the engine."""
         self._waiting.clear()
+        self._tries.clear()
         self.died_with.clear()

@@ -9,6 +9,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from ..messages.broker import Broker
 from ..messages.lease import MAX_CALL_TOKENS, Lease, Release
 from .held import HeldJob, HeldJobs
 
@@ -54,6 +55,21 @@ class Handback:
                 await lease.release(batch, self._max_lost)
         finally:
             self._leaving -= ids
+
+    async def release_all(self, busy: set[str]) -> None:
+        """Give back all that is held but `busy`, as `release` does."""
+        if (lease := self._current()) is not None:
+            await self.release(lease, [held for held in self._held if held.id not in busy])
+
+    async def cancel_all(self, cause: str) -> int:
+        """Cancel all that is held; how many jobs. Raises RedisError or OSError."""
+        if (lease := self._current()) is None:
+            return 0
+        ids = [held.id for held in self._held]
+        states = await Broker(lease.redis, lease.keys.pool).cancel(ids, cause)
+        for job_id in ids:
+            self._drop(job_id)
+        return states.count("ok")
 
     async def disown(self, lease: Lease, too_many: bool, known: Callable[[], set[str] | None]) -> None:
         """Give back jobs that Redis has under this worker's name and the worker does not know.

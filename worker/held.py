@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..messages.jobs import GenerateJob
+from ..messages.kinds import Job
 from ..messages.lease import Claim, Release
-from .samples import SampleRun
+from .task_run import Run
 
 
 @dataclass(slots=True)
@@ -16,8 +16,8 @@ class HeldJob:
     """A claimed job. `samples` are those not published yet; `deadline` is on this process' monotonic clock."""
 
     claim: Claim
-    job: GenerateJob
-    samples: dict[int, SampleRun] = field(default_factory=dict)
+    job: Job
+    samples: dict[int, Run] = field(default_factory=dict)
     deadline: float | None = None
 
     @property

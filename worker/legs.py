@@ -28,6 +28,11 @@ class Leg:
         self._switches.append(Segment(self.version, max(0, count - before)))
         self.version = version
 
+    @property
+    def crossed(self) -> bool:
+        """Whether the weights were switched while its request was in the engine."""
+        return bool(self._switches)
+
     def segments(self, count: int) -> list[Segment]:
         """The versions of the leg's first `count` tokens. Switches beyond them do not appear: they came too late."""
         found: list[Segment] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..messages.errors import InvalidField
 from ..messages.jobs import GenerateJob
 from ..messages.lease import Piece
 from ..messages.results import Partial, RolloutResult, Segment, Timings
@@ -27,6 +29,9 @@ from .engine import (
 )
 from .generated import Generated
 from .legs import Leg
+from .sample_stream import SampleStream
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -45,13 +50,17 @@ class SampleRun:
     attempt: int
     queued_s: float
     dropped: bool = False  # cancelled, expired or fenced: what it still generates is thrown away
+    ending: bool = False  # somebody asked to have it as it is: it ends with what it has
     done: Generated = field(default_factory=Generated)  # by the legs that have ended
     arrays: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # as RolloutResult has them, when known
     segments: list[Segment] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     matched_stop: MatchedStop | None = None
     stop_tokens: int = 0  # how many of the last ones have a part of what was matched
+    stop_text: str = ""  # from where the match begins, as EngineOutput has it
     leg: Leg | None = None  # the one that is in the engine now
+    stream: SampleStream | None = None  # of a job whose client is told of every piece
+    cached_tokens: int = 0  # of the prompt, when the first leg here began
     adapters: LoadedAdapters | None = None
     adapter_segments: list[Segment] = field(default_factory=list)
     _adapter: AdapterUse | None = None
@@ -107,6 +116,8 @@ class SampleRun:
             # Released by a worker that was ahead of this one. Versions never decrease within a sample: start over.
             self.done, self.arrays, self.segments, self.adapter_segments = Generated(), {}, [], []
             self.save_anew()
+            if self.stream is not None:
+                self.stream.restart()
         request_id = f"{self.job.id}{self.index:04x}{self.attempt & 0xFFFF:04x}{self._legs & 0xFFFF:04x}"
         self.leg = Leg(request_id, version)
         return EngineRequest(
@@ -118,6 +129,7 @@ class SampleRun:
             adapter=adapter.name if adapter else "",
             adapter_version=adapter.version if adapter else 0,
             generated=len(self.done),
+            media=self.job.media,
             wanted=replace(self._wanted, prompt=False) if self.arrays and self._wanted.prompt else self._wanted,
         )
 
@@ -133,6 +145,13 @@ class SampleRun:
     def absorb(self, leg: Leg, output: EngineOutput, seconds: float) -> None:
         """Take in what a leg generated, finished or not."""
         self._generating_s += seconds
+        if self.job.media and output.finish_reason == "abort" and not self.ending:
+            self.save_anew()  # see EngineRequest.media
+            if self.stream is not None:
+                self.stream.restart()
+            return
+        if self._legs == 1:
+            self.cached_tokens = min(output.cached_tokens, len(self.prompt))
         if count := len(output.token_ids):
             self.done = self.done.then(Generated(output.token_ids, output.logprobs, output.token_arrays))
             self.segments = join_segments([*self.segments, *leg.segments(count)])
@@ -141,15 +160,16 @@ class SampleRun:
         self.arrays.update(output.arrays)
         if output.finish_reason != "abort":
             self.finish_reason, self.matched_stop = output.finish_reason, output.matched_stop
-            self.stop_tokens = output.stop_tokens
+            self.stop_tokens, self.stop_text = output.stop_tokens, output.stop_text
         elif self.remaining <= 0:
             self.finish_reason = "length"  # the abort hit it on its very last token
 
     def unsaved(self, progress: Callable[[str, int], Progress | None] | None = None) -> Piece | None:
         """What the pool does not have yet; `progress(request id, start)` tells what the leg in the engine has.
 
-        None if there is nothing. The same piece is made again, or a longer one, until `keep_saved` is told of it. While
-        weights are being switched the leg has nothing to offer: its newest tokens cannot be told apart yet.
+        None if there is nothing, or more than a message may have. The same piece is made again, or a longer one, until
+        `keep_saved` is told of it. While weights are being switched the leg has nothing to offer: its newest tokens
+        cannot be told apart yet.
         """
         made_at = time.monotonic()
         unsaved, segments, adapter_segments = self.done.cut(self._saved), self.segments, self.adapter_segments
@@ -162,19 +182,36 @@ class SampleRun:
                 if self._adapter is not None:
                     new_segment = Segment(self._adapter.version, start + len(more.token_ids))
                     adapter_segments = join_segments([*adapter_segments, new_segment])
+        if self.stream is not None:
+            unsaved = unsaved.cut(end=max(0, self.stream.shown(self._saved + len(unsaved)) - self._saved))
         if not len(unsaved):
             return None
+        text, end = self.stream and self.stream.text(self._saved, unsaved.token_ids), self._saved + len(unsaved)
+        lora = tuple(cut_segments(adapter_segments, start=self._saved, end=end)) if self.job.lora else None
         new = Partial(
             start=self._saved,
             token_ids=unsaved.token_ids,
             logprobs=unsaved.logprobs,
-            segments=tuple(cut_segments(segments, start=self._saved)),
-            adapter_segments=tuple(cut_segments(adapter_segments, start=self._saved)) if self.job.lora else None,
+            segments=tuple(cut_segments(segments, start=self._saved, end=end)),
+            adapter_segments=lora,
             **({"token_arrays": unsaved.rows} if unsaved.rows else {}),  # what is not there does not travel
             **({"arrays": self.arrays} if self.arrays and not self._arrays_saved else {}),
+            **({"text": text} if text is not None else {}),
         )
-        self._offered = Piece(self.job.id, self.attempt, self.index, self._pieces, new), made_at
-        return self._offered[0]
+        streamed = self.stream is not None
+        try:
+            piece = Piece(self.job.id, self.attempt, self.index, self._pieces, new, streamed=streamed)
+        except InvalidField as error:
+            log.warning("sample %d of job %s cannot be saved as it is: %s", self.index, self.job.id, error)
+            self.saved_at = made_at  # not tried again at once
+            return None
+        self._offered = piece, made_at
+        return piece
+
+    @property
+    def pieces(self) -> int:
+        """In so many pieces the pool has what it has."""
+        return self._pieces
 
     def keep_saved(self, piece: Piece) -> None:
         """The pool has this piece."""
@@ -187,23 +224,42 @@ class SampleRun:
         """What the pool has is of no use: the next piece is the first."""
         self._saved, self._pieces, self._offered, self._arrays_saved = 0, 0, None, False
 
+    @property
+    def kept(self) -> int:
+        """How many of its tokens a finished sample's result has: without what stopped it, where that is not wanted."""
+        trims = self.finish_reason == "stop" and not self.job.sampling.include_stop
+        return len(self.done) - min(self.stop_tokens, len(self.done)) if trims else len(self.done)
+
+    def text(self, decode: Callable[[npt.NDArray[np.int32]], str]) -> str:
+        """The finished sample's text; without what stopped it, if so wanted: up to where the match begins.
+
+        That can be in the middle of a token. Where a special token is a part of the match, up to the last token before.
+        """
+        whole, kept = decode(self.tokens), self.kept
+        if kept == len(self.tokens):
+            return whole
+        if self.stop_text and whole.endswith(self.stop_text):
+            return whole.removesuffix(self.stop_text)
+        return decode(self.tokens[:kept])
+
     def result(self, worker_id: str, info: EngineInfo, text: str | None) -> RolloutResult:
         """The finished sample as it is published."""
-        assert self.finish_reason in {"stop", "length"}
-        job = self.job
+        assert self.finish_reason is not None
+        job, kept = self.job, self.kept
+        done = self.done if kept == len(self.done) else self.done.cut(end=kept)
         return RolloutResult(
             job_id=job.id,
             sample=self.index,
             n=job.n,
             group_id=job.group,
-            token_ids=self.tokens,
-            logprobs=self.done.logprobs if job.logprobs.sampled else None,
+            token_ids=done.token_ids,
+            logprobs=done.logprobs if job.logprobs.sampled else None,
             finish_reason=self.finish_reason,
             matched_stop=self.matched_stop,
-            segments=tuple(self.segments),
+            segments=tuple(cut_segments(self.segments, end=kept)),
             adapter=job.lora,
-            adapter_version=self._adapter.version if self._adapter else None,
-            adapter_segments=tuple(self.adapter_segments) if self._adapter else None,
+            adapter_version=self._adapter.version if self._adapter else _last_version(self.adapter_segments),
+            adapter_segments=tuple(cut_segments(self.adapter_segments, end=kept)) if job.lora else None,
             worker_id=worker_id,
             attempt=self.attempt,
             prompt_ids=None if job.token_ids is not None else self.prompt,
@@ -213,8 +269,10 @@ class SampleRun:
                 generating=self._generating_s,
                 waiting=max(0.0, time.monotonic() - self._born - self._generating_s),
             ),
-            **({"token_arrays": self.done.rows} if self.done.rows else {}),
+            **({"token_arrays": done.rows} if done.rows else {}),
             **({"arrays": self.arrays} if self.arrays else {}),
+            **({"cached_tokens": self.cached_tokens} if self.cached_tokens else {}),
+            **({"session_id": job.session_id} if job.session_id is not None else {}),
             **({"logprob_kind": job.logprobs.kind} if job.logprobs.kind != "raw" else {}),
             fingerprint=dict(info.fingerprint()),
             metadata=job.metadata,
@@ -241,6 +299,10 @@ def _wanted(job: GenerateJob, index: int) -> Wanted:
 def sample_seed(seed: int, index: int) -> int:
     """The seed of sample `index` of a seeded job: samples differ from each other, and repeat from run to run."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _last_version(segments: Sequence[Segment]) -> int | None:
+    return segments[-1].version if segments else None
 
 
 def _ahead(segments: Sequence[Segment], version: int) -> bool:

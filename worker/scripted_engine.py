@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,8 @@ from ..messages.errors import EngineDead, EngineError, RequestRefused
 from ..sync.transfer import TransferOrder, TransferReport
 from .adapters import FEATURE, LoadedAdapters
 from .engine import EngineInfo, EngineOutput, EngineRequest, Progress
+from .scripted_ops import ScriptedOps
+from .task_requests import TASK_FEATURES, TaskOutput, TaskRequest
 
 VOCAB = 50_000
 CONTEXT = 1 << 20
@@ -38,6 +39,14 @@ def scripted_token(stream: str, position: int, version: int, adapter: str = "") 
 def scripted_logprob(token: int) -> float:
     """The log-probability that belongs to a scripted token."""
     return -0.001 * (token % 1000) - 0.001
+
+
+def scripted_values(request: TaskRequest) -> npt.NDArray[np.float32]:
+    """Of a score, what `scripted_logprob` says of each token; else number, sum and version of the input."""
+    ids = request.token_ids
+    if request.task == "score":
+        return np.array([scripted_logprob(int(token)) for token in ids[request.start :]], dtype=np.float32)
+    return np.array([len(ids), ids.sum(), int(request.cache_key)], dtype=np.float32)[: request.dimensions]
 
 
 Switches = list[tuple[int, int]]
@@ -69,9 +78,11 @@ def _echoed(
 class ScriptedEngine:
     """Implements `Engine`. `tokens_per_s` is the speed of one sample; None answers at once.
 
-    lora: whether it takes LoRA adapters; a token then depends on the adapter's name and version, too.
+    tasks: which features it has for jobs that generate nothing. lora: whether it takes LoRA adapters; a token then
+    depends on the adapter's name and version, too.
     echo: the answer is the prompt's first tokens (the prompt again and again if it is shorter), each with the logprob
     -1, instead of tokens from a hash, which cost a microsecond each: for measuring what is around the engine.
+    ops: its memory, caches and so on. memory_for: more requests than that at once are out of memory.
     """
 
     def __init__(
@@ -79,6 +90,7 @@ class ScriptedEngine:
     ) -> None:
         self.tokens_per_s = tokens_per_s
         self.lora = lora
+        self.tasks = frozenset({TASK_FEATURES["score"]})
         self.loaded: dict[tuple[str, int], Any] = {}
         self._adapters = LoadedAdapters()
         self._script = _echoed if echo else _generated
@@ -90,6 +102,13 @@ class ScriptedEngine:
         self._running: dict[str, tuple[EngineRequest, float, Switches]] = {}
         self._receiver: Any = None
         self._death = asyncio.Event()
+        self.memory_for: int | None = None
+        self.ops = self._new_ops()
+
+    def _new_ops(self) -> ScriptedOps:
+        ops = ScriptedOps(lambda: len(self._running), self.kill)
+        ops.weights = lambda: self.weights
+        return ops
 
     @property
     def info(self) -> EngineInfo:
@@ -101,7 +120,7 @@ class ScriptedEngine:
             device="cpu",
             vocab_size=VOCAB,
             context_length=CONTEXT,
-            features=frozenset({FEATURE} if self.lora else ()),
+            features=frozenset({"stream", *self.tasks, *({FEATURE} if self.lora else ())}),
             adapters=self._adapters,
         )
 
@@ -112,6 +131,8 @@ class ScriptedEngine:
         self._receiver = None
         self.loaded, self._adapters = {}, LoadedAdapters()
         self._death = asyncio.Event()
+        before, self.ops = self.ops, self._new_ops()
+        self.ops.keeps_weights, self.ops.can_sleep = before.keeps_weights, before.can_sleep
         self._alive = True
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
@@ -122,20 +143,29 @@ class ScriptedEngine:
             raise RequestRefused(f"max_new_tokens={request.max_new_tokens}: at most {limit} fit behind this prompt")
         if request.adapter and (request.adapter, request.adapter_version) not in self.loaded:
             raise EngineError(f"adapter {request.adapter}@{request.adapter_version} is not loaded")
-        began, count = time.monotonic(), request.max_new_tokens
+        self.ops.check()
+        if self.memory_for is not None and len(self._running) >= self.memory_for:
+            raise EngineError("out of memory, says the script")
+        began, count = self.ops.clock(), request.max_new_tokens
         switches: Switches = []
         self._running[request.request_id] = request, began, switches
         try:
             if self.tokens_per_s is None:
                 await asyncio.sleep(0)
             elif await self._stopped_early(request.request_id, count / self.tokens_per_s):
-                count = min(count, int((time.monotonic() - began) * self.tokens_per_s))
+                count = min(count, int((self.ops.clock() - began) * self.tokens_per_s))
         finally:
             del self._running[request.request_id]
         if not self._alive:
             raise EngineDead("the scripted engine was killed")
         token_ids, logprobs = self._script(request, count, switches)
         return EngineOutput(token_ids, logprobs, "length" if count == request.max_new_tokens else "abort")
+
+    async def perform(self, request: TaskRequest) -> TaskOutput:
+        if not self._alive:
+            raise EngineDead("the scripted engine is not running")
+        await asyncio.sleep(0)
+        return TaskOutput(scripted_values(request), finished=True)
 
     def progress(self, request_id: str, start: int = 0) -> Progress | None:
         if request_id not in self._running or self.tokens_per_s is None:
@@ -147,17 +177,13 @@ class ScriptedEngine:
     def _sampled(self, request_id: str) -> int:
         """Tokens a running request has by now."""
         request, began, _ = self._running[request_id]
-        return min(request.max_new_tokens, int((time.monotonic() - began) * (self.tokens_per_s or 0.0)))
+        return min(request.max_new_tokens, int((self.ops.clock() - began) * (self.tokens_per_s or 0.0)))
 
     async def _stopped_early(self, request_id: str, seconds: float) -> bool:
         event = self._aborts[request_id] = asyncio.Event()
-        waits = [asyncio.create_task(event.wait()), asyncio.create_task(self._death.wait())]
         try:
-            done, _ = await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            return bool(done)
+            return await self.ops.wait(seconds, event, self._death)
         finally:
-            for wait in waits:
-                wait.cancel()
             del self._aborts[request_id]
 
     def abort(self, request_id: str) -> None:
@@ -178,7 +204,7 @@ class ScriptedEngine:
         if order.transport == "stock":
             why = "the scripted engine has no update group of SGLang's: publish with transfer='own'"
             return TransferReport(ok=False, phase="rendezvous", error=why)
-        self._receiver = self._receiver or Receiver(torch.device("cpu"))
+        self._receiver = self.ops.receiver = self._receiver or Receiver(torch.device("cpu"))
         report: TransferReport = await asyncio.to_thread(self._receiver.prepare, order)
         return report
 
@@ -186,6 +212,7 @@ class ScriptedEngine:
         if not self._alive or self._receiver is None:
             raise EngineDead("the scripted engine is not running")
         report: TransferReport = await asyncio.to_thread(self._receiver.commit, order.epoch, self)
+        self.ops.garbage = self.ops.garbage and not report.ok
         if order.mode != "in_place" or not report.ok:
             return report
         counts = {request_id: self._sampled(request_id) for request_id in self._running}
@@ -216,6 +243,11 @@ class ScriptedEngine:
         if any((one.adapter, one.adapter_version) == (name, version) for one, *_ in self._running.values()):
             raise EngineError(f"adapter {name}@{version} is in use")
         del self.loaded[name, version]
+
+    async def operate(self, operation: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not self._alive:
+            raise EngineDead("the scripted engine is not running")
+        return await self.ops.operate(operation, params)
 
     def kill(self) -> None:
         """Die as a crashed engine does: whatever runs raises EngineDead."""

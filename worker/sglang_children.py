@@ -36,6 +36,10 @@ class ChildSetup:
     control: folder where the scheduler of every rank listens, see sglang_control; model: the engine's checkpoint.
     staging: whether a version is received beside the one that serves, see sync/staging.py.
     environment: variables as they were before SGLang's launch changed them, None for one that was not set.
+    inside: variables for the child alone.
+    tokenizer: where the engine's is, "" for none.
+    logit_processors: the operator's own, name -> "module:Class".
+    deterministic: SGLang samples by seeds. routed_experts: it records which experts tokens go to.
     """
 
     cpu: bool = False
@@ -45,6 +49,11 @@ class ChildSetup:
     model: str = ""
     staging: StagingPolicy = "auto"
     environment: dict[str, str | None] = field(default_factory=dict)
+    inside: dict[str, str] = field(default_factory=dict)
+    tokenizer: str = ""
+    logit_processors: dict[str, str] = field(default_factory=dict)
+    deterministic: bool = False
+    routed_experts: bool = False
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_set_up, (asdict(self),))
@@ -62,6 +71,7 @@ def restore_environment(variables: Mapping[str, str | None]) -> None:
 def _set_up(fields: dict[str, Any]) -> ChildSetup:
     setup = ChildSetup(**fields)
     restore_environment(setup.environment)
+    os.environ.update(setup.inside)
     # The model's own distribution: before temperature and truncation. Read when SGLang's sampler is imported.
     os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
     if setup.quiet:
@@ -87,16 +97,25 @@ def run_scheduler(
     from sglang.srt.managers import scheduler  # noqa: PLC0415
 
     from .sglang_control import listen  # noqa: PLC0415
+    from .sglang_penalties import install as own_penalties  # noqa: PLC0415
+    from .sglang_sampler import install as make_sampler  # noqa: PLC0415
     from .sglang_scheduler import install as make_switchable  # noqa: PLC0415
 
-    make_switchable(scheduler)
+    make_switchable(scheduler, setup.tokenizer)
+    own_penalties()
+    make_sampler(server_args, setup.logit_processors)
     if setup.control:
         gpu = None if setup.cpu else gpu_id
         listen(setup.control, rank=tp_rank, gpu=gpu, model=setup.model, staging=setup.staging)
     if setup.cpu:
+        from . import cpu_experts, cpu_sampling  # noqa: PLC0415
         from .cpu_attention import install  # noqa: PLC0415
 
         install()
+        if setup.deterministic:
+            cpu_sampling.install()
+        if setup.routed_experts:
+            cpu_experts.install()
         # On a CPU SGLang's "empty the device's cache" is a full garbage collection, after every weight update and now
         # and then when idle. Half a second, if it walks all that was imported until now; a few milliseconds if not.
         gc.freeze()

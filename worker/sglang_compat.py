@@ -26,8 +26,9 @@ from typing import Any
 from ..messages.errors import EngineError
 from .cpu_support import prepare_engine
 from .engine import EngineRequest
+from .sglang_arrays import Shapes
 from .sglang_children import ChildSetup, run_scheduler
-from .sglang_lora import engine_name
+from .sglang_params import generate_arguments
 
 prepare_engine()
 _policy = asyncio.get_event_loop_policy()
@@ -40,11 +41,15 @@ with warnings.catch_warnings():
     from sglang.srt.managers import io_struct
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+    from .sglang_marker import marker
+
 asyncio.set_event_loop_policy(_policy)  # importing sglang replaces it with uvloop's; that is the host program's choice
 
 logger = logging.getLogger(__name__)
 VERSION: str = sglang.__version__
 _PLAIN_OUTPUT_LOGPROBS = "rolloutmq_output_logprobs"
+_PLAIN_INPUT_LOGPROBS = "rolloutmq_input_logprobs"
+_STATE = "rolloutmq_state"
 
 
 class Manager(TokenizerManager):  # type: ignore[misc]
@@ -75,6 +80,10 @@ class Manager(TokenizerManager):  # type: ignore[misc]
         The original makes a tuple (logprob, token id, None) of each token: half of the work per token in this process.
         """
         meta_info[_PLAIN_OUTPUT_LOGPROBS] = state.output_token_logprobs_val
+        if state.obj.top_logprobs_num or state.obj.token_ids_logprob or state.input_token_logprobs_val:
+            meta_info[_STATE] = state
+        if state.input_token_logprobs_val:
+            meta_info[_PLAIN_INPUT_LOGPROBS] = state.input_token_logprobs_val
 
 
 def launch(arguments: dict[str, Any], setup: ChildSetup, on_lost: Callable[[str], None]) -> Any:
@@ -100,6 +109,8 @@ def launch(arguments: dict[str, Any], setup: ChildSetup, on_lost: Callable[[str]
         def shutdown(self) -> None:
             """The original, also run at exit, kills every child of this process; EngineProcesses ends this engine's."""
 
+    if arguments["device"] == "cpu" and arguments.get("enable_deterministic_inference"):
+        _allow_deterministic("torch_native")
     # It would replace the root logger's handlers, which belong to the host program; the children still call theirs.
     engine_module.configure_logger = lambda *_args, **_kwargs: None
     logging.getLogger("sglang").setLevel(arguments["log_level"].upper())
@@ -110,45 +121,28 @@ def launch(arguments: dict[str, Any], setup: ChildSetup, on_lost: Callable[[str]
     return engine
 
 
-def generate_input(request: EngineRequest) -> Any:
-    """The request in SGLang's form. Never streams: that costs a third of the throughput."""
-    sampling = request.sampling
-    params: dict[str, Any] = {
-        "max_new_tokens": request.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "ignore_eos": sampling.ignore_eos,
-    }
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = list(sampling.stop_token_ids)
-    if sampling.logit_bias:
-        params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
-    return io_struct.GenerateReqInput(
-        rid=request.request_id,
-        input_ids=request.token_ids.tolist(),
-        sampling_params=params,
-        return_logprob=True,
-        logprob_start_len=-1,
-        stream=False,
-        extra_key=request.cache_key,
-        lora_path=engine_name(request.adapter, request.adapter_version) if request.adapter else None,
-    )
+def _allow_deterministic(attention_backend: str) -> None:
+    """SGLang lists the attention backends for deterministic inference; the CPU's computes each sequence by itself."""
+    from sglang.srt import server_args  # noqa: PLC0415
+
+    server_args.add_deterministic_attention_backend_choices([attention_backend])
+    server_args.add_radix_supported_deterministic_attention_backend_choices([attention_backend])
 
 
-async def generate(manager: Any, request: EngineRequest) -> dict[str, Any] | None:
+def generate_input(request: EngineRequest, *, deterministic: bool = False) -> Any:
+    """The request in SGLang's form, see :mod:`.sglang_params`."""
+    return io_struct.GenerateReqInput(**generate_arguments(request, marker=marker, deterministic=deterministic))
+
+
+async def generate(manager: Any, request: EngineRequest, *, deterministic: bool = False) -> dict[str, Any] | None:
     """SGLang's answer to one request, or None if it was aborted before it reached the scheduler.
 
-    Raises what SGLang raises: ValueError for a request that it refuses.
+    deterministic: the engine samples by seeds. Raises what SGLang raises: ValueError for a request that it refuses.
     """
     answer: dict[str, Any] | None = None
     try:
         # To its end, not just the first item: only that gives back the lock that a weight update waits for.
-        async for item in manager.generate_request(generate_input(request), None):
+        async for item in manager.generate_request(generate_input(request, deterministic=deterministic), None):
             answer = item
     except ValueError as error:
         if type(error).__name__ == "RequestAbortedError":
@@ -160,14 +154,24 @@ async def generate(manager: Any, request: EngineRequest) -> dict[str, Any] | Non
     return answer
 
 
-def output_logprobs(answer: dict[str, Any]) -> list[float]:
-    """Log-probabilities of the generated tokens; empty for a request that never ran."""
-    values: list[float] = answer["meta_info"].get(_PLAIN_OUTPUT_LOGPROBS, [])
+def logprobs_of(answer: dict[str, Any]) -> tuple[list[float], Any]:
+    """Log-probabilities of the generated tokens, none for a request that never ran; and SGLang's state of the request,
+    if it asked for more of them.
+    """
+    meta = answer["meta_info"]
+    return meta.get(_PLAIN_OUTPUT_LOGPROBS, []), meta.get(_STATE)
+
+
+def input_logprobs(answer: dict[str, Any]) -> list[float | None]:
+    """Log-probabilities of the prompt's tokens from `logprob_start_len` on, the first of which is None."""
+    values: list[float | None] = answer["meta_info"].get(_PLAIN_INPUT_LOGPROBS, [])
     return values
 
 
-def generated_so_far(manager: Any, request_id: str, start: int) -> tuple[list[int], list[float]] | None:
+def generated_so_far(manager: Any, request_id: str, start: int) -> tuple[list[int], list[float], Any] | None:
     """Token ids and log-probabilities of a running request from `start` on, as far as they are reported, or None.
+
+    With SGLang's state of it, whose other lists are as long.
 
     The scheduler reports every SGLANG_FORCE_STREAM_INTERVAL (50) tokens, also of a request that does not stream.
     """
@@ -176,7 +180,7 @@ def generated_so_far(manager: Any, request_id: str, start: int) -> tuple[list[in
         return None
     token_ids, logprobs = state.output_ids, state.output_token_logprobs_val
     count = min(len(token_ids), len(logprobs))
-    return token_ids[start:count], logprobs[start:count]
+    return token_ids[start:count], logprobs[start:count], state
 
 
 def fail_pending(manager: Any) -> None:
@@ -186,6 +190,19 @@ def fail_pending(manager: Any) -> None:
         state.out_list.append({"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}})
         state.event.set()
     manager.rid_to_state.clear()
+
+
+def shapes_of(manager: Any) -> Shapes:
+    """Of the model's arrays."""
+    model = manager.model_config
+    text = getattr(model, "hf_text_config", None) or model.hf_config
+    experts = int(getattr(text, "num_experts_per_tok", None) or 0)
+    return Shapes(
+        hidden=int(model.hidden_size),
+        dtype=str(model.dtype).removeprefix("torch."),
+        layers=int(text.num_hidden_layers) if experts else 0,
+        experts=experts,
+    )
 
 
 def token_limit(engine: Any) -> int:

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..messages.errors import ConfigError
 from ..messages.weights import StagingPolicy
+from .reward_head import LOADER as HEAD_LOADER
+from .sglang_parallel import check_parallelism
 
 OWNED_ARGUMENTS = frozenset(
     {
@@ -18,6 +20,15 @@ OWNED_ARGUMENTS = frozenset(
         "detokenizer_worker_num",
         "custom_sigquit_handler",
         "stream_interval",
+        "tp_size",
+        "ep_size",
+        "pp_size",
+        "dp_size",
+        "enable_custom_logit_processor",
+        "return_hidden_states_mode",
+        "enable_return_hidden_states",
+        "enable_return_routed_experts",
+        "enable_deterministic_inference",
     }
 )
 
@@ -31,6 +42,8 @@ class SGLangConfig(BaseModel):
     model: a directory or hub name that SGLang loads.
     dtype: of the weights and the computation; "auto" is what the model's own configuration says.
     device: "auto" takes a GPU if there is one, else the CPU.
+    tp_size: GPUs that one engine is split over. ep_size: how many of these ranks the experts of a layer are spread
+        over. pp_size, dp_size: only 1, see sglang_parallel.
     max_running: most requests decoded at the same time.
     context_length: most tokens of prompt and output together that SGLang is told. It keeps a few for itself, so the
         engine's `info.context_length` is a little smaller.
@@ -49,6 +62,16 @@ class SGLangConfig(BaseModel):
     lora_target_modules: modules that adapters may change, by the names PEFT uses; an adapter for others is refused.
     max_loras_per_batch: most adapter versions that run in one batch, the model alone counting as one. Each takes GPU
         memory for `max_lora_rank`. During an update an adapter has two.
+    hidden_states: keep the model's last hidden states, so that a job can ask for them; off, such a job is refused.
+    routed_experts: keep which experts each token goes to, likewise, for mixtures of experts on GPUs.
+    deterministic: seeds of jobs are honoured, and a token does not depend on what else is in its batch (up to rounding
+        on a CPU); slower on a GPU. min_p is refused then.
+    logit_processors: processors of your own, name -> "module:Class"; jobs can ask for them by name, see docs/logits.md.
+    task: "generate", or "embed" or "reward" for a model that pools what it reads and generates nothing.
+    memory_saver: the engine can give its GPU's memory up and take it again (`rolloutmq control sleep`); needs the
+        package torch-memory-saver. "backup" keeps a copy of sleeping weights in host memory: they wake as they were.
+    tokenizer: "auto" gives the engine the model's tokenizer if it has one, "on" insists, "off" is without: no stop
+        texts, no stop_regex, no grammars. Tokens go in and come out in any case.
     log_level: of the processes SGLang starts.
     extra: further SGLang server arguments, by their names; these win over the fields above.
     """
@@ -59,6 +82,9 @@ class SGLangConfig(BaseModel):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tp_size: int = Field(default=1, ge=1)
+    ep_size: int = Field(default=1, ge=1)
+    pp_size: int = Field(default=1, ge=1)
+    dp_size: int = Field(default=1, ge=1)
     max_running: int | None = Field(default=None, ge=1)
     context_length: int | None = Field(default=None, ge=16)
     mem_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
@@ -75,6 +101,13 @@ class SGLangConfig(BaseModel):
     max_lora_rank: int | None = Field(default=None, ge=1, le=4096)
     lora_target_modules: tuple[str, ...] = Field(default=LORA_TARGETS, min_length=1)
     max_loras_per_batch: int = Field(default=8, ge=2)
+    hidden_states: bool = False
+    routed_experts: bool = False
+    deterministic: bool = False
+    logit_processors: dict[str, str] = Field(default_factory=dict)
+    task: Literal["generate", "embed", "reward"] = "generate"
+    memory_saver: Literal["off", "on", "backup"] = "off"
+    tokenizer: Literal["auto", "on", "off"] = "auto"
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "error"
     extra: dict[str, Any] = Field(default_factory=dict)
 
@@ -84,8 +117,10 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
 
     weight_loader: dotted path of the function that receives weights inside the engine.
 
-    Raises ConfigError if `extra` names an argument that this package sets itself, or for LoRA on a CPU.
+    Raises ConfigError if `extra` names an argument that this package sets itself, or for LoRA on a CPU; InvalidField
+    for sizes that weight sync cannot follow.
     """
+    check_parallelism(tp=config.tp_size, pp=config.pp_size, dp=config.dp_size, ep=config.ep_size)
     owned = sorted(OWNED_ARGUMENTS & config.extra.keys())
     if owned:
         raise ConfigError(f"extra={owned}: RolloutMQ sets these arguments itself")
@@ -96,6 +131,7 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
         "dtype": config.dtype,
         "device": device,
         "tp_size": config.tp_size,
+        "ep_size": config.ep_size if config.ep_size > 1 else None,
         "load_format": config.load_format,
         "log_level": config.log_level,
         "disable_cuda_graph": not config.cuda_graph,
@@ -110,7 +146,19 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
         "attention_backend": config.attention_backend,
         "sampling_backend": config.sampling_backend,
         "random_seed": config.random_seed,
+        # Costs nothing in a batch without one; classes come from this program alone (see sglang_marker).
+        "enable_custom_logit_processor": True,
+        "return_hidden_states_mode": "last" if config.hidden_states else None,
+        "enable_return_routed_experts": config.routed_experts or None,
+        "enable_deterministic_inference": config.deterministic or None,
     }
+    if config.task != "generate":
+        if config.max_lora_rank is not None:
+            raise ConfigError(f"max_lora_rank={config.max_lora_rank}: adapters are for task='generate'")
+        # Its requests carry no cache key, so a prefix of older weights could be found again.
+        arguments |= {"is_embedding": True, "disable_radix_cache": True}
+        if config.task == "reward":
+            arguments["custom_weight_loader"] = [weight_loader, HEAD_LOADER]
     if config.max_lora_rank is not None:
         if device == "cpu":
             raise ConfigError(f"max_lora_rank={config.max_lora_rank}: SGLang runs LoRA adapters on GPUs only")
@@ -120,6 +168,10 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
             "lora_target_modules": list(config.lora_target_modules),
             "max_loras_per_batch": config.max_loras_per_batch,
         }
+    if config.memory_saver != "off":
+        if device == "cpu":
+            raise ConfigError(f"memory_saver={config.memory_saver!r}: SGLang gives memory back on GPUs only")
+        arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": config.memory_saver == "backup"}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if device == "cpu":
         arguments = _cpu_defaults(config) | arguments | _cpu_musts()

@@ -8,6 +8,9 @@ in a folder that only this user can enter. One connection is one question: a lin
     {"send": <TransferOrder>}      how it went, when the version that is held has been sent to others
     {"committed": <ticket>, "timeout_s": s}
                                    the report of the second half, which SGLang's own request with that ticket sets off
+    {"operate": {"operation": <name>, …}}
+                                   {"ok": true, "result": {…}} or {"ok": false, "kind": …, "error": …}; see
+                                   sglang_ops_inside.py
 """
 
 from __future__ import annotations
@@ -42,7 +45,26 @@ def socket_path(folder: str, rank: int) -> str:
 
 
 async def ask(folder: str, rank: int, question: dict[str, Any]) -> TransferReport:
-    """Put one question to a scheduler process. Raises EngineError if it is not there or hangs up."""
+    """Put one question about a transfer to a scheduler process. Raises EngineError if it is not there or hangs up."""
+    try:
+        return TransferReport.from_json(await _ask(folder, rank, question))
+    except MessageError as error:
+        raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
+
+
+async def operate(folder: str, rank: int, operation: str, **params: Any) -> dict[str, Any]:
+    """Have a scheduler process do something else. Raises EngineError, also for what went wrong there."""
+    text = await _ask(folder, rank, {"operate": {"operation": operation, **params}})
+    try:
+        answer: dict[str, Any] = json.loads(text)
+        if answer["ok"]:
+            return dict(answer["result"])
+        raise EngineError(f"{operation}: {answer['kind']}: {answer['error']}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
+
+
+async def _ask(folder: str, rank: int, question: dict[str, Any]) -> str:
     try:
         reader, writer = await asyncio.open_unix_connection(socket_path(folder, rank), limit=LINE_LIMIT)
         try:
@@ -51,16 +73,17 @@ async def ask(folder: str, rank: int, question: dict[str, Any]) -> TransferRepor
             line = await reader.readline()
         finally:
             writer.close()
-        return TransferReport.from_json(line.decode(errors="replace"))
-    except (OSError, MessageError, ValueError) as error:
+        return line.decode(errors="replace")
+    except (OSError, ValueError) as error:
         raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
 
 
 class ControlServer:
     """The scheduler's end of the channel."""
 
-    def __init__(self, folder: str, rank: int, receiver: Receiver) -> None:
+    def __init__(self, folder: str, rank: int, receiver: Receiver, model_dir: str = "") -> None:
         self.receiver = receiver
+        self._model_dir = model_dir
         self._reports: deque[tuple[str, TransferReport]] = deque(maxlen=REMEMBERED)
         self._posted = threading.Condition()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -83,6 +106,12 @@ class ControlServer:
         nonsense = contextlib.suppress(OSError, ValueError, TypeError, KeyError)
         with connection, nonsense, connection.makefile("rwb") as stream:
             question = json.loads(stream.readline(LINE_LIMIT))
+            if "operate" in question:
+                from .sglang_ops_inside import Inside  # noqa: PLC0415 – what few engines are ever asked
+
+                answer = Inside(self.receiver, self._model_dir).answer(dict(question["operate"]))
+                stream.write(json.dumps(answer).encode() + b"\n")
+                return
             if "prepare" in question:
                 report = self.receiver.prepare(TransferOrder.from_dict(question["prepare"]))
             elif "send" in question:
@@ -112,7 +141,7 @@ def listen(folder: str, *, rank: int, gpu: int | None, model: str, staging: Any)
     """Start to listen in this process, the scheduler of one rank; gpu: its device, or None on a CPU."""
     global _server  # noqa: PLW0603 – one scheduler per process, and SGLang calls `commit` by name
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-    _server = ControlServer(folder, rank, Receiver(device, rank=rank, model_dir=model, staging=staging))
+    _server = ControlServer(folder, rank, Receiver(device, rank=rank, model_dir=model, staging=staging), model)
 
 
 def commit(model: Any, named_tensors: Any) -> None:

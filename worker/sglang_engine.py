@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from ..messages.errors import EngineDead, EngineError, RequestRefused
 from ..sync.transfer import TransferOrder, TransferReport
-from . import sglang_lora
-from .engine import EngineInfo, EngineOutput, EngineRequest, Progress
+from . import media, reward_head, sglang_grammar, sglang_lora, sglang_ops, sglang_stops
+from .embedding import pooled
+from .engine import NOTHING_MORE, EngineInfo, EngineOutput, EngineRequest, Progress
+from .logit_processors import Registry
+from .scoring import scored
+from .sglang_arrays import Shapes
 from .sglang_config import SGLangConfig
 from .sglang_features import features
-from .sglang_requests import check_request, engine_output
+from .sglang_requests import check_request, check_wanted, engine_output, progress_of
 from .sglang_run import SGLangRun
 from .sglang_stock_updates import StockUpdates
 from .sglang_weights import commit_weights, prepare_weights, send_weights
+from .task_requests import POOLING_FEATURES, TASK_FEATURES, TaskOutput, TaskRequest
 
 if TYPE_CHECKING:
     from ..sync.adapter_format import Adapter  # torch
@@ -38,6 +44,9 @@ class SGLangEngine:
         self._info: EngineInfo | None = None
         self._run: SGLangRun | None = None
         self._stock: StockUpdates | None = None
+        self._processors = Registry(config.logit_processors)
+        self._shapes = Shapes()
+        self._asking: dict[str, EngineRequest] = {}  # running requests that ask for more than tokens
 
     @property
     def info(self) -> EngineInfo:
@@ -47,15 +56,22 @@ class SGLangEngine:
         return self._info
 
     async def start(self) -> None:
-        """See the protocol; seconds on a tiny model, minutes on a large one."""
+        """See the protocol; seconds on a tiny model, minutes on a large one. Raises ConfigError, too."""
         if self._run is not None:
             if self._run.alive:
                 raise EngineError("the engine is already running")
             await self.close()
         self._run, self._stock = SGLangRun(self.config, self._weight_loader), None
         try:
+            self._processors.load_own()
             info = await self._run.open()
-            self._info = replace(info, features=features(self.config))
+            found = features(self.config) | media.features(self._run.manager, info.device)
+            self._info = replace(info, features=found)
+            from . import sglang_compat  # noqa: PLC0415  (seconds of imports, done by `open` in a thread)
+
+            self._shapes = sglang_compat.shapes_of(self._run.manager)
+            if self.config.task == "reward":
+                await reward_head.settle(self._run.manager, self.config.model, self.config.tp_size)
         except BaseException:
             self._run = None
             raise
@@ -65,11 +81,42 @@ class SGLangEngine:
         from . import sglang_compat  # noqa: PLC0415  (seconds of imports; loaded by start)
 
         run = self._current()
+        if self.info.features & POOLING_FEATURES:  # it would end the scheduler
+            raise RequestRefused(f"generate: this engine was started for task={self.config.task!r}")
         check_request(request, self.info)
+        sglang_stops.check(request, self.info)
+        sglang_grammar.check(request, self.info)
+        seeded = self.config.deterministic
+        check_wanted(request, self.info, self._shapes, self._processors, deterministic=seeded)
         if request.adapter and not self.info.adapters.has(request.adapter, request.adapter_version):
             raise EngineError(f"adapter {request.adapter}@{request.adapter_version} is not in this engine")
+        if request.wanted is not NOTHING_MORE:
+            self._asking[request.request_id] = request
         try:
-            answer = await sglang_compat.generate(run.manager, request)
+            answer = await sglang_compat.generate(run.manager, request, deterministic=seeded)
+        except ValueError as error:
+            run.check()
+            refusal = sglang_grammar.refusal(request, str(error))
+            raise RequestRefused(f"SGLang refused the request: {refusal}") from error
+        except Exception as error:
+            run.check()
+            raise EngineError(f"SGLang failed on the request: {error}") from error
+        finally:
+            self._asking.pop(request.request_id, None)
+        run.check()
+        logprobs, state = ([], None) if answer is None else sglang_compat.logprobs_of(answer)
+        return engine_output(request, answer, logprobs, state, self._shapes)
+
+    async def perform(self, request: TaskRequest) -> TaskOutput:
+        """See the protocol."""
+        run = self._current()
+        if TASK_FEATURES[request.task] not in self.info.features:
+            raise RequestRefused(f"task {request.task}: this engine was started for task={self.config.task!r}")
+        try:
+            work = scored if request.task == "score" else pooled
+            output = await work(run.manager, request)
+        except RequestRefused:
+            raise
         except ValueError as error:
             run.check()
             raise RequestRefused(f"SGLang refused the request: {error}") from error
@@ -77,16 +124,18 @@ class SGLangEngine:
             run.check()
             raise EngineError(f"SGLang failed on the request: {error}") from error
         run.check()
-        return engine_output(answer, sglang_compat.output_logprobs(answer) if answer else [])
+        return output
 
     def progress(self, request_id: str, start: int = 0) -> Progress | None:
-        """See the protocol. SGLang reports what it has every 50 tokens, streaming or not."""
+        """See the protocol. SGLang reports what it has every 50 tokens, of a request that streams every step."""
         from . import sglang_compat  # noqa: PLC0415
 
         if self._run is None or not self._run.ready:
             return None
         if (found := sglang_compat.generated_so_far(self._run.manager, request_id, start)) is None:
             return None
+        if (request := self._asking.get(request_id)) is not None:
+            return progress_of(request, found, start)
         return Progress(np.array(found[0], dtype=np.int32), np.array(found[1], dtype=np.float32))
 
     def abort(self, request_id: str) -> None:
@@ -126,6 +175,11 @@ class SGLangEngine:
         """See the protocol."""
         run = self._current()
         await run.race(sglang_lora.unload(run.manager, name, version))
+
+    async def operate(self, operation: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See the protocol. A caller that is cancelled does not stop it."""
+        run = self._current()
+        return await run.race(sglang_ops.operate(run, self.info, operation, dict(params)))
 
     async def healthy(self) -> bool:
         """See the protocol."""

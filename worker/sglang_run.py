@@ -20,6 +20,7 @@ from .engine import EngineInfo
 from .sglang_children import ChildSetup, restore_environment
 from .sglang_config import SGLangConfig, server_arguments
 from .sglang_processes import EngineProcesses
+from .sglang_tokenizer import engine_tokenizer
 
 logger = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.2
@@ -150,6 +151,11 @@ class SGLangRun:
             # Ranks that decide alone may decide differently, and would wait for one another.
             staging="off" if self.config.tp_size > 1 and self.config.staging == "auto" else self.config.staging,
             environment={name: os.environ.get(name) for name in NCCL_AGREED},
+            logit_processors=self.config.logit_processors,
+            deterministic=self.config.deterministic,
+            routed_experts=self.config.routed_experts,
+            tokenizer=engine_tokenizer(self.config),
+            inside={"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"} if self.config.memory_saver != "off" else {},
         )
         if device == "cpu" and self.config.tp_size > 1:
             share_cores(self.config.tp_size)
@@ -174,6 +180,7 @@ class SGLangRun:
             vocab_size=int(model.vocab_size),
             context_length=sglang_compat.token_limit(self._engine),
             tp_size=self.config.tp_size,
+            ep_size=self.config.ep_size,
             gpu=sglang_compat.gpu_of(self._engine),
         )
 

@@ -24,6 +24,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..messages.errors import EngineError, WeightSyncError
+from . import sglang_streaming
+from .sglang_grammar import Grammars
+from .sglang_stops import watch
+from .sglang_tokenizer import EngineTokenizer
 
 logger = logging.getLogger(__name__)
 HOOKS = ("process_batch_result", "_add_request_to_queue", "init_request_dispatcher", "run_event_loop")
@@ -96,32 +100,41 @@ def current() -> Any:
     return _scheduler
 
 
-def install(module: Any) -> None:
+def install(module: Any, tokenizer: str = "") -> None:
     """Have `run_scheduler_process` of SGLang's scheduler module start a scheduler that `switch` works on.
 
+    tokenizer: where the engine's is, "" for none. It also watches for stops, and has grammars if there is a tokenizer.
     Raises EngineError if the scheduler class is not as in the releases this was written for.
     """
     base = getattr(module, "Scheduler", None)
     missing = [name for name in HOOKS if not callable(getattr(base, name, None))]
     if missing:
         raise EngineError(f"SGLang's scheduler has no {', '.join(missing)}: this release is not supported")
-    module.Scheduler = _switchable(base)
+    module.Scheduler = _switchable(base, tokenizer)
 
 
-def _switchable(base: Any) -> Any:
+def _switchable(base: Any, tokenizer: str) -> Any:
     class SwitchableScheduler(base):  # type: ignore[misc]
         """SGLang's scheduler, reachable from its own process, with :class:`Switches`."""
 
         rolloutmq_switches: Switches
+        rolloutmq_tokenizer: EngineTokenizer | None = None
+        rolloutmq_grammars: Grammars | None = None
         _request_dispatcher: Any
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             global _scheduler  # noqa: PLW0603  (SGLang's loader hook is given the model, and nothing else)
             self.rolloutmq_switches = Switches()
+            if tokenizer:  # loaded while the model is
+                self.rolloutmq_tokenizer = EngineTokenizer(tokenizer, trust_remote_code=_trusts(args, kwargs))
             super().__init__(*args, **kwargs)
             missing = [name for name in FIELDS if not hasattr(self, name)]
             if missing:
                 raise EngineError(f"SGLang's scheduler has no {', '.join(missing)}: this release is not supported")
+            if self.rolloutmq_tokenizer is not None:
+                self.rolloutmq_tokenizer.get()
+                self.rolloutmq_grammars = Grammars(self, self.rolloutmq_tokenizer)
+                self.rolloutmq_grammars.make()
             _scheduler = self
 
         def init_request_dispatcher(self) -> None:
@@ -131,6 +144,10 @@ def _switchable(base: Any) -> Any:
 
         def _add_request_to_queue(self, req: Any, *args: Any, **kwargs: Any) -> Any:
             self.rolloutmq_switches.admit(req)
+            watch(req, self.rolloutmq_tokenizer)
+            sglang_streaming.watch(req)
+            if self.rolloutmq_grammars is not None:
+                self.rolloutmq_grammars.catch_up(req)
             return super()._add_request_to_queue(req, *args, **kwargs)
 
         def process_batch_result(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,6 +157,12 @@ def _switchable(base: Any) -> Any:
             return answer
 
     return SwitchableScheduler
+
+
+def _trusts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether SGLang's server arguments, the scheduler's first, allow a model's own code."""
+    arguments = args[0] if args else kwargs.get("server_args")
+    return bool(getattr(arguments, "trust_remote_code", False))
 
 
 def _dispatch(scheduler: Any, dispatch: Callable[[Any], Any], request: Any) -> Any:
@@ -212,6 +235,7 @@ def _live(scheduler: Any) -> Iterator[Any]:
         if batch is not None:
             yield from batch.reqs
     yield from scheduler.waiting_queue
+    yield from getattr(getattr(scheduler, "grammar_manager", None), "grammar_queue", ())
     if scheduler.chunked_req is not None:
         yield scheduler.chunked_req
 

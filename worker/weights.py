@@ -13,13 +13,14 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from ..messages.errors import EngineDead, EngineError, MessageError, TransferTimeout
-from ..messages.weights import Transport, WeightAnnouncement
+from ..messages.weights import WeightAnnouncement
 from ..sync.ledger import Epoch, Join, Ledger, through_outage
 from ..sync.transfer import TransferOrder, TransferReport
 from .adapters import AdapterFollower
 from .engine import Engine
 from .from_disk import Snapshots
 from .generation import Generation
+from .orders import order_for
 
 log = logging.getLogger(__name__)
 SEAL_GRACE_S = 2.0
@@ -43,6 +44,8 @@ class WeightFollower:
     quarantined: a load broke off half way. The engine generates nothing until a whole version has arrived, or, after
         `quarantine_s` without one, until it has been restarted.
     snapshots: where to look for the committed version before anybody is asked for it.
+    holds: why the engine's weights may not be touched now; while there is a reason nothing is joined or asked for.
+    turn: held while an update is under way; whoever takes it has the weights to itself.
     give_way: awaited before the engine takes part in an update: ends what it sends to others, or says that it goes on.
     """
 
@@ -66,13 +69,15 @@ class WeightFollower:
         self._quarantine_s = quarantine_s
         self._snapshots = snapshots
         self._reading: tuple[TransferOrder, asyncio.Task[TransferReport]] | None = None
-        self._taking_part = False
         self._said = 0.0
         self._quarantined_at: float | None = None
         self._group = ""  # the process group that the engine is still in
         self._seen_epoch = 0
         self._halted = False
         self._poked = asyncio.Event()
+        self._patient = False
+        self.holds: set[str] = set()
+        self.turn = asyncio.Lock()
 
     @property
     def quarantined(self) -> bool:
@@ -81,7 +86,8 @@ class WeightFollower:
     @property
     def lendable(self) -> int:
         """The version that the engine has verified, keeps for now, and may send to others; 0 for none."""
-        settled = self.in_service and not (self._taking_part or self.updating or self.quarantined or self._halted)
+        busy = self.turn.locked() or self.updating or self.quarantined or self._halted or self.holds
+        settled = self.in_service and not busy
         return self._generation.version if settled else 0
 
     def poke(self) -> None:
@@ -115,18 +121,20 @@ class WeightFollower:
                     on_change()
                 number = await self._ledger.open_epoch()
                 # Not "greater": the numbers start again in a Redis that lost its data.
-                if number and number != self._seen_epoch and not self._halted:
+                if number and number != self._seen_epoch and not self._halted and not self.holds:
                     self._seen_epoch = number
-                    await self._take_part(number, worker_id)
+                    async with self.turn:
+                        await self._take_part(number, worker_id)
                     on_change()
                     continue
-                if await self._read(committed, digest):
+                if not self.holds and await self._read(committed, digest):
                     await self._ledger.unwant(worker_id)
                     on_change()
                     continue
-                if self._reading is None and self._given_up_on_mending():
+                may_ask = self._reading is None and not self.holds
+                if may_ask and self._given_up_on_mending():
                     self._on_stuck()
-                if self._reading is None and self._generation.version < committed and time.monotonic() - asked > LOOK_S:
+                if may_ask and self._generation.version < committed and time.monotonic() - asked > LOOK_S:
                     asked = time.monotonic()
                     await self._ledger.want(worker_id, self._generation.version)
                     self._say_that_it_waits(committed)
@@ -143,12 +151,8 @@ class WeightFollower:
             return
         if epoch is None or epoch.state != "joining" or epoch.announcement.version <= self._generation.version:
             return
-        self._taking_part = True
-        try:
-            if await self._may_load(f"version {epoch.announcement.version} is announced"):
-                await self._join_and_load(epoch, number, worker_id)
-        finally:
-            self._taking_part = False
+        if await self._may_load(f"version {epoch.announcement.version} is announced"):
+            await self._join_and_load(epoch, number, worker_id)
 
     async def _take_adapter(self, told: WeightAnnouncement, worker_id: str) -> None:
         """Nothing that the engine does has to stop for it."""
@@ -175,7 +179,7 @@ class WeightFollower:
             return
         self._stop_reading()
         try:
-            report = await self._receive_and_load(_order(sealed.announcement, worker_id))
+            report = await self._receive_and_load(order_for(sealed.announcement, worker_id))
         except EngineDead as error:
             report = TransferReport(ok=False, phase="rendezvous", error=str(error))
         in_group = report.ok and sealed.announcement.roster[worker_id] > 0
@@ -241,9 +245,7 @@ class WeightFollower:
         if report.ok:
             if in_place:
                 self._generation.switched(order.version, report.switched)
-            self._generation.version = order.version
-            self.in_service = True
-            self._release()
+            self.mended(order.version)
         elif not report.intact and in_place:
             self._generation.spoiled()
             self._on_stuck()  # it goes on generating with what is no version at all: nothing but its end stops that
@@ -278,6 +280,39 @@ class WeightFollower:
             self._on_stuck()
             return TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)
 
+    async def load(self, order: TransferOrder) -> TransferReport:
+        """Take what an operator's order says, by both halves of an update. Raises EngineDead."""
+        async with self.turn:
+            here = self._generation.version
+            if self.holds or not (order.version > here or self.quarantined):  # while the turn was waited for
+                error = f"the engine is {sorted(self.holds)}" if self.holds else f"version {here} came first"
+                return TransferReport(ok=False, phase="load", error=error)
+            self._stop_reading()
+            if not await self._may_load(f"version {order.version} is to be loaded"):
+                return TransferReport(ok=False, phase="load", error="the engine still sends its weights to others")
+            report = await self._ask(self._engine.prepare_weights(order), order)
+            return await self._commit(order) if report.ok else report
+
+    def mend(self, *, patient: bool = False) -> None:
+        """The engine's weights are no version: it generates nothing until it has a whole one.
+
+        patient: however long that takes; else it is restarted after a while.
+        """
+        self._quarantine()
+        self._patient = patient
+        self.poke()
+
+    def look_again(self) -> None:
+        """Whether what the engine has is what the pool has: before it serves."""
+        self.in_service = False
+        self.poke()
+
+    def mended(self, version: int) -> None:
+        """It has one again."""
+        self._generation.version = version
+        self.in_service = True
+        self._release()
+
     # --- from disk -------------------------------------------------------------------------------------------------
 
     async def _read(self, committed: int, digest: str) -> bool:
@@ -301,8 +336,9 @@ class WeightFollower:
         self._reading = None
         try:
             report = reading.result()
-            if report.ok:
-                report = await self._commit(order)
+            async with self.turn:
+                if report.ok:
+                    report = await self._commit(order)
         except EngineDead:
             return False
         if report.ok:
@@ -337,12 +373,13 @@ class WeightFollower:
         self.in_service = False
 
     def _release(self) -> None:
-        self._quarantined_at = None
+        self._quarantined_at, self._patient = None, False
         self._generation.open_gate("quarantine")
 
     def _given_up_on_mending(self) -> bool:
         since = self._quarantined_at
-        return since is not None and not self._halted and time.monotonic() - since > self._quarantine_s
+        waits = since is not None and not self._halted and not self._patient
+        return waits and time.monotonic() - (since or 0.0) > self._quarantine_s
 
     async def _sealed(self, number: int, deadline: float) -> Epoch | None:
         """The epoch once it is sealed; None if it closed, vanished or was never sealed in time."""
@@ -360,24 +397,3 @@ class WeightFollower:
             except TimeoutError:
                 continue
         return None
-
-
-def _order(announcement: WeightAnnouncement, worker_id: str) -> TransferOrder:
-    rank = announcement.roster[worker_id]
-    own: Transport = announcement.backend if rank else "ipc"
-    return TransferOrder(
-        version=announcement.version,
-        epoch=announcement.epoch,
-        transport="stock" if announcement.stock else own,
-        backend=announcement.backend,
-        host=announcement.host,
-        port=announcement.port,
-        group=announcement.group,
-        rank_offset=rank,
-        world_size=announcement.world_size,
-        timeout_s=announcement.deadline_s,
-        drain_s=announcement.join_timeout_s,
-        mode=announcement.mode,
-        verify=announcement.verify,
-        nonfinite=announcement.nonfinite,
-    )

@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from ..messages.bell import Bell, Ring
 from ..messages.codec import decode
+from ..messages.command_channel import CommandBox
 from ..messages.connection import connect, ping
 from ..messages.errors import EngineError, LeaseLost, MessageError, RequestRefused
 from ..messages.lease import Beat, Claim, Finished, Lease, Release
@@ -23,8 +24,14 @@ from ..sync.ledger import Ledger
 from .adapters import AdapterMissing
 from .checkpoints import Checkpoints
 from .claims import ClaimLoop
+from .commands import Commands, beside
+from .commands_gate import Service
+from .commands_table import worker_commands
 from .config import WorkerConfig
+from .deadlines import Deadlines
 from .engine import Engine
+from .engine_keeper import EngineKeeper
+from .finished import as_result
 from .from_disk import Snapshots
 from .generation import Generation
 from .handback import Handback
@@ -33,7 +40,8 @@ from .intake import admit_all
 from .membership import Membership
 from .outbox import Outbox
 from .peer import Peer
-from .samples import SampleRun
+from .streaming import Streaming
+from .task_run import Run
 from .tokenizer import Tokenizer
 from .weights import WeightFollower
 
@@ -64,15 +72,27 @@ class Worker:
             on_dead=self._engine_died,
         )
         self._checkpoints = Checkpoints(self._held, config.checkpoint_s, engine.progress, self._fenced)
+        self._streaming = Streaming(engine.progress, self._fenced)
+        self._deadlines = Deadlines(self._held, self._drop)
         self._handback = Handback(self._held, config.max_lost, self._host, lambda: self._lease, self._drop)
         self._follower: WeightFollower | None = None
         self._peer: Peer | None = None
         self._claims: ClaimLoop | None = None
         self._lease: Lease | None = None
         self._draining = asyncio.Event()
-        self._dead = asyncio.Event()
-        self._paused = False
-        self._refused_publishes = self._restarts = self._restarts_in_a_row = 0
+        self._keeper = EngineKeeper(
+            engine,
+            self._generation,
+            self._held,
+            self._outbox,
+            handback=self._handback,
+            most=config.engine_restarts,
+        )
+        self._service = Service(engine, self._generation, self._handback, self._outbox, poke=self._poke)
+        self._commands: Commands | None = None
+        self._box: CommandBox | None = None
+        self._drain_s = config.drain_s
+        self._refused_publishes = 0
         self._started_at = time.time()
 
     # --- life ------------------------------------------------------------------------------------------------------
@@ -89,37 +109,34 @@ class Worker:
         ledger = Ledger(redis, self.config.pool)
         snapshots = Snapshots(self.config.snapshots) if self.config.snapshots is not None else None
         self._follower = WeightFollower(self._engine, self._generation, ledger, self._engine_died, snapshots=snapshots)
+        self._service.follower = self._follower
+        self._commands = worker_commands(
+            self._engine,
+            self._generation,
+            self._follower,
+            self._service,
+            ledger,
+            drain=self._drain_within,
+            state=self._current_state,
+        )
         try:
             await ping(redis)
-            await self._start_engine()
-            while not self._draining.is_set():
-                await self._incarnation(redis, listener, waker)
+            await self._keeper.start(self._draining)
+            async with beside(self._commands.run()):
+                while not self._draining.is_set():
+                    await self._incarnation(redis, listener, waker)
         finally:
             await self._engine.close()
             for client in (redis, listener, waker):
                 await client.aclose()
 
-    async def _start_engine(self) -> None:
-        """Start the engine; a drain meanwhile ends the start, which can take minutes."""
-        starting = asyncio.create_task(self._engine.start())
-        drained = asyncio.create_task(self._draining.wait())
-        try:
-            await asyncio.wait({starting, drained}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            drained.cancel()
-            if not starting.done():
-                starting.cancel()
-                await asyncio.gather(starting, return_exceptions=True)
-        if not starting.cancelled():
-            await starting
-            log.info("engine is up: %s", self._engine.info)
-
     async def _incarnation(self, redis: Redis, listener: Redis, waker: Redis) -> None:
         """Serve under one lease, until it is lost or the worker is drained."""
         assert self._follower is not None
         self.worker_id = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._box = CommandBox(redis, self.config.pool, self.worker_id)
         self._lease = lease = Lease(redis, self.config.pool, self.worker_id, self.config.lease_s)
-        self._claims = ClaimLoop(lease, waker, self._room, self._serves, self._admit)
+        self._claims = self._service.claims = ClaimLoop(lease, waker, self._room, self._serves, self._admit)
         membership = Membership(lease, self.config.beat_s, self.config.max_lost)
         bell = Bell(listener, self.config.pool)
         self._peer = Peer(self._engine, Ledger(redis, self.config.pool), bell, self.config, self._follower)
@@ -137,18 +154,20 @@ class Worker:
                 taking = [
                     tasks.create_task(self._claims.run()),
                     tasks.create_task(self._follower.run(self.worker_id, self._poke)),
-                    tasks.create_task(self._keep_engine_up(lease)),
+                    tasks.create_task(self._keeper.run(lease, self._follower, self._claims, self._service.restarted)),
                     tasks.create_task(self._peer.run(self.worker_id)),
                 ]
                 giving = [
                     tasks.create_task(membership.run(self._status, self._on_beat)),
                     tasks.create_task(self._outbox.run(lease)),
                     tasks.create_task(self._checkpoints.run(lease)),
+                    tasks.create_task(self._streaming.run(lease)),
+                    tasks.create_task(self._deadlines.run(lease)),
                     tasks.create_task(bell.listen(self._on_ring)),
                 ]
                 await self._draining.wait()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(LEAVE_S, self.config.drain_s / 2)):
+                    async with asyncio.timeout(max(LEAVE_S, self._drain_s / 2)):
                         await self._claims.settled()
                 for task in taking:
                     task.cancel()
@@ -164,14 +183,15 @@ class Worker:
 
     async def _leave(self, lease: Lease) -> None:
         """Finish what fits, hand back the rest with its partials, unregister."""
-        deadline = time.monotonic() + self.config.drain_s
+        await self._service.lift()
+        deadline = time.monotonic() + self._drain_s
         self._generation.close_gate("drain")
-        fits = max(0.0, self.config.drain_s - LEAVE_S)
+        fits = max(0.0, self._drain_s - LEAVE_S)
         log.info("draining: %d samples run, %d jobs are held", self._generation.running, len(self._held))
         busy = self._outbox.jobs()
         waiting = [held for held in self._held if not self._generation.in_engine(held.samples.values())]
         try:
-            async with asyncio.timeout(max(0.5, self.config.drain_s)):
+            async with asyncio.timeout(max(0.5, self._drain_s)):
                 await self._handback.release(lease, [held for held in waiting if held.id not in busy])
             if not await self._generation.idle(fits):
                 await self._generation.interrupt(LEAVE_S)
@@ -195,18 +215,22 @@ class Worker:
 
     def _room(self) -> int:
         assert self._follower is not None
-        blocked = self._draining.is_set() or self._paused or self._dead.is_set() or not self._follower.in_service
-        return 0 if blocked else self.config.capacity - self._held.unpublished
+        up = self._service.serves and self._follower.in_service and not self._keeper.dead.is_set()
+        if self._draining.is_set() or not up:
+            return 0
+        return min(self.config.capacity, self._generation.pressure.slots) - self._held.unpublished
 
     def _serves(self) -> tuple[int, dict[str, int]]:
         return self._generation.version, self._engine.info.adapters.current()
 
     async def _admit(self, claims: list[Claim]) -> None:
         missing: list[tuple[Claim, AdapterMissing]] = []
-        for claim, admitted in await admit_all(claims, self._engine.info, self._tokenizer):
+        for claim, admitted in await admit_all(claims, self._engine.info, self._tokenizer, self.config.media_hosts):
             if isinstance(admitted, HeldJob):
                 self._held.add(admitted)
-                self._generation.add(admitted.samples.values())
+                self._deadlines.look(admitted.deadline)
+                self._streaming.add(admitted, self._tokenizer.decode)
+                self._generation.add(admitted.samples.values(), end=claim.ending)
             elif isinstance(admitted, AdapterMissing):
                 missing.append((claim, admitted))
             else:
@@ -220,17 +244,16 @@ class Worker:
             else:  # published since the claim
                 await self._lease.release([Release(claim.job_id, claim.attempt)], self.config.max_lost)
 
-    def _finished(self, sample: SampleRun) -> None:
-        self._restarts_in_a_row = 0
-        text = None if sample.job.token_ids is not None else self._tokenizer.decode(sample.tokens)
-        result = sample.result(self.worker_id, self._engine.info, text)
+    def _finished(self, sample: Run) -> None:
+        self._keeper.it_works()
+        result = as_result(sample, self.worker_id, self._engine.info, self._tokenizer)
         self._outbox.put(Finished(sample.job.id, sample.attempt, sample.index, result))
 
-    def _refused(self, sample: SampleRun, error: RequestRefused) -> None:
+    def _refused(self, sample: Run, error: RequestRefused) -> None:
         if self._held.get(sample.job.id, sample.attempt) is not None:
             self._bury(sample.job.id, sample.attempt, "refused", error)
 
-    def _failed(self, sample: SampleRun, error: EngineError) -> None:
+    def _failed(self, sample: Run, error: EngineError) -> None:
         held = self._held.get(sample.job.id, sample.attempt)
         if held is not None and self._lease is not None:
             log.warning("job %s failed here, another worker may try: %s", held.id, error)
@@ -264,9 +287,6 @@ class Worker:
     async def _on_beat(self, beat: Beat) -> None:
         assert self._lease is not None
         assert self._follower is not None
-        for held in self._held.overdue():
-            if await self._lease.expire(held.id, held.claim.attempt):
-                self._drop(held.id)
         if beat.held < len(self._held):
             # Cancelled or expired, and the bell was missed; what is in the outbox is being published right now.
             mine = {held.id for held in self._held} - self._outbox.jobs()
@@ -274,9 +294,10 @@ class Worker:
                 self._drop(job_id)
         await self._handback.disown(self._lease, beat.held > len(self._held), self._known)
         self._generation.abort_dropped()
+        self._generation.pressure.grow()
         if beat.epoch or beat.committed > self._generation.version:
             self._follower.poke()
-        if not self._dead.is_set() and not await self._engine.healthy():
+        if not self._keeper.dead.is_set() and not await self._engine.healthy():
             self._engine_died()
 
     def _known(self) -> set[str] | None:
@@ -289,10 +310,17 @@ class Worker:
         if kind == "cancel":
             for job_id in ring.get("ids", "").split():
                 self._drop(job_id)
+        elif kind == "stop":
+            for job_id in ring.get("ids", "").split():
+                if (held := self._held.get(job_id)) is not None:
+                    self._generation.end(held.samples.values())
         elif kind == "weights" and self._follower is not None:
             self._follower.poke()
         elif kind == "want" and self._peer is not None:
             self._peer.poke()
+        elif kind == "command" and ring.get("worker", "") in {"", self.worker_id}:
+            if self._commands is not None and self._box is not None:
+                self._commands.hear(self._box, ring.get("id", ""))
         elif kind == "control" and ring.get("worker", "") in {"", self.worker_id}:
             try:
                 self._control(decode(bytes.fromhex(ring.get("m", "")), Control))
@@ -302,49 +330,23 @@ class Worker:
     def _control(self, control: Control) -> None:
         if control.action == "drain":
             self.drain()
-        elif control.action in {"pause", "resume"}:
-            self._paused = control.action == "pause"
-            self._poke()
-        else:
-            log.warning("%s: this worker cannot do that", control.action)
+        elif control.action == "pause":
+            self._service.pause_claims()
+        elif self._commands is not None:
+            self._commands.tell(control.action)
 
     # --- the engine ------------------------------------------------------------------------------------------------
 
     def _engine_died(self) -> None:
-        if not self._dead.is_set():
-            self._generation.close_gate("dead")
-            self._dead.set()
-            if self._follower is not None:
-                self._follower.halt()
+        if self._keeper.died() and self._follower is not None:
+            self._follower.halt()
 
-    async def _keep_engine_up(self, lease: Lease) -> None:
-        """Restart a dead engine. Its jobs go back to the pool first: others need not wait for the restart."""
-        assert self._follower is not None
-        while True:
-            await self._dead.wait()
-            log.error("the engine died; restarting it")
-            self._restarts += 1
-            self._restarts_in_a_row += 1
-            await self._engine.close()  # whatever still waits for it hears EngineDead now
-            await self._generation.idle(LEAVE_S)
-            # There is no room while the engine is dead: after this nothing is admitted, and what is finished is out.
-            if self._claims is not None:
-                await self._claims.settled()
-            await self._outbox.flushed()
-            died_with = {sample.job.id for sample in self._generation.died_with}
-            jobs = list(self._held)
-            self._generation.clear()
-            try:
-                await self._handback.release(lease, [held for held in jobs if held.id in died_with], lost=True)
-                await self._handback.release(lease, [held for held in jobs if held.id not in died_with])
-            except (RedisError, OSError) as error:
-                raise LeaseLost(f"the dead engine's jobs could not be handed back: {error}") from error
-            if self._restarts_in_a_row > self.config.engine_restarts:
-                raise EngineError(f"the engine died {self._restarts_in_a_row} times without finishing a sample")
-            await self._engine.start()
-            self._dead.clear()
-            self._follower.restarted()
-            self._generation.open_gate("dead")
+    # --- commands --------------------------------------------------------------------------------------------------
+
+    def _drain_within(self, drain_s: float | None) -> None:
+        if drain_s is not None:
+            self._drain_s = drain_s
+        self.drain()
 
     # --- small things ----------------------------------------------------------------------------------------------
 
@@ -364,6 +366,7 @@ class Worker:
             engine=f"{info.name} {info.version}",
             device=info.device,
             tp_size=info.tp_size,
+            ep_size=info.ep_size,
             features=tuple(sorted(info.features)),
             max_running=self.config.max_running,
             running=self._generation.running,
@@ -371,13 +374,13 @@ class Worker:
             generated_tokens=self._generation.generated_tokens,
             finished_samples=self._generation.finished,
             refused_publishes=self._refused_publishes,
-            engine_restarts=self._restarts,
+            engine_restarts=self._keeper.restarts,
             started_at=self._started_at,
         )
 
     def _current_state(self) -> WorkerState:
         assert self._follower is not None
-        if self._dead.is_set():
+        if self._keeper.dead.is_set():
             return "quarantined"
         if self._draining.is_set():
             return "draining"
@@ -385,4 +388,4 @@ class Worker:
             return "syncing"
         if self._follower.updating:
             return "updating"
-        return "paused" if self._paused else "serving"
+        return "serving" if self._service.serves else "paused"

@@ -1,10 +1,19 @@
 -- Save what unfinished samples have generated, so that the next worker goes on from there.
--- ARGV: prefix, worker id, then per piece: job id, attempt, sample, number of the piece, its bytes
+-- ARGV: prefix, worker id, then per piece: job id, attempt, sample, number of the piece, its bytes, 1 to tell the client
 -- Returns per piece: ok, fenced, or gap (see save_partial).
+-- A client that is told finds a word of it in its `news`, and the piece here. News is short, and nobody needs to read it.
 local worker, states = ARGV[2], {}
-for i = 3, #ARGV, 5 do
-  local id = ARGV[i]
-  local mine = owns(id, worker, ARGV[i + 1])
-  states[#states + 1] = mine and save_partial(job_key(id), ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]) or 'fenced'
+for i = 3, #ARGV, 6 do
+  local id, sample, number, bytes = ARGV[i], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
+  local key, state = job_key(id), 'fenced'
+  if owns(id, worker, ARGV[i + 1]) then
+    state = save_partial(key, sample, number, bytes)
+    if state == 'ok' and ARGV[i + 5] == '1' then
+      local news = prefix .. 'news:' .. redis.call('HGET', key, 'y')
+      redis.call('XADD', news, 'MAXLEN', '~', NEWS, '*', 'j', id, 's', sample)
+      redis.call('EXPIRE', news, NEWS_TTL_S)
+    end
+  end
+  states[#states + 1] = state
 end
 return states

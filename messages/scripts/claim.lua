@@ -2,7 +2,8 @@
 -- ARGV: prefix, worker id, claim number, max jobs, max samples, weights version, number of classes, then per adapter
 --       that the worker has: name, its newest version
 -- Returns {'NOLEASE'}, or a flat list, per job: id, attempt, samples, queued ms, ms to the deadline ('' for none),
---   payload, then a list of what there is of it: s<i>, '' for a published sample, k<i> or k<i>.<j>, bytes for a partial
+--   payload, then a list of what there is of it: s<i>, '' for a published sample, k<i> or k<i>.<j>, bytes for a
+--   partial; and x, '' first if it is to be ended with that (see stop)
 -- A repeated claim number returns what that claim gave, as far as it is still held: a client library that re-sends
 -- after a lost reply gets the same jobs instead of the next ones. An older number, a copy that was delayed on its way,
 -- gets nothing.
@@ -19,7 +20,7 @@ if not lease or tonumber(lease) <= now then return {'NOLEASE'} end
 
 local ADAPTER = 1099511627776  -- 2^40; weights versions above it count as it
 
-local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w', 'l'}
+local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w', 'l', 'P', 'x'}
 local function record(id)
   local f = redis.pcall('HMGET', job_key(id), unpack(FIELDS))
   return f.err and {} or f                     -- something else under this name: no job
@@ -27,7 +28,7 @@ end
 
 local given, bytes = {}, 0
 local function hand_over(id, f)
-  local progress = {}
+  local progress = f[14] and {'x', ''} or {}
   if f[8] or tonumber(f[5]) > 0 then
     local all = redis.call('HGETALL', job_key(id))
     for i = 1, #all, 2 do
@@ -47,7 +48,7 @@ local function hand_over(id, f)
   end
 end
 
-local last = redis.call('HMGET', worker_key, 'claim', 'ids', 'alone')
+local last = redis.call('HMGET', worker_key, 'claim', 'ids', 'alone', 'number')
 if last[1] == number then
   for id in string.gmatch(last[2], '%x+') do
     local f = record(id)
@@ -65,13 +66,14 @@ local function version_needed(v, g)
 end
 
 -- Scores in `later` that this worker can serve: {from, to} each.
-local has, ranges = {}, {{'-inf', math.min(version, ADAPTER - 1)}}
+local has, ranges = {}, {{0, math.min(version, ADAPTER - 1)}}
 local function number_of(adapter) return tonumber(redis.call('HGET', prefix .. 'weights', 'number:' .. adapter)) end
 for i = 8, #ARGV - 1, 2 do
   has[ARGV[i]] = tonumber(ARGV[i + 1])
   local number = number_of(ARGV[i])
   if number then ranges[#ranges + 1] = {ADAPTER * number, ADAPTER * number + has[ARGV[i]]} end
 end
+if last[4] then ranges[#ranges + 1] = {-last[4], -last[4]} end   -- what prefers this worker
 
 -- Where in `later` a job waits that this worker cannot run; nil for one that it can. An adapter that the pool has no
 -- version of keeps nobody waiting: the worker finds that out, and ends the job.
@@ -85,17 +87,38 @@ local function score_of(v, g, l)
   return number and ADAPTER * number + math.min(least, ADAPTER - 1) or nil
 end
 
+-- Whether a job, with the preference P, was put aside for another worker: one with a lease, if the job has never been
+-- claimed and its time is not over. That worker has a number from then on, which is the score minus itself.
+local function leave_to_preferred(id, preference, attempt, accepted, later)
+  local ms, other = string.match(preference, '^(%d+)@(.+)$')
+  local until_ms = tonumber(accepted) + tonumber(ms)
+  if other == worker or attempt ~= '0' or until_ms <= now then return false end
+  local its_lease = redis.call('ZSCORE', prefix .. 'workers', other)
+  if not its_lease or tonumber(its_lease) <= now then return false end
+  local its_key = prefix .. 'worker:' .. other
+  local its_number = redis.call('HGET', its_key, 'number')
+  if not its_number then
+    its_number = redis.call('HINCRBY', load_key, 'numbers', 1)
+    redis.call('HSET', its_key, 'number', its_number)
+  end
+  redis.call('ZADD', later, -its_number, id)
+  redis.call('ZADD', prefers_key, until_ms, id)
+  wake(other)
+  return true
+end
+
 -- What becomes of an id that was taken from a queue.
 local function consider(id, later)
   looked = looked + 1
   local f = record(id)
   if f[6] ~= 'q' then return end               -- it was cancelled or expired while queued
-  local score = score_of(f[9], f[10], f[12])
+  if f[13] then redis.call('ZREM', prefers_key, id) end
+  local score = not f[14] and score_of(f[9], f[10], f[12])   -- what only has to be ended needs no weights
   if f[4] and tonumber(f[4]) <= now then
     fail(id, 'expired', 'its deadline passed in the queue', '', '')
   elseif score then
     redis.call('ZADD', later, score, id)       -- out of the way of those behind it
-  else
+  elseif f[14] or not (f[13] and leave_to_preferred(id, f[13], f[2], f[3], later)) then
     f[2] = tostring(tonumber(f[2]) + 1)
     redis.call('HSET', job_key(id), 'st', 'r', 'w', worker, 'a', f[2])
     redis.call('SADD', held_key(worker), id)
@@ -121,10 +144,10 @@ end
 -- The first suspect that this worker could run, and its class. Those that have ended are cleared away.
 local function next_suspect()
   for _, id in ipairs(redis.call('LRANGE', suspects_key, 0, SCAN - 1)) do
-    local f = redis.call('HMGET', job_key(id), 'st', 'v', 'g', 'q', 'l')
+    local f = redis.call('HMGET', job_key(id), 'st', 'v', 'g', 'q', 'l', 'x')
     if f[1] ~= 'q' then
       redis.call('LREM', suspects_key, 1, id)
-    elseif not score_of(f[2], f[3], f[5]) then
+    elseif f[6] or not score_of(f[2], f[3], f[5]) then
       return id, f[4]
     end
   end
@@ -181,7 +204,7 @@ local passed, waiting = 0, false
 for class = 0, classes - 1 do
   taken[class] = (taken[class] or 0) + take(class, max_jobs)
   -- Those set aside for newer weights wait, too, for a worker that has them.
-  local waits = redis.call('LLEN', queue_key(class)) > 0 or redis.call('ZCOUNT', later_key(class), '-inf', version) > 0
+  local waits = redis.call('LLEN', queue_key(class)) > 0 or redis.call('ZCOUNT', later_key(class), 0, version) > 0
     or adapter_job_waits(class)
   if class > 0 then
     local idle = not waits and redis.call('ZCARD', later_key(class)) == 0

@@ -8,7 +8,7 @@ local done_jobs, done_bytes = 0, 0
 for i = 3, #ARGV, 4 do
   local id, attempt, sample = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local key = job_key(id)
-  local f = redis.call('HMGET', key, 'st', 'w', 'a', 'd', 'n', 'y', 's' .. sample, 'z', 'e', 'q', 'v', 'g')
+  local f = redis.call('HMGET', key, 'st', 'w', 'a', 'd', 'n', 'y', 's' .. sample, 'z', 'e', 'q', 'v', 'g', 'P')
   local state = 'ok'
   if f[1] == 'done' or (f[7] and f[3] == attempt) then
     state = 'again'
@@ -23,7 +23,7 @@ for i = 3, #ARGV, 4 do
     redis.call('XADD', prefix .. 'reply:' .. client, '*', 'j', id, 's', sample, 'm', result, 'l', last and 1 or 0)
     unread[client] = (unread[client] or 0) + ENTRY_BYTES + #result
     if last then
-      bury_record(id, 'done', worker, {y = client, e = f[9], q = f[10], v = f[11], g = f[12]})
+      bury_record(id, 'done', worker, {y = client, e = f[9], q = f[10], v = f[11], g = f[12], P = f[13]})
       done_jobs, done_bytes = done_jobs + 1, done_bytes + tonumber(f[8])
     else
       redis.call('HSET', key, 's' .. sample, 1, 'd', done)

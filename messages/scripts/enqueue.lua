@@ -2,11 +2,12 @@
 -- ARGV: prefix, most open jobs, most bytes (payloads of open jobs and results nobody has taken yet), most bytes of
 --       results that one client may leave untaken, entry id of the dead letter that the job replaces ('' for none),
 --       then per job: id, payload, n, class, client id, min_version, max_staleness ('' for none), deadline from now in
---       ms ('' for none), group id ('' for none), adapter as <name>@<least version> ('' for none)
+--       ms ('' for none), group id ('' for none), adapter as <name>@<least version> ('' for none), worker it prefers, as
+--       <ms>@<worker id> ('' for none)
 -- Returns one of new|q|r|done|cancelled|expired|dead per job; if one does not fit, in its place and as the last:
 --   BUSY, why (jobs|bytes|unread), open jobs, bytes, untaken bytes of this client
 -- With a dead letter that is gone nothing is accepted: the job's state is returned, gone if there is no such job either.
-local STRIDE = 10
+local STRIDE = 11
 local max_jobs, max_bytes, max_unread, letter = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
 if letter ~= '' and #redis.call('XRANGE', prefix .. 'dead', letter, letter) == 0 then
   return {redis.call('HGET', job_key(ARGV[6]), 'st') or 'gone'}
@@ -59,6 +60,7 @@ for i = 6, #ARGV, STRIDE do
     end
     if ARGV[i + 8] ~= '' then redis.call('HSET', key, 'G', ARGV[i + 8]) end
     if ARGV[i + 9] ~= '' then redis.call('HSET', key, 'l', ARGV[i + 9]) end
+    if ARGV[i + 10] ~= '' then redis.call('HSET', key, 'P', ARGV[i + 10]) end
     redis.call('RPUSH', queue_key(class), id)
     accepted, bytes, waiting[class] = accepted + 1, bytes + #payload, waiting[class] + 1
   end

@@ -5,7 +5,8 @@
 --   st  state: q queued, r running; then, with a TTL, what became of it: done, cancelled, expired, dead
 --   p payload   n samples   q priority class   y client id   z payload bytes   t accepted (ms)   e deadline (ms)
 --   v min_version   g max_staleness   l adapter, <name>@<least version>   G group id, where one was given   w owner
---   c lost leases
+--   P worker it prefers, <ms>@<worker id>: nobody else takes it for so long after its acceptance
+--   c lost leases   x it is to be ended with what there is of it, see stop
 --   a attempt, the fencing token: +1 with every claim   d samples published   s<i> sample i is published
 --   k<i>, k<i>.1, k<i>.2, … what is saved of unfinished sample i, in order   kk there is such a field
 local prefix = ARGV[1]
@@ -14,6 +15,9 @@ local TOMBSTONE_S = 3600       -- how long an id is remembered after its job end
 local DEAD_LETTERS = 10000     -- the newest are kept; their clients were told in any case
 local REPLY_TTL_S = 604800     -- an absent client's results are kept a week after the last one
 local ENTRY_BYTES = 64         -- what an entry of a reply stream is counted for beside its content
+local CLASSES = 3              -- as many as there are priorities
+local NEWS = 256               -- about so many words of new pieces are kept for a client, and for so long
+local NEWS_TTL_S = 60
 
 local function now_ms()
   local t = redis.call('TIME')
@@ -27,15 +31,18 @@ local function queue_key(class) return prefix .. 'queue:' .. class end
 local function client_key(client) return prefix .. 'client:' .. client end
 -- ZSET of jobs that need newer weights, or another adapter, than those who looked at them had; score: the version they
 -- need, for an adapter with ADAPTER times its number in the pool added. What a worker may take from it is one range of
--- scores for its weights, and one for each of its adapters.
+-- scores for its weights, and one for each of its adapters. Jobs that prefer a worker wait here for it, too, at minus that
+-- worker's number, and ZSET `prefers` says until when.
 local function later_key(class) return prefix .. 'later:' .. class end
 -- LIST of jobs on their last chance. Each runs alone on its worker, so that it takes no neighbour along if it is the
 -- one that kills engines, and is not taken along if it is not.
 local suspects_key = prefix .. 'suspects'
+local prefers_key = prefix .. 'prefers'
 
--- Whoever blocks on `wake` gets the token, claims, and passes it on while work is left.
-local function wake()
-  local key = prefix .. 'wake'
+-- Whoever blocks on `wake` gets the token, claims, and passes it on while work is left. Each worker has one of its own,
+-- `token:<id>`, for what only it will take.
+local function wake(worker)
+  local key = prefix .. (worker and 'token:' .. worker or 'wake')
   if redis.call('LLEN', key) == 0 then
     redis.call('LPUSH', key, '1')
     redis.call('EXPIRE', key, 60)
@@ -65,7 +72,8 @@ local function bury_record(id, outcome, owner, f)
   if owner then redis.call('SREM', held_key(owner), id) end
   redis.call('SREM', client_key(f.y), id)
   if f.e then redis.call('ZREM', prefix .. 'deadlines', id) end
-  if f.v or f.g or f.l then redis.call('ZREM', later_key(f.q), id) end
+  if f.v or f.g or f.l or f.P then redis.call('ZREM', later_key(f.q), id) end
+  if f.P then redis.call('ZREM', prefers_key, id) end
   redis.call('DEL', key)
   redis.call('HSET', key, 'st', outcome)
   redis.call('EXPIRE', key, TOMBSTONE_S)
@@ -73,13 +81,14 @@ end
 
 -- Job `id` ends as `outcome`, which is not "done": the client is told on its reply stream.
 local function fail(id, outcome, cause, host, err)
-  local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g', 'G', 'l')
+  local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g', 'G', 'l', 'P')
   local reply = prefix .. 'reply:' .. r[1]
   redis.call('XADD', reply, '*', 'j', id, 'o', outcome, 'c', cause, 'h', host, 'e', err,
              'a', r[2] or '0', 'd', r[3] or '0', 'G', r[11] or id)
   redis.call('EXPIRE', reply, REPLY_TTL_S)
   count_unread(r[1], ENTRY_BYTES + #cause + #host + #err)
-  bury_record(id, outcome, r[5] == 'r' and r[4] or nil, {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12]})
+  bury_record(id, outcome, r[5] == 'r' and r[4] or nil,
+              {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12], P = r[13]})
   redis.call('HINCRBY', load_key, 'jobs', -1)
   redis.call('HINCRBY', load_key, 'bytes', -(tonumber(r[6]) or 0))
   redis.call('HINCRBY', load_key, outcome, 1)
@@ -104,6 +113,11 @@ local function ring_cancelled(ids)
   if #ids > 0 then ring('kind', 'cancel', 'ids', table.concat(ids, ' ')) end
 end
 
+-- Field of a job's record that has piece `number` of a sample.
+local function piece_field(sample, number)
+  return tonumber(number) == 0 and 'k' .. sample or 'k' .. sample .. '.' .. number
+end
+
 local function drop_pieces_from(key, sample, piece)
   while redis.call('HDEL', key, 'k' .. sample .. '.' .. piece) == 1 do piece = piece + 1 end
 end
@@ -119,12 +133,34 @@ end
 local function save_partial(key, sample, piece, bytes)
   if redis.call('HEXISTS', key, 's' .. sample) == 1 then return 'ok' end
   local number = tonumber(piece)
-  local function field(i) return i == 0 and 'k' .. sample or 'k' .. sample .. '.' .. i end
-  if number > 0 and redis.call('HEXISTS', key, field(number - 1)) == 0 then return 'gap' end
+  if number > 0 and redis.call('HEXISTS', key, piece_field(sample, number - 1)) == 0 then return 'gap' end
   -- Written before anything is deleted: a Redis at its memory limit refuses a script only at its first write.
-  redis.call('HSET', key, field(number), bytes, 'kk', 1)
+  redis.call('HSET', key, piece_field(sample, number), bytes, 'kk', 1)
   drop_pieces_from(key, sample, number + 1)
   return 'ok'
+end
+
+-- A worker that is gone is waited for no longer than until the next end_preferences.
+local function no_longer_preferred(worker)
+  local number = redis.call('HGET', prefix .. 'worker:' .. worker, 'number')
+  for class = 0, number and CLASSES - 1 or -1 do
+    for _, id in ipairs(redis.call('ZRANGEBYSCORE', later_key(class), -number, -number, 'LIMIT', 0, 1024)) do
+      redis.call('ZADD', prefers_key, 0, id)
+    end
+  end
+end
+
+-- Jobs that waited for the worker they prefer, for as long as they said, go to the front of their queues, at most `budget`.
+-- Returns how many.
+local function end_preferences(now, budget)
+  local ids = redis.call('ZRANGEBYSCORE', prefers_key, '-inf', now, 'LIMIT', 0, math.max(budget, 0))
+  for i = #ids, 1, -1 do
+    local id = ids[i]
+    local f = redis.call('HMGET', job_key(id), 'st', 'q')
+    redis.call('ZREM', prefers_key, id)
+    if f[1] == 'q' and redis.call('ZREM', later_key(f[2]), id) == 1 then redis.call('LPUSH', queue_key(f[2]), id) end
+  end
+  return #ids
 end
 
 -- A running job goes back to the front of its queue, without an owner; on its last chance to the suspects.

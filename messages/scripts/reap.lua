@@ -29,6 +29,7 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT
   end
   if redis.call('SCARD', held_key(worker)) == 0 then
     redis.call('ZREM', workers, worker)
+    no_longer_preferred(worker)
     redis.call('DEL', prefix .. 'worker:' .. worker)
     forget_wants(worker)
     ring('kind', 'worker', 'id', worker)
@@ -37,8 +38,9 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT
   if budget <= 0 then break end
 end
 local expired = end_overdue(now, budget)
+local undecided = end_preferences(now, budget)
 -- One reply stream per call: has it expired unread, it is not counted any more.
 local client = redis.call('HRANDFIELD', prefix .. 'unread')
 if client and redis.call('EXISTS', prefix .. 'reply:' .. client) == 0 then nothing_unread(client) end
-if requeued > 0 then wake() end
+if requeued + undecided > 0 then wake() end
 return {requeued, dead, expired, removed}

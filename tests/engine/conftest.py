@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from own_processors import OWN
+from remote_engine import RemoteEngine
 
 from rolloutmq.worker.cpu_support import prepare_transformers
 from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
@@ -20,6 +22,22 @@ KV_TOKENS = 1024  # smaller than the model's context, so that the KV cache is wh
 
 class EngineUnderTest(SGLangEngine):
     _weight_loader = "substitute_loader.receive"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What uses the shared engine comes last: a process can have one engine at a time, and other modules start theirs.
+
+    `test_sglang_engine` is the very last, because it ends the engine's life. A test that asks for it as it runs
+    (getfixturevalue) has the marker `shared_engine`.
+    """
+
+    def stage(item: pytest.Item) -> int:
+        module = getattr(item, "module", None)
+        asks = "engine" in getattr(item, "fixturenames", ()) or item.get_closest_marker("shared_engine") is not None
+        shared = asks and not hasattr(module, "engine")
+        return shared + (getattr(module, "__name__", "") == "test_sglang_engine")
+
+    items.sort(key=stage)
 
 
 @pytest.fixture(scope="session")
@@ -60,9 +78,38 @@ def reference(tiny_model: Path) -> Any:
 async def engine(tiny_model: Path) -> AsyncIterator[SGLangEngine]:
     """Started; with the loader of `substitute_loader`."""
     config = SGLangConfig(
-        model=str(tiny_model), dtype="float32", max_running=MAX_RUNNING, max_total_tokens=KV_TOKENS, random_seed=1
+        model=str(tiny_model),
+        dtype="float32",
+        max_running=MAX_RUNNING,
+        max_total_tokens=KV_TOKENS,
+        random_seed=1,
+        hidden_states=True,
+        logit_processors=OWN,
     )
     engine = EngineUnderTest(config)
     await engine.start()
     yield engine
     await engine.close()
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint with a byte-level tokenizer and an end-of-sequence token; random weights, float32."""
+    if find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed")
+    from rolloutmq.ops.tiny_model import write_tiny_model  # noqa: PLC0415
+
+    path = tmp_path_factory.mktemp("text-model")
+    write_tiny_model(path, context=2048, dtype="float32")
+    return path
+
+
+@pytest.fixture(scope="session")
+def text_engine(text_model: Path) -> Iterator[RemoteEngine]:
+    """An engine with a tokenizer, and with overlap scheduling, in a process of its own."""
+    config = SGLangConfig(
+        model=str(text_model), dtype="float32", max_running=8, max_total_tokens=8192, overlap_schedule=True
+    )
+    engine = RemoteEngine(config)
+    yield engine
+    engine.close()

@@ -13,8 +13,8 @@ from rolloutmq.sync.broadcaster import Broadcaster
 from rolloutmq.sync.ledger import Join
 from rolloutmq.sync.packing import PackedWeights
 from rolloutmq.sync.transfer import TransferReport
+from rolloutmq.worker.orders import order_for
 from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
-from rolloutmq.worker.weights import _order
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 RANKS = 2
@@ -53,7 +53,7 @@ class OwnLine:
             world_size=1 + RANKS,
             group=self.broadcaster.name_group(self._epoch, roster, joins),
         )
-        order = _order(announcement, "w")
+        order = order_for(announcement, "w")
         sending = asyncio.create_task(asyncio.to_thread(self.broadcaster.send, snapshot, announcement, TIMEOUT_S))
         report = await self.engine.prepare_weights(order)
         if report.ok:

@@ -312,7 +312,7 @@ async def _pool(pool: Pool, judge: Judge, newer: dict[str, torch.Tensor]) -> Non
     # A new engine gets both again.
     [scheduler] = multiprocessing.active_children()
     os.kill(scheduler.pid, signal.SIGKILL)  # type: ignore[arg-type]
-    await eventually(lambda: worker._restarts == 1, timeout=60.0)
+    await eventually(lambda: worker._keeper.restarts == 1, timeout=60.0)
     await _both(pool, judge, prompt)
 
 

@@ -79,7 +79,7 @@ async def test_status_tells_queue_workers_and_dead_letters(redis_db: str) -> Non
         await client.submit(token_ids=[1], priority="high")
         assert (await pool_state(redis_db, "default"))["queued"] == {"high": 1, "normal": 0, "low": 0}
         async with worker(redis_db) as running:
-            await client.submit(token_ids=[1], lora="none")
+            await client.submit(token_ids=[1], sampling={"max_new_tokens": 1 << 20})
 
             async def ended() -> bool:
                 return (await client.load()).open_jobs == 0
@@ -88,7 +88,7 @@ async def test_status_tells_queue_workers_and_dead_letters(redis_db: str) -> Non
             state = await pool_state(redis_db, "default")
             assert [(w["worker_id"], w["alive"]) for w in state["workers"]] == [(running.id, True)]
             assert state["ended"] == {"done": 1, "cancelled": 0, "expired": 0, "dead": 1}
-            assert "lora" in state["dead_letters"][0]["error"]
+            assert "max_new_tokens" in state["dead_letters"][0]["error"]
             json.dumps(state)
 
 

@@ -102,6 +102,7 @@ DAMAGE: dict[str, tuple[Damage, str | Callable[[Pool], str]]] = {
     "orphan ": (lambda p: p.db.sadd(p.keys.held("gone"), p.running.id), "held:gone"),
     "held_wrongly": (lambda p: p.db.sadd(p.keys.held("w1"), p.queued.id), "held:w1"),
     "held_wrongly ": (lambda p: p.db.delete(p.keys.job(p.running.id)), "held:w1"),
+    "prefers_wrongly": (lambda p: p.db.zadd(p.keys.prefers, {p.running.id: 1}), "prefers"),
     "later_wrongly": (lambda p: p.db.zadd(p.keys.later[1], {p.running.id: 1}), "later:1"),
     "not_in_client": (lambda p: p.db.srem(p.keys.client("client"), p.low.id), _job("low")),
     "client_wrongly": (lambda p: p.db.sadd(p.keys.client("client"), p.done.id), "client:client"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 from pool import status, worker
@@ -10,6 +11,7 @@ from redis.asyncio import Redis
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, Lease, connect
+from rolloutmq.producer.control import PoolControl
 
 MakeLease = Callable[..., Awaitable[Lease]]
 
@@ -29,9 +31,9 @@ def broker(db: Redis) -> Broker:
 def joined(db: Redis) -> MakeLease:
     """Makes a lease that has joined."""
 
-    async def make(worker_id: str = "w1", lease_s: float = 10.0) -> Lease:
+    async def make(worker_id: str = "w1", lease_s: float = 10.0, **fields: Any) -> Lease:
         lease = Lease(db, "default", worker_id, lease_s)
-        await lease.join(status(worker_id))
+        await lease.join(status(worker_id, **fields))
         return lease
 
     return make
@@ -57,3 +59,9 @@ async def client(redis_db: str) -> AsyncIterator[RolloutClient]:
 async def serving(redis_db: str) -> AsyncIterator[None]:
     async with worker(redis_db, max_running=32):
         yield
+
+
+@pytest.fixture
+async def control(redis_db: str) -> AsyncIterator[PoolControl]:
+    async with PoolControl(redis_db) as opened:
+        yield opened

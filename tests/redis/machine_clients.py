@@ -19,6 +19,7 @@ specs = st.tuples(
     st.sampled_from((None, None, 0, 1)),  # max_staleness
     st.booleans(),  # with a deadline
     st.integers(1, 40),  # bytes
+    st.sampled_from(("", "", "w1", "", "w2")),  # the worker it prefers
 )
 
 
@@ -31,7 +32,7 @@ class ClientRules(PoolCalls):
         for known, *fields in batch:
             if known is None or not self.submitted:
                 self.made += 1
-                fields[-1] = "p" * fields[-1]
+                fields[-2] = "p" * fields[-2]
                 self.submitted.append([f"{self.made:032x}", *fields])
             jobs.append(Job(*self.pick(self.submitted, known or 0)))
         self.submit(jobs, room, again)
@@ -70,6 +71,7 @@ class ClientRules(PoolCalls):
             staleness, deadline = "" if job.staleness is None else job.staleness, HOUR_MS if job.deadline else ""
             args += [
                 job.id, job.payload, job.n, job.cls, job.client, job.min_version, staleness, deadline, job.group, "",
+                job.record().get("P", ""),
             ]  # fmt: skip
         answer, second = self.send("enqueue", *args, again=again)
 
@@ -170,6 +172,16 @@ class ClientRules(PoolCalls):
         self.redis.hset(f"{PREFIX}job:{job.id}", "e", then)
         self.redis.zadd(f"{PREFIX}deadlines", {job.id: then})
         job.overdue = True
+
+    @precondition(lambda self: any(job.prefers and not job.lapsed for job in self.model.open_jobs()))
+    @rule(which=index)
+    def preference_lapses(self, which: int) -> None:
+        self.lapse(self.pick([job for job in self.model.open_jobs() if job.prefers and not job.lapsed], which))
+
+    def lapse(self, job: Job) -> None:
+        self.redis.hincrby(f"{PREFIX}job:{job.id}", "t", -2 * HOUR_MS)
+        self.redis.zadd(f"{PREFIX}prefers", {job.id: self.redis.time()[0] * 1000 - HOUR_MS}, xx=True)
+        job.lapsed = True
 
     @rule(budget=st.sampled_from((1, 2, 256)), again=twice)
     def overdue(self, budget: int, again: bool) -> None:

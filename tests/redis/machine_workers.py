@@ -100,6 +100,33 @@ class WorkerRules(ClientRules):
             self.settle()
         self.take(Claiming(self.pick(list(self.model.workers), which), 2, 9, 3))
 
+    @precondition(lambda self: list(self.model.workers.values()).count(False) > 1)
+    @rule(cls=st.integers(0, CLASSES - 1), lapses=st.sampled_from(("", "before", "after")), own=st.booleans())
+    def prefer(self, cls: int, lapses: str, own: bool) -> None:
+        """A job prefers one worker and another one claims; then, perhaps, the one it prefers."""
+        one, other, *_ = (worker for worker, over in self.model.workers.items() if not over)
+        self.made += 1
+        self.submit([Job(f"{self.made:032x}", 1, cls, "ca", "", 0, None, False, "p", one)])
+        job = self.model.jobs[f"{self.made:032x}"]
+        if lapses == "before":
+            self.lapse(job)
+        self.settle()
+        self.take(Claiming(other, 9, 99, 3))
+        self.settle()
+        if lapses == "after":
+            self.lapse(job)
+            self.settle()
+            self.reap(256, False)
+            self.settle()
+        if own:
+            self.take(Claiming(one, 9, 99, 3))
+            self.settle()
+            if job.owner == one:  # given back, it prefers nobody
+                assert self.call("release", one, self.model.max_lost, job.id, job.attempt, 0, 0) == ["ok"]
+                self.model.requeue(job)
+                self.settle()
+                self.take(Claiming(other, 9, 99, 3))
+
     @precondition(lambda self: len(self.model.workers) > 1)
     @rule(which=index, again=twice)
     def leave(self, which: int, again: bool) -> None:
@@ -109,6 +136,8 @@ class WorkerRules(ClientRules):
         assert second in (None, answer)
         if answer == 0:
             self.model.workers.pop(worker, None)
+            for id in self.state["prefers"]:
+                self.model.gone(id)
 
     @precondition(lambda self: self.model.workers)
     @rule(which=index)
@@ -144,6 +173,10 @@ class WorkerRules(ClientRules):
             if budget <= 0:
                 break
         assert answer == [requeued, dead, self.ended_overdue(budget), removed]
+        waits = {id: 0 if self.model.gone(id) else score for id, score in self.state["prefers"].items()}
+        over = sorted((score, id) for id, score in waits.items() if self.model.jobs[id].lapsed)
+        for _, id in reversed([one for one in over if self.model.jobs[one[1]].open][: max(0, budget)]):
+            self.put_back(self.model.jobs[id], lists)
         assert second in (None, [0, 0, 0, 0])
         # One client per call whose stream has expired is not counted any more, whichever it is.
         gone = [client for client, n in self.model.unread.items() if n and client not in after["unread"]]
@@ -270,7 +303,8 @@ class WorkerRules(ClientRules):
                 for id, attempt, *piece in said
             ]
 
-        answer, second = self.send("checkpoint", worker, *[part for one in said for part in one], again=again)
+        args = [part for number, one in enumerate(said) for part in (*one, "1" if number % 2 else "")]
+        answer, second = self.send("checkpoint", worker, *args, again=again)
         assert answer == expected()
         assert second is None or second == expected()
 

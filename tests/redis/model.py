@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CLASSES = 3
+HOUR_MS = 3_600_000
 ENTRY_BYTES = 64
 TERMINAL = ("done", "cancelled", "expired", "dead")
 
@@ -21,7 +22,7 @@ Entry = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass
 class Job:
-    """What became of one submitted id. pieces: sample -> number of the piece -> its bytes."""
+    """What became of one submitted id. prefers: a worker. pieces: sample -> number of the piece -> its bytes."""
 
     id: str
     n: int
@@ -32,12 +33,14 @@ class Job:
     staleness: int | None
     deadline: bool
     payload: str
+    prefers: str = ""
     state: str = "q"
     owner: str = ""
     attempt: int = 0
     lost: int = 0
     suspect: bool = False
     overdue: bool = False
+    lapsed: bool = False  # the time for which it is left to the worker it prefers is over
     published: set[int] = field(default_factory=set)
     pieces: dict[int, dict[int, str]] = field(default_factory=dict)
     saved: bool = False
@@ -74,7 +77,15 @@ class Job:
             return {"st": self.state}
         found: dict[str, Any] = {"st": self.state, "p": self.payload, "n": self.n, "q": self.cls, "y": self.client}
         found |= {"z": len(self.payload), "a": self.attempt, "d": len(self.published)}
-        optional = {"v": self.min_version, "g": self.staleness, "G": self.group, "w": self.owner, "c": self.lost}
+        preference = f"{HOUR_MS}@{self.prefers}" if self.prefers else ""
+        optional = {
+            "P": preference,
+            "v": self.min_version,
+            "g": self.staleness,
+            "G": self.group,
+            "w": self.owner,
+            "c": self.lost,
+        }
         found |= {name: value for name, value in optional.items() if value or (name == "g" and value is not None)}
         found |= {name: content or 1 for name, content in self.progress().items()} | ({"kk": 1} if self.saved else {})
         return {name: str(value) for name, value in found.items()}
@@ -101,7 +112,8 @@ class State:
 
     def stable(self) -> dict[str, Any]:
         """What a script sent a second time must leave as it is: all but ends of leases and what only says 'look'."""
-        quiet = {key: found for key, found in self.keys.items() if key not in ("bell", "wake", "workers")}
+        look = ("bell", "wake", "token", "news", "workers")
+        quiet = {key: found for key, found in self.keys.items() if key.partition(":")[0] not in look}
         return quiet | {"workers": set(self["workers"])}
 
     def __getitem__(self, key: str) -> Any:
@@ -117,9 +129,9 @@ class State:
         return {key[len(kind) + 1 :]: found for key, found in self.keys.items() if key.startswith(kind + ":")}
 
 
-LASTING = {"load", "bell", "weights", "dead", "workers", "deadlines", "unread", "suspects"}
+LASTING = {"load", "bell", "weights", "dead", "workers", "deadlines", "unread", "suspects", "prefers"}
 LASTING_KINDS = {"queue", "later", "held", "client", "worker"}
-FLEETING_KINDS = {"reply", "version", "epoch"}
+FLEETING_KINDS = {"reply", "version", "epoch", "news", "token"}
 
 
 class Model:
@@ -143,6 +155,17 @@ class Model:
 
     def held(self, worker: str) -> list[Job]:
         return [job for job in self.jobs.values() if job.owner == worker]
+
+    def left_to_another(self, job: Job, worker: str) -> bool:
+        """Whether `worker` must put it aside for the one it prefers: never claimed, in time, and with a lease."""
+        other = job.prefers not in ("", worker) and not self.workers.get(job.prefers, True)
+        return other and not job.attempt and not job.lapsed
+
+    def gone(self, id: str) -> bool:
+        """Whether the worker that this job is left to is not registered any more; then it is waited for no longer."""
+        job = self.jobs[id]
+        job.lapsed = job.lapsed or job.prefers not in self.workers
+        return job.prefers not in self.workers
 
     def owns(self, worker: str, job_id: str, attempt: int) -> bool:
         job = self.jobs.get(job_id)
@@ -312,11 +335,17 @@ class Model:
             assert record.get("alone") not in ids or len(ids) == 1, f"{worker} runs a suspect among {ids}"
 
     def _check_indexes(self, state: State) -> None:
-        counters = {name: int(value) for name, value in state["load"].items() if not name.startswith("owed")}
+        counters = {name: int(n) for name, n in state["load"].items() if not name.startswith(("owed", "numbers"))}
         assert {k: v for k, v in counters.items() if v} == {k: v for k, v in self.counts.items() if v}, "counters"
         owed = {name: int(value) for name, value in state["load"].items() if name.startswith("owed")}
         assert owed.keys() <= {"owed1", "owed2"}
         assert all(value >= 0 for value in owed.values())
+        left = {id: score for cls in range(CLASSES) for id, score in state[f"later:{cls}"].items() if score < 0}
+        assert state["prefers"].keys() == left.keys(), "jobs that are left to the worker they prefer"
+        for job in (self.jobs[id] for id in left):
+            assert job.state == "q"
+            assert job.attempt == 0
+            assert -left[job.id] == float(state[f"worker:{job.prefers}"].get("number", -left[job.id]))
         clients: dict[str, set[str]] = {}
         for job in self.open_jobs():
             clients.setdefault(job.client, set()).add(job.id)

@@ -21,11 +21,21 @@ class Claiming:
     version: int
 
 
-def waiting(before: State, model: Model, cls: int, version: int) -> list[Job]:
+def waiting(before: State, model: Model, cls: int, worker: str, version: int) -> list[Job]:
     """The jobs of a class that a worker with `version` may have, in the order in which it gets them."""
-    later = sorted((score, id) for id, score in before[f"later:{cls}"].items() if score <= version)
-    found = [model.jobs[id] for id in [id for _, id in later] + before.queue(cls)]
-    return [job for job in found if job.state == "q" and not job.overdue and job.needs(model.committed) <= version]
+    aside = before[f"later:{cls}"].items()
+    later = sorted((score, id) for id, score in aside if 0 <= score <= version)
+    number = before[f"worker:{worker}"].get("number")
+    own = sorted(id for id, score in aside if number is not None and score == -float(number))
+    found = [model.jobs[id] for id in [id for _, id in later] + own + before.queue(cls)]
+    return [
+        job
+        for job in found
+        if job.state == "q"
+        and not job.overdue
+        and job.needs(model.committed) <= version
+        and not model.left_to_another(job, worker)
+    ]
 
 
 @dataclass
@@ -76,7 +86,11 @@ def check_places(before: State, model: Model, how: Claiming, after: State, given
         for job in (model.jobs[id] for id in gone):
             aside = job.open and not job.overdue and job.id not in given
             assert (job.id in later) == aside, f"{job.id} was passed over"
-            assert not aside or later[job.id] == job.needs(model.committed) > how.version, f"{job.id} was set aside"
+            if aside and job.needs(model.committed) > how.version:
+                assert later[job.id] == job.needs(model.committed), f"{job.id} was set aside"
+            elif aside:
+                assert model.left_to_another(job, how.worker), f"{job.id} was set aside"
+                assert later[job.id] < 0
 
 
 def check_choice(before: State, model: Model, how: Claiming, given: list[str]) -> None:
@@ -92,7 +106,7 @@ def check_choice(before: State, model: Model, how: Claiming, given: list[str]) -
     assert not jobs or sum(samples[:-1]) < how.max_samples
     full = len(jobs) >= how.max_jobs or sum(samples) >= how.max_samples
     entries = sum(len(before[f"queue:{cls}"]) + len(before[f"later:{cls}"]) for cls in range(CLASSES))
-    queues = [waiting(before, model, cls, how.version) for cls in range(CLASSES)]
+    queues = [waiting(before, model, cls, how.worker, how.version) for cls in range(CLASSES)]
     taken = [[job for job in jobs if job.cls == cls] for cls in range(CLASSES)]
     for cls in range(CLASSES):
         assert taken[cls] == queues[cls][: len(taken[cls])], f"class {cls}: first come, first served"

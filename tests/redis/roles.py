@@ -12,14 +12,14 @@ from rolloutmq.ops.embedded_redis import EmbeddedRedis
 DOCS = Path(__file__).parents[2] / "docs" / "redis.md"
 LINES = dict(re.findall(r"^ACL SETUSER rolloutmq-(\w+) (.*)$", DOCS.read_text(), re.MULTILINE))
 ROLES = {
-    "producer": ("enqueue", "cancel", "cancel_client", "ack", "overdue"),
+    "producer": ("enqueue", "cancel", "cancel_client", "stop", "ack", "overdue"),
     "worker": (
         "claim", "complete", "checkpoint", "heartbeat", "release", "dead", "expire", "reap", "leave", "join", "report",
-        "want", "offer", "seal", "close",
+        "want", "offer", "seal", "close", "take_command", "answer_command", "cancel",
     ),
     "publisher": ("announce", "seal", "close"),
     "operator": (
-        "enqueue", "dead_page", "cancel", "cancel_client", "ack", "overdue", "control", "audit_jobs",
+        "enqueue", "dead_page", "cancel", "cancel_client", "ack", "overdue", "control", "command", "audit_jobs",
         "audit_keys", "audit_members", "audit_totals",
     ),
 }  # fmt: skip

@@ -15,14 +15,16 @@ from redis.exceptions import NoPermissionError
 from roles import FOR_REPLICAS, LINES, ONLY_OPERATORS, ROLES, create
 from specimens import SHORT, job, specimens, tokens
 
-from rolloutmq import JobFailure, RolloutClient
+from rolloutmq import JobFailed, JobFailure, RolloutClient
 from rolloutmq.messages import Broker, Control, Lease, WeightAnnouncement
 from rolloutmq.messages.bell import Bell
+from rolloutmq.messages.command_channel import CommandSender
 from rolloutmq.messages.connection import connect, ping
 from rolloutmq.messages.dead_letters import DeadLetters
 from rolloutmq.messages.errors import RedisUnavailable
 from rolloutmq.ops.embedded_redis import EmbeddedRedis
 from rolloutmq.ops.status import pool_state
+from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync.ledger import Join, Ledger
 from rolloutmq.worker.scripted_engine import ScriptedEngine
 
@@ -132,9 +134,29 @@ async def test_producer_and_worker_do_their_work(url: Url, admin: redis.asyncio.
         assert ended[queued[0].job_id] == ended[running_long.job_id] == ended[in_group.job_id] == "cancelled"
         assert await client.cancel_all() == 1
         assert (await client.load()).open_jobs == 0
+        async with PoolControl(url("operator"), "mine") as control:
+            assert (await control.version()).ok
+            assert (await control.abort()).ok
         await client.broker.end_overdue()
         assert len([one async for one in client.map([tokens() for _ in range(5)], timeout=10)]) == 6
     assert await refusals(admin) == []
+
+
+async def test_a_producer_streams_stops_and_asks_for_what_not_every_worker_can(
+    url: Url, admin: redis.asyncio.Redis
+) -> None:
+    """Whether a worker can it may not see, so it hears that from the worker."""
+    engine = ScriptedEngine(tokens_per_s=200)
+    async with worker(url("worker"), pool="mine", engine=engine), RolloutClient(url("producer"), "mine") as client:
+        assert [one async for one in client.stream(tokens(), timeout=10)][-1].result is not None
+        long = tokens(sampling=SHORT.model_copy(update={"max_new_tokens": 2000}))
+        handle = await client.submit(long)
+        await eventually(lambda: len(engine._running) == 1)
+        assert await client.stop([handle]) == 1
+        assert (await client.wait(handle, 10))[0].finish_reason == "abort"
+        with pytest.raises(JobFailed, match="seed: not supported"):
+            await client.wait(await client.submit(tokens(seed=1)), 10)
+    assert await refusals(admin) == ["producer-mine: command zrange"]
 
 
 async def _failures(client: RolloutClient, count: int) -> AsyncIterator[JobFailure]:
@@ -231,6 +253,11 @@ async def test_an_operator_does_its_work(url: Url, admin: redis.asyncio.Redis) -
         assert len(await mine.cancel([doomed.id])) == 1
         await mine.end_overdue()
         await mine.control(Control(action="pause"))
+        sender = CommandSender(client, "mine")
+        sent = await sender.send("version", timeout_s=0.1)
+        assert sent.workers == ("w",)
+        assert await sender.answers(sent) == {}
+        assert await sender.gone(["w", "v"]) == {"v"}
         assert (await mine.unread()).keys() == {"c"}
         assert await mine.drop_replies("c") == 3
     assert await refusals(admin) == []
@@ -249,6 +276,9 @@ async def test_replicas_are_waited_for_with_three_commands_more() -> None:
 async def test_the_rest_of_the_table(url: Url, admin: redis.asyncio.Redis) -> None:
     lease = Lease(admin, "mine", "w")
     await lease.join(status("w"))
+    commanding = "~rmq:{mine}:workers ~rmq:{mine}:command:* ~rmq:{mine}:answers:* +hlen +pexpire"
+    async with RolloutClient(url("producer", more=commanding), "mine") as client:
+        assert (await PoolControl(client).version(timeout_s=0.1))["w"].kind == "NoAnswer"
     named = url("producer", more="+select +client|setname").replace("/0", "/1?client_name=trainer")
     async with RolloutClient(named, "mine") as client:
         await client.submit(tokens())

@@ -191,3 +191,26 @@ def test_an_iterator_collected_in_the_thread_of_the_client(redis_db: str, servin
         client._loop.call_soon_threadsafe(loops.clear)  # the last reference goes there
         assert len(list(client.results(10))) == 1
         assert not loops
+
+
+def test_streams_sessions_and_batches(redis_db: str, serving: None) -> None:
+    """Each is the asyncio client's own, waited for."""
+    with BlockingRolloutClient(redis_db) as client:
+        deltas = list(client.stream(token_ids=[1, 2], n=2, sampling=SHORT, timeout=10))
+        assert sorted(delta.sample for delta in deltas if delta.result is not None) == [0, 1]
+        groups = client.generate([[1], [2, 3]], SHORT, 2, timeout=10)
+        assert [len(group.results) for group in groups] == [2, 2]
+        with client.session(token_ids=[1], sampling=SHORT) as session:
+            result = session.generate([2], timeout=10)
+            assert session.token_ids.tolist() == [1, 2, *result.token_ids]
+            branch = session.branch(at=1)
+            assert [delta.result is not None for delta in branch.stream([9], timeout=10)][-1]
+            assert branch.token_ids.tolist()[:2] == [1, 9]
+            session.replace(1, [5])
+            session.give([6])
+            assert session.mask.tolist() == [0, 0, 0]
+            assert len(session.logprobs) == len(session.versions) == len(session) == 3
+            assert session.worker == result.worker_id
+            assert branch.session_id.startswith(session.session_id)
+        with pytest.raises(RolloutMQError, match="closed"):
+            session.generate()

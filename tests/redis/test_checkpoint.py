@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
+import pytest
 from pool import check_scripted, eventually, wait_replies, worker
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -19,8 +22,10 @@ from rolloutmq.messages import (
     RolloutResult,
     SamplingParams,
     Segment,
+    codec,
     decode,
 )
+from rolloutmq.worker.engine import Progress
 from rolloutmq.worker.scripted_engine import ScriptedEngine
 
 SLOW = 200.0
@@ -200,3 +205,33 @@ async def test_a_sample_saved_to_its_last_token_still_finds_its_end(redis_db: st
         assert running.worker._generation.generated_tokens == 1
     assert isinstance(reply.outcome, RolloutResult)
     assert (len(reply.outcome.token_ids), reply.outcome.finish_reason) == (2, "length")
+
+
+class Wide(ScriptedEngine):
+    """Tells a row for each token of the job `of`."""
+
+    of = ""
+
+    def progress(self, request_id: str, start: int = 0) -> Progress | None:
+        found = super().progress(request_id, start)
+        if found is None or not request_id.startswith(self.of):
+            return found
+        return replace(found, token_arrays={"rows": np.zeros((len(found.token_ids), 4096), np.float32)})
+
+
+async def test_what_is_too_large_to_be_saved_is_not_and_nobody_else_suffers(
+    redis_db: str, broker: Broker, db: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started over if its worker is lost; a job that ends its worker would end the next one, too."""
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 16384)
+    large, small = job(sampling=LONG), job(sampling=LONG)
+    engine = Wide(tokens_per_s=SLOW)
+    engine.of = large.id
+    async with worker(redis_db, engine=engine, checkpoint_s=0.1) as running:
+        here = running.id
+        await broker.enqueue([large, small])
+        await eventually(lambda: db.hget(broker.keys.job(small.id), "k0"))
+        found = await wait_replies(broker, 2)
+        assert {reply.outcome.job_id for reply in found} == {large.id, small.id}
+        assert all(reply.outcome.ok for reply in found)
+        assert running.id == here

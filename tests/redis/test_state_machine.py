@@ -60,14 +60,14 @@ LIES = {
     "an old claim gets new jobs": ("claim", "tonumber(last[1] or 0) > tonumber(number)", "false"),
     "a piece is kept after a gap": (
         "lib",
-        "number > 0 and redis.call('HEXISTS', key, field(number - 1)) == 0",
+        "number > 0 and redis.call('HEXISTS', key, piece_field(sample, number - 1)) == 0",
         "false",
     ),
     "later pieces stay": ("lib", "drop_pieces_from(key, sample, number + 1)", ""),
     "a sample too many is published": ("complete", "or tonumber(sample) >= tonumber(f[5])", ""),
     "set-aside jobs wait for ever": (
         "claim",
-        "or redis.call('ZCOUNT', later_key(class), '-inf', version) > 0",
+        "or redis.call('ZCOUNT', later_key(class), 0, version) > 0",
         "",
     ),
     "ended suspects stay": ("claim", "redis.call('LREM', suspects_key, 1, id)\n    elseif", "elseif"),
@@ -77,6 +77,12 @@ LIES = {
     "a stray is taken from its worker": ("reap", "f[1] ~= 'r' or f[2] ~= worker", "f[1] ~= 'r'"),
     "a job without a record stays held": ("release", "redis.call('EXISTS', job_key(id)) == 0", "false"),
     "a transfer opens again": ("announce", "state and state ~= 'joining'", "false"),
+    "a preference is for ever": ("claim", "until_ms <= now", "false"),
+    "a preference is for every attempt": ("claim", "attempt ~= '0'", "false"),
+    "nobody ends a preference": ("reap", "undecided = end_preferences(now, budget)", "undecided = 0"),
+    "a worker that is gone is waited for": ("lib", "redis.call('ZADD', prefers_key, 0, id)", ""),
+    "an ended job is still left to a worker": ("lib", "if f.P then redis.call('ZREM', prefers_key, id) end", ""),
+    "the preferred worker looks in vain": ("claim", "ranges[#ranges + 1] = {-last[4], -last[4]}", "last[4] = nil"),
     "outcomes stay for ever": ("lib", "redis.call('EXPIRE', reply, REPLY_TTL_S)", ""),
 }
 """What a script could do wrong: (script, what it says, what it says then)."""
@@ -148,7 +154,7 @@ class PoolMachine(WorkerRules):
             self.submit([Job(f"{self.made:032x}", 1, aside, "ca", "", 3, None, False, "p")])
             self.take(Claiming(worker, 64, AMPLE, 2))
             self.settle()
-        neglected = {cls: waiting(self.state, self.model, cls, 3) for cls in range(1, CLASSES)}
+        neglected = {cls: waiting(self.state, self.model, cls, worker, 3) for cls in range(1, CLASSES)}
         neglected = {cls: found for cls, found in neglected.items() if found}
         passed = 0
         while passed < 24:

@@ -105,7 +105,7 @@ async def test_what_cannot_run_is_refused_by_name_and_its_neighbours_run(redis_d
         "hidden_states": job(hidden_states="all"),
         "logprobs.top": job(logprobs=LogprobOptions(top=5)),
         "seed": job(seed=1),
-        "session_id": job(session_id="s"),
+        "routed_experts": job(routed_experts=True),
         "sampling.max_new_tokens": job(sampling=SamplingParams(max_new_tokens=CONTEXT)),
     }
     fine = [job(sampling=SHORT) for _ in range(5)]

@@ -15,7 +15,10 @@ from rolloutmq.worker.sglang_scheduler import check, current, install, switch
 def request(rid: str, key: str | None = "1", tokens: int = 0, lora: str | None = None, kv: Any = None) -> Any:
     """kv: None, or an object, in 0.5.17; in newer releases always an object, which knows."""
     key = (key or "") + lora if lora else key
-    return SimpleNamespace(rid=rid, extra_key=key, lora_id=lora, output_ids=list(range(tokens)), kv=kv)
+    params = SimpleNamespace(custom_params=None)
+    return SimpleNamespace(
+        rid=rid, extra_key=key, lora_id=lora, output_ids=list(range(tokens)), kv=kv, sampling_params=params
+    )
 
 
 class Scheduler:
@@ -86,6 +89,18 @@ def test_counts_of_every_request_at_once_when_no_result_is_out() -> None:
     assert told == [{"a": 5, "b": 1, "c": 0, "d": 0}]
     scheduler.process_batch_result(SimpleNamespace(reqs=[running]), 1)
     assert len(told) == 1
+
+
+def test_who_waits_for_a_grammar_is_counted_and_gets_the_new_key() -> None:
+    scheduler = make()
+    scheduler._add_request_to_queue(request("a", tokens=2))
+    compiling = request("b")
+    scheduler.grammar_manager = SimpleNamespace(grammar_queue=[compiling])
+    told: list[dict[str, int]] = []
+    switch(scheduler, "2", told.append)
+    assert told == [{"a": 2, "b": 0}]
+    scheduler._add_request_to_queue(compiling)
+    assert compiling.extra_key == "2"
 
 
 def test_counts_include_the_results_that_are_out_and_nothing_after() -> None:

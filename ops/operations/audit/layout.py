@@ -31,6 +31,7 @@ KINDS = (
     Kind("job:", "hash", "job"),
     *(Kind(f"queue:{index}", "list", "fixed") for index in range(len(PRIORITIES))),
     *(Kind(f"later:{index}", "zset", "fixed", index=True) for index in range(len(PRIORITIES))),
+    Kind("prefers", "zset", "fixed", index=True),
     Kind("suspects", "list", "fixed"),
     Kind("held:", "set", "worker", index=True),
     Kind("client:", "set", "client", index=True),
@@ -40,6 +41,8 @@ KINDS = (
     Kind("ward", "string", "ttl"),
     Kind("mark", "string", "ttl"),
     Kind("wake", "list", "ttl"),
+    Kind("token:", "list", "ttl"),
+    Kind("news:", "stream", "ttl"),
     Kind("reply:", "stream", "ttl"),
     Kind("load", "hash", "fixed"),
     Kind("unread", "hash", "fixed"),
@@ -49,6 +52,8 @@ KINDS = (
     Kind("wanted", "hash", "fixed"),
     Kind("version:", "hash", "ttl"),
     Kind("epoch:", "hash", "ttl"),
+    Kind("command:", "hash", "ttl"),
+    Kind("answers:", "hash", "ttl"),
 )
 
 

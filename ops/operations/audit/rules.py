@@ -110,11 +110,16 @@ def _later(entry: MemberFacts, klass: str) -> str:
     return "" if right else f"waits for newer weights, but the job is {_said(entry)}"
 
 
+def _prefers(entry: MemberFacts, _: str) -> str:
+    return "" if entry.state == "q" else f"left to the worker it prefers, but the job is {_said(entry)}"
+
+
 MEMBERS: dict[str, tuple[str, Callable[[MemberFacts, str], str]]] = {
     "held": ("held_wrongly", _held),
     "client": ("client_wrongly", _client),
     "deadlines": ("deadline_wrongly", _deadline),
     "later": ("later_wrongly", _later),
+    "prefers": ("prefers_wrongly", _prefers),
 }
 """By the first word of an index's key: the rule's name, and what is wrong with an entry ('' for nothing)."""
 

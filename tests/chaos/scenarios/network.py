@@ -154,7 +154,7 @@ async def _a_bit_of_everything(
     quiet: the client has nothing to read for more than a second. Returns the worker that took over.
     """
     long, unwanted = chaos.jobs(2, tokens=800), chaos.job(tokens=100_000)
-    mixed = [*long, unwanted, *chaos.jobs(4, n=2, tokens=5), chaos.job(lora="none"), chaos.job(session_id="none")]
+    mixed = [*long, unwanted, *chaos.jobs(4, n=2, tokens=5), chaos.job(lora="none"), chaos.job(seed=1)]
     mixed += [chaos.job(tokens=100_000, deadline_s=0.3), chaos.job(min_version=99, deadline_s=2.5 if quiet else 0.2)]
     await submit_until_accepted(trainer, mixed)
     began = time.monotonic()

@@ -1,0 +1,46 @@
+"""What is said to workers, and what each answers; command_channel.py is how both travel."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from .base import Message
+
+MAX_TIMEOUT_S = 86400.0
+
+ActionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+CommandId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class Command(Message):
+    """Something to do for one worker, or for all that are alive when `worker_id` is empty.
+
+    params: plain data, see command_params.py. timeout_s: seconds from the sending on in which it may be begun, and
+        that are waited for answers. There is no key to answer to: it follows from the id.
+    """
+
+    KIND: ClassVar[int] = 20
+
+    id: CommandId
+    action: ActionName
+    worker_id: str = Field(default="", max_length=256)
+    params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
+
+
+class CommandReply(Message):
+    """One worker's answer.
+
+    result: plain data, of an action that was done. kind, error: else the name of the error, and its text.
+    """
+
+    KIND: ClassVar[int] = 21
+
+    id: CommandId
+    worker_id: str
+    ok: bool
+    result: dict[str, Any] = Field(default_factory=dict)
+    kind: str = Field(default="", max_length=64)
+    error: str = Field(default="", max_length=8192)

@@ -1,0 +1,13 @@
+"""What somebody who wrote an unknown name may have meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """The known names most like `name`, as the end of a sentence: "; nearest: top_k, top_p", or "" if none is."""
+    plain = {other.lower(): other for other in known}
+    found = get_close_matches(name.lower(), plain, n=count, cutoff=0.6)
+    return f"; nearest: {', '.join(plain[other] for other in found)}" if found else ""

@@ -1,0 +1,30 @@
+-- End jobs with what they have: unfinished samples of a running job are published as they are, by its worker. A queued
+-- job that nobody has generated anything of is cancelled; one of which something is saved or published is ended by who
+-- claims it next, on any weights.
+-- ARGV: prefix, cause of a cancellation, job ids
+-- Returns per job: ok, unbegun (it was cancelled), or the state it already had ended in, or unknown.
+local states, running, queued = {}, {}, false
+for i = 3, #ARGV do
+  local id = ARGV[i]
+  local key = job_key(id)
+  local f = redis.call('HMGET', key, 'st', 'kk', 'q', 'd')
+  local state = f[1] or 'unknown'
+  if state == 'q' and not f[2] and f[4] == '0' then
+    fail(id, 'cancelled', ARGV[2], '', '')
+    state = 'unbegun'
+  elseif state == 'q' or state == 'r' then
+    redis.call('HSET', key, 'x', 1)
+    if state == 'r' then
+      running[#running + 1] = id
+    else
+      if redis.call('ZREM', later_key(f[3]), id) == 1 then redis.call('LPUSH', queue_key(f[3]), id) end
+      redis.call('ZREM', prefers_key, id)
+      queued = true
+    end
+    state = 'ok'
+  end
+  states[#states + 1] = state
+end
+if #running > 0 then ring('kind', 'stop', 'ids', table.concat(running, ' ')) end
+if queued then wake() end
+return states

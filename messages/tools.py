@@ -1,0 +1,127 @@
+"""Tools: how a job declares them, and the calls that were found in what a model generated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .chat import MAX_TOOL_NAME, ChatToolCall, FunctionCall, JsonObject
+
+FORMATS: Mapping[str, str] = {"json": "qwen25", "xml": "qwen3_coder", "function": "pythonic"}
+"""Syntax -> the parser of SGLang that reads it: `<tool_call>{"name": …}</tool_call>`,
+`<tool_call><function=name><parameter=x>…`, and `[name(x=1)]`. Its other parsers go by their own names."""
+
+
+class ToolFunction(BaseModel):
+    """parameters: JSON schema of an object, shown to the model by the chat template."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, max_length=MAX_TOOL_NAME, pattern=r"^[A-Za-z0-9_.-]+$")
+    description: str = Field(default="", max_length=16384)
+    parameters: JsonObject = Field(default_factory=lambda: {"type": "object", "properties": {}}, max_length=64)
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A tool in OpenAI's form."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+
+
+class ToolCall(BaseModel):
+    """A call the model made, or tried to make.
+
+    id: of its own in the job; the same when the sample is parsed again.
+    name, arguments: None where they could not be read. error: why it is no valid call, None for one that is.
+    text: what the model wrote of an invalid call.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str = Field(max_length=128)
+    name: str | None = Field(default=None, max_length=MAX_TOOL_NAME)
+    arguments: JsonObject | None = None
+    error: str | None = None
+    text: str | None = None
+
+    @property
+    def valid(self) -> bool:
+        """Whether it can be run."""
+        return self.error is None
+
+    def as_chat(self) -> ChatToolCall:
+        """For the assistant's message of the next prompt."""
+        arguments = json.dumps(self.arguments or {}, ensure_ascii=False)
+        return ChatToolCall(id=self.id, function=FunctionCall(name=self.name or "invalid", arguments=arguments))
+
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list, tuple),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def why_invalid(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with these arguments, as far as names, required ones and plain types go; None for nothing."""
+    schema = tool.function.parameters
+    properties = schema.get("properties")
+    known: Mapping[str, Any] = properties if isinstance(properties, dict) else {}
+    required = schema.get("required")  # whatever the schema's author put there
+    names = [name for name in required if isinstance(name, str)] if isinstance(required, list | tuple) else []
+    if missing := [name for name in names if name not in arguments]:
+        return f"{tool.function.name}: arguments without {', '.join(missing)}"
+    for name, value in arguments.items():
+        if name not in known:
+            if schema.get("additionalProperties") is False:
+                return f"{tool.function.name}: no argument {name!r}, only {', '.join(known) or 'none'}"
+            continue
+        wanted = known[name].get("type") if isinstance(known[name], dict) else None
+        several = wanted if isinstance(wanted, list | tuple) else [wanted]
+        kinds = [kind for kind in several if isinstance(kind, str)]
+        if kinds and not any(_is(value, kind) for kind in kinds):
+            return f"{tool.function.name}: {name}={value!r} is no {' or '.join(kinds)}"
+    return None
+
+
+MAX_DEPTH = 64
+"""Of arguments: both sides go through them recursively."""
+
+
+def why_unsendable(value: Any, depth: int = 0) -> str | None:
+    """What of a value made from JSON no message can hold; None for nothing. JSON knows integers of any size, halves of
+    characters, and nesting without end."""
+    if depth > MAX_DEPTH:
+        return f"nested deeper than {MAX_DEPTH}"
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"{value[:80]!r} has half a character"
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return "an integer over 64 bits"
+    elif isinstance(value, dict | list):
+        inside = [*value, *value.values()] if isinstance(value, dict) else value
+        return next((why for one in inside if (why := why_unsendable(one, depth + 1)) is not None), None)
+    return None
+
+
+def _is(value: object, name: str) -> bool:
+    if isinstance(value, bool):  # Python counts it as an integer
+        return name in {"boolean"} or name not in _TYPES
+    return name not in _TYPES or isinstance(value, _TYPES[name])

@@ -1,0 +1,195 @@
+"""Settings from one file (ours, SkyRL's or VERL's), the environment and flags: later ones win."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...messages.dialect_names import Rule
+from ...messages.dialects import Fate
+from ...messages.errors import ConfigError
+from ...messages.nearest import nearest
+from . import skyrl, verl
+from .document import read_document
+from .interpolation import Resolver
+from .settings import PLAIN_JOB, SECTIONS, Settings, hidden
+from .sources import apply, from_environment, from_flags
+from .translate import Translation
+
+OWN = "rolloutmq"
+"""Top-level key of our own sections in somebody else's file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """kind: "skyrl" or "verl". path: where it stands in the file, () if the file is nothing but its inside."""
+
+    kind: str
+    path: tuple[str, ...]
+    values: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Explained:
+    """A file, key by key. block: where SkyRL's or VERL's settings were found; None in a file of ours."""
+
+    file: str
+    block: Block | None
+    settings: Settings
+    fates: list[Fate] = field(default_factory=list)
+
+    @property
+    def refused(self) -> list[Fate]:
+        """What cannot be honoured."""
+        return [fate for fate in self.fates if fate.verdict == "refused"]
+
+
+def load_settings(
+    file: Path | None = None, *, environment: Mapping[str, str] | None = None, context: Any = None
+) -> Settings:
+    """What a worker, or a trainer, is configured with.
+
+    file: YAML, TOML or JSON; see docs/configuration.md. environment: by default this process'. context: of a click or
+    typer command whose flags are those of `rolloutmq worker`.
+
+    Raises ConfigError naming file and key for what a file has that is unknown or cannot be honoured, all of it at once;
+    ConfigError and InvalidField for environment and flags. Values are checked when `worker()`, `engine()`, ... make
+    something of them.
+    """
+    explained = explain(file, environment) if file is not None else None
+    if explained is not None and explained.refused:
+        told = "; ".join(f"{fate.key}={hidden(fate.key, fate.value)!r}: {fate.what}" for fate in explained.refused)
+        raise ConfigError(f"{file}: {told}")
+    settings = explained.settings if explained is not None else Settings()
+    apply(settings, from_environment(os.environ if environment is None else environment))
+    if context is not None:
+        apply(settings, from_flags(context))
+    return settings
+
+
+def explain(file: Path, environment: Mapping[str, str] | None = None) -> Explained:
+    """What becomes of every key of a file. Raises ConfigError if it cannot be read, or it is not clear what it is."""
+    document = read_document(file)
+    block = find_block(document, file)
+    translation = Translation(str(file), Resolver(document, environment), OWN)
+    ours = document
+    if block is not None:
+        module = skyrl if block.kind == "skyrl" else verl
+        translation.block(block.values, module.table(block.values), block.path)
+        _around(translation, document, block, module.BESIDE)
+        ours = document.get(OWN) or {}
+    elif OWN in document:
+        ours = document[OWN]
+    _own(translation, ours, (OWN,) if ours is not document else ())
+    explained = Explained(str(file), block, translation.settings, translation.fates)
+    _check(explained)
+    return explained
+
+
+def find_block(document: Mapping[str, Any], file: Path) -> Block | None:
+    """SkyRL's or VERL's settings, wherever in the file they are. Raises ConfigError if there are several, or it is
+    nothing that is known."""
+    found = list(_blocks(document, ()))
+    exact = [block for block in found if block.path in {("generator",), ("actor_rollout_ref", "rollout"), ("rollout",)}]
+    if len(exact) == 1:
+        return exact[0]
+    if len(found) > 1:
+        places = ", ".join(".".join(block.path) for block in found)
+        raise ConfigError(f"{file}: settings for engines at {places}: one of them is needed")
+    if found:
+        return found[0]
+    if document.keys() <= {*SECTIONS, OWN}:
+        return None
+    for kind, table in (("skyrl", skyrl.table(document)), ("verl", verl.table(document))):
+        if 2 * len(document.keys() & table.keys()) > len(document):
+            return Block(kind, (), document)
+    strange = next(key for key in document if key not in {*SECTIONS, OWN})
+    known = (*SECTIONS, OWN, "generator", "actor_rollout_ref", "rollout")
+    raise ConfigError(f"{file}: {strange!r}: no such key{nearest(strange, known)}; known are {', '.join(known)}")
+
+
+def _blocks(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Block]:
+    for key, inside in values.items():
+        if not isinstance(inside, Mapping):
+            continue
+        here = (*path, key)
+        if key == "generator" and inside.keys() & skyrl.table(inside).keys():
+            yield Block("skyrl", here, inside)
+        elif key == "rollout" and inside.keys() & verl.table(inside).keys():
+            yield Block("verl", here, inside)
+        else:
+            yield from _blocks(inside, here)
+
+
+def _around(
+    translation: Translation, document: Mapping[str, Any], block: Block, beside: Mapping[tuple[str, ...], Rule]
+) -> None:
+    """What stands beside the block: the keys that engines need, and the rest by its top key."""
+    for path, rule in beside.items():
+        values: Any = document
+        for part in path[:-1]:
+            values = values.get(part) if isinstance(values, Mapping) else None
+        if isinstance(values, Mapping) and path[-1] in values:
+            translation.key(path, values[path[-1]], rule)
+    values = document
+    for depth, part in enumerate(block.path):
+        for key, value in values.items():
+            if key != part and not (depth == 0 and key == OWN):
+                shown = f"{type(value).__name__} of {len(value)}" if isinstance(value, Mapping | list) else value
+                used = any(path[: depth + 1] == (*block.path[:depth], key) for path in beside)
+                why = "for the trainer, but for what is listed above" if used else "for the trainer"
+                if key == "defaults" and depth == 0:
+                    why = "Hydra composes files: write out what it composed (--cfg job --resolve) to have all of it"
+                translation.ignore((*block.path[:depth], key), shown, why)
+        values = values[part]
+
+
+def _own(translation: Translation, values: Any, path: tuple[str, ...]) -> None:
+    """Our own sections."""
+    if values is None:
+        return
+    if not isinstance(values, Mapping):
+        translation.refuse(path, values, f"a mapping of {', '.join(SECTIONS)} is needed")
+        return
+    for section, inside in values.items():
+        here = (*path, section)
+        if section not in SECTIONS:
+            translation.refuse(here, inside, f"no such section{nearest(section, SECTIONS)}; {', '.join(SECTIONS)}")
+        elif not isinstance(inside, Mapping):
+            translation.refuse(here, inside, "a mapping is needed")
+        elif section in {"job", "eval"}:
+            _own_job(translation, section, inside, here)
+        else:
+            _own_fields(translation, section, inside, here)
+
+
+def _own_fields(translation: Translation, section: str, values: Mapping[str, Any], path: tuple[str, ...]) -> None:
+    for key, value in values.items():
+        if section == "engine" and key == "extra" and isinstance(value, Mapping):
+            for name, item in value.items():
+                translation.put((*path, key, name), item, f"engine.extra.{name}")
+        else:
+            translation.put((*path, key), value, f"{section}.{key}")
+
+
+def _own_job(translation: Translation, section: str, values: Mapping[str, Any], path: tuple[str, ...]) -> None:
+    _own_fields(translation, section, {name: value for name, value in values.items() if name in PLAIN_JOB}, path)
+    translation.sampling(path, {name: values[name] for name in values if name not in PLAIN_JOB}, section, "auto")
+
+
+def _check(explained: Explained) -> None:
+    """Values that no worker and no job could have are refused at the key that gave them."""
+    for name, problem in explained.settings.problems():
+        setting = explained.settings.said.get(name)
+        key = setting.source.removeprefix(f"{explained.file}: ") if setting else name
+        value = setting.value if setting else None
+        why = problem.removesuffix(f" ({setting.source})") if setting else problem
+        for index, fate in enumerate(explained.fates):
+            if fate.key == key:
+                explained.fates[index] = Fate(key, fate.value, "refused", why)
+                break
+        else:
+            explained.fates.append(Fate(key, value, "refused", why))

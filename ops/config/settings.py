@@ -1,0 +1,300 @@
+"""Settings by name, each with where it came from, and what is made of them.
+
+Names: worker.* (WorkerConfig), engine.* (SGLangConfig; engine.extra.* are SGLang's own arguments), job.* and eval.*
+(what a trainer submits: fields of GenerateJob, sampling.* and logprobs.* below them), publisher.* (WeightPublisher).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from ...messages.base import as_invalid_field
+from ...messages.connection import DEFAULT_URL
+from ...messages.errors import ConfigError, InvalidField
+from ...messages.jobs import GenerateJob
+from ...messages.nearest import nearest
+from ...messages.sampling import LogprobOptions, SamplingParams
+from ...messages.url import parse, redacted
+from ...messages.weights import NonFinitePolicy, TransferPath, UpdateMode
+from ...worker.config import WorkerConfig
+from ...worker.sglang_config import OWNED_ARGUMENTS, SGLangConfig
+from ...worker.sglang_parallel import check_parallelism
+
+Model = TypeVar("Model", bound=BaseModel)
+SECTIONS = ("worker", "engine", "job", "eval", "publisher")
+PUBLISHER: Mapping[str, Any] = {
+    "mode": "resume",
+    "host": None,
+    "port": 0,
+    "join_timeout_s": 10.0,
+    "transfer_timeout_s": 60.0,
+    "bucket_bytes": 512 << 20,
+    "keep": "auto",
+    "nonfinite": "refuse",
+    "gpu_direct": True,
+    "verify": True,
+    "transfer": "own",
+    "snapshots": None,
+    "snapshot_every": 1,
+    "keep_snapshots": 2,
+}
+"""WeightPublisher's options that can be written down, and its defaults. (It would load torch; a test compares.)"""
+PUBLISHER_WORDS: Mapping[str, tuple[str, ...]] = {
+    "mode": get_args(UpdateMode),
+    "keep": ("auto", "device", "host"),
+    "nonfinite": get_args(NonFinitePolicy),
+    "transfer": get_args(TransferPath),
+}
+SETTING_OF: Mapping[str, str] = {
+    "mem_fraction_static": "mem_fraction",
+    "max_running_requests": "max_running",
+    "disable_cuda_graph": "cuda_graph",
+    "disable_prefill_cuda_graph": "prefill_cuda_graph",
+    "disable_overlap_schedule": "overlap_schedule",
+    "enable_memory_saver": "memory_saver",
+}
+"""SGLang's arguments that are settings of engine.* under another name; others of these have the same."""
+PLAIN_JOB = ("priority", "deadline_s", "min_version", "max_staleness", "min_adapter_version", "tool_parser")
+"""Fields of a job that are no sampling parameters, and can be a default of many jobs."""
+OTHER_JOB = ("n", "seed", "stream", "lora", "hidden_states", "routed_experts", "logit_processors")
+"""Those that dictionaries of sampling parameters have, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """source: for people, such as "flag --tp" or "pool.yaml: generator.backend"."""
+
+    value: Any
+    source: str
+
+
+@dataclass(slots=True)
+class Settings:
+    """What was said, by name. Later `put`s win over earlier ones."""
+
+    said: dict[str, Setting] = field(default_factory=dict)
+
+    def put(self, name: str, value: Any, source: str) -> None:
+        """Say something. Raises ConfigError for a name that there is not."""
+        check_name(name, source)
+        self.said[name] = Setting(value, source)
+
+    def worker(self) -> WorkerConfig:
+        """Raises InvalidField, ConfigError."""
+        given = self._section("worker")
+        given.setdefault("redis_url", DEFAULT_URL)
+        parse(given["redis_url"]) if isinstance(given["redis_url"], str) else None
+        return self._model(WorkerConfig, "worker", given)
+
+    def engine(self) -> SGLangConfig:
+        """Raises InvalidField; ConfigError if no model is named, or SGLang's argument is not to be set."""
+        given = self._section("engine")
+        if "model" not in given:
+            raise ConfigError(
+                "engine.model: a directory or hub name is needed (--model, ROLLOUTMQ_ENGINE_MODEL or the file)"
+            )
+        if "max_running" not in given:
+            given["max_running"] = self.worker().max_running
+        self.check_parallelism()
+        self._check_said_once(given.get("extra", {}))
+        return self._model(SGLangConfig, "engine", given)
+
+    def _check_said_once(self, extra: Mapping[str, Any]) -> None:
+        """Raises InvalidField for an argument of SGLang that has a setting, if that is said, too: it would win."""
+        for name, value in extra.items():
+            setting = self.said.get(f"engine.{SETTING_OF.get(name, name)}")
+            if setting is not None and f"engine.extra.{name}" in self.said:
+                said = f"engine.{SETTING_OF.get(name, name)}={setting.value!r}"
+                raise InvalidField(f"extra.{name}", value, f"one of the two: {setting.source} says {said}")
+
+    def check_parallelism(self) -> None:
+        """Raises InvalidField for sizes that cannot be."""
+        found = {}
+        for short in ("tp", "pp", "dp", "ep"):
+            setting = self.said.get(f"engine.{short}_size") or self.said.get(f"engine.extra.{short}_size")
+            if setting is not None:
+                found[short] = setting.value
+        try:
+            check_parallelism(**found)
+        except InvalidField as error:
+            raise self._with_source(error, "engine", error.field) from None
+
+    def job(self, section: str = "job") -> dict[str, Any]:
+        """Keyword arguments for GenerateJob: what was said under job.* (or eval.*). Raises InvalidField."""
+        given = self._section(section)
+        models: dict[str, type[BaseModel]] = {"sampling": SamplingParams, "logprobs": LogprobOptions}
+        for name, model in models.items():
+            if name in given:
+                given[name] = self._model(model, f"{section}.{name}", given[name])
+        try:
+            GenerateJob(token_ids=[0], **given)
+        except ValidationError as error:
+            raise self._with_source(as_invalid_field(error), section) from None
+        return given
+
+    def publisher(self) -> dict[str, Any]:
+        """Keyword arguments for WeightPublisher, for the same pool as the worker's."""
+        worker = self.worker()
+        return {"redis_url": worker.redis_url, "pool": worker.pool, **self._section("publisher")}
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(name of a setting, or of a section, what is wrong with it): all that building everything would raise."""
+        left = Settings({"engine.model": Setting("any", "nobody"), **self.said})
+        builds: dict[str, Callable[[], object]] = {
+            "worker": left.worker,
+            "engine": left.engine,
+            "job": left.job,
+            "eval": lambda: left.job("eval"),
+            "publisher": left._check_publisher,
+        }
+        for section, build in builds.items():
+            while (problem := left._problem(section, build)) is not None:
+                yield problem
+                if left.said.pop(problem[0], None) is None:  # about several
+                    break
+
+    def _problem(self, section: str, build: Callable[[], object]) -> tuple[str, str] | None:
+        try:
+            build()
+        except InvalidField as error:
+            return self._name(section, error.field), error.allowed
+        except ConfigError as error:
+            return "worker.redis_url" if section == "worker" else section, str(error)
+        return None
+
+    def _check_publisher(self) -> None:
+        """Raises InvalidField for a value of another kind, or another word, than an option of WeightPublisher takes."""
+        for name, words in PUBLISHER_WORDS.items():
+            setting = self.said.get(f"publisher.{name}")
+            if setting is not None and setting.value not in words:
+                raise InvalidField(name, setting.value, f"one of {', '.join(words)}")
+        for name, default in PUBLISHER.items():
+            setting = self.said.get(f"publisher.{name}")
+            if setting is not None and (kind := _unlike(setting.value, default)):
+                raise InvalidField(name, setting.value, kind)
+
+    def shown(self) -> list[tuple[str, Any, str]]:
+        """(name, value, source) of all settings, the defaults too; passwords left out."""
+        defaults: dict[str, Any] = {"worker.redis_url": DEFAULT_URL}
+        for section, model in (("worker", WorkerConfig), ("engine", SGLangConfig)):
+            for name, info in model.model_fields.items():
+                if not info.is_required():
+                    defaults[f"{section}.{name}"] = info.get_default(call_default_factory=True)
+        del defaults["engine.extra"]
+        defaults["engine.max_running"] = self.worker().max_running
+        defaults |= {f"publisher.{name}": value for name, value in PUBLISHER.items()}
+        rows = {name: (value, "default") for name, value in defaults.items()}
+        rows |= {name: (setting.value, setting.source) for name, setting in self.said.items()}
+        order = {section: index for index, section in enumerate(SECTIONS)}
+        names = sorted(rows, key=lambda name: order[name.partition(".")[0]])
+        return [(name, hidden(name, rows[name][0]), rows[name][1]) for name in names]
+
+    def _section(self, section: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        overrides: dict[str, Any] = {}
+        for name, setting in self.said.items():
+            first, *rest = name.split(".", 2 if section == "engine" else -1)
+            if first != section:
+                continue
+            if rest[0] == "override":
+                overrides[rest[1]] = setting.value
+                continue
+            inside = found
+            for part in rest[:-1]:
+                inside = inside.setdefault(part, {})
+            inside[rest[-1]] = setting.value
+        if overrides:
+            extra = found.setdefault("extra", {})
+            extra["json_model_override_args"] = _merged(extra.get("json_model_override_args"), overrides)
+        return found
+
+    def _model(self, model: type[Model], section: str, given: Mapping[str, Any]) -> Model:
+        try:
+            return model(**given)
+        except ValidationError as error:
+            raise self._with_source(as_invalid_field(error), section) from None
+
+    def _with_source(self, error: InvalidField, section: str, name: str = "") -> InvalidField:
+        setting = self.said.get(self._name(section, name or error.field))
+        if setting is None or setting.source.startswith("flag "):
+            return error
+        return InvalidField(error.field, error.value, f"{error.allowed} ({setting.source})")
+
+    def _name(self, section: str, field_name: str) -> str:
+        """The setting that an error about a field of `section` is about."""
+        first = field_name.split(".", maxsplit=1)[0]
+        candidates = [f"{section}.{field_name}", f"{section}.{first}", f"{section}.extra.{first}"]
+        candidates += [f"{section}.{inner}.{first}" for inner in ("sampling", "logprobs")]
+        return next((name for name in candidates if name in self.said), f"{section}.{field_name}")
+
+
+def check_name(name: str, source: str) -> None:
+    """Raises ConfigError, naming source, name and the nearest known ones, for a setting that there is not."""
+    section, _, rest = name.partition(".")
+    if section not in SECTIONS or not rest:
+        near, sections = nearest(section, SECTIONS), ", ".join(SECTIONS)
+        raise ConfigError(f"{source}: {name!r}: no such setting{near}; they begin with {sections}")
+    first, _, below = rest.partition(".")
+    if section == "engine" and first in {"extra", "override"} and below:
+        if below in OWNED_ARGUMENTS:
+            raise ConfigError(f"{source}: {name!r}: RolloutMQ sets this argument of SGLang itself")
+        return
+    known = known_names(section)
+    if rest not in known:
+        near = nearest(name, [f"{section}.{other}" for other in known])
+        raise ConfigError(f"{source}: {name!r}: no such setting{near}")
+
+
+def known_names(section: str) -> list[str]:
+    """Names below a section."""
+    if section == "worker":
+        return list(WorkerConfig.model_fields)
+    if section == "engine":
+        return list(SGLangConfig.model_fields)
+    if section == "publisher":
+        return list(PUBLISHER)
+    plain = [*PLAIN_JOB, *OTHER_JOB]
+    plain += [f"sampling.{name}" for name in SamplingParams.model_fields]
+    return plain + [f"logprobs.{name}" for name in LogprobOptions.model_fields]
+
+
+def worded(name: str, value: Any) -> Any:
+    """`value`, or the word that was meant where a setting has the words on and off, which YAML takes for booleans."""
+    section, _, rest = name.partition(".")
+    models: Mapping[str, type[BaseModel]] = {"worker": WorkerConfig, "engine": SGLangConfig}
+    if not isinstance(value, bool) or section not in models or rest not in models[section].model_fields:
+        return value
+    word = "on" if value else "off"
+    return word if word in get_args(models[section].model_fields[rest].annotation) else value
+
+
+def hidden(name: str, value: Any) -> Any:
+    """`value` as it may be shown."""
+    return redacted(value) if name.endswith("redis_url") and isinstance(value, str) else value
+
+
+def _unlike(value: Any, default: Any) -> str:
+    """What a value like `default` would be, if this is none; "" if it is."""
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "true or false"
+    if isinstance(default, int | float):
+        kind = int if isinstance(default, int) else int | float
+        fits = isinstance(value, kind) and not isinstance(value, bool) and value >= 0
+        return "" if fits else f"a{' whole' if isinstance(default, int) else ''} number, not negative"
+    return "" if isinstance(value, str) or value is default else "a text"
+
+
+def _merged(given: Any, overrides: Mapping[str, Any]) -> str:
+    try:
+        base = json.loads(given) if isinstance(given, str) else dict(given or {})
+    except (ValueError, TypeError):
+        raise ConfigError(f"engine.extra.json_model_override_args={given!r}: a JSON object is needed") from None
+    try:
+        return json.dumps(base | dict(overrides))
+    except TypeError as error:
+        raise ConfigError(f"changes to the model's configuration are JSON: {error}") from None

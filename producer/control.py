@@ -1,0 +1,322 @@
+"""Commands to a pool's workers, and what each of them answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from ..messages.command_channel import CommandSender
+from ..messages.command_params import MemoryTag, PauseMode, ProfileActivity, check_params
+from ..messages.connection import connect, default_url, ping
+from ..messages.errors import RolloutMQError
+
+if TYPE_CHECKING:
+    from .client import RolloutClient
+
+NO_ANSWER = "NoAnswer"
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one worker made of a command. kind, error: of one that was not done, the error's name (or NoAnswer), its
+    text."""
+
+    worker_id: str
+    ok: bool
+    result: Mapping[str, Any]
+    kind: str = ""
+    error: str = ""
+
+
+class CommandFailed(RolloutMQError):
+    """A command was not done by every worker it was for. answers: of all of them."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(answers.told())
+        self.answers = answers
+
+
+class Answers(Mapping[str, Answer]):
+    """A command's answers, by worker: one for each worker that was alive when it was sent."""
+
+    def __init__(self, action: str, answers: Iterable[Answer]) -> None:
+        self.action = action
+        self._answers = {answer.worker_id: answer for answer in answers}
+
+    def __getitem__(self, worker_id: str) -> Answer:
+        return self._answers[worker_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._answers)
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there was a worker, and all have done it."""
+        return bool(self._answers) and not self.failed
+
+    @property
+    def failed(self) -> list[Answer]:
+        """Of those that have not."""
+        return [answer for answer in self._answers.values() if not answer.ok]
+
+    @property
+    def results(self) -> dict[str, Mapping[str, Any]]:
+        """By worker, of those that have."""
+        return {worker: answer.result for worker, answer in self._answers.items() if answer.ok}
+
+    def check(self) -> Self:
+        """Itself. Raises CommandFailed unless every worker has done it."""
+        if not self.ok:
+            raise CommandFailed(self)
+        return self
+
+    def told(self) -> str:
+        """What went wrong, in words."""
+        if not self._answers:
+            return f"{self.action}: no worker of that name is alive in this pool"
+        return f"{self.action}: " + "; ".join(f"{one.worker_id}: {one.kind}: {one.error}" for one in self.failed)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAudit:
+    """A look at every bit of a pool's weights.
+
+    answers: by worker; a result has `clean`, and names of tensors that are `wrong` (not as the trainer sent them),
+    `nonfinite` or `zero`. versions: by worker. apart: groups of workers that serve one version with one kind of engine,
+    and whose parameters are not the same.
+    """
+
+    answers: Answers
+    versions: Mapping[str, int]
+    apart: tuple[tuple[str, ...], ...]
+
+    @property
+    def clean(self) -> bool:
+        """Whether every worker answered, found nothing, and all serve one version with the same bits."""
+        found = all(bool(result["clean"]) for result in self.answers.results.values())
+        return self.answers.ok and found and len(set(self.versions.values())) == 1 and not self.apart
+
+
+class PoolControl:
+    """Says things to the workers of one pool.
+
+    Every method takes `worker_id` ("" for all that are alive) and `timeout_s`, and returns Answers when all have
+    answered or the time is over; a worker that is silent is in them, too. A parameter that no worker could take raises
+    InvalidField before anything is sent. Methods may be called from several tasks of one event loop.
+
+    With a URL it has a connection of its own: use it in `async with`, or close it.
+    """
+
+    def __init__(self, pool: RolloutClient | str | None = None, name: str = "default") -> None:
+        """pool: a client of it; or a Redis URL (default $ROLLOUTMQ_REDIS, or this host's), of the pool `name`."""
+        if pool is None or isinstance(pool, str):
+            self._own: Any = connect(pool or default_url(), pool=name)
+            self._redis = self._own
+        else:
+            self._own, self._redis, name = None, pool.broker.redis, pool.broker.keys.pool
+        self._sender = CommandSender(self._redis, name)
+
+    async def __aenter__(self) -> Self:
+        await ping(self._redis)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Disconnect, if the connection is its own."""
+        if self._own is not None:
+            await self._own.aclose()
+
+    async def send(
+        self, action: str, params: Mapping[str, Any] | None = None, *, worker_id: str = "", timeout_s: float = 30.0
+    ) -> Answers:
+        """Any action by its name. Raises InvalidField, RedisUnavailable."""
+        given = dict(params or {})
+        check_params(action, given)
+        sent = await self._sender.send(action, given, worker_id=worker_id, timeout_s=timeout_s)
+        replies = await self._sender.answers(sent)
+        silent = [worker for worker in sent.workers if worker not in replies]
+        gone = await self._sender.gone(silent) if silent else set()
+        answers = [Answer(one.worker_id, one.ok, one.result, one.kind, one.error) for one in replies.values()]
+        for worker in silent:
+            left = "; its lease is over, or it has left" if worker in gone else ""
+            why = f"no answer{'' if left else f' within {timeout_s:g} s'}{left}"
+            answers.append(Answer(worker, False, {}, NO_ANSWER, why))
+        return Answers(action, sorted(answers, key=lambda answer: answer.worker_id))
+
+    # --- serving ---------------------------------------------------------------------------------------------------
+
+    async def pause(
+        self, mode: PauseMode = "abort", *, hand_back: bool = False, worker_id: str = "", timeout_s: float = 60.0
+    ) -> Answers:
+        """Stop generating; see PauseParams for the modes. Nothing is lost: `resume` goes on."""
+        params = {"mode": mode, "hand_back": hand_back}
+        return await self.send("pause", params, worker_id=worker_id, timeout_s=timeout_s)
+
+    async def resume(self, *, worker_id: str = "", timeout_s: float = 30.0) -> Answers:
+        """Go on."""
+        return await self.send("resume", worker_id=worker_id, timeout_s=timeout_s)
+
+    async def abort(self, *, drop: bool = True, worker_id: str = "", timeout_s: float = 30.0) -> Answers:
+        """Cancel what the workers hold; drop=False only interrupts it. What is queued in the pool stays there."""
+        return await self.send("abort", {"drop": drop}, worker_id=worker_id, timeout_s=timeout_s)
+
+    async def stop(self, *, drain_s: float | None = None, worker_id: str = "", timeout_s: float = 120.0) -> Answers:
+        """Drain workers, and wait until they have left the pool. They end by themselves after that, engines too."""
+        deadline = time.monotonic() + timeout_s
+        params = {} if drain_s is None else {"drain_s": drain_s}
+        told = await self.send("stop", params, worker_id=worker_id, timeout_s=timeout_s)
+        there = {worker for worker, answer in told.items() if answer.ok or answer.kind == NO_ANSWER}
+        while there and time.monotonic() < deadline:
+            if not (there := there - await self._sender.gone(sorted(there))):
+                break
+            await asyncio.sleep(LOOK_S)
+        return Answers("stop", [_stopped(answer, answer.worker_id in there, timeout_s) for answer in told.values()])
+
+    async def sleep(
+        self,
+        tags: Sequence[MemoryTag] = (),
+        *,
+        hand_back: bool = False,
+        worker_id: str = "",
+        timeout_s: float = 120.0,
+    ) -> Answers:
+        """Give up GPU memory: "weights", "kv_cache", "cuda_graph", or all of it. What runs waits and comes back."""
+        params = {"tags": list(tags), "hand_back": hand_back}
+        return await self.send("sleep", params, worker_id=worker_id, timeout_s=timeout_s)
+
+    async def wake(self, tags: Sequence[MemoryTag] = (), *, worker_id: str = "", timeout_s: float = 120.0) -> Answers:
+        """Take memory again. Weights that did not survive are loaded again before anything is sampled with them."""
+        return await self.send("wake", {"tags": list(tags)}, worker_id=worker_id, timeout_s=timeout_s)
+
+    # --- caches ----------------------------------------------------------------------------------------------------
+
+    async def flush_cache(self, *, worker_id: str = "", timeout_s: float = 60.0) -> Answers:
+        """Forget cached prefixes; what runs is interrupted for it, and goes on."""
+        return await self.send("flush_cache", worker_id=worker_id, timeout_s=timeout_s)
+
+    async def clear_storage(self, *, worker_id: str = "", timeout_s: float = 120.0) -> Answers:
+        """Empty the storage of a hierarchical cache; refused by engines that have none."""
+        return await self.send("clear_storage", worker_id=worker_id, timeout_s=timeout_s)
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    async def version(self, *, worker_id: str = "", timeout_s: float = 10.0) -> Answers:
+        """What each worker serves, and in which state it is. Needs no turn: answered while anything else is done."""
+        return await self.send("version", worker_id=worker_id, timeout_s=timeout_s)
+
+    async def versions(self, *, worker_id: str = "", timeout_s: float = 10.0) -> dict[str, int]:
+        """Worker -> version. Raises CommandFailed if one does not answer."""
+        answers = (await self.version(worker_id=worker_id, timeout_s=timeout_s)).check()
+        return {worker: int(result["version"]) for worker, result in answers.results.items()}
+
+    async def set_version(self, version: int, *, worker_id: str = "", timeout_s: float = 30.0) -> Answers:
+        """Call the weights that are there by another, higher number, which the pool has not given away."""
+        return await self.send("set_version", {"version": version}, worker_id=worker_id, timeout_s=timeout_s)
+
+    async def audit(self, *, names: int = 20, worker_id: str = "", timeout_s: float = 600.0) -> PoolAudit:
+        """Look at every bit of every engine's weights while it serves, and compare the workers with one another."""
+        answers = await self.send("audit", {"names": names}, worker_id=worker_id, timeout_s=timeout_s)
+        prints: dict[tuple[int, str], dict[str, list[str]]] = {}
+        for worker, result in answers.results.items():
+            alike = prints.setdefault((int(result["version"]), str(result["kind"])), {})
+            alike.setdefault(str(result["fingerprint"]), []).append(worker)
+        apart = tuple(
+            tuple(sorted(worker for workers in alike.values() for worker in workers))
+            for alike in prints.values()
+            if len(alike) > 1
+        )
+        versions = {worker: int(result["version"]) for worker, result in answers.results.items()}
+        return PoolAudit(answers, versions, apart)
+
+    async def save(
+        self,
+        path: str,
+        *,
+        format: Literal["safetensors", "sharded"] = "safetensors",
+        upload: str = "",
+        worker_id: str = "",
+        timeout_s: float = 3600.0,
+    ) -> Answers:
+        """The served version to a folder on the worker's host, and from there to a URL; usually of one worker."""
+        params = {"path": path, "format": format} | ({"upload": upload} if upload else {})
+        return await self.send("save", params, worker_id=worker_id, timeout_s=timeout_s)
+
+    async def load(
+        self,
+        path: str,
+        version: int,
+        *,
+        format: Literal["auto", "snapshot", "safetensors", "sharded"] = "auto",
+        worker_id: str = "",
+        timeout_s: float = 3600.0,
+    ) -> Answers:
+        """Weights from a folder on the workers' hosts, to be served as `version`, above all that the pool has."""
+        params = {"path": path, "version": version, "format": format}
+        return await self.send("load", params, worker_id=worker_id, timeout_s=timeout_s)
+
+    # --- adapters --------------------------------------------------------------------------------------------------
+
+    async def adapters(self, *, worker_id: str = "", timeout_s: float = 10.0) -> Answers:
+        """The LoRA adapters of each worker, with their versions, and which are pinned."""
+        return await self.send("adapters", worker_id=worker_id, timeout_s=timeout_s)
+
+    async def load_adapter(
+        self,
+        name: str,
+        version: int,
+        path: str,
+        *,
+        pinned: bool = True,
+        worker_id: str = "",
+        timeout_s: float = 120.0,
+    ) -> Answers:
+        """A LoRA adapter from a folder on the workers' hosts, as PEFT saves it."""
+        params = {"name": name, "version": version, "path": path, "pinned": pinned}
+        return await self.send("load_adapter", params, worker_id=worker_id, timeout_s=timeout_s)
+
+    async def unload_adapter(
+        self, name: str, version: int | None = None, *, worker_id: str = "", timeout_s: float = 120.0
+    ) -> Answers:
+        """One version of an adapter out of the engines, or all of them; refused while samples use it."""
+        params: dict[str, Any] = {"name": name} | ({} if version is None else {"version": version})
+        return await self.send("unload_adapter", params, worker_id=worker_id, timeout_s=timeout_s)
+
+    # --- profiles --------------------------------------------------------------------------------------------------
+
+    async def start_profile(
+        self,
+        folder: str | None = None,
+        *,
+        activities: Sequence[ProfileActivity] = (),
+        steps: int | None = None,
+        worker_id: str = "",
+        timeout_s: float = 60.0,
+    ) -> Answers:
+        """Record what the engines do, into a folder on their hosts."""
+        params: dict[str, Any] = {"activities": list(activities)}
+        params |= {name: value for name, value in (("folder", folder), ("steps", steps)) if value is not None}
+        return await self.send("start_profile", params, worker_id=worker_id, timeout_s=timeout_s)
+
+    async def stop_profile(
+        self, *, upload: str = "", fetch_bytes: int = 0, worker_id: str = "", timeout_s: float = 300.0
+    ) -> Answers:
+        """End it; results have `files`, and where they are: on the host, at `uploaded`, or in `fetched` themselves."""
+        params = {"fetch_bytes": fetch_bytes} | ({"upload": upload} if upload else {})
+        return await self.send("stop_profile", params, worker_id=worker_id, timeout_s=timeout_s)
+
+
+def _stopped(answer: Answer, there: bool, timeout_s: float) -> Answer:
+    if there:
+        return Answer(answer.worker_id, False, {}, NO_ANSWER, f"still in the pool after {timeout_s:g} s")
+    if answer.kind == NO_ANSWER:  # it had no time left to answer, and is gone as it was told to be
+        return Answer(answer.worker_id, True, {})
+    return answer

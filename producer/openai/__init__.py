@@ -1,0 +1,28 @@
+"""OpenAI's chat completions and completions as jobs, and results as their answers; no HTTP.
+
+    request = chat_request(body, defaults)
+    handles = await client.submit_many(request.jobs)
+    answer = response(request, [await client.wait(handle) for handle in handles], decode)
+
+and with `stream`, `stream_chunks(request, deltas, decode)`; errors by `error_of`.
+"""
+
+from .chunks import Chunks, stream_chunks
+from .errors import error_dict, error_of, is_error
+from .incremental import GrowingText
+from .request import Request, chat_request, completion_request
+from .response import response, usage
+
+__all__ = [
+    "Chunks",
+    "GrowingText",
+    "Request",
+    "chat_request",
+    "completion_request",
+    "error_dict",
+    "error_of",
+    "is_error",
+    "response",
+    "stream_chunks",
+    "usage",
+]

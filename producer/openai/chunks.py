@@ -1,0 +1,148 @@
+"""What comes of a request while it is generated, as the chunks of an OpenAI stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ...messages.results import RolloutResult
+from ..delta import Delta
+from .incremental import GrowingText
+from .logprobs import Tokens, chat_logprobs, completion_logprobs
+from .request import Request
+from .response import Decode, response_id, stop_reason, text_of, usage
+
+OBJECTS = {"chat": "chat.completion.chunk", "completion": "text_completion"}
+
+
+class Chunks:
+    """The chunks of one answer, made of the deltas of its jobs' samples.
+
+    What goes over the wire is `data: <chunk as JSON>` and in the end `data: [DONE]`; that is the server's part.
+    """
+
+    def __init__(self, request: Request, decode: Decode | None = None) -> None:
+        """decode: see `response`; a text job's deltas bring their text."""
+        self._request, self._decode = request, decode
+        self._place = {job.id: place * job.n for place, job in enumerate(request.jobs)}
+        self._texts: dict[int, GrowingText] = {}
+        self._chars: dict[int, int] = {}
+        self._results: dict[str, dict[int, RolloutResult]] = {job.id: {} for job in request.jobs}
+        self._created = int(time.time())
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Of a chat, whose every choice begins with its role; a completion's have none."""
+        if self._request.kind != "chat":
+            return []
+        count = sum(job.n for job in self._request.jobs)
+        return [self._chunk([self._delta_choice(i, {"role": "assistant", "content": ""})]) for i in range(count)]
+
+    def of(self, delta: Delta) -> list[dict[str, Any]]:
+        """The chunks of one delta; the last one of a sample has its finish_reason.
+
+        While a chat's answer may turn out to be calls of tools, nothing of it is shown before it is whole. A sample
+        that had to be begun again says so in its choice: "restarted": true, and what came before it is void.
+        """
+        request = self._request
+        index = self._place[delta.job_id] + delta.sample
+        if delta.restarted:
+            self._texts.pop(index, None)
+            self._chars.pop(index, None)
+        text = self._text(index, delta)
+        calls: list[dict[str, Any]] = []
+        if request.tools.declared:
+            if delta.result is None:
+                return []
+            whole, calls = request.tools.calls(delta.result, text_of(delta.result, self._decode))
+            text = whole or ""
+        choice = self._content(index, text, delta, calls)
+        if delta.result is not None:
+            self._results[delta.job_id][delta.sample] = delta.result
+            finish = delta.result.finish_reason
+            choice["finish_reason"] = "tool_calls" if calls and finish == "stop" else finish
+            choice["stop_reason"] = stop_reason(delta.result)
+        elif not text and not request.token_ids:
+            return []  # half a character
+        return [self._chunk([choice])]
+
+    def closing(self) -> list[dict[str, Any]]:
+        """After all of them: the usage, if it was asked for."""
+        if not self._request.include_usage:
+            return []
+        found = [list(self._results[job.id].values()) for job in self._request.jobs]
+        return [self._chunk([]) | {"usage": usage(self._request.jobs, found)}]
+
+    def _text(self, index: int, delta: Delta) -> str:
+        if delta.text is not None or self._decode is None:
+            return delta.text or ""
+        growing = self._texts.setdefault(index, GrowingText(self._decode))
+        return growing.add(delta.token_ids.tolist(), last=delta.result is not None)
+
+    def _content(self, index: int, text: str, delta: Delta, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        request = self._request
+        if request.kind == "chat":
+            content: dict[str, Any] = {"content": text} if text or not calls else {}
+            if calls:
+                content["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+            choice = self._delta_choice(index, content)
+        else:
+            choice = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
+        whole = delta.result if request.tools.declared else None  # nothing was shown of it before
+        source = whole if whole is not None else delta
+        if request.logprobs and source.token_ids.size:
+            tokens = Tokens.of(source.token_ids, source.logprobs, source.token_arrays)
+            if request.kind == "chat":
+                choice["logprobs"] = chat_logprobs(tokens, self._decode)
+            else:
+                choice["logprobs"] = completion_logprobs(tokens, self._decode, self._chars.get(index, 0))
+                self._chars[index] = self._chars.get(index, 0) + len(text)
+        if request.token_ids:
+            choice["token_ids"] = source.token_ids.tolist()
+        if request.versions:
+            choice["weight_versions"] = _spans(delta) if whole is None else _spans_of_all(whole)
+        if delta.restarted:
+            choice["restarted"] = True
+        return choice
+
+    def _delta_choice(self, index: int, content: dict[str, Any]) -> dict[str, Any]:
+        return {"index": index, "delta": content, "finish_reason": None, "logprobs": None}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": response_id(self._request),
+            "object": OBJECTS[self._request.kind],
+            "created": self._created,
+            "model": self._request.model,
+            "choices": choices,
+        }
+
+
+async def stream_chunks(
+    request: Request, deltas: AsyncIterator[Delta], decode: Decode | None = None
+) -> AsyncIterator[dict[str, Any]]:
+    """All chunks of an answer. deltas: of the samples of all its jobs, in whatever order they come."""
+    chunks = Chunks(request, decode)
+    for chunk in chunks.opening():
+        yield chunk
+    async for delta in deltas:
+        for chunk in chunks.of(delta):
+            yield chunk
+    for chunk in chunks.closing():
+        yield chunk
+
+
+def _spans(delta: Delta) -> list[dict[str, int]]:
+    return _laid_out(delta.segments, delta.start)
+
+
+def _spans_of_all(result: RolloutResult) -> list[dict[str, int]]:
+    return _laid_out(result.segments, 0)
+
+
+def _laid_out(segments: Any, start: int) -> list[dict[str, int]]:
+    spans = []
+    for version, tokens in segments:
+        spans.append({"version": version, "start": start, "end": start + tokens})
+        start += tokens
+    return spans

@@ -1,0 +1,207 @@
+"""Bodies of OpenAI's chat completions and completions, as jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ...messages.chat import ChatMessage
+from ...messages.dialects import job_fields
+from ...messages.errors import InvalidField
+from ...messages.jobs import GenerateJob
+from ...messages.sampling import LogprobOptions
+from .tools import Tools, read_tools
+
+Kind = Literal["chat", "completion"]
+IGNORED = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
+"""What tells OpenAI's own service something."""
+_OURS = frozenset({"model", "messages", "prompt", "stream", "stream_options", "tools", "tool_choice", "session_id"})
+_SWITCHES = ("return_token_ids", "return_weight_versions")
+_FIELDS = ("priority", "deadline_s", "min_version", "max_staleness", "trace_id", "tool_parser")
+MAX_TOP = {"chat": 20, "completion": 5}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One body. jobs: one per prompt, all with the same n; the choices are theirs in order.
+
+    logprobs: whether the answer has them. token_ids, versions: asked for by return_token_ids, return_weight_versions.
+    """
+
+    kind: Kind
+    jobs: tuple[GenerateJob, ...]
+    model: str
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+    versions: bool = False
+    tools: Tools = field(default_factory=Tools)
+
+
+def chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Request:
+    """A body of POST /v1/chat/completions.
+
+    defaults: sampling parameters that hold where the body says nothing. Beside OpenAI's fields the body may have other
+    sampling parameters of any dialect, `session_id`, `return_token_ids`, `return_weight_versions`, `lora`, and a job's
+    priority, deadline_s, min_version, max_staleness. Raises InvalidField naming the field.
+    """
+    messages, media = _messages(body.get("messages"))
+    tools = read_tools(body)
+    fields = _fields(body, "chat", defaults) | tools.job_fields()
+    if tools.schema is not None:
+        if "sampling" in fields and any(
+            (fields["sampling"].json_schema, fields["sampling"].regex, fields["sampling"].ebnf)
+        ):
+            raise InvalidField(
+                "tool_choice", body.get("tool_choice"), "'auto' together with a response_format or grammar"
+            )
+        sampling = fields.get("sampling")
+        update = {"json_schema": tools.schema}
+        fields["sampling"] = sampling.model_copy(update=update) if sampling else _sampling(update)
+    session = body.get("session_id")
+    job = GenerateJob.build(messages=messages, **media, **fields, **_session(session))
+    return _request("chat", [job], body, tools)
+
+
+def completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Request:
+    """A body of POST /v1/completions; the prompt is a text, ids, or a list of either. As `chat_request` otherwise."""
+    prompts = _prompts(body.get("prompt"))
+    for name in ("tools", "tool_choice"):
+        if body.get(name) is not None:
+            raise InvalidField(name, body[name], "only in chat completions")
+    fields = _fields(body, "completion", defaults)
+    session = body.get("session_id")
+    sessions = session if isinstance(session, list | tuple) else [session] * len(prompts)
+    if len(sessions) != len(prompts):
+        raise InvalidField("session_id", session, f"one, or a list of {len(prompts)}")
+    jobs = [
+        GenerateJob.build(**prompt, **fields, **_session(one)) for prompt, one in zip(prompts, sessions, strict=True)
+    ]
+    return _request("completion", jobs, body, Tools())
+
+
+def _request(kind: Kind, jobs: Sequence[GenerateJob], body: Mapping[str, Any], tools: Tools) -> Request:
+    options = body.get("stream_options") or {}
+    if not isinstance(options, Mapping):
+        raise InvalidField("stream_options", options, "an object")
+    if body.get("stream_options") is not None and not body.get("stream"):
+        raise InvalidField("stream_options", options, "only together with stream")
+    return Request(
+        kind,
+        tuple(jobs),
+        str(body.get("model") or ""),
+        stream=_switch(body, "stream"),
+        include_usage=bool(options.get("include_usage", False)),
+        logprobs=jobs[0].logprobs.sampled,
+        token_ids=_switch(body, "return_token_ids"),
+        versions=_switch(body, "return_weight_versions"),
+        tools=tools,
+    )
+
+
+def _fields(body: Mapping[str, Any], kind: Kind, defaults: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Fields of a job that are no prompt: sampling parameters through the dialects, and the job's own."""
+    skip = _OURS | IGNORED | frozenset(_SWITCHES) | frozenset(_FIELDS) | {"parallel_tool_calls"}
+    said = {name: value for name, value in body.items() if name not in skip and value is not None}
+    logprobs, top = said.get("logprobs"), said.get("top_logprobs")
+    if kind == "chat" and logprobs is not None and not isinstance(logprobs, bool):
+        raise InvalidField("logprobs", logprobs, "true or false; how many is said by top_logprobs")
+    if kind == "chat" and top and not logprobs:
+        raise InvalidField("top_logprobs", top, "only together with logprobs=true")
+    many = top if kind == "chat" else logprobs
+    if isinstance(many, int) and not isinstance(many, bool) and not 0 <= many <= MAX_TOP[kind]:
+        raise InvalidField("top_logprobs" if kind == "chat" else "logprobs", many, f"from 0 to {MAX_TOP[kind]}")
+    names = _same_meaning(said)
+    quiet = {name: value for name, value in (defaults or {}).items() if not names & _same_meaning([name])}
+    fields = job_fields({**quiet, **said}, "openai")
+    fields.pop("stream", None)
+    if logprobs is None or logprobs is False:
+        fields["logprobs"] = LogprobOptions(sampled=False)
+    if _switch(body, "stream"):
+        fields["stream"] = True
+    for name in _FIELDS:
+        if body.get(name) is not None:
+            fields[name] = body[name]
+    return fields
+
+
+_SYNONYMS = (
+    frozenset({"max_tokens", "max_completion_tokens", "max_new_tokens", "max_generate_length", "response_length"}),
+    frozenset({"min_tokens", "min_new_tokens"}),
+    frozenset({"seed", "sampling_seed"}),
+    frozenset({"stop", "stop_strings", "stop_sequences"}),
+    frozenset({"n", "num_return_sequences", "n_samples_per_prompt"}),
+    frozenset({"logprobs", "top_logprobs", "return_logprob"}),
+    frozenset({"response_format", "json_schema", "regex", "ebnf", "guided_json", "guided_regex", "structured_outputs"}),
+)
+
+
+def _same_meaning(names: Any) -> set[str]:
+    """These names, and those that say the same: a default gives way to what the body says by another name."""
+    found = set(names)
+    for group in _SYNONYMS:
+        if group & found:
+            found |= group
+    return found
+
+
+def _sampling(update: dict[str, Any]) -> Any:
+    from ...messages.sampling import SamplingParams  # noqa: PLC0415 – here only
+
+    return SamplingParams(**update)
+
+
+def _session(session: Any) -> dict[str, Any]:
+    if session is None:
+        return {}
+    if isinstance(session, bool) or not isinstance(session, str | int) or not str(session):
+        raise InvalidField("session_id", session, "a text or a number")
+    return {"session_id": str(session)}
+
+
+def _switch(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidField(name, value, "true or false")
+    return bool(value)
+
+
+def _messages(raw: Any) -> tuple[tuple[ChatMessage, ...], dict[str, Any]]:
+    """The conversation, and the job's field `media` if it has any."""
+    if not isinstance(raw, list | tuple) or not raw:
+        raise InvalidField("messages", raw, "a list of messages, at least one")
+    for place, message in enumerate(raw):
+        if not isinstance(message, Mapping):
+            raise InvalidField(f"messages[{place}]", message, "an object with role and content")
+    from ..media import from_openai  # noqa: PLC0415 – images are decoded there
+
+    messages, media = from_openai([_plain(message) for message in raw])
+    return tuple(messages), {"media": tuple(media)} if media else {}
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what clients send back of an answer and no template shows; OpenAI's developers are systems here."""
+    plain = {name: value for name, value in message.items() if value is not None and name not in _ECHOED}
+    if plain.get("role") == "developer":
+        plain["role"] = "system"
+    return plain
+
+
+_ECHOED = frozenset({"refusal", "annotations", "audio", "function_call", "token_ids", "reasoning_content", "reasoning"})
+
+
+def _prompts(raw: Any) -> list[dict[str, Any]]:
+    def is_ids(value: Any) -> bool:
+        return isinstance(value, list | tuple) and all(type(token) is int for token in value) and len(value) > 0
+
+    if isinstance(raw, str) and raw:
+        return [{"text": raw}]
+    if is_ids(raw):
+        return [{"token_ids": raw}]
+    if isinstance(raw, list | tuple) and raw and all(isinstance(one, str) and one for one in raw):
+        return [{"text": one} for one in raw]
+    if isinstance(raw, list | tuple) and raw and all(is_ids(one) for one in raw):
+        return [{"token_ids": one} for one in raw]
+    raise InvalidField("prompt", raw, "a text, a list of token ids, or a list of texts or of lists of ids; none empty")

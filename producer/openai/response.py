@@ -1,0 +1,112 @@
+"""What came of a request, as OpenAI's clients take it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...messages.jobs import GenerateJob
+from ...messages.results import RolloutResult
+from .logprobs import Tokens, chat_logprobs, completion_logprobs
+from .request import Request
+
+Decode = Callable[[Sequence[int]], str]
+OBJECTS = {"chat": "chat.completion", "completion": "text_completion"}
+PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
+
+
+def response(
+    request: Request, results: Sequence[Sequence[RolloutResult | None]], decode: Decode | None = None
+) -> dict[str, Any]:
+    """A chat.completion or text_completion.
+
+    results: of each of the request's jobs in order, its samples in order; None is one that was aborted before it began.
+    decode: ids to text, special tokens left out; needed for prompts of ids, whose results have no text, and to show
+        tokens as texts beside log-probabilities (without it they are "token_id:<id>").
+    """
+    choices = []
+    for place, (job, samples) in enumerate(zip(request.jobs, results, strict=True)):
+        for number, sample in enumerate(samples):
+            choices.append(_choice(request, place * job.n + number, job, sample, decode))
+    answer: dict[str, Any] = {
+        "id": response_id(request),
+        "object": OBJECTS[request.kind],
+        "created": int(time.time()),
+        "model": request.model,
+        "choices": choices,
+        "usage": usage(request.jobs, results),
+    }
+    if request.token_ids:
+        prompts = [_prompt_ids(job, samples) for job, samples in zip(request.jobs, results, strict=True)]
+        answer["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
+    return answer
+
+
+def response_id(request: Request) -> str:
+    """The same for all chunks of an answer."""
+    return PREFIX[request.kind] + request.jobs[0].id
+
+
+def usage(jobs: Sequence[GenerateJob], results: Sequence[Sequence[RolloutResult | None]]) -> dict[str, int]:
+    """A prompt counts once, however many samples it has."""
+    prompts = sum(len(_prompt_ids(job, samples)) for job, samples in zip(jobs, results, strict=True))
+    generated = sum(sample.token_ids.size for samples in results for sample in samples if sample is not None)
+    return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
+
+
+def text_of(result: RolloutResult, decode: Decode | None) -> str:
+    """The text of a sample; empty for a prompt of ids where nobody can decode."""
+    if result.text is not None:
+        return result.text
+    return decode(result.token_ids.tolist()) if decode is not None else ""
+
+
+def versions_of(result: RolloutResult | None) -> list[dict[str, int]]:
+    """Which tokens have which version of the weights: [{"version", "start", "end"}], without gaps."""
+    spans, start = [], 0
+    for segment in result.segments if result is not None else ():
+        spans.append({"version": segment.version, "start": start, "end": start + segment.tokens})
+        start += segment.tokens
+    return spans
+
+
+def stop_reason(result: RolloutResult) -> Any:
+    """What stopped it, as vLLM's servers tell: a token id, a text; a run of ids becomes a list."""
+    return list(result.matched_stop) if isinstance(result.matched_stop, tuple) else result.matched_stop
+
+
+def _choice(
+    request: Request, index: int, job: GenerateJob, sample: RolloutResult | None, decode: Decode | None
+) -> dict[str, Any]:
+    text = text_of(sample, decode) if sample is not None else ""
+    finish: str = sample.finish_reason if sample is not None else "abort"
+    choice: dict[str, Any] = {"index": index}
+    if request.kind == "chat":
+        content, calls = request.tools.calls(sample, text) if sample is not None else (text, [])
+        choice["message"] = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+        finish = "tool_calls" if calls and finish == "stop" else finish
+    else:
+        choice["text"] = text
+    choice["finish_reason"] = finish
+    choice["stop_reason"] = stop_reason(sample) if sample is not None else None
+    choice["logprobs"] = None
+    if request.logprobs and sample is not None:
+        tokens = Tokens.of_result(sample)
+        made = chat_logprobs if request.kind == "chat" else completion_logprobs
+        choice["logprobs"] = made(tokens, decode)
+    if request.token_ids:
+        choice["token_ids"] = sample.token_ids.tolist() if sample is not None else []
+    if request.versions:
+        choice["weight_versions"] = versions_of(sample)
+    return choice
+
+
+def _prompt_ids(job: GenerateJob, samples: Sequence[RolloutResult | None]) -> list[int]:
+    """Ids of a prompt; of one of text, as a worker tokenised it, if one did."""
+    if job.token_ids is not None:
+        return list(job.token_ids.tolist())
+    found = next(
+        (sample.prompt_ids for sample in samples if sample is not None and sample.prompt_ids is not None), None
+    )
+    return list(found.tolist()) if found is not None else []

@@ -1,0 +1,115 @@
+"""Tools of a chat: what the body declares, and the calls in the answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from ...messages.base import as_invalid_field
+from ...messages.errors import InvalidField
+from ...messages.results import RolloutResult
+from ...messages.tools import Tool
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a body says of tools.
+
+    declared: shown to the model. schema: JSON schema of the whole answer, if it has to be calls ("required", or a tool
+    that is named): a list of {"name", "parameters"}. one: of several calls in an answer only the first counts.
+    """
+
+    declared: tuple[Tool, ...] = ()
+    schema: str | None = None
+    one: bool = False
+
+    def job_fields(self) -> dict[str, Any]:
+        """Fields of a job."""
+        return {"tools": self.declared} if self.declared else {}
+
+    def calls(self, result: RolloutResult, text: str) -> tuple[str | None, list[dict[str, Any]]]:
+        """(what is no call, the valid calls in OpenAI's form) of one sample. Text with no valid call stays whole."""
+        if not self.declared:
+            return text, []
+        if self.schema is not None:
+            found = _forced(text, result)
+        else:
+            found = [call.as_chat().model_dump() for call in result.tool_calls if call.valid]
+        if self.one:
+            found = found[:1]
+        return (None, found) if found else (text, [])
+
+
+def read_tools(body: Mapping[str, Any]) -> Tools:
+    """Raises InvalidField naming the field."""
+    raw, choice = body.get("tools"), body.get("tool_choice")
+    parallel = body.get("parallel_tool_calls")
+    if parallel is not None and not isinstance(parallel, bool):
+        raise InvalidField("parallel_tool_calls", parallel, "true or false")
+    if not raw:
+        if choice not in (None, "none"):
+            raise InvalidField("tool_choice", choice, "only together with tools")
+        return Tools()
+    if not isinstance(raw, list | tuple):
+        raise InvalidField("tools", raw, "a list")
+    declared = tuple(_tool(place, one) for place, one in enumerate(raw))
+    one = parallel is False
+    if choice in (None, "auto"):
+        return Tools(declared, one=one)
+    if choice == "none":
+        return Tools()
+    names = [tool.function.name for tool in declared]
+    if choice == "required":
+        return Tools(declared, _schema(declared, one), one)
+    named = choice.get("function", {}).get("name") if isinstance(choice, Mapping) else None
+    if named not in names:
+        raise InvalidField(
+            "tool_choice", choice, f"none, auto, required, or one of {', '.join(names)} as an object with its name"
+        )
+    chosen = [tool for tool in declared if tool.function.name == named]
+    return Tools(declared, _schema(chosen, True), one=True)
+
+
+def _tool(place: int, raw: Any) -> Tool:
+    try:
+        return Tool.model_validate(raw)
+    except ValidationError as error:
+        wrong = as_invalid_field(error)
+        raise InvalidField(f"tools[{place}].{wrong.field}", wrong.value, wrong.allowed) from None
+
+
+def _schema(tools: Sequence[Tool], one: bool) -> str:
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"enum": [tool.function.name]}, "parameters": tool.function.parameters},
+            "required": ["name", "parameters"],
+        }
+        for tool in tools
+    ]
+    items = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return json.dumps({"type": "array", "minItems": 1, **({"maxItems": 1} if one else {}), "items": items})
+
+
+def _forced(text: str, result: RolloutResult) -> list[dict[str, Any]]:
+    """The calls of an answer that had to follow `_schema`; none if it was cut short."""
+    try:
+        raw = json.loads(text)
+    except ValueError:
+        return []
+    calls = []
+    for number, call in enumerate(raw if isinstance(raw, list) else []):
+        if isinstance(call, dict) and "name" in call:
+            arguments = json.dumps(call.get("parameters", {}), ensure_ascii=False)
+            calls.append(
+                {
+                    "id": f"call_{result.job_id[-12:]}{result.sample:04x}{number:02x}",
+                    "type": "function",
+                    "function": {"name": str(call["name"]), "arguments": arguments},
+                }
+            )
+    return calls

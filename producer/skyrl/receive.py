@@ -1,0 +1,202 @@
+"""Tensors as a SkyRL trainer sends them, received in this process; the only place in here that needs torch.
+
+A broadcast group is the one that SkyRL's, and SGLang's, `init_custom_process_group` makes: a TCPStore on the trainer,
+and under two prefixes of the group's name the keys of one backend. Here it is built from the store directly, so that
+default group, environment and the name of a group in this process do not matter.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from ...messages.errors import ConfigError, InvalidField, TransferTimeout
+from ...sync.bounded_store import begin
+from ...sync.group import MARGIN_S, _nccl_environment, settle
+from ...sync.rendezvous import local_end
+from .updates import Update
+
+BACKENDS = ("gloo", "nccl")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """torch's dtype of that name. Raises InvalidField."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise InvalidField("dtypes", name, "names of torch's dtypes, as 'bfloat16'")
+    return found
+
+
+class ReceivingGroup:
+    """Some ranks of a trainer's group, all in this process: SkyRL counts one for each GPU of its engines.
+
+    The first one's tensors are kept; the others take part because a broadcast needs every rank.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        name: str,
+        *,
+        backend: str,
+        ranks: range,
+        world: int,
+        device: str,
+        timeout_s: float,
+    ) -> None:
+        """Join, within `timeout_s`. Raises InvalidField, ConfigError, or TransferTimeout if not everybody came."""
+        if backend not in BACKENDS:
+            raise InvalidField("backend", backend, f"one of {', '.join(BACKENDS)}")
+        if not 0 < ranks.start < ranks.stop <= world:
+            raise InvalidField("rank_offset", ranks.start, f"1 to {world - 1}: world_size={world}, and rank 0 sends")
+        self.name = name
+        self.device = torch.device("cpu" if backend == "gloo" else device)
+        if backend == "nccl":
+            if self.device.type != "cuda":
+                raise InvalidField("backend", backend, "'gloo', unless the engine has receiver_device='cuda:…'")
+            if len(ranks) > 1:
+                raise InvalidField("backend", backend, f"'gloo': NCCL has one rank a GPU, and these are {len(ranks)}")
+        began = time.monotonic()
+
+        def join(rank: int) -> Any:
+            left = timedelta(seconds=max(0.1, timeout_s - (time.monotonic() - began)))
+            store = TCPStore(address, port, world, is_master=False, timeout=left)
+            inner = PrefixStore(f"{name}/", PrefixStore(name, store))
+            return (
+                self._gloo(inner, address, rank, world, left) if backend == "gloo" else self._nccl(inner, rank, world)
+            )
+
+        try:
+            joining = [begin(partial(join, rank)) for rank in ranks]  # each waits for the others
+            self._ranks = [one.result(max(0.1, began + timeout_s + MARGIN_S - time.monotonic())) for one in joining]
+        except (RuntimeError, FutureTimeout) as error:
+            why = f"group {name!r} at {address}:{port} was not complete in {timeout_s:.0f} s"
+            raise TransferTimeout(f"{why} (ranks {ranks.start} to {ranks.stop - 1} of {world}): {error}") from error
+
+    @staticmethod
+    def _gloo(store: Any, address: str, rank: int, world: int, left: timedelta) -> Any:
+        options = ProcessGroupGloo._Options()
+        options._timeout = left
+        options._devices = [ProcessGroupGloo.create_device(hostname=local_end(address))]
+        return ProcessGroupGloo(PrefixStore("cpu/", store), rank, world, options)
+
+    def _nccl(self, store: Any, rank: int, world: int) -> Any:
+        if not torch.distributed.is_nccl_available():
+            raise ConfigError("backend='nccl': this PyTorch has no NCCL; allowed: 'gloo'")
+        from torch.distributed import ProcessGroupNCCL  # noqa: PLC0415 – missing from CPU builds
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(days=1)  # deadlines are kept by `receive`
+        with _nccl_environment(), torch.cuda.device(self.device):
+            return ProcessGroupNCCL(PrefixStore("cuda/", store), rank, world, options)
+
+    def receive(self, update: Update, timeout_s: float) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a request, in order; blocks for each up to `timeout_s`.
+
+        Raises TransferTimeout, after which the group is of no use.
+        """
+        for name, dtype, shape in zip(update.names, update.dtypes, update.shapes, strict=True):
+            buffers = [torch.empty(shape, dtype=dtype_named(dtype), device=self.device) for _ in self._ranks]
+            try:
+                if buffers[0].numel():
+                    self._broadcast(buffers, time.monotonic() + timeout_s)
+            except RuntimeError as error:
+                raise TransferTimeout(f"tensor {name} did not come in group {self.name!r}: {error}") from error
+            yield name, buffers[0]
+
+    def _broadcast(self, buffers: list[torch.Tensor], deadline: float) -> None:
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.asyncOp = True
+        queued = [rank.broadcast([buffer], options) for rank, buffer in zip(self._ranks, buffers, strict=True)]
+        if self.device.type == "cpu":
+            for work in queued:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            return
+        with torch.cuda.device(self.device):
+            for work in queued:
+                work.wait()
+            done = torch.cuda.Event()
+            done.record()
+            settle(cast(Any, self), done, deadline, lambda: "")  # of a group it only wants `abort`
+
+    def abort(self) -> None:
+        """Leave the group, whatever is under way. A sender that waits in it finds its connections closed."""
+        for rank in self._ranks:
+            if self.device.type == "cuda":
+                rank.abort()
+        self._ranks = []
+
+
+def from_ipc(update: Update, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views of the trainer's own tensors on this GPU: of use until it goes on, so copy them.
+
+    The handles are what torch's reduce_tensor makes: (function, arguments). Only torch's own function is ever called.
+    Raises InvalidField where there is no handle for this GPU, or it is none.
+    """
+    if not torch.cuda.is_available():
+        raise InvalidField("extras", "ipc_handles", "tensors or a broadcast: CUDA IPC needs a GPU, and here is none")
+    place = torch.device(device if device.startswith("cuda") else "cuda")
+    index = place.index if place.index is not None else torch.cuda.current_device()
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    opened = [_open(handles, uuid, index) for handles in update.handles]
+    if not update.packed:
+        yield from zip(update.names, opened, strict=True)
+        return
+    flat, start = opened[0], 0
+    if flat.numel() < sum(update.sizes):
+        raise InvalidField("sizes", sum(update.sizes), f"at most the {flat.numel()} elements that the handle has")
+    for name, shape, size in zip(update.names, update.shapes, update.sizes, strict=True):
+        yield name, flat[start : start + size].view(shape)
+        start += size
+
+
+def _open(handles: Any, uuid: str, index: int) -> torch.Tensor:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor  # noqa: PLC0415
+
+    found = handles.get(uuid) if hasattr(handles, "get") else None
+    if found is None:
+        raise InvalidField("ipc_handles", sorted(handles), f"a handle for this process's GPU, {uuid}")
+    function, arguments = found
+    if function is not rebuild_cuda_tensor:
+        raise InvalidField("ipc_handles", function, "handles of torch.multiprocessing.reductions.reduce_tensor")
+    values = list(arguments)
+    values[6] = index  # the device as this process counts: the trainer's may be another number
+    tensor: torch.Tensor = rebuild_cuda_tensor(*values)
+    return tensor
+
+
+def checked(update: Update, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of the type and size that the request says. Raises InvalidField for the first that is not."""
+    for (name, tensor), dtype, shape in zip(pairs, update.dtypes, update.shapes, strict=True):
+        if tensor.dtype != dtype_named(dtype):
+            raise InvalidField("dtypes", dtype, f"{str(tensor.dtype).removeprefix('torch.')}, which tensor {name} has")
+        if tensor.numel() != math.prod(shape):
+            raise InvalidField("shapes", shape, f"a shape of {tensor.numel()} elements, which tensor {name} has")
+        yield name, tensor.view(shape)
+
+
+def staged(update: Update, group: ReceivingGroup | None, device: str, timeout_s: float) -> dict[str, torch.Tensor]:
+    """The tensors of a request, here and for good: nothing of them is the trainer's any more. Blocks.
+
+    Raises InvalidField, ConfigError, TransferTimeout.
+    """
+    if update.way == "broadcast":
+        if group is None:
+            why = "init_weight_update_communicator first, or send tensors or IPC handles with the request"
+            raise InvalidField("extras", None, why)
+        return dict(group.receive(update, timeout_s))
+    source = zip(update.names, update.tensors, strict=True) if update.way == "tensors" else from_ipc(update, device)
+    kept = {name: tensor.detach().clone() for name, tensor in checked(update, iter(source))}
+    if update.way == "ipc":
+        torch.cuda.synchronize()  # the trainer goes on when this returns, and writes into what was copied from
+    return kept

@@ -1,0 +1,68 @@
+"""Ids to text and conversations to ids, with the trainer's own tokenizer or the one beside the pool's model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...messages.errors import ConfigError, InvalidField
+
+
+class Texts:
+    """Made of a tokenizer (an object of transformers' kind), of a path or name of one, or of nothing: then it is the
+    one of `model`, as the workers name it.
+
+    given: whether there is one without asking the pool. model: where to find it otherwise.
+    """
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        path = tokenizer if isinstance(tokenizer, str) or hasattr(tokenizer, "__fspath__") else None
+        self._path = str(path) if path is not None else None
+        self._tokenizer = tokenizer if path is None else None
+        self.model: str | None = None
+        if self._tokenizer is not None and not callable(getattr(self._tokenizer, "decode", None)):
+            raise InvalidField("tokenizer", tokenizer, "a path, a name, or an object with decode()")
+
+    @property
+    def given(self) -> bool:
+        """See Texts."""
+        return self._tokenizer is not None or self._path is not None
+
+    def load(self) -> Any:
+        """The tokenizer; loading it blocks. Raises ConfigError if there is none."""
+        if self._tokenizer is None:
+            path = self._path or self.model
+            if path is None:
+                raise ConfigError("tokenizer=None: give one, or start a worker, whose model's is taken")
+            try:
+                from transformers import AutoTokenizer  # noqa: PLC0415 – a trainer that brings its own does without
+
+                # A name that workers use need not be one on this host, and nothing is downloaded on their word.
+                self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=self._path is None)
+            except (ImportError, OSError, ValueError) as error:
+                raise ConfigError(f"tokenizer: none could be loaded from {path!r}: {error}") from error
+        return self._tokenizer
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids."""
+        text: str = self.load().decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def decode_many(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each; at once where the tokenizer can, which is several times as fast."""
+        tokenizer = self.load()
+        if callable(batch := getattr(tokenizer, "batch_decode", None)):
+            found: list[str] = batch([list(ids) for ids in sequences], skip_special_tokens=True)
+            return found
+        return [self.decode(ids) for ids in sequences]
+
+    def encode_chat(self, conversation: Sequence[dict[str, Any]]) -> list[int]:
+        """Ids of a conversation up to the answer, as SkyRL makes them. Raises ConfigError without a chat template."""
+        tokenizer = self.load()
+        try:
+            found: Any = tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=True)
+        except (AttributeError, ValueError) as error:
+            raise ConfigError(f"prompts: the tokenizer cannot render a conversation: {error}") from error
+        # transformers 5 gives a mapping, 4 a list
+        ids = found["input_ids"] if hasattr(found, "keys") else found
+        return [int(token) for token in (ids[0] if ids and isinstance(ids[0], list) else ids)]

@@ -1,0 +1,59 @@
+"""A tokenizer whose own code fails ends the request it failed on, and not the scheduler's process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rolloutmq.worker.sglang_extras import pack
+from rolloutmq.worker.sglang_stops import STOPS, watch
+from rolloutmq.worker.sglang_tokenizer import EngineTokenizer
+
+pytestmark = pytest.mark.sglang
+
+
+class FakeReq:
+    """As much of SGLang's request as is looked at."""
+
+    vocab_size = 100
+    finished_reason: Any = None
+    to_finish: Any = None
+
+    def __init__(self, generated: list[int]) -> None:
+        extras = {STOPS: [["x"], [], [], []], "generated": len(generated)}
+        self.sampling_params = SimpleNamespace(custom_params=pack(extras), max_new_tokens=10)
+        self.origin_input_ids, self.output_ids = [1, *generated], list[int]()
+
+    def finished(self) -> bool:
+        return self.finished_reason is not None
+
+    def set_finish_with_abort(self, message: str) -> None:
+        self.to_finish = message
+
+    def update_finish_state(self, count: int = 1) -> None:
+        self.finished_reason = self.to_finish
+
+
+def broken(token: int) -> bytes:
+    if token == 99:  # an id that only pads the vocabulary
+        raise KeyError(token)
+    return b"a"
+
+
+def test_it_is_told_why() -> None:
+    tokenizer = cast("EngineTokenizer", SimpleNamespace(new_pieces=lambda: broken))
+    req = FakeReq([5, 99])
+    watch(req, tokenizer)
+    assert req.to_finish == "stops cannot be looked for in what was generated: KeyError(99)"
+    req = FakeReq([5])
+    watch(req, tokenizer)
+    for token in (7, 99):
+        assert not req.finished()
+        req.output_ids.append(token)
+        req.update_finish_state()
+    assert (req.finished_reason.message, int(req.finished_reason.status_code)) == (
+        "stops cannot be looked for in what was generated: KeyError(99)",
+        400,
+    )

@@ -1,0 +1,67 @@
+"""Which experts tokens went to, on a GPU with overlap scheduling and CUDA graphs.
+
+One GPU: `pytest tests/gpu/test_gpu_experts.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from asking import ask
+from in_place import Judge
+from moe import check_routes, routes, write_experts
+
+from rolloutmq.worker.engine import Wanted
+from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(600),
+]
+SHARE = 0.97
+"""The engine computes in bfloat16, the reference in float32 on the same values: of two near experts either may come."""
+
+
+def test_routed_experts_over_two_legs(tmp_path: Path) -> None:
+    model = write_experts(tmp_path / "model", 0, dtype="bfloat16")
+
+    async def main() -> None:
+        engine = SGLangEngine(
+            SGLangConfig(
+                model=str(model),
+                dtype="bfloat16",
+                max_running=16,
+                max_total_tokens=50_000,
+                attention_backend="triton",
+                sampling_backend="pytorch",
+                prefill_cuda_graph=False,
+                routed_experts=True,
+            )
+        )
+        await engine.start()
+        try:
+            reference = Judge([model]).models[0]
+            prompt = np.random.default_rng(0).integers(0, 320, 100).tolist()
+            requests = [ask([*prompt, i], 60, wanted=Wanted(routed_experts=True)) for i in range(8)]
+            plain = [ask([*prompt, i], 40, wanted=Wanted()) for i in range(8)]
+            outputs = await asyncio.gather(*map(engine.generate, [*requests, *plain]))
+            for request, output in zip(requests, outputs, strict=False):
+                tokens = [*request.token_ids.tolist(), *output.token_ids.tolist()]
+                expected = routes(reference, tokens)
+                check_routes(output.token_arrays["routed_experts"], expected[100:-1], SHARE)
+                check_routes(output.arrays["prompt_routed_experts"], expected[:101], SHARE)
+                more = ask(tokens, 20, generated=60, wanted=Wanted(routed_experts=True, prompt=False))
+                found = await engine.generate(more)
+                expected = routes(reference, [*tokens, *found.token_ids.tolist()])
+                check_routes(found.token_arrays["routed_experts"], expected[160:-1], SHARE)
+                assert found.arrays == {}
+            for output in outputs[8:]:
+                assert output.token_arrays == output.arrays == {}
+        finally:
+            await engine.close()
+
+    asyncio.run(main())

@@ -1,0 +1,56 @@
+"""A mixture of experts small enough for a CPU, and which experts transformers sends tokens to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rolloutmq.worker.cpu_support import prepare_transformers
+
+LAYERS, EXPERTS = 2, 2
+"""Of the model; experts of a token, of eight."""
+
+
+def write_experts(path: Path, seed: int, *, dtype: str = "float32") -> Path:
+    """A checkpoint; each seed has weights of its own. 320 tokens in its vocabulary, none of which ends a sample."""
+    prepare_transformers()
+    import torch  # noqa: PLC0415
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=8,
+        num_experts_per_tok=EXPERTS,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    Qwen3MoeForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(path)
+    return path
+
+
+def routes(model: Any, tokens: list[int]) -> Any:
+    """(tokens, layers, k): the experts of each token, in ascending order."""
+    import torch  # noqa: PLC0415
+
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+    return np.sort(torch.stack([layer.topk(EXPERTS).indices for layer in logits], 1).numpy(), -1)
+
+
+def check_routes(found: Any, expected: Any, share: float = 0.995) -> None:
+    """All but what a rounding error between two experts explains."""
+    assert (found.dtype, found.shape) == (np.int32, expected.shape)
+    assert (np.sort(found, -1) == expected).mean() > share

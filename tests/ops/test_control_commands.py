@@ -1,0 +1,125 @@
+"""`rolloutmq control`: what it prints, as text and as JSON, and its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rolloutmq.messages.command_params import ACTIONS
+from rolloutmq.messages.errors import InvalidField
+from rolloutmq.ops.cli_control import _file_name, app
+from rolloutmq.producer.control_blocking import BlockingPoolControl
+from rolloutmq.worker.config import WorkerConfig
+from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.tokenizer import NoTokenizer
+from rolloutmq.worker.worker import Worker
+
+
+class Serving:
+    """A worker on an event loop in a thread, as the command line has none of its own."""
+
+    def __init__(self, url: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.worker: Worker | None = None
+        self.up = threading.Event()
+        self.thread = threading.Thread(target=self.loop.run_until_complete, args=(self._run(url),), daemon=True)
+        self.thread.start()
+        assert self.up.wait(20)
+
+    async def _run(self, url: str) -> None:
+        self.worker = Worker(WorkerConfig(redis_url=url, drain_s=2.0), ScriptedEngine(lora=True), NoTokenizer())
+        serving = asyncio.create_task(self.worker.run())
+        await self.worker.joined.wait()
+        self.up.set()
+        await serving
+
+    def stop(self) -> None:
+        if self.thread.is_alive() and self.worker is not None:
+            self.loop.call_soon_threadsafe(self.worker.drain)
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def serving(redis_db: str) -> Iterator[Serving]:
+    made = Serving(redis_db)
+    yield made
+    made.stop()
+
+
+def call(url: str, *arguments: str) -> Any:
+    return CliRunner().invoke(app, [*arguments, "--redis", url, "--timeout", "10"])
+
+
+def test_every_action_has_a_command() -> None:
+    names = {command.name or command.callback.__name__ for command in app.registered_commands}  # type: ignore[union-attr]
+    assert names == {action.replace("_", "-") for action in ACTIONS}
+
+
+def test_text_json_and_exit_codes(redis_db: str, serving: Serving, tmp_path: Path) -> None:
+    worker_id = serving.worker.worker_id  # type: ignore[union-attr]
+    done = call(redis_db, "version", "--json")
+    assert (done.exit_code, json.loads(done.output)[worker_id]["result"]["version"]) == (0, 0)
+    for arguments in (
+        ("pause", "--mode", "retract"),
+        ("resume",),
+        ("abort",),
+        ("abort", "--keep"),
+        ("sleep", "--tag", "kv_cache"),
+        ("wake", "--tag", "kv_cache"),
+        ("flush-cache",),
+        ("set-version", "5"),
+        ("audit",),
+        ("adapters",),
+        ("start-profile", "--folder", str(tmp_path / "traces")),
+        ("stop-profile", "--out", str(tmp_path / "here")),
+    ):
+        done = call(redis_db, *arguments, "--worker", worker_id)
+        assert done.exit_code == 0, (arguments, done.output)
+        assert worker_id in done.output
+    (trace,) = (tmp_path / "here" / worker_id).iterdir()
+    assert trace.read_bytes() == (tmp_path / "traces" / trace.name).read_bytes()
+    for arguments, why in (
+        (("clear-storage",), "RequestRefused: clear_storage"),
+        (("set-version", "2"), "above 5"),
+        (("wake",), "nothing is asleep"),
+        (("load", str(tmp_path / "none"), "9"), "NoSuchSnapshot"),
+        (("load-adapter", "a", "1", str(tmp_path / "none")), "NoSuchSnapshot"),
+        (("unload-adapter", "a"), "none"),
+    ):
+        done = call(redis_db, *arguments)
+        assert (done.exit_code, why in done.output) == (1, True), (arguments, done.output)
+        told = json.loads(call(redis_db, *arguments, "--json").output)[worker_id]
+        assert (told["ok"], bool(told["kind"])) == (False, True)
+    for arguments in (("sleep", "--tag", "lungs"), ("pause", "--mode", "gently"), ("save", "relative")):
+        assert call(redis_db, *arguments).exit_code == 2
+    nobody = call(redis_db, "version", "--worker", "nobody")
+    assert (nobody.exit_code, "no worker of that name" in nobody.output) == (1, True)
+    assert call(redis_db, "stop", "--drain", "0").exit_code == 0
+    serving.thread.join(20)
+    assert call(redis_db, "version").exit_code == 1
+
+
+def test_the_same_without_asyncio(redis_db: str, serving: Serving) -> None:
+    with BlockingPoolControl(redis_db) as control:
+        assert control.version().ok
+        assert list(control.versions().values()) == [0]
+        assert control.pause("finish", timeout_s=10.0).ok
+        assert control.resume().ok
+        with pytest.raises(InvalidField):
+            control.sleep(["lungs"])
+        with pytest.raises(AttributeError, match="see PoolControl"):
+            control.fly()
+        control.close()
+
+
+@pytest.mark.parametrize("told", ["../../elsewhere", "..", "/etc/passwd", ""])
+def test_what_a_worker_calls_itself_leads_nowhere(told: str, tmp_path: Path) -> None:
+    assert (tmp_path / _file_name(told)).resolve().parent == tmp_path.resolve()

@@ -1,0 +1,300 @@
+"""Images, videos and audio: read where the job is made, checked, and fetched only from where it is allowed."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import threading
+import time
+import wave
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rolloutmq.messages import GenerateJob, decode, encode, new_id
+from rolloutmq.messages.chat import ChatMessage
+from rolloutmq.messages.errors import InvalidField, RequestRefused
+from rolloutmq.messages.fetch import fetch
+from rolloutmq.messages.media import MAX_MEDIUM_BYTES, Medium
+from rolloutmq.producer.media import chat_job, from_openai, medium
+from rolloutmq.worker.engine import EngineOutput
+from rolloutmq.worker.media import arguments, with_media_here
+from rolloutmq.worker.samples import SampleRun
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+)
+MP4 = b"\0\0\0\x18ftypmp42" + bytes(12)
+
+
+def wav() -> bytes:
+    out = io.BytesIO()
+    with wave.open(out, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(8000)
+        sound.writeframes(bytes(32))
+    return out.getvalue()
+
+
+def data_url(data: bytes, mime: str = "image/png") -> str:
+    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """On this host, so a private address: an image, a redirect to it, something huge, and a page."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = {"/image.png": PNG, "/page": b"<html>", "/huge": bytes(70_000)}.get(self.path)
+            if self.path == "/moved":
+                self.send_response(302)
+                self.send_header("Location", "/image.png")
+                self.end_headers()
+            elif self.path == "/outside":
+                self.send_response(302)
+                self.send_header("Location", "http://elsewhere.invalid/image.png")
+                self.end_headers()
+            elif body is None:
+                self.send_error(404)
+            else:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    serving = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=serving.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{serving.server_port}"
+    serving.shutdown()
+    thread.join()
+    serving.server_close()
+
+
+def test_an_image_may_be_bytes_a_path_a_data_url_or_of_pil(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    file = tmp_path / "a b.png"
+    file.write_bytes(PNG)
+    for source in (PNG, bytearray(PNG), file, str(file), file.as_uri(), data_url(PNG), Medium(kind="image", data=PNG)):
+        assert medium("image", source).data == PNG
+    assert medium("image", PNG).mime == "image/png"
+    drawn = medium("image", image.new("RGB", (3, 2), "red"))
+    assert image.open(io.BytesIO(drawn.data or b"")).size == (3, 2)
+    assert medium("audio", wav()).mime == "audio/wav"
+    assert medium("video", MP4).mime == "video/mp4"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "why"),
+    [
+        ("image", b"<html>", "a file of image/bmp.*begins with b'<html>'"),
+        ("video", PNG, "a file of video/mp4"),
+        ("audio", b"", "1 to "),
+        ("image", PNG + bytes(MAX_MEDIUM_BYTES), "1 to "),
+        ("image", "/nowhere/at/all.png", "can be read"),
+        ("image", "data:image/png,abc", "base64"),
+        ("image", "data:image/png;base64,%%%", "base64"),
+        ("image", 5, "bytes, a path"),
+        ("audio", object(), "bytes, a path"),
+    ],
+)
+def test_what_is_no_such_file_is_refused_with_the_reason(kind: Any, source: Any, why: str) -> None:
+    with pytest.raises(InvalidField, match=why):
+        medium(kind, source)
+
+
+def test_openai_messages_become_places_and_media_in_order(tmp_path: Path) -> None:
+    (tmp_path / "clip.mp4").write_bytes(MP4)
+    messages = [
+        {"role": "system", "content": "Look."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "What is"},
+                {"type": "image_url", "image_url": {"url": data_url(PNG), "detail": "low"}},
+                {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav()).decode(), "format": "wav"}},
+                {"type": "video_url", "video_url": {"url": "clip.mp4"}},
+                {"type": "image", "image": PNG},
+            ],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "f"}}], "refusal": None},
+        {"role": "tool", "content": "4", "tool_call_id": "c"},
+    ]
+    chat, media = from_openai(messages, files=tmp_path)
+    assert [one.kind for one in media] == ["image", "audio", "video", "image"]
+    assert media[2].data == MP4
+    assert chat[1].rendered()["content"] == [
+        {"type": "text", "text": "What is"},
+        {"type": "image"},
+        {"type": "audio"},
+        {"type": "video"},
+        {"type": "image"},
+    ]
+    assert chat[3].rendered() == {"role": "tool", "content": "4", "tool_call_id": "c"}
+    job = chat_job(messages, files=tmp_path, n=2)
+    assert (job.media, job.n) == (media, 2)
+    assert decode(encode(job), GenerateJob) == job
+    assert job.features_used() == ["media"]
+    assert {name: len(data) for name, data in arguments(job.media).items()} == {
+        "image_data": 2,
+        "audio_data": 1,
+        "video_data": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "where", "why"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "/etc/passwd"}}], "messages.0.content.0", "`files`"),
+        ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "messages.0.content.0", "`files`"),
+        ([{"type": "image", "image": "/etc/passwd"}], "messages.0.content.0", "`files`"),
+        ([{"type": "text", "text": "a"}, {"type": "smell"}], "messages.0.content.1", "a part of type"),
+        ([{"type": "image_url", "image_url": {"url": data_url(b"<html>")}}], "messages.0.content.0.image", "a file"),
+        (5, "messages.0.content", "string"),
+    ],
+)
+def test_a_part_that_cannot_be_taken_is_named(content: Any, where: str, why: str) -> None:
+    with pytest.raises(InvalidField, match=why) as refused:
+        from_openai([{"role": "user", "content": content}])
+    assert refused.value.field.startswith(where)
+
+
+def test_a_path_in_a_message_stays_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_bytes(PNG)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open" / "link.png").symlink_to(tmp_path / "secret.png")
+    for url in ("../secret.png", str(tmp_path / "secret.png"), "link.png"):
+        with pytest.raises(InvalidField, match="a path in"):
+            from_openai(
+                [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}], files=tmp_path / "open"
+            )
+
+
+@pytest.mark.parametrize("kinds", [[], ["video"], ["image", "image"]])
+def test_media_and_places_must_agree(kinds: list[Any]) -> None:
+    message = ChatMessage(role="user", content=[{"type": "image"}])
+    with pytest.raises(InvalidField, match=r"for places of \['image'\]"):
+        GenerateJob.build(messages=[message], media=[Medium(kind=kind, data=b"x") for kind in kinds])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"data": b"x", "url": "http://a/b"}, {"url": "file:///etc/passwd"}, {"url": "http:///x"}, {"data": "x"}],
+)
+def test_a_medium_has_one_source_and_no_path(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidField):
+        GenerateJob.build(text="a", media=[{"kind": "image", **fields}])
+
+
+def test_a_url_is_fetched_from_hosts_that_are_public_or_named(server: str) -> None:
+    image, here = f"{server}/image.png", frozenset({"127.0.0.1"})
+    for url in (image, image.replace("127.0.0.1", "localhost")):
+        with pytest.raises(InvalidField, match="a public host"):
+            fetch(url, max_bytes=1000)
+    assert medium("image", image, hosts=here).data == PNG
+    assert fetch(f"{server}/moved", max_bytes=1000, hosts=here) == PNG
+    for url, why in (
+        (f"{server}/outside", "a host among 127.0.0.1"),
+        (f"{server}/huge", "at most 1000 bytes"),
+        (f"{server}/none", "not 404"),
+        ("ftp://127.0.0.1/x", "http://HOST"),
+        ("http://127.0.0.1:99999/", "http://HOST"),
+        ("http://127.0.0.1:1/", "can be fetched"),
+    ):
+        with pytest.raises(InvalidField, match=why):
+            fetch(url, max_bytes=1000, hosts=here, timeout_s=5)
+    with pytest.raises(InvalidField, match="begins with b'<html>'"):
+        medium("image", f"{server}/page", hosts=here)
+
+
+@pytest.fixture
+def dripping() -> Iterator[str]:
+    """A server whose headers have no end."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+            with contextlib.suppress(OSError):
+                while not over.wait(0.05):
+                    self.wfile.write(b"x")
+
+        def log_message(self, *_: Any) -> None: ...
+
+    over = threading.Event()
+    serving = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=serving.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{serving.server_port}/"
+    over.set()
+    serving.shutdown()
+    thread.join()
+    serving.server_close()
+
+
+def test_a_server_that_drips_does_not_outlast_the_deadline(dripping: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(InvalidField, match="can be fetched"):
+        fetch(dripping, max_bytes=1000, hosts={"127.0.0.1"}, timeout_s=0.3)
+    assert time.monotonic() - began < 3.0
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://[x]/", "http://\u2100.example/", "http://a b/", "http://a:x/"])
+def test_what_is_no_url_is_refused_by_name(url: str) -> None:
+    with pytest.raises(InvalidField, match="url"):
+        fetch(url, max_bytes=1, timeout_s=1)
+    for urls in ("client", "worker"):
+        with pytest.raises(InvalidField):
+            medium("image", url + "x" * 5000, urls=urls, timeout_s=1)
+
+
+def test_a_worker_fetches_only_from_hosts_that_its_operator_names(server: str) -> None:
+    job = GenerateJob(text="a", media=[medium("image", f"{server}/image.png", urls="worker"), medium("audio", wav())])
+    with pytest.raises(RequestRefused, match=r"media\.0\.url=.*--media-host"):
+        with_media_here(job, frozenset())
+    with pytest.raises(RequestRefused, match=r"a host among images\.example"):
+        with_media_here(job, frozenset({"images.example"}))
+    assert with_media_here(job, frozenset({"127.0.0.1"})).media[0].data == PNG
+    named = GenerateJob(
+        text="a", media=[Medium(kind="image", url=f"{server}/image.png".replace("127.0.0.1", "localhost"))]
+    )
+    assert with_media_here(named, frozenset({"LocalHost"})).media[0].data == PNG
+    plain = GenerateJob(text="a", media=[medium("image", PNG)])
+    assert with_media_here(plain, frozenset()) is plain
+
+
+def test_all_urls_of_a_job_have_one_deadline(dripping: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolloutmq.worker.media.FETCH_S", 0.3)
+    job = GenerateJob(text="a", media=[Medium(kind="image", url=dripping)] * 20)
+    began = time.monotonic()
+    with pytest.raises(RequestRefused, match=r"media\.0: .*can be fetched"):
+        with_media_here(job, frozenset({"127.0.0.1"}))
+    assert time.monotonic() - began < 3.0
+
+
+@pytest.mark.parametrize("playlist", [b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", b"ffconcat version 1.0\nfile /x\n"])
+def test_a_worker_takes_nothing_for_a_video_that_names_other_files(playlist: bytes) -> None:
+    for kind in ("video", "audio"):
+        job = GenerateJob(text="a", media=[Medium(kind=kind, data=playlist)])
+        with pytest.raises(RequestRefused, match=r"media\.0: .*a file of"):
+            with_media_here(job, frozenset())
+
+
+def test_a_sample_with_media_that_is_interrupted_starts_over() -> None:
+    job = GenerateJob(id=new_id(), token_ids=[1, 2], media=[medium("image", PNG)])
+    sample = SampleRun(job, np.array([1, 2], np.int32), 0, 1, 0.0)
+    for reason, kept in (("abort", 0), ("length", 3)):
+        request = sample.next_request(4)
+        assert (request.media, request.generated, request.token_ids.tolist()) == (job.media, 0, [1, 2])
+        assert sample.leg is not None
+        output = EngineOutput(np.array([5, 6, 7], np.int32), np.zeros(3, np.float32), reason)  # type: ignore[arg-type]
+        sample.absorb(sample.leg, output, 0.1)
+        assert len(sample.tokens) == kept
+    assert sample.finish_reason == "length"

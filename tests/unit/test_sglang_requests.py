@@ -1,0 +1,67 @@
+"""What SGLang answers, as this package has it: cases that a real engine shows only by chance."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rolloutmq.messages.errors import EngineError, RequestRefused
+from rolloutmq.messages.sampling import LogitProcessor, SamplingParams
+from rolloutmq.worker.engine import EngineRequest, Wanted
+from rolloutmq.worker.sglang_arrays import Shapes
+from rolloutmq.worker.sglang_requests import engine_output
+
+SHAPES = Shapes(hidden=4, dtype="float16", layers=2, experts=3)
+STATES = np.arange(12.0).reshape(3, 4).tolist()
+
+
+def answered(
+    wanted: Wanted, *, reason: str = "length", logprobs: tuple[float, ...] = (-1.0, -2.0, -3.0), **meta: Any
+) -> Any:
+    """The output of three tokens after a prompt of four, one of which an earlier leg generated."""
+    request = EngineRequest("r", np.arange(4, dtype=np.int32), SamplingParams(), 3, "0", generated=1, wanted=wanted)
+    answer = {"output_ids": [5, 6, 7], "meta_info": {"finish_reason": {"type": reason}, **meta}}
+    return engine_output(request, answer, list(logprobs), None, SHAPES)
+
+
+def test_hidden_states_are_there_or_it_is_an_error() -> None:
+    output = answered(Wanted(hidden_states="all"), hidden_states=STATES)
+    assert output.token_arrays["hidden_states"].dtype == np.float16
+    assert output.token_arrays["hidden_states"].tolist() == STATES
+    assert (
+        answered(Wanted(hidden_states="last"), hidden_states=STATES[2]).arrays["last_hidden_state"].tolist()
+        == STATES[2]
+    )
+    for missing in ({}, {"hidden_states": STATES[:2]}):
+        with pytest.raises(EngineError, match="hidden states of 3 tokens"):
+            answered(Wanted(hidden_states="all"), **missing)
+
+
+def test_an_aborted_request_without_its_rows_has_no_tokens() -> None:
+    """SGLang had taken it back, and forgets them."""
+    for wanted in (Wanted(hidden_states="all"), Wanted(routed_experts=True)):
+        output = answered(wanted, reason="abort")
+        assert (output.finish_reason, output.token_ids.size, output.logprobs.size) == ("abort", 0, 0)
+        assert output.token_arrays == output.arrays == {}
+
+
+def test_routed_experts_of_the_prompt_and_of_the_passes_that_sampled() -> None:
+    table = np.arange(36, dtype=np.int32).reshape(6, 2, 3)  # of all but the last of 4 + 3 tokens
+    told = base64.b64encode(table.tobytes()).decode()
+    output = answered(Wanted(routed_experts=True), routed_experts=told)
+    assert output.token_arrays["routed_experts"].tolist() == table[3:].tolist()
+    assert output.arrays["prompt_routed_experts"].tolist() == table[:3].tolist()
+    later = answered(
+        Wanted(routed_experts=True, prompt=False), routed_experts=base64.b64encode(table[3:].tobytes()).decode()
+    )
+    assert later.token_arrays["routed_experts"].tolist() == table[3:].tolist()
+    assert later.arrays == {}
+
+
+def test_a_token_that_had_no_distribution_fails_the_job() -> None:
+    wanted = Wanted(logit_processors=(LogitProcessor(name="mine"),))
+    with pytest.raises(RequestRefused, match=r"logit_processors \(mine\): failed, or left no token .*, at token 1"):
+        answered(wanted, logprobs=(-1.0, float("nan"), -3.0))

@@ -1,0 +1,70 @@
+"""Only these tokens; all tokens but these; all but these for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...messages.errors import InvalidField
+from . import params as check
+from .processor import LogitProcessor, Rows
+
+NEVER = float("-inf")
+
+
+class ActionMask(LogitProcessor):
+    """`token_ids`: the tokens that may be generated; every other one has probability 0."""
+
+    @classmethod
+    def validate(cls, params: Mapping[str, Any], vocab_size: int) -> None:
+        check.only(params, ["token_ids"])
+        check.token_ids(params, vocab_size)
+
+    def __call__(self, logits: torch.Tensor, rows: Rows) -> None:
+        logits.masked_fill_(~rows.keep_all(partial(_listed, logits, rows)), NEVER)
+
+
+class DisallowedTokens(LogitProcessor):
+    """`token_ids`: the tokens that have probability 0."""
+
+    @classmethod
+    def validate(cls, params: Mapping[str, Any], vocab_size: int) -> None:
+        check.only(params, ["token_ids"])
+        if len(check.token_ids(params, vocab_size)) == vocab_size:
+            raise InvalidField("token_ids", params["token_ids"], "at least one token of the vocabulary must be left")
+
+    def __call__(self, logits: torch.Tensor, rows: Rows) -> None:
+        logits.masked_fill_(rows.keep_all(partial(_listed, logits, rows)), NEVER)
+
+
+class MinNewTokens(LogitProcessor):
+    """`token_ids` have probability 0 until the sample has generated `min_new_tokens` tokens."""
+
+    @classmethod
+    def validate(cls, params: Mapping[str, Any], vocab_size: int) -> None:
+        check.only(params, ["min_new_tokens", "token_ids"])
+        check.count(params, "min_new_tokens")
+        if len(check.token_ids(params, vocab_size)) == vocab_size:
+            raise InvalidField("token_ids", params["token_ids"], "at least one token of the vocabulary must be left")
+
+    def __call__(self, logits: torch.Tensor, rows: Rows) -> None:
+        listed, least = rows.keep_all(lambda: (_listed(logits, rows), _least(rows)))
+        logits.masked_fill_(listed & (rows.generated < least)[:, None], NEVER)
+
+
+def _listed(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """(rows, vocabulary) bool: the tokens in each row's `token_ids`."""
+
+    def one(row: int) -> torch.Tensor:
+        mask = torch.zeros(logits.shape[1], dtype=torch.bool)
+        mask[list(rows.params[row]["token_ids"])] = True
+        return mask.to(logits.device)
+
+    return torch.stack([rows.keep(row, partial(one, row)) for row in range(len(rows))])
+
+
+def _least(rows: Rows) -> torch.Tensor:
+    return torch.tensor([params["min_new_tokens"] for params in rows.params], device=rows.generated.device)

@@ -1,0 +1,111 @@
+"""The bytes that each generated token adds to the text: what stops are looked for in.
+
+Bytes and not characters, because a token may hold a part of a character. Text as a stop sees it has special tokens in
+it, as they are written ("<|im_end|>").
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+Pieces = Callable[[int], bytes]
+"""What one sample's next token adds; called once for each of its tokens, in order."""
+_CONTEXT = 8
+"""Tokens that a token's text can depend on, for tokenizers of which nothing more is known."""
+
+
+def pieces_of(tokenizer: Any) -> Callable[[], Pieces]:
+    """Makes the pieces of one sample after the other, for a tokenizer of transformers."""
+    kinds = _decoders(tokenizer)
+    if "ByteLevel" in kinds:
+        table = _ByteLevel(tokenizer)
+        return lambda: table
+    if "ByteFallback" in kinds:
+        fallback = _ByteFallback(tokenizer)
+        return lambda: fallback
+    return lambda: Windowed(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
+
+
+def _decoders(tokenizer: Any) -> set[str]:
+    """The names of the steps that make text of tokens; none for tokenizers written in Python."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    if decoder is None:
+        return set()
+    found = json.loads(decoder.__getstate__())
+    return {str(step.get("type")) for step in found.get("decoders", [found])}
+
+
+class _Table:
+    """Tokens whose bytes do not depend on their neighbours; looked up once each."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {}
+
+    def __call__(self, token: int) -> bytes:
+        if (found := self._known.get(token)) is None:
+            name = self._tokenizer.convert_ids_to_tokens(token)  # None for ids that only pad the vocabulary
+            found = self._known[token] = b"" if name is None else self._bytes(str(name))
+        return found
+
+    def _bytes(self, name: str) -> bytes:
+        raise NotImplementedError
+
+
+class _ByteLevel(_Table):
+    """A character of a token's name stands for a byte, as in GPT-2; added tokens are their own text."""
+
+    def _bytes(self, name: str) -> bytes:
+        try:
+            return bytes(_BYTE_OF[character] for character in name)
+        except KeyError:
+            return name.encode()
+
+
+class _ByteFallback(_Table):
+    """SentencePiece: "▁" is a space, "<0x41>" a byte, everything else itself."""
+
+    def _bytes(self, name: str) -> bytes:
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            return bytes([int(name[3:5], 16)])
+        return name.replace("\u2581", " ").encode()
+
+
+class Windowed:
+    """For any other tokenizer: a token adds what its text and that of the tokens before it has more than theirs alone.
+
+    A character that is not complete yet is held back; what a token completes counts as that token's.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._told = 0  # characters of the window's text
+
+    def __call__(self, token: int) -> bytes:
+        if len(self._ids) >= 2 * _CONTEXT:
+            self._ids = self._ids[-_CONTEXT:]
+            self._told = _complete(self._decode(self._ids))
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        new, self._told = text[self._told : _complete(text)], max(self._told, _complete(text))
+        return new.encode(errors="replace")
+
+
+def _complete(text: str) -> int:
+    """Characters that no further token changes: a character's first bytes may be up to three replacement characters."""
+    return max(len(text.rstrip("\ufffd")), len(text) - 3)
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes are themselves, the others follow from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    shifted = {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | shifted
+
+
+_BYTE_OF = _byte_characters()
