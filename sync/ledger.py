@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ..messages.codec import decode, encode
-from ..messages.errors import MessageError
+from ..messages.errors import MessageError, WeightSyncError
 from ..messages.keys import Keys
 from ..messages.lua import Scripts
 from ..messages.weights import NCCL_AGREED, WeightAnnouncement
@@ -121,9 +121,21 @@ class Ledger:
         )
 
     async def announce(self, announcement: WeightAnnouncement) -> None:
-        """Open the transfer for joins and ring the bell."""
+        """Open the transfer for joins and ring the bell. Raises WeightSyncError if other weights have the number."""
         message = encode(announcement)
-        await self._scripts.run("announce", announcement.epoch, _what(announcement), message, REMEMBER_S)
+        state = await self._scripts.run("announce", announcement.epoch, _what(announcement), message, REMEMBER_S)
+        if state == b"given":
+            raise WeightSyncError(
+                f"version {announcement.version}: an operator's command has given this number to other weights, "
+                "publish under a higher one"
+            )
+
+    async def reserve(self, version: int, of: str) -> int:
+        """Take a number for weights that no trainer announced; `of` names them, and may take it again.
+
+        Returns 0, or the newest number that is taken, which this one is not above. No trainer can announce it then.
+        """
+        return int(await self._scripts.run("reserve", version, of, REMEMBER_S))
 
     async def offer(self, announcement: WeightAnnouncement, worker_id: str, over: int = 0) -> str:
         """Open a transfer of the newest version as the worker that has it, if others wait for it.
@@ -172,7 +184,7 @@ class Ledger:
         return newest
 
     async def version_state(self, version: int | str) -> str:
-        """announced, committed, failed, or "" for a version the ledger does not know; see `Keys.version`."""
+        """announced, committed, failed, given (by an operator's command), or "" if unknown; see `Keys.version`."""
         state = await self.redis.hget(self.keys.version(version), "st")
         return state.decode() if state else ""
 

@@ -39,7 +39,7 @@ class Transfer:
 class VersionRecord:
     """A version and its transfers, newest first.
 
-    state: announced, committed, failed, or "" if only its transfers are remembered.
+    state: announced, committed, failed, given (by an operator's command), or "" if only its transfers are remembered.
     announced_at, ended_at: Unix seconds by Redis' clock, None where that is not known.
     """
 

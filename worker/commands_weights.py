@@ -37,11 +37,11 @@ class WeightCommands:
     async def _set_version(self, params: SetVersionParams, deadline: float) -> Mapping[str, Any]:
         async with self._whole("set_version", deadline) as before:
             if params.version != before:
-                await self._check_new("set_version", params.version)
                 if before < (newest := await self._ledger.committed()):
                     raise RequestRefused(
                         f"set_version: this worker has {before}, and is yet to get the pool's {newest}"
                     )
+                await self._reserve("set_version", params.version, f"version {before}")
                 self._generation.version = params.version
                 log.info("what was version %s is called %s from now on, by command", before, params.version)
             return {"version": params.version, "before": before}
@@ -79,7 +79,9 @@ class WeightCommands:
             raise InvalidField("path", params.path, "one of the versions in it, v000000000012 or the like")
         if params.format not in ("auto", found):
             raise InvalidField("format", params.format, f"{found!r} or 'auto': that is what is in {params.path}")
-        await self._check_new("load", params.version)
+        if self._follower.holds:
+            raise RequestRefused(f"load: the engine is {', '.join(sorted(self._follower.holds))}")
+        await self._reserve("load", params.version, f"{found} {params.path}")
         if found == "sharded":
             result = await self._load_sharded(params, deadline)
         else:
@@ -88,8 +90,6 @@ class WeightCommands:
         return {**result, "format": found, "version": params.version}
 
     async def _load_named(self, params: LoadParams, deadline: float) -> dict[str, Any]:
-        if self._follower.holds:
-            raise RequestRefused(f"load: the engine is {', '.join(sorted(self._follower.holds))}")
         nbytes = await asyncio.to_thread(_size, Path(params.path))
         order = disk_order(params.path, params.version, TIMEOUT_S + nbytes / SLOWEST)
         report = await self._follower.load(order)
@@ -110,12 +110,12 @@ class WeightCommands:
             self._follower.mended(params.version)
         return {"tensors": checked["tensors"], "verified": True}
 
-    async def _check_new(self, what: str, version: int) -> None:
+    async def _reserve(self, what: str, version: int, of: str) -> None:
         """Numbers only go up, and name one set of weights: prefixes are cached under them, and samples tagged."""
-        committed, here = await self._ledger.newest(), self._generation.version
-        if version <= max(committed, here):
-            allowed = f"above {max(committed, here)}: the pool has announced {committed}, this worker has {here}"
-            raise InvalidField(f"{what}: version", version, allowed)
+        here = self._generation.version
+        taken = here if version <= here else await self._ledger.reserve(version, of)
+        if taken:
+            raise InvalidField(f"{what}: version", version, f"above {max(taken, here)}: that number is taken")
 
     @asynccontextmanager
     async def _whole(self, what: str, deadline: float) -> AsyncIterator[int]:

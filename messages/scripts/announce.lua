@@ -1,12 +1,14 @@
 -- Open a weight transfer.
 -- ARGV: prefix, epoch, version, announcement bytes, seconds to remember it
+-- Returns ok; the state of a transfer that has gone on or is over; or given: other weights have the number (see reserve).
 local key = prefix .. 'epoch:' .. ARGV[2]
 local state = redis.call('HGET', key, 'st')
 if state and state ~= 'joining' then return state end   -- a delayed copy: the transfer went on, or is over
+local version = prefix .. 'version:' .. ARGV[3]
+if redis.call('HGET', version, 'st') == 'given' then return 'given' end
 redis.call('HSET', key, 'm', ARGV[4], 'st', 'joining')
 redis.call('EXPIRE', key, ARGV[5])
 redis.call('HSET', prefix .. 'weights', 'open', ARGV[2])
-local version = prefix .. 'version:' .. ARGV[3]
 if not redis.call('HGET', version, 'st') then redis.call('HSET', version, 'st', 'announced', 'at', now_ms()) end
 redis.call('EXPIRE', version, ARGV[5])
 -- A number that was announced is never given to other tensors: some worker may have them under it, committed or not.

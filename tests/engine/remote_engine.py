@@ -16,6 +16,9 @@ from rolloutmq.worker.sglang_engine import SGLangConfig
 START_S = 180.0
 
 
+NAME = "remote-engine"
+
+
 class RemoteEngine:
     """`generate` of an engine elsewhere. Requests of one event loop run together."""
 
@@ -24,7 +27,7 @@ class RemoteEngine:
     def __init__(self, config: SGLangConfig) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(config, theirs))
+        self._process = context.Process(target=_run, args=(config, theirs), name=NAME)
         self._process.start()
         theirs.close()
         self._numbers = itertools.count()

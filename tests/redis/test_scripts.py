@@ -86,6 +86,7 @@ async def lifecycle(  # noqa: PLR0915 – a life is one story
     assert await ledger.offer(offered, "w1") == "ok"
     await ledger.close(offered, True)
     await ledger.unwant("w1")
+    assert [await ledger.reserve(number, "a folder") for number in (2, 3)] == [2, 0]
     assert await ledger.committed() == 1
     assert await ledger.wanted() == {}
 
