@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..messages.base import as_invalid_field
-from ..messages.errors import ConfigError, InvalidField
+from ..messages.errors import ConfigError, FeatureUnavailable, InvalidField
 from ..messages.jobs import GenerateJob
-from ..messages.results import RolloutResult
+from ..messages.results import JobFailure, RolloutResult
 from ..producer.client import Outcome, RolloutClient
 
 SAMPLING = "sampling"
@@ -254,6 +254,15 @@ def _sync_folder(file: Path) -> None:
         os.close(folder)
 
 
+async def _refuse(work: _Work, client: RolloutClient, logprobs: bool) -> None:
+    """Answer the lines that no worker there is can run, so that they do not stop the others."""
+    for job in work.jobs():
+        try:
+            await client.check([job])
+        except FeatureUnavailable as error:
+            work.take(JobFailure(job_id=job.id, outcome="dead", cause="refused", error=str(error)), logprobs)
+
+
 async def _run(work: _Work, redis_url: str, pool: str, defaults: Defaults, window: int) -> int:
     console = Console(stderr=True)
     task = asyncio.current_task()
@@ -284,6 +293,7 @@ async def _run(work: _Work, redis_url: str, pool: str, defaults: Defaults, windo
             async with RolloutClient(redis_url, pool, client_id=work.client_id, before_ack=work.sync) as client:
                 if not await client.workers():
                     console.print(f"no worker serves pool {pool!r} yet; waiting for one", soft_wrap=True)
+                await _refuse(work, client, defaults.logprobs)
                 async for outcome in client.map(work.jobs(), window=window):
                     if work.take(outcome, defaults.logprobs) and isinstance(outcome, RolloutResult):
                         tokens += len(outcome.token_ids)

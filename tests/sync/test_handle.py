@@ -55,8 +55,8 @@ async def test_progress_from_the_turn_to_the_end(redis_db: str, monkeypatch: pyt
     sending = Held(monkeypatch, broadcaster.Broadcaster, "_check", after=3)
     async with worker(redis_db) as running, publisher(redis_db, bucket_bytes=2048) as source:
         handle = source.publish(1, weights(1).items())
-        waiting = source.publish(2, weights(2).items())
         await digesting.there()
+        waiting = source.publish(2, weights(2).items())
         assert handle.progress().phase == "digesting"
         assert waiting.progress().phase == "waiting"
         digesting.go()
@@ -73,8 +73,9 @@ async def test_progress_from_the_turn_to_the_end(redis_db: str, monkeypatch: pyt
 async def test_what_waits_is_given_up_at_once(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
     digesting = Held(monkeypatch, module, "_snapshot")
     async with worker(redis_db) as running, publisher(redis_db) as source:
-        first, second = (source.publish(version, weights(version).items()) for version in (1, 2))
+        first = source.publish(1, weights(1).items())
         await digesting.there()
+        second = source.publish(2, weights(2).items())
         second.abort("not wanted any more")
         report = second.wait(0)
         assert (report.state, report.failures) == ("aborted", {"trainer": "not wanted any more"})
