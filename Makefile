@@ -5,12 +5,13 @@ SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
   "$$name" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$name"; break; }; done)
 
-.PHONY: help setup demo test test-redis62 capabilities chaos check clean
+.PHONY: help setup demo test test-slow test-redis62 capabilities chaos check clean
 
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
 	@echo "make demo    the whole loop on this machine, without a GPU or a Redis; draws into out/"
 	@echo "make test    the tests: real redis-server, real SGLang on CPU (PYTEST='-k name' for some)"
+	@echo "make test-slow    the few that take longest"
 	@echo "make test-redis62   the tests that need a Redis once more, on the embedded redis-server 6.2"
 	@echo "make capabilities   docs/capabilities.md from the last test run"
 	@echo "make chaos   real faults and an oracle that reads Redis' log (SEED=7 ONLY=kill,cut to replay; docs/chaos.md)"
@@ -26,11 +27,16 @@ demo: setup
 
 test: setup
 	@mkdir -p out
-	.venv/bin/python -m pytest --ignore=tests/gpu --ignore=tests/chaos --junitxml=out/tests.xml $(PYTEST)
+	.venv/bin/python -m pytest --ignore=tests/gpu --ignore=tests/chaos -m "not slow" --junitxml=out/tests.xml $(PYTEST)
+
+# What takes long and is seldom broken alone.
+test-slow: setup
+	@mkdir -p out
+	.venv/bin/python -m pytest --ignore=tests/gpu --ignore=tests/chaos -m slow --junitxml=out/tests-slow.xml $(PYTEST)
 
 # docs/capabilities.md from what the last `make test` said, and the last run of tests/gpu on a GPU host.
 capabilities:
-	.venv/bin/python tools/capabilities.py out/tests.xml $(wildcard benchmarks/results/gpu-tests.xml)
+	.venv/bin/python tools/capabilities.py $(wildcard out/tests.xml out/tests-slow.xml benchmarks/results/gpu-tests.xml)
 
 # What depends on the server, on the oldest one that is supported: `make test` takes the newest it finds.
 test-redis62: setup

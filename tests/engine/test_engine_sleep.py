@@ -16,7 +16,7 @@ from gpu_pool import Pool, running
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.worker import sglang_control, sglang_ops
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
 LONG = 1500
 
 

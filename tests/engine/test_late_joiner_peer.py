@@ -15,7 +15,7 @@ from rolloutmq.ops.embedded_redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.worker.cpu_support import prepare_transformers
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
 OPTIONS = ("--dtype", "float32", "--max-running", "8", "--drain", "5", "--log-level", "info")
 PROMPTS = [list(range(5 + i, 40 + i)) for i in range(4)]
 

@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
     ("kind", "changes", "tensors"),
     [
         ("Qwen2", {"tie_word_embeddings": False}, 27),
-        ("Qwen3", {"tie_word_embeddings": True, "head_dim": 16}, 24),
-        ("Llama", {"tie_word_embeddings": False}, 21),
+        pytest.param("Qwen3", {"tie_word_embeddings": True, "head_dim": 16}, 24, marks=pytest.mark.slow),
+        pytest.param("Llama", {"tie_word_embeddings": False}, 21, marks=pytest.mark.slow),
         ("Qwen3Moe", {"tie_word_embeddings": False, "head_dim": 16, **EXPERTS}, 45),
     ],
 )

@@ -19,7 +19,7 @@ from rolloutmq import BlockingRolloutClient, WeightPublisher
 from rolloutmq.messages import WeightSyncError
 from rolloutmq.sync import broadcaster, stock
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

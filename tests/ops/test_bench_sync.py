@@ -25,6 +25,7 @@ KEYS = {
 
 
 @pytest.mark.sglang
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_small_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if find_spec("sglang") is None:

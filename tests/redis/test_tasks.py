@@ -91,7 +91,7 @@ async def test_a_call_may_bring_more_than_a_client_may_leave_unread(redis_db: st
 
 async def test_a_pool_that_stays_full_is_a_timeout_and_leaves_nothing(redis_db: str) -> None:
     async with RolloutClient(redis_db, caps=Caps(jobs=1)) as client:
-        with pytest.raises(WaitTimeout, match="1 jobs are open"):
+        with pytest.raises(WaitTimeout, match=r"1 jobs are open|nothing arrived"):
             await score(client, [1], [[2]] * 100, timeout=0.3)
         load = await client.load()
         assert (load.cancelled, client.outstanding) == (1, 0)

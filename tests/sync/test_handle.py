@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -31,12 +31,18 @@ async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
 class Held:
     """Stops a function of the publisher's threads where it is called, until `go`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int = 0) -> None:
-        original, self.reached, self._go, self._calls = getattr(owner, name), threading.Event(), threading.Event(), 0
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        owner: Any,
+        name: str,
+        when: Callable[[Any], bool] = lambda first: True,
+    ) -> None:
+        """when: looks at the first argument of a call."""
+        original, self.reached, self._go = getattr(owner, name), threading.Event(), threading.Event()
 
         def held(*args: Any, **kwargs: Any) -> Any:
-            self._calls += 1
-            if self._calls > after:
+            if when(args[0]):
                 self.reached.set()
                 assert self._go.wait(20)
             return original(*args, **kwargs)
@@ -50,9 +56,13 @@ class Held:
         self._go.set()
 
 
+def amid_the_buckets(sender: broadcaster.Broadcaster) -> bool:
+    return sender.sent_bytes > 0
+
+
 async def test_progress_from_the_turn_to_the_end(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
     digesting = Held(monkeypatch, module, "_snapshot")
-    sending = Held(monkeypatch, broadcaster.Broadcaster, "_check", after=3)
+    sending = Held(monkeypatch, broadcaster.Broadcaster, "_check", amid_the_buckets)
     async with worker(redis_db) as running, publisher(redis_db, bucket_bytes=2048) as source:
         handle = source.publish(1, weights(1).items())
         await digesting.there()
@@ -104,7 +114,7 @@ async def test_amid_the_buckets_the_old_weights_serve_on(
     async with worker(redis_db) as one, worker(redis_db) as two, publisher(redis_db, bucket_bytes=2048) as source:
         assert (await asyncio.to_thread(source.publish(1, weights(1).items()).wait, 20)).state == "committed"
         with monkeypatch.context() as patch:
-            sending = Held(patch, broadcaster.Broadcaster, "_check", after=3)
+            sending = Held(patch, broadcaster.Broadcaster, "_check", amid_the_buckets)
             handle = source.publish(2, weights(2).items())
             await sending.there()
             handle.abort("the loss went up")
