@@ -93,3 +93,8 @@ async def _serve(config: SGLangConfig, pipe: Connection) -> None:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     await engine.close()
+
+
+def own_children() -> list[Any]:
+    """Processes of this process' own engine; another may be beside it, in a process of its own."""
+    return [child for child in multiprocessing.active_children() if child.name != NAME]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ import psutil
 import pytest
 import substitute_loader
 from peers import Line
-from remote_engine import NAME
+from remote_engine import own_children
 
 from rolloutmq.messages.errors import EngineDead, EngineError, RequestRefused
 from rolloutmq.messages.sampling import SamplingParams
@@ -80,11 +79,6 @@ async def update(
     error = await asyncio.to_thread(lambda: sending.error)
     line.broadcaster.clean(sending.announcement)
     return Update(prepared, committed, error)
-
-
-def own_children() -> list[Any]:
-    """Processes of this process' own engine; another may be beside it, in a process of its own."""
-    return [child for child in multiprocessing.active_children() if child.name != NAME]
 
 
 async def until(condition: Callable[[], bool]) -> None:
