@@ -27,9 +27,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..messages.base import as_invalid_field
+from ..messages.dialects import job_fields
 from ..messages.errors import ConfigError, FeatureUnavailable, InvalidField
 from ..messages.jobs import GenerateJob
 from ..messages.results import JobFailure, RolloutResult
+from ..messages.sampling import SamplingParams
 from ..producer.client import Outcome, RolloutClient
 
 SAMPLING = "sampling"
@@ -92,9 +94,14 @@ def _fields(number: int, raw: str, defaults: Defaults) -> dict[str, Any]:
     sampling = given.get(SAMPLING, {})
     if not isinstance(sampling, dict):
         raise InvalidField(f"{where}.{SAMPLING}", sampling, "an object of sampling parameters")
-    sampling = {"max_new_tokens": defaults.max_new_tokens, "temperature": defaults.temperature} | sampling
+    try:
+        told = job_fields(sampling)  # in whatever words; some are about the job
+    except InvalidField as error:
+        raise InvalidField(f"{where}.{SAMPLING}.{error.field}", error.value, error.allowed) from None
+    own: SamplingParams = told.pop(SAMPLING, SamplingParams())
+    usual = {"max_new_tokens": defaults.max_new_tokens, "temperature": defaults.temperature}
     adapter = {} if defaults.lora is None else {"lora": defaults.lora}
-    fields = {"n": defaults.n} | adapter | given | {SAMPLING: sampling}
+    fields = {"n": defaults.n} | adapter | told | given | {SAMPLING: usual | own.model_dump(exclude_unset=True)}
     try:
         GenerateJob(**fields)
     except ValidationError as error:

@@ -90,6 +90,16 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         submit_file(empty, out, "redis://127.0.0.1:1/0", "default", Defaults())
 
 
+async def test_sampling_parameters_in_anybodys_words(redis_db: str, tmp_path: Path) -> None:
+    words = {"max_tokens": 5, "n": 2, "top_k": 0, "logprobs": 0}
+    source = write_lines(tmp_path / "in.jsonl", [{"token_ids": [1], "sampling": words}, {"token_ids": [2]}])
+    async with worker(redis_db):
+        code, _ = await run(redis_db, source, tmp_path / "out.jsonl", "--max-new-tokens", "3")
+    assert code == 0
+    answers = read(tmp_path / "out.jsonl")
+    assert [(a["line"], a["sample"], len(a["token_ids"])) for a in answers] == [(1, 0, 5), (1, 1, 5), (2, 0, 3)]
+
+
 async def test_lines_come_back_in_order_with_their_errors_in_place(redis_db: str, tmp_path: Path) -> None:
     lines = [{"token_ids": [1, 2, i]} for i in range(5)]
     lines[3] = {"token_ids": [1], "lora": "missing"}
