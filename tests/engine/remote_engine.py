@@ -10,6 +10,8 @@ from dataclasses import fields
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
 from rolloutmq.worker.engine import EngineInfo, EngineOutput, EngineRequest
 from rolloutmq.worker.sglang_engine import SGLangConfig
 
@@ -98,3 +100,9 @@ async def _serve(config: SGLangConfig, pipe: Connection) -> None:
 def own_children() -> list[Any]:
     """Processes of this process' own engine; another may be beside it, in a process of its own."""
     return [child for child in multiprocessing.active_children() if child.name != NAME]
+
+
+def descendants() -> set[int]:
+    """Processes below this one, but for Python's resource trackers, which stay."""
+    found = psutil.Process().children(recursive=True)
+    return {each.pid for each in found if "resource_tracker" not in " ".join(each.cmdline())}
