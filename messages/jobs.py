@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from .base import Message, Name, TokenIds
+from .base import Name, TokenIds
 from .chat import ChatMessage
-from .ids import is_id, new_id
 from .media import MAX_MEDIA, Medium, check_media
 from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
+from .submitted import Submitted
 from .tools import Tool
 
 Priority = Literal["high", "normal", "low"]
@@ -20,7 +20,7 @@ MAX_METADATA_ITEMS = 64
 Metadata = dict[str, str | int | float | bool | None]
 
 
-class GenerateJob(Message):
+class GenerateJob(Submitted):
     """`n` samples of one prompt.
 
     Exactly one of `token_ids`, `text` and `messages` is given; text and messages are tokenised by the worker with the
@@ -81,21 +81,6 @@ class GenerateJob(Message):
     tools: tuple[Tool, ...] = Field(default=(), max_length=256)
     tool_parser: Name = "json"
     metadata: Metadata = Field(default_factory=dict, max_length=MAX_METADATA_ITEMS)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _give_it_an_id(cls, data: Any) -> Any:
-        # A default would not count as set, and only what is set travels.
-        if isinstance(data, dict) and "id" not in data:
-            return {**data, "id": new_id()}
-        return data
-
-    @field_validator("id")
-    @classmethod
-    def _id_has_the_fixed_form(cls, value: str) -> str:
-        if not is_id(value):
-            raise ValueError("32 lower-case hex digits (rolloutmq.new_id() makes one)")
-        return value
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from .base import Message
 from .chat import ChatMessage
-from .ids import is_id, new_id
 from .jobs import MAX_METADATA_ITEMS, MAX_SAMPLES, Metadata, Priority
 from .results import Timings
+from .submitted import Submitted
 
 Conversation = Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=4096)]
 
 
-class TaskJob(Message):
+class TaskJob(Submitted):
     """What all of them have. The fields mean what they mean in GenerateJob.
 
     task: which kind of worker can do it: EngineInfo.features has "task:<task>".
@@ -36,21 +36,6 @@ class TaskJob(Message):
 
     lora: ClassVar[None] = None
     min_adapter_version: ClassVar[int] = 0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _give_it_an_id(cls, data: Any) -> Any:
-        # A default would not count as set, and only what is set travels.
-        if isinstance(data, dict) and "id" not in data:
-            return {**data, "id": new_id()}
-        return data
-
-    @field_validator("id")
-    @classmethod
-    def _id_has_the_fixed_form(cls, value: str) -> str:
-        if not is_id(value):
-            raise ValueError("32 lower-case hex digits (rolloutmq.new_id() makes one)")
-        return value
 
     @model_validator(mode="after")
     def _not_too_many(self) -> Self:

@@ -44,21 +44,35 @@ class StockLine:
             backend="nccl" if snapshot.device.type == "cuda" else "gloo",
             stock=True,
         )
-        order = order_for(announcement, "w")
-        sending = asyncio.create_task(asyncio.to_thread(self.broadcaster.send, snapshot, announcement, TIMEOUT_S))
-        report = await self.engine.prepare_weights(order)
-        if report.ok:
-            assert report.phase == "ready"
-            report = await self.engine.commit_weights(order)
-        if not report.ok:
-            self.broadcaster.give_up(report.error)
-        await asyncio.wait({sending})
-        if report.ok:
-            sending.result()
-        else:
-            sending.exception()
+        report = await carry_out(self.engine, self.broadcaster, snapshot, announcement, TIMEOUT_S, phase="ready")
         self.group = announcement.group if report.ok else ""
         return report
+
+
+async def carry_out(
+    engine: SGLangEngine,
+    broadcaster: Broadcaster,
+    snapshot: Snapshot,
+    announcement: WeightAnnouncement,
+    timeout_s: float,
+    *,
+    phase: str | None = None,
+) -> TransferReport:
+    """One transfer to worker "w", sent from a thread. phase: what its first half, if it succeeds, has to come to."""
+    order = order_for(announcement, "w")
+    sending = asyncio.create_task(asyncio.to_thread(broadcaster.send, snapshot, announcement, timeout_s))
+    report = await engine.prepare_weights(order)
+    if report.ok:
+        assert phase in {None, report.phase}
+        report = await engine.commit_weights(order)
+    if not report.ok:
+        broadcaster.give_up(report.error)
+    await asyncio.wait({sending})
+    if report.ok:
+        sending.result()
+    else:
+        sending.exception()
+    return report
 
 
 def flip(buffers: list[torch.Tensor], lot: list[tuple[str, torch.Tensor]], victim: str) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from in_place import Judge, greedy, prompts, until, write_versions
+from stock_line import carry_out
 
 from rolloutmq.messages.weights import UpdateMode, WeightAnnouncement
 from rolloutmq.sync.broadcaster import Broadcaster
 from rolloutmq.sync.ledger import Join
 from rolloutmq.sync.packing import PackedWeights
 from rolloutmq.sync.transfer import TransferReport
-from rolloutmq.worker.orders import order_for
 from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
@@ -53,18 +53,7 @@ class OwnLine:
             world_size=1 + RANKS,
             group=self.broadcaster.name_group(self._epoch, roster, joins),
         )
-        order = order_for(announcement, "w")
-        sending = asyncio.create_task(asyncio.to_thread(self.broadcaster.send, snapshot, announcement, TIMEOUT_S))
-        report = await self.engine.prepare_weights(order)
-        if report.ok:
-            report = await self.engine.commit_weights(order)
-        if not report.ok:
-            self.broadcaster.give_up(report.error)
-        await asyncio.wait({sending})
-        if report.ok:
-            sending.result()
-        else:
-            sending.exception()
+        report = await carry_out(self.engine, self.broadcaster, snapshot, announcement, TIMEOUT_S)
         self.group = announcement.group if report.ok else ""
         return report
 
