@@ -13,6 +13,7 @@ import torch
 from ..messages.codec import encode
 from ..messages.errors import TransferTimeout
 from ..messages.weights import WeightAnnouncement, WeightManifest
+from .brief import Told
 from .group import Group, Queued, here, open_group, settle
 from .ipc import export_handles
 from .ledger import Join
@@ -80,6 +81,7 @@ class Broadcaster:
 
     def publish(self, epoch: int, manifest: WeightManifest) -> None:
         """Let receivers go on that wait for the manifest."""
+        self.store.set(EpochKeys(epoch).brief, Told.of(manifest).brief())
         self.store.set(EpochKeys(epoch).manifest, encode(manifest))
 
     def name_group(
@@ -128,7 +130,7 @@ class Broadcaster:
         """Forget what the store holds of a transfer that is over."""
         keys = EpochKeys(announcement.epoch)
         ready = [keys.ready(rank) for rank in range(1, announcement.world_size)]
-        for key in (keys.manifest, keys.handles, keys.go, *ready):
+        for key in (keys.brief, keys.manifest, keys.handles, keys.go, *ready):
             self.store.delete_key(key)
 
     def _send_to_group(self, snapshot: Sendable, announcement: WeightAnnouncement, deadline: float) -> None:
@@ -200,7 +202,7 @@ class Broadcaster:
         """Until every receiver has its buffers: a broadcast that waits for one would hold this GPU busy."""
         keys = EpochKeys(announcement.epoch)
         missing = [keys.ready(rank) for rank in range(1, announcement.world_size)]
-        pause = 0.0002
+        pause = 0.00005  # a small model is over in a few milliseconds
         while True:
             missing = [key for key in missing if not self.store.check([key])]
             if not missing:

@@ -239,7 +239,7 @@ def settle(group: Group, event: Any, deadline: float, broken: Callable[[], str])
             _drain(event)
             raise TransferTimeout(f"transfer broken off: {reason}")
         time.sleep(pause)
-        pause = min(pause * 1.2, 0.0002)  # an update is a few milliseconds
+        pause = min(pause * 1.2, 0.0001)  # an update is a few milliseconds
     # A sender that breaks off ends NCCL's kernels here, too: the event happens, and nothing has come.
     if time.monotonic() - began > 0.1 and (reason := broken()):
         raise TransferTimeout(f"transfer broken off: {reason}")

@@ -31,10 +31,9 @@ class Model(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any: ...
 
 
-def layout_of(manifest: WeightManifest) -> int:
-    """Equal for manifests that differ in nothing but the tensors' values."""
-    places = tuple((t.name, t.dtype, t.shape, t.bucket, t.offset) for t in manifest.tensors)
-    return hash((manifest.bucket_nbytes, places))
+def bucket_views(manifest: WeightManifest, buckets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor for each bucket of the manifest: where it is, or will be when its turn has come."""
+    return [buckets[index % len(buckets)][:size] for index, size in enumerate(manifest.bucket_nbytes)]
 
 
 class Arrival:
@@ -59,19 +58,19 @@ class Arrival:
         if digester is not None:
             digester.run(self._found[first:last], self._nonfinite[first:last])
 
-    def check(self, manifest: WeightManifest, expected: torch.Tensor, *, finite: bool) -> None:
+    def check(self, expected: torch.Tensor, *, finite: bool) -> None:
         """Wait for what was queued and compare. Raises DigestMismatch with the first wrong tensor's name.
 
-        expected: (tensors,) int64 on the CPU, the manifest's digests.
+        expected: (tensors,) int64 on the CPU, the version's digests.
         """
         wrong = (self._found.cpu() != expected).nonzero().flatten()
         if len(wrong):
             index = int(wrong[0])
-            spec = manifest.tensors[index]
-            arrived = hex_of(self._found[index : index + 1])[0]
-            raise DigestMismatch(f"tensor {spec.name}: digest {arrived}, the trainer sent {spec.digest}{_more(wrong)}")
+            arrived, sent = (hex_of(values[index : index + 1])[0] for values in (self._found, expected))
+            name = self.views[index][0].name
+            raise DigestMismatch(f"tensor {name}: digest {arrived}, the trainer sent {sent}{_more(wrong)}")
         if finite and len(bad := self._nonfinite.cpu().nonzero().flatten()):
-            raise DigestMismatch(f"tensor {manifest.tensors[int(bad[0])].name}: has NaN or Inf in it{_more(bad)}")
+            raise DigestMismatch(f"tensor {self.views[int(bad[0])][0].name}: has NaN or Inf in it{_more(bad)}")
 
 
 def _more(indices: torch.Tensor) -> str:
@@ -123,7 +122,7 @@ class Loading:
     def check(self, expected: torch.Tensor) -> None:
         """Wait for what was queued and compare. Raises DigestMismatch with the first wrong tensor's name.
 
-        expected: (tensors,) int64 on the CPU, the manifest's digests.
+        expected: (tensors,) int64 on the CPU, the version's digests.
         """
         if self._readback is not None:
             self._readback.check(expected)

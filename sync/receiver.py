@@ -19,22 +19,24 @@ from typing import Any
 import torch
 
 from ..messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
-from ..messages.weights import StagingPolicy, WeightManifest
+from ..messages.weights import StagingPolicy
+from .arriving import Arriving
+from .brief import Told
 from .disk_checkpoint import Checkpoint
 from .disk_read import DiskVersion
-from .group import Group, open_group, settle
 from .held import Lent, open_version, read_into
 from .ipc import open_handles
-from .layout import Arrival, Loading, Model, plan_for
+from .layout import Arrival, Loading, Model, bucket_views, plan_for
 from .names import Shape, check_names, checkpoint_shapes
-from .pending import Pending
+from .pending import Pending, say_ready
 from .plan import CopyPlan
-from .rendezvous import EpochKeys, fetch, fetch_manifest, join_store, lost, why_broken
+from .rendezvous import EpochKeys, fetch, fetch_brief, fetch_manifest
 from .staging import Staging
 from .stock_check import stock_report
 from .transfer import Phase, TransferOrder, TransferReport
 from .turns import short_turns
 from .warm import warm_up
+from .wire import Wire
 
 log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -50,17 +52,17 @@ class Receiver:
         self.device, self.rank = device, rank
         self._known: Mapping[str, Shape] = checkpoint_shapes(model_dir) if model_dir else {}
         self._memory = {CPU: Staging(CPU, "on"), device: Staging(device, "on" if device == CPU else staging)}
-        self._group: Group | None = None
-        self._store: tuple[str, int, Any] | None = None
+        self.wire = Wire(device, rank)
         self._pending: Pending | None = None
+        self._arriving: Arriving | None = None
+        self._told: Told | None = None
         self._arrived: tuple[Any, Arrival] | None = None
         self._loading: tuple[Arrival, Model, Loading] | None = None
         self._plan: tuple[Any, CopyPlan | None] | None = None
         self._streams: tuple[Any, Any] | None = None
         self._warm = False
         self._lock = threading.Lock()
-        self._newest: TransferOrder | None = None
-        self._held: tuple[WeightManifest, CopyPlan | None] | None = None
+        self._held: tuple[Told, CopyPlan | None] | None = None
         self._lent = False
 
     # --- first half ------------------------------------------------------------------------------------------------
@@ -70,9 +72,10 @@ class Receiver:
 
         The report's phase is "staged" or "ready" if it went well. What an earlier `prepare` left behind is dropped.
         """
-        began, self._pending, self._newest = time.monotonic(), None, order
+        began, self._pending, self.wire.newest = time.monotonic(), None, order
         phase: Phase = "rendezvous"
         with self._lock, self._on_device(), short_turns():
+            self._end_arriving()
             try:
                 self._warm_up()
                 pending = self._join(order, began + order.timeout_s)
@@ -88,16 +91,19 @@ class Receiver:
                     if order.verify and order.transport != "disk":  # there every tensor is verified as it is read
                         self._verify(pending)
             except Exception as error:  # whatever torch raises belongs into the report
+                self._end_arriving()
                 self._forget_group_after(error)
                 if order.transport == "ipc":
                     self._arrived = self._loading = None
                 return TransferReport(ok=False, phase=phase, error=f"{type(error).__name__}: {error}")
+            if pending.arriving is not None and not pending.staged:
+                pending.arriving.watch()
             self._pending = pending
         return TransferReport(
             ok=True,
             phase="staged" if pending.staged else "ready",
-            tensors=len(pending.manifest.tensors),
-            nbytes=pending.manifest.nbytes,
+            tensors=len(pending.outline.tensors),
+            nbytes=pending.outline.nbytes,
             rendezvous_s=pending.rendezvous_s,
             receive_s=pending.receive_s,
         )
@@ -105,23 +111,37 @@ class Receiver:
     def _join(self, order: TransferOrder, deadline: float) -> Pending:
         if order.transport == "disk":
             return self._open(order, deadline)
-        store = self._join_store(order, deadline)
+        store = self.wire.store(order, deadline)
         keys = EpochKeys(order.epoch)
-        broken = self._broken(store, order)
-        manifest = fetch_manifest(store, order.epoch, order.version, deadline, broken)
-        if self._known:
-            check_names({spec.name: spec.shape for spec in manifest.tensors}, self._known)
+        broken = self.wire.broken(store, order)
+        told = self._hear(order, store, deadline, broken)
         if order.transport == "stock":  # SGLang receives it; see `check_stock`
-            return Pending(order, deadline, store, manifest, None, [], staged=False)
+            return Pending(order, deadline, store, told, None, [], staged=False)
         if order.transport == "ipc":
             raw = fetch(store, keys.handles, deadline, broken, "handles of the trainer's buckets")
-            buckets = open_handles(raw, self.device, manifest.bucket_nbytes)
-            return Pending(order, deadline, store, manifest, None, buckets, staged=True)
-        group = self._join_group(order, store, deadline)
-        memory = self._memory[self.device if order.transport == "nccl" else CPU]
-        whole = memory.whole(manifest.bucket_nbytes)
-        rotating = [] if whole is not None else memory.rotating(manifest.bucket_nbytes)
-        return Pending(order, deadline, store, manifest, group, whole or rotating, staged=whole is not None)
+            buckets = open_handles(raw, self.device, told.outline.bucket_nbytes)
+            return Pending(order, deadline, store, told, None, buckets, staged=True)
+        group = self.wire.join(order, store, deadline)
+        memory, sizes = self._memory[self.device if order.transport == "nccl" else CPU], told.outline.bucket_nbytes
+        whole = memory.whole(sizes)
+        rotating = [] if whole is not None else memory.rotating(sizes)
+        pending = Pending(order, deadline, store, told, group, whole or rotating, staged=whole is not None)
+        if order.transport == "nccl":
+            self._arriving = pending.arriving = self._arriving_of(pending)
+            say_ready(store, order, self.rank)
+            pending.arriving.queue_ahead()
+        return pending
+
+    def _hear(self, order: TransferOrder, store: Any, deadline: float, broken: Callable[[], str]) -> Told:
+        """What the transfer brings: in brief, if it lies as the version before."""
+        brief = fetch_brief(store, order.epoch, deadline, broken)
+        told = self._told.retold(brief) if self._told is not None and brief else None
+        if told is None or told.version != order.version:
+            told = Told.of(fetch_manifest(store, order.epoch, order.version, deadline, broken))
+            if self._known:
+                check_names({spec.name: spec.shape for spec in told.outline.tensors}, self._known)
+        self._told = told
+        return told
 
     def _open(self, order: TransferOrder, deadline: float) -> Pending:
         opened = open_version(order.path, order.version)
@@ -130,14 +150,14 @@ class Receiver:
                 check_names({spec.name: spec.shape for spec in opened.manifest.tensors}, self._known)
             buckets = self._memory[CPU].whole(opened.manifest.bucket_nbytes)
             assert buckets is not None
-            return Pending(order, deadline, None, opened.manifest, None, buckets, staged=True, opened=opened)
+            return Pending(order, deadline, None, Told.of(opened.manifest), None, buckets, staged=True, opened=opened)
         except BaseException:
             opened.close()
             raise
 
     def _read(self, opened: DiskVersion | Checkpoint, pending: Pending) -> None:
         def go_on() -> None:
-            if why := self._overtaken(pending.order):
+            if why := self.wire.overtaken(pending.order):
                 raise TransferTimeout(why)
             if time.monotonic() >= pending.deadline:
                 raise TransferTimeout(f"{opened.path} could not be read in time")
@@ -145,74 +165,34 @@ class Receiver:
         with opened:
             read_into(opened, pending.buckets, go_on)
 
-    def _overtaken(self, order: TransferOrder) -> str:
-        """Why a transfer need not be waited for any more, seen from here."""
-        return "" if self._newest is order else "another transfer goes first"
-
-    def _broken(self, store: Any, order: TransferOrder) -> Callable[[], str]:
-        there = why_broken(store, order.epoch)
-        return lambda: self._overtaken(order) or there()
-
     def _warm_up(self) -> None:
         if not self._warm:
             warm_up(self.device)
             self._warm = True
 
-    def _join_store(self, order: TransferOrder, deadline: float) -> Any:
-        if self._store is None or self._store[:2] != (order.host, order.port) or lost(self._store[2]):
-            overtaken = partial(self._overtaken, order)
-            store = join_store(order.host, order.port, max(0.1, deadline - time.monotonic()), overtaken)
-            self._store = order.host, order.port, store
-        return self._store[2]
-
-    def _join_group(self, order: TransferOrder, store: Any, deadline: float) -> Group:
-        if self._group is None or self._group.name != order.group:
-            self._drop_group()
-            self._group = open_group(
-                store,
-                order.group,
-                rank=order.rank_offset + self.rank,
-                world=order.world_size,
-                host=order.host,
-                device=self.device if order.transport == "nccl" else CPU,
-                deadline=deadline,
-                broken=self._broken(store, order),
-            )
-        return self._group
-
     def _receive_all(self, pending: Pending) -> None:
         assert pending.group is not None
-        if pending.order.transport != "nccl":
-            pending.say_ready(self.rank)
-            for bucket in pending.buckets:
-                pending.group.broadcast(bucket, pending.deadline)
+        if pending.arriving is not None:
+            pending.arriving.settle_ahead()
             return
-        receiving, checking = self._two_streams()
-        arrival = self._arrival(pending) if pending.order.verify else None
-        pending.say_ready(self.rank)
-        for index, bucket in enumerate(pending.buckets):
-            # Nothing else goes on the receiving stream: one broadcast follows the other without a gap.
-            with torch.cuda.stream(receiving):
-                queued = pending.group.broadcast(bucket, pending.deadline)
-            with torch.cuda.stream(checking):
-                queued.wait()
-                if arrival is not None:
-                    arrival.queue(index)
-        settle(pending.group, checking.record_event(), pending.deadline, self._broken(pending.store, pending.order))
+        say_ready(pending.store, pending.order, self.rank)
+        for bucket in pending.buckets:
+            pending.group.broadcast(bucket, pending.deadline)
 
     def _verify(self, pending: Pending) -> None:
         arrival = self._arrival(pending)
         if pending.order.transport != "nccl":  # else it was done while the next bucket was on its way
             for index in range(len(pending.buckets)):
                 arrival.queue(index)
-        arrival.check(pending.manifest, pending.expected, finite=pending.order.nonfinite == "refuse")
+        arrival.check(pending.told.digests, finite=pending.order.nonfinite == "refuse")
 
     # --- second half -----------------------------------------------------------------------------------------------
 
-    def commit(self, epoch: int, model: Model) -> TransferReport:
+    def commit(self, epoch: int, model: Model, *, idle: bool = False) -> TransferReport:
         """Bring what `prepare` prepared into the model. Never raises.
 
         Must run where no forward pass can start; one that still runs on the GPU is waited for first.
+        idle: for certain none does. Then buckets are loaded while those after them are on their way from the first on.
         """
         if self._lent:
             return TransferReport(ok=False, phase="load", error="the engine is sending its weights to another")
@@ -222,7 +202,15 @@ class Receiver:
             return TransferReport(ok=False, phase="load", error=f"transfer {epoch} is not prepared here")
         began, phase, intact, loading = time.monotonic(), "load", True, None
         try:
-            if self.device.type == "cuda":
+            at_once = idle and not pending.staged and self._knows(pending, model)
+            if pending.arriving is not None and not pending.staged:
+                phase = "receive"
+                pending.arriving.take()
+                self._await_go(pending)
+                if not at_once:
+                    pending.arriving.settle_ahead()  # what comes next would wait for it without an end
+                phase = "load"
+            if self.device.type == "cuda" and not at_once:
                 torch.cuda.synchronize(self.device)
             if time.monotonic() >= pending.deadline:  # the sender has closed it, and may have let go of its buffers
                 raise TransferTimeout("the time for this transfer is over")
@@ -232,10 +220,12 @@ class Receiver:
                 self._load_staged(pending, loading)
             else:
                 phase = "receive"
-                self._await_go(pending)
+                if pending.arriving is None:
+                    self._await_go(pending)
                 intact, self._held = False, None
                 self._load_arriving(pending, loading)
         except Exception as error:  # whatever torch or the model raises belongs into the report
+            self._end_arriving()
             self._forget_group_after(error)
             self._loading = None  # half of its work may still be queued
             return TransferReport(ok=False, phase=phase, error=f"{type(error).__name__}: {error}", intact=intact)  # type: ignore[arg-type]
@@ -243,12 +233,12 @@ class Receiver:
             self._let_go(pending)
         seconds = time.monotonic() - began
         if pending.order.verify:
-            self._held = pending.manifest, self._plan[1] if self._plan is not None else None
+            self._held = pending.told, self._plan[1] if self._plan is not None else None
         return TransferReport(
             ok=True,
             phase="done",
-            tensors=len(pending.manifest.tensors),
-            nbytes=pending.manifest.nbytes,
+            tensors=len(pending.outline.tensors),
+            nbytes=pending.outline.nbytes,
             rendezvous_s=pending.rendezvous_s,
             receive_s=pending.receive_s if pending.staged else seconds,
             load_s=seconds,
@@ -267,7 +257,7 @@ class Receiver:
             self._pending = self._held = None
         report = stock_report(pending, partial(self._plan_of, pending, model), self.device, loaded=loaded)
         if loaded and report.ok and pending.order.verify:
-            self._held = pending.manifest, self._plan_of(pending, model)
+            self._held = pending.told, self._plan_of(pending, model)
         return report
 
     def _load_staged(self, pending: Pending, loading: Loading) -> None:
@@ -276,41 +266,26 @@ class Receiver:
             if pending.order.verify:
                 loading.queue_readback(index)
         if pending.order.verify:
-            loading.check(pending.expected)
+            loading.check(pending.told.digests)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _await_go(self, pending: Pending) -> None:
         """Until all are ready: what is queued before could be left with nothing to load but what the buffers had."""
-        pending.say_ready(self.rank)
-        why = self._broken(pending.store, pending.order)
+        if pending.arriving is None:
+            say_ready(pending.store, pending.order, self.rank)
+        why = self.wire.broken(pending.store, pending.order)
         fetch(pending.store, EpochKeys(pending.order.epoch).go, pending.deadline, why, "word that all are ready")
 
     def _load_arriving(self, pending: Pending, loading: Loading) -> None:
-        """Broadcast of bucket i+1 while bucket i is checked, loaded and read back; nothing waits on the host."""
+        """Broadcast of bucket i+1 while bucket i is checked, loaded and read back."""
         assert pending.group is not None
-        order, buffers, sizes = pending.order, pending.buckets, pending.manifest.bucket_nbytes
-        receiving, working = self._two_streams()
-        arrival = self._arrival(pending)
-        free: list[Any] = [None] * len(buffers)
-        for index, size in enumerate(sizes):
-            turn = index % len(buffers)
-            if free[turn] is not None:
-                receiving.wait_event(free[turn])
-            with torch.cuda.stream(receiving):
-                queued = pending.group.broadcast(buffers[turn][:size], pending.deadline)
-            with torch.cuda.stream(working):
-                queued.wait()
-                if order.verify:
-                    arrival.queue(index)
-                loading.load(index)
-                if order.verify:
-                    loading.queue_readback(index)
-                free[turn] = working.record_event()
-        settle(pending.group, working.record_event(), pending.deadline, self._broken(pending.store, pending.order))
+        order, arrival = pending.order, self._arrival(pending)
+        arriving = pending.arriving or self._arriving_of(pending)
+        arriving.load(loading, readback=order.verify)
         if order.verify:
-            arrival.check(pending.manifest, pending.expected, finite=order.nonfinite == "refuse")
-            loading.check(pending.expected)
+            arrival.check(pending.told.digests, finite=order.nonfinite == "refuse")
+            loading.check(pending.told.digests)
 
     # --- handing it on ---------------------------------------------------------------------------------------------
 
@@ -324,17 +299,20 @@ class Receiver:
             raise WeightSyncError("the engine takes part in a transfer itself")
         try:
             self._lent, self._pending = True, None
+            self._end_arriving()
             if self._held is None or self._held[0].version != version:
                 raise WeightSyncError(f"the engine does not hold version {version}, received and verified")
             with self._on_device():
-                buffers = self._memory[self.device].borrow(self._held[0].bucket_nbytes)
-                yield Lent(*self._held, buffers)
+                told, plan = self._held
+                buffers = self._memory[self.device].borrow(told.outline.bucket_nbytes)
+                yield Lent(told.manifest(), plan, buffers)
         finally:
             self._lent = False
             self._lock.release()
 
     def forget(self, *, held: bool) -> None:
         """Let go of all buffers; and, with `held`, of what the parameters hold: something else writes them."""
+        self._end_arriving()
         self._pending = self._arrived = self._loading = None
         self._held = None if held else self._held
         for memory in self._memory.values():
@@ -342,29 +320,44 @@ class Receiver:
 
     # --- what is kept from one update to the next ------------------------------------------------------------------
 
-    def _bucket_views(self, pending: Pending) -> list[torch.Tensor]:
-        """One tensor for each bucket of the manifest: where it is, or will be when its turn has come."""
-        sizes, buckets = pending.manifest.bucket_nbytes, pending.buckets
-        return [buckets[index % len(buckets)][:size] for index, size in enumerate(sizes)]
+    def _arriving_of(self, pending: Pending) -> Arriving:
+        assert pending.group is not None
+        return Arriving(
+            pending.group,
+            bucket_views(pending.outline, pending.buckets),
+            buffers=len(pending.buckets),
+            streams=self._two_streams(),
+            arrival=self._arrival(pending) if pending.order.verify else None,
+            deadline=pending.deadline,
+            broken=self.wire.broken(pending.store, pending.order),
+        )
 
     def _arrival(self, pending: Pending) -> Arrival:
-        key = pending.layout, tuple(bucket.data_ptr() for bucket in pending.buckets)
+        key = pending.told.layout, tuple(bucket.data_ptr() for bucket in pending.buckets)
         if self._arrived is None or self._arrived[0] != key:
-            self._arrived = key, Arrival(pending.manifest, self._bucket_views(pending))
+            self._arrived = key, Arrival(pending.outline, bucket_views(pending.outline, pending.buckets))
         return self._arrived[1]
+
+    def _knows(self, pending: Pending, model: Model) -> bool:
+        """Whether there is nothing to work out any more."""
+        return self._loading is not None and self._loading[:2] == (self._arrival(pending), model)
 
     def _loading_of(self, pending: Pending, model: Model) -> Loading:
         arrival = self._arrival(pending)
-        if self._loading is None or self._loading[0] is not arrival or self._loading[1] is not model:
+        if self._loading is None or not self._knows(pending, model):
             plan = self._plan_of(pending, model)
-            self._loading = arrival, model, Loading(model, plan, self._bucket_views(pending), arrival)
+            self._loading = (
+                arrival,
+                model,
+                Loading(model, plan, bucket_views(pending.outline, pending.buckets), arrival),
+            )
         return self._loading[2]
 
     def _plan_of(self, pending: Pending, model: Model) -> CopyPlan | None:
-        key = pending.layout, id(model)
+        key = pending.told.layout, id(model)
         if self._plan is None or self._plan[0] != key:
             before = self._plan is not None and self._plan[1] is not None
-            self._plan = key, plan_for(model, pending.manifest, frozenset(self._known), must=before)
+            self._plan = key, plan_for(model, pending.outline, frozenset(self._known), must=before)
         return self._plan[1]
 
     def _let_go(self, pending: Pending) -> None:
@@ -382,15 +375,16 @@ class Receiver:
             stream.wait_stream(torch.cuda.default_stream(self.device))
         return self._streams
 
+    def _end_arriving(self) -> None:
+        """Nothing is left on its way; a group in the midst of a transfer is of no use for the next."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None and not arriving.complete:
+            arriving.abandon()
+            self.wire.drop_group()
+
     def _forget_group_after(self, error: Exception) -> None:
         if not isinstance(error, DigestMismatch):
-            self._drop_group()
-            self._store = None
-
-    def _drop_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+            self.wire.forget()
 
     def _on_device(self) -> Any:
         """Threads start on GPU 0, whatever the engine's own is."""

@@ -111,6 +111,11 @@ class EpochKeys:
         return f"{self._prefix}/manifest"
 
     @property
+    def brief(self) -> str:
+        """The version in brief, see brief.py; set before the manifest."""
+        return f"{self._prefix}/brief"
+
+    @property
     def handles(self) -> str:
         """CUDA IPC handles of the buckets, for engines on the trainer's own GPU."""
         return f"{self._prefix}/handles"
@@ -137,7 +142,15 @@ class EpochKeys:
 
 def fetch(store: Any, key: str, deadline: float, broken: Callable[[], str], what: str) -> bytes:
     """A value, once somebody has set it. Raises TransferTimeout at `deadline` (time.monotonic), or if `broken`."""
-    pause, look = 0.0002, time.monotonic() + SLICE_S
+    _await_key(store, key, deadline, broken, what)
+    try:
+        return bytes(store.get(key))
+    except RuntimeError as error:
+        raise TransferTimeout(f"no {what}: the sender is gone: {error}") from error
+
+
+def _await_key(store: Any, key: str, deadline: float, broken: Callable[[], str], what: str) -> None:
+    pause, look = 0.00005, time.monotonic() + SLICE_S
     try:
         while not store.check([key]):  # a wait in the store could not be ended from here
             now = time.monotonic()
@@ -149,9 +162,24 @@ def fetch(store: Any, key: str, deadline: float, broken: Callable[[], str], what
                     raise TransferTimeout(f"no {what}: {why}")
             time.sleep(pause)
             pause = min(pause * 1.1, 0.02)
-        return bytes(store.get(key))
     except RuntimeError as error:
         raise TransferTimeout(f"no {what}: the sender is gone: {error}") from error
+
+
+def fetch_brief(store: Any, epoch: int, deadline: float, broken: Callable[[], str] = _never) -> bytes:
+    """The version in brief, once its manifest is there; nothing from a sender of an older release.
+
+    Raises TransferTimeout.
+    """
+    keys = EpochKeys(epoch)
+    try:
+        if not store.check([keys.manifest, keys.brief]):
+            _await_key(store, keys.manifest, deadline, broken, "manifest")
+            if not store.check([keys.brief]):
+                return b""
+        return bytes(store.get(keys.brief))
+    except RuntimeError as error:
+        raise TransferTimeout(f"no version in brief: the sender is gone: {error}") from error
 
 
 def fetch_manifest(

@@ -38,15 +38,15 @@ def stock_report(
         if loaded and device.type == "cuda":
             torch.cuda.synchronize(device)
         if loaded and order.verify and plan is not None:
-            compared = check_held(plan, pending.manifest, finite=order.nonfinite == "refuse")
+            compared = check_held(plan, pending.told.manifest(), finite=order.nonfinite == "refuse")
     except Exception as error:  # whatever torch or the model raises belongs into the report
         why = f"{type(error).__name__}: {error}"
         return TransferReport(ok=False, phase="verify" if loaded else "load", error=why, intact=not loaded)
     return TransferReport(
         ok=True,
         phase="done" if loaded else "ready",
-        tensors=len(pending.manifest.tensors),
-        nbytes=pending.manifest.nbytes,
+        tensors=len(pending.outline.tensors),
+        nbytes=pending.outline.nbytes,
         rendezvous_s=pending.rendezvous_s,
         load_s=time.monotonic() - began,
         readback=compared,

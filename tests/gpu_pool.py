@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from in_place import Judge
 from pool import eventually
 
 from rolloutmq import GenerateJob, JobHandle, RolloutClient, RolloutResult, SamplingParams, WeightPublisher
@@ -21,9 +22,23 @@ from rolloutmq.worker.worker import Worker
 PROMPT = list(range(5, 40))
 
 
+TOLERANCE = 0.05
+"""Of a log-probability in bfloat16."""
+
+
 def greedy(count: int, **fields: Any) -> GenerateJob:
     sampling = SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True)
     return GenerateJob(token_ids=PROMPT, sampling=sampling, **fields)
+
+
+def check_greedy(model: Path, result: RolloutResult) -> None:
+    """Every token is the model's own choice, and has its log-probability: with KV that was computed anew, too.
+
+    Where two tokens are nearly as likely, a decode and a prefill may choose differently: so not token for token.
+    """
+    assert result.versions == (0,)
+    error = Judge([model], "cuda").error(PROMPT, result, [(0, len(result.token_ids))])  # type: ignore[arg-type]
+    assert error < TOLERANCE, result
 
 
 class Pool:

@@ -124,12 +124,13 @@ def write_versions(folder: Path, count: int, dtype: str = "float32") -> list[Pat
 
 
 class Judge:
-    """transformers with each version's weights, in float32 on the CPU."""
+    """transformers with each version's weights, in float32."""
 
-    def __init__(self, versions: list[Path]) -> None:
+    def __init__(self, versions: list[Path], device: str = "cpu") -> None:
         from safetensors.torch import load_file  # noqa: PLC0415
         from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
+        self.device = device
         self.models = []
         for path in versions:
             model = AutoModelForCausalLM.from_pretrained(versions[0], dtype="float32").eval()
@@ -137,7 +138,7 @@ class Judge:
                 missing, unexpected = model.load_state_dict(load_file(path), strict=False)
                 assert not unexpected
                 assert set(missing) <= {"lm_head.weight"}
-            self.models.append(model)
+            self.models.append(model.to(self.device))
 
     def logprobs(
         self, prompt: list[int], tokens: np.ndarray, segments: list[tuple[int, int]], *, keep: bool = True
@@ -158,9 +159,11 @@ class Judge:
                     fed = [*prompt, *tokens[:start].tolist()] if not keep else [int(tokens[start - 1])]
                     cache = cache if keep else None
                 fed = [*fed, *tokens[start : start + count - 1].tolist()]
-                out = self.models[version](torch.tensor([fed]), past_key_values=cache, use_cache=True)
+                out = self.models[version](
+                    torch.tensor([fed], device=self.device), past_key_values=cache, use_cache=True
+                )
                 cache = out.past_key_values
-                rows += torch.log_softmax(out.logits[0, -count:].float(), -1).numpy().tolist()
+                rows += torch.log_softmax(out.logits[0, -count:].float(), -1).cpu().numpy().tolist()
         assert len(rows) == len(tokens)
         return np.array(rows)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rolloutmq.sync import group, receiver
+from rolloutmq.sync import group, receiver, wire
 from rolloutmq.sync.digest import digest
 from rolloutmq.sync.receiver import Receiver
 from rolloutmq.sync.transfer import TransferOrder
@@ -107,8 +107,8 @@ def watched(fault: Fault, owner: Any, name: str, at: str) -> None:
 
 def watch(fault: Fault) -> None:
     """Pass by `fault` at every point of a receiver."""
-    watched(fault, receiver, "open_group", "rendezvous")
-    watched(fault, receiver.Pending, "say_ready", "ready")
+    watched(fault, wire, "open_group", "rendezvous")
+    watched(fault, receiver, "say_ready", "ready")
     watched(fault, group.GlooGroup, "broadcast", "broadcast")
     watched(fault, group.NcclGroup, "broadcast", "broadcast")
     watched(fault, receiver.Arrival, "queue", "arrived")

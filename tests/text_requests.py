@@ -56,6 +56,7 @@ async def in_legs(engine: Engine, asked: EngineRequest, *cuts: int) -> EngineOut
         )
         output = await engine.generate(leg)
         tokens, logprobs = np.concatenate([tokens, output.token_ids]), np.concatenate([logprobs, output.logprobs])
-        if output.finish_reason == "stop":
+        # SGLang says "length" of one whose very last token is the end.
+        if output.finish_reason == "stop" or (not asked.sampling.ignore_eos and tokens[-1:].tolist() == [EOS]):
             break
     return replace(output, token_ids=tokens, logprobs=logprobs)

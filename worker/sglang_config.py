@@ -134,6 +134,8 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
         "ep_size": config.ep_size if config.ep_size > 1 else None,
         "load_format": config.load_format,
         "log_level": config.log_level,
+        # Else an idle scheduler's loop takes the interpreter from the thread that receives a version.
+        "sleep_on_idle": True,
         "disable_cuda_graph": not config.cuda_graph,
         "disable_prefill_cuda_graph": not config.prefill_cuda_graph,
         "disable_overlap_schedule": not (

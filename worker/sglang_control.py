@@ -33,6 +33,7 @@ from ..messages.errors import EngineError, MessageError
 from ..sync.peer import send_held
 from ..sync.receiver import Receiver
 from ..sync.transfer import TransferOrder, TransferReport
+from ..sync.turns import short_turns
 
 logger = logging.getLogger(__name__)
 LINE_LIMIT = 1 << 26
@@ -104,7 +105,7 @@ class ControlServer:
 
     def _serve(self, connection: socket.socket) -> None:
         nonsense = contextlib.suppress(OSError, ValueError, TypeError, KeyError)
-        with connection, nonsense, connection.makefile("rwb") as stream:
+        with short_turns(), connection, nonsense, connection.makefile("rwb") as stream:
             question = json.loads(stream.readline(LINE_LIMIT))
             if "operate" in question:
                 from .sglang_ops_inside import Inside  # noqa: PLC0415 – what few engines are ever asked
@@ -161,7 +162,7 @@ def commit(model: Any, named_tensors: Any) -> None:
         return
     try:
         if told["mode"] != "in_place":
-            server.post(ticket, server.receiver.commit(epoch, model))
+            server.post(ticket, server.receiver.commit(epoch, model, idle=sglang_scheduler.idle()))
             return
         scheduler = sglang_scheduler.current()
         sglang_scheduler.check(scheduler, key)
@@ -169,7 +170,7 @@ def commit(model: Any, named_tensors: Any) -> None:
         logger.exception("version %s cannot be loaded", key)
         server.post(ticket, TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}"))
         return
-    report = server.receiver.commit(epoch, model)
+    report = server.receiver.commit(epoch, model, idle=sglang_scheduler.idle())
     if not report.ok:
         server.post(ticket, report)
         return

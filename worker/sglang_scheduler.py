@@ -30,7 +30,7 @@ from .sglang_stops import watch
 from .sglang_tokenizer import EngineTokenizer
 
 logger = logging.getLogger(__name__)
-HOOKS = ("process_batch_result", "_add_request_to_queue", "init_request_dispatcher", "run_event_loop")
+HOOKS = ("process_batch_result", "_add_request_to_queue", "init_request_dispatcher", "run_event_loop", "is_fully_idle")
 FIELDS = ("waiting_queue", "running_batch", "last_batch", "chunked_req", "server_args")
 ELSEWHERE = {
     "pp_size": (None, 1),
@@ -184,6 +184,11 @@ def _dispatch(scheduler: Any, dispatch: Callable[[Any], Any], request: Any) -> A
     if answer.success and not ended.success:
         return io_struct.UpdateWeightsFromTensorReqOutput(success=False, message=ended.message)
     return answer
+
+
+def idle() -> bool:
+    """Whether every batch has been processed: the GPU is done with them then. On the scheduler's main thread."""
+    return _scheduler is not None and bool(_scheduler.is_fully_idle())
 
 
 def check(scheduler: Any, new_key: str) -> None:

@@ -101,9 +101,6 @@ class EngineProcess:
             await self._load.pause(wanted.timeout_s)
         second = _good(await self.engine.commit_weights(wanted))
         marks.append(now())
-        if self._load is None:
-            await self.engine.settle()
-        marks.append(now())
         self._version = wanted.version
         if self._load is not None:
             self._load.version = wanted.version
@@ -114,10 +111,9 @@ class EngineProcess:
             "prepare.receive": first.receive_s,
             "commit": marks[2] - marks[1],
             "commit.load": second.load_s,
-            "settle": marks[3] - marks[2],
         }
         return {
-            "span": (marks[0], marks[3]),
+            "span": (marks[0], marks[2]),
             "staged": first.phase == "staged",
             "readback": second.readback,
             "phases_ms": {name: seconds * 1e3 for name, seconds in phases.items()},

@@ -37,7 +37,7 @@ async def _run(versions: list[Path], **config: Any) -> None:
     )
     await engine.start()
     try:
-        await _crossing(engine, versions, Judge(versions))
+        await _crossing(engine, versions, Judge(versions, "cuda"))
     finally:
         await engine.close()
 
@@ -71,7 +71,7 @@ async def _crossing(engine: InPlaceEngine, versions: list[Path], judge: Judge) -
     for prompt in asked:  # whatever is cached of older weights is for nobody
         output = await engine.generate(greedy(prompt, 8, "2"))
         assert judge.error(prompt, output, [(2, 8)]) < TOLERANCE
-        assert (output.cached_tokens > 0) == (prompt in asked[RUNNING:])
+        assert (output.cached_tokens > len(prompt) // 2) == (prompt in asked[RUNNING:])  # two may begin alike
 
 
 def test_every_token_is_of_the_version_it_is_said_to_be_of(tmp_path: Path) -> None:

@@ -214,13 +214,13 @@ def model(tmp_path: Path) -> Path:
 def test_every_request_runs_with_its_version(model: Path, tmp_path: Path, cuda_graph: bool) -> None:
     base = checkpoint(model)
     files = [merged(base, adapter(model, version), tmp_path / f"merged-{version}.safetensors") for version in (1, 2)]
-    asyncio.run(_versions(model, Judge([model, *files]), cuda_graph=cuda_graph))
+    asyncio.run(_versions(model, Judge([model, *files], "cuda"), cuda_graph=cuda_graph))
 
 
 @pytest.mark.parametrize("modules", [("v_proj",), ("k_proj", "up_proj"), ("q_proj", "v_proj"), ("o_proj", "down_proj")])
 def test_adapters_of_a_part_of_what_sglang_fuses(model: Path, tmp_path: Path, modules: tuple[str, ...]) -> None:
     part = adapter(model, 1, modules)
-    judge = Judge([model, merged(checkpoint(model), part, tmp_path / "merged.safetensors")])
+    judge = Judge([model, merged(checkpoint(model), part, tmp_path / "merged.safetensors")], "cuda")
 
     async def run() -> None:
         engine = SGLangEngine(engine_config(model, cuda_graph=False))
@@ -353,7 +353,8 @@ def test_a_pool_takes_adapters_and_weights(model: Path, tmp_path: Path) -> None:
             merged(base, two, tmp_path / "two.safetensors"),
             tmp_path / "newer.safetensors",
             merged(newer, two, tmp_path / "newer-two.safetensors"),
-        ]
+        ],
+        "cuda",
     )
     with EmbeddedRedis() as server:
         asyncio.run(_serve(server.url, model, judge, newer))

@@ -82,6 +82,7 @@ async def _run(path: Path) -> None:
             attention_backend="triton",
             sampling_backend="pytorch",
             prefill_cuda_graph=False,
+            extra={"mm_attention_backend": "triton_attn"},
         )
     )
     await engine.start()

@@ -20,7 +20,14 @@ from plan_models import EXPERTS, assert_exact, findings, write_models
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3, "vocab_size": 32_000}
 """Widths of Qwen3-0.6B, few of its layers."""
-ENGINE = {"dtype": "bfloat16", "mem_fraction": 0.3, "cuda_graph": False, "prefill_cuda_graph": False}
+ENGINE = {
+    "dtype": "bfloat16",
+    "mem_fraction": 0.3,
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "cuda_graph": False,
+    "prefill_cuda_graph": False,
+}
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ async def _run(versions: list[Path], device: str, monkeypatch: pytest.MonkeyPatc
             prefill_cuda_graph=False,
         )
     )
-    judge = Judge(versions)
+    judge = Judge(versions, "cuda")
     (prompt,) = prompts(1)
     await engine.start()
     try:

@@ -24,7 +24,7 @@ PENALTIES: dict[str, Any] = {"frequency_penalty": 0.8, "presence_penalty": 0.5, 
 async def _run(model: Path) -> None:
     config = SGLangConfig(
         model=str(model),
-        dtype="float32",
+        dtype="float16",  # SGLang's kernels on GPUs know no float32
         max_running=32,
         max_total_tokens=100_000,
         attention_backend="triton",
@@ -69,10 +69,10 @@ async def _penalties(engine: SGLangEngine) -> None:
         upto = len(same) if same.all() else int(same.argmin())  # from a near tie on they may differ
         assert upto > 10
         torch.testing.assert_close(
-            torch.tensor(output.logprobs[:upto]), torch.tensor(exact.logprobs[:upto]), atol=5e-3, rtol=0
+            torch.tensor(output.logprobs[:upto]), torch.tensor(exact.logprobs[:upto]), atol=3e-2, rtol=0
         )
 
 
 def test_with_overlap_and_graphs(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "model", context=2048, dtype="float32")
+    write_tiny_model(tmp_path / "model", context=2048, dtype="float16")
     asyncio.run(_run(tmp_path / "model"))

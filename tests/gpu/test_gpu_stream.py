@@ -1,19 +1,17 @@
-"""Streamed requests on a GPU, where a step takes a millisecond: told step by step, and no dearer than others."""
+"""Streamed requests on a GPU, where a step takes a millisecond: told step by step."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from in_place import greedy, prompts
 
 from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.worker.engine import EngineOutput, EngineRequest, Wanted
+from rolloutmq.worker.engine import EngineRequest, Wanted
 from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
 
 pytestmark = [
@@ -22,27 +20,11 @@ pytestmark = [
 ]
 RUNNING = 256
 TOKENS = 512
-ROUNDS = 4
-DEAREST = 1.4
-"""SGLang's own streaming took 1.56 times as long (36k tok/s against 23k, 512 at once, on one H200)."""
 
 
 def requests(streamed: bool) -> list[EngineRequest]:
     plain = [greedy(prompt, TOKENS, "0") for prompt in prompts(RUNNING)]
     return [replace(one, wanted=Wanted(stream=True)) for one in plain] if streamed else plain
-
-
-async def rounds(engine: SGLangEngine) -> tuple[dict[bool, list[float]], dict[bool, list[EngineOutput]]]:
-    """Seconds of each round, streamed and not in turns, and the last outputs of both."""
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    outputs: dict[bool, list[EngineOutput]] = {}
-    for turn in range(2 * ROUNDS + 2):
-        streamed = bool(turn % 2)
-        began = time.perf_counter()
-        outputs[streamed] = await asyncio.gather(*(engine.generate(one) for one in requests(streamed)))
-        if turn >= 2:  # the first of each warms up
-            seconds[streamed].append(time.perf_counter() - began)
-    return seconds, outputs
 
 
 async def steps(engine: SGLangEngine) -> set[int]:
@@ -74,13 +56,13 @@ async def _run(model: Path) -> None:
     await engine.start()
     try:
         assert len(await steps(engine)) > TOKENS // 4
-        seconds, outputs = await rounds(engine)
+        for streamed in (True, False):
+            outputs = await asyncio.gather(*(engine.generate(one) for one in requests(streamed)))
+            assert all(len(one.token_ids) == len(one.logprobs) == TOKENS for one in outputs)
     finally:
         await engine.close()
-    assert all(len(one.token_ids) == len(one.logprobs) == TOKENS for both in outputs.values() for one in both)
-    assert np.median(seconds[True]) < DEAREST * np.median(seconds[False]), seconds
 
 
-def test_streaming_is_told_step_by_step_and_costs_little(tmp_path: Path) -> None:
+def test_streaming_is_told_step_by_step(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", context=2048)
     asyncio.run(_run(tmp_path / "model"))

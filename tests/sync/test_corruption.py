@@ -79,7 +79,7 @@ class Rank:
         self, snapshot: Snapshot, between: Callable[[Receiver], None] | None = None, **order: Any
     ) -> TransferReport:
         """Both halves. between: what happens between them."""
-        group = self.receiver._group.name if self.receiver._group is not None else ""
+        group = self.receiver.wire.group.name if self.receiver.wire.group is not None else ""
         sending = self.line.begin(snapshot, [group], timeout_s=TIMEOUT_S, **order)
         report = self.receiver.prepare(sending.orders[0])
         if report.ok:
@@ -116,7 +116,7 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     assert (report.ok, report.readback) == (True, True), report
     made.check_holds(first)
     yield made
-    made.receiver._drop_group()
+    made.receiver.wire.drop_group()
     made.line.broadcaster.close()
 
 

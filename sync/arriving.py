@@ -1,0 +1,135 @@
+"""Buckets on their way to one rank, and what is done with each as it comes.
+
+Broadcasts are queued ahead as far as there are buffers: in the first half of a transfer, while the old weights serve.
+So the wire waits neither for the manifest to be read, nor for the worker to ask for the second half, nor for SGLang to
+find the time for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from threading import Event, Lock, Thread
+from typing import Any
+
+import torch
+
+from ..messages.errors import TransferTimeout
+from .group import Group, settle
+from .layout import Arrival, Loading
+from .rendezvous import SLICE_S
+
+
+class Arriving:
+    """Broadcasts of one transfer, bucket after bucket, and the digests of what came.
+
+    Not safe for several threads, but for what `watch` does.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        views: Sequence[torch.Tensor],
+        *,
+        buffers: int,
+        streams: tuple[Any, Any],
+        arrival: Arrival | None,
+        deadline: float,
+        broken: Callable[[], str],
+    ) -> None:
+        """views: where each bucket of the manifest is received; every `buffers` of them the same memory comes again.
+
+        streams: torch.cuda.Streams, to receive on and to work on. arrival: what digests what came, if it is verified.
+        deadline: of time.monotonic. broken: asks why the transfer broke off, "" if it did not.
+        """
+        self._group, self._views, self._buffers = group, views, buffers
+        self._receiving, self._working = streams
+        self._arrival, self._deadline, self._broken = arrival, deadline, broken
+        self._ahead: Any = None
+        self._queued = 0
+        self._settled = 0
+        self._taken, self._lock = Event(), Lock()
+        self._lost = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every bucket is known to have arrived. If not, the group is of use for nothing else."""
+        return self._settled == len(self._views)
+
+    def queue_ahead(self) -> None:
+        """Queue the broadcasts that there are buffers for."""
+        for _ in range(min(self._buffers, len(self._views))):
+            self._queue()
+        self._ahead = self._working.record_event()
+
+    def settle_ahead(self) -> None:
+        """Wait for them. Raises TransferTimeout: then the group was aborted."""
+        if self._ahead is not None:
+            settle(self._group, self._ahead, self._deadline, self._broken)
+            self._settled = self._queued
+
+    def load(self, loading: Loading, *, readback: bool) -> None:
+        """Every bucket into the model: bucket i is loaded, and read back, while later ones are on their way.
+
+        Nothing waits on the host until the end. Raises TransferTimeout: then the group was aborted, and what was
+        queued behind it is over.
+        """
+        free: list[Any] = [None] * self._buffers
+        for index in range(len(self._views)):
+            turn = index % self._buffers
+            if index >= self._queued:
+                if free[turn] is not None:
+                    self._receiving.wait_event(free[turn])
+                self._queue()
+            with torch.cuda.stream(self._working):
+                loading.load(index)
+                if readback:
+                    loading.queue_readback(index)
+                free[turn] = self._working.record_event()
+        settle(self._group, self._working.record_event(), self._deadline, self._broken)
+        self._settled = self._queued
+
+    def _queue(self) -> None:
+        # Nothing else goes on the receiving stream: one broadcast follows the other without a gap.
+        with torch.cuda.stream(self._receiving):
+            queued = self._group.broadcast(self._views[self._queued], self._deadline)
+        with torch.cuda.stream(self._working):
+            queued.wait()
+            if self._arrival is not None:
+                self._arrival.queue(self._queued)
+        self._queued += 1
+
+    # --- between the halves ------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Until `take`: end the broadcasts if the transfer breaks off or its time is over.
+
+        They would stay on the GPU for ever, and whoever synchronizes with it would wait for them.
+        """
+        Thread(target=self._watch, name="rolloutmq-arriving", daemon=True).start()
+
+    def take(self) -> None:
+        """From here on the caller looks after it. Raises TransferTimeout if it was ended."""
+        with self._lock:
+            self._taken.set()
+        if self._lost:
+            raise TransferTimeout(f"transfer broken off: {self._lost}")
+
+    def abandon(self) -> None:
+        """End what is on its way, if anything is. The group is of no use any more then."""
+        with self._lock:
+            self._taken.set()
+        if not self.complete:
+            self._group.abort()
+
+    def _watch(self) -> None:
+        while not self._taken.wait(SLICE_S):
+            if self._queued == len(self._views) and self._ahead.query():
+                return  # all of it is here
+            why = "the time for it is over" if time.monotonic() >= self._deadline else self._broken()
+            if why:
+                with self._lock:
+                    if not self._taken.is_set():
+                        self._lost = why
+                        self._group.abort()
+                return

@@ -1,0 +1,142 @@
+"""Buckets that come while their manifest is read and the commit is on its way: queued ahead, watched, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pool import eventually
+
+from rolloutmq.messages.errors import TransferTimeout
+from rolloutmq.sync.arriving import Arriving
+
+BUCKETS, BUFFERS = 5, 2
+
+
+class Stream:
+    """A stream on which everything is over at once, or never."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> Stream:
+        return self
+
+    def query(self) -> bool:
+        return self._wire.answers or self._wire.aborted
+
+
+class Wire:
+    """A group that notes what is asked of it."""
+
+    name = "group"
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.answers, self.aborted = True, False
+
+    def broadcast(self, buffer: torch.Tensor, deadline: float) -> Wire:
+        self.seen.append(int(buffer[0]))
+        return self
+
+    def wait(self) -> None: ...
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class Noted:
+    """In the place of an Arrival and of a Loading."""
+
+    def __init__(self) -> None:
+        self.arrived: list[int] = []
+        self.loaded: list[int] = []
+
+    def queue(self, bucket: int) -> None:
+        self.arrived.append(bucket)
+
+    def load(self, bucket: int) -> None:
+        assert self.arrived == list(range(max(BUFFERS, bucket + 1)))
+        self.loaded.append(bucket)
+
+    def queue_readback(self, bucket: int) -> None:
+        assert self.loaded[-1] == bucket
+
+
+def arriving(wire: Wire, noted: Noted, broken: Callable[[], str] = lambda: "", seconds: float = 20.0) -> Arriving:
+    return Arriving(
+        wire,
+        [torch.full((4,), index, dtype=torch.uint8) for index in range(BUCKETS)],
+        buffers=BUFFERS,
+        streams=(Stream(wire), Stream(wire)),
+        arrival=noted,  # type: ignore[arg-type]
+        deadline=time.monotonic() + seconds,
+        broken=broken,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_every_bucket_is_loaded_once_and_no_buffer_is_taken_twice(ahead: bool) -> None:
+    wire, noted = Wire(), Noted()
+    made = arriving(wire, noted)
+    if ahead:
+        made.queue_ahead()
+        assert wire.seen == noted.arrived == list(range(BUFFERS))
+        made.watch()
+        made.take()
+        made.settle_ahead()
+    else:
+        noted.load = noted.loaded.append  # type: ignore[method-assign] – nothing is ahead of it
+    assert not made.complete
+    made.load(noted, readback=True)  # type: ignore[arg-type]
+    assert wire.seen == noted.arrived == noted.loaded == list(range(BUCKETS))
+    assert made.complete
+    made.abandon()
+    assert not wire.aborted
+
+
+@pytest.mark.parametrize(("reason", "seconds"), [("the trainer is gone", 20.0), ("", 0.1)])
+async def test_what_nobody_takes_is_ended(reason: str, seconds: float) -> None:
+    """Or it would stay on the GPU for ever."""
+    wire = Wire()
+    wire.answers = False
+    made = arriving(wire, Noted(), lambda: reason, seconds)
+    made.queue_ahead()
+    made.watch()
+    await eventually(lambda: wire.aborted)
+    with pytest.raises(TransferTimeout, match=reason or "the time for it is over"):
+        made.take()
+
+
+def test_what_was_taken_is_left_alone() -> None:
+    wire, asked = Wire(), []
+    made = arriving(wire, Noted(), lambda: asked.append(1) or "broken", 0.0)  # type: ignore[func-returns-value]
+    made.queue_ahead()
+    made.take()
+    made._watch()  # whose turn comes just now
+    assert not wire.aborted
+    made.abandon()
+    assert wire.aborted
+
+
+def test_a_wait_for_what_is_ahead_ends() -> None:
+    """The engine's own thread would stand still for as long."""
+    wire = Wire()
+    wire.answers = False
+    made = arriving(wire, Noted(), seconds=0.1)
+    made.queue_ahead()
+    with pytest.raises(TransferTimeout, match="in time"):
+        made.settle_ahead()
+    assert wire.aborted
+    assert not made.complete
