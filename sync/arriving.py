@@ -52,6 +52,11 @@ class Arriving:
         self._lost = ""
 
     @property
+    def looked_at(self) -> bool:
+        """Whether what arrives is digested as it comes."""
+        return self._arrival is not None
+
+    @property
     def complete(self) -> bool:
         """Whether every bucket is known to have arrived. If not, the group is of use for nothing else."""
         return self._settled == len(self._views)

@@ -213,7 +213,7 @@ class Broadcaster:
                     f"{len(missing)} of {announcement.world_size - 1} receivers were not ready in time"
                 )
             time.sleep(pause)
-            pause = min(pause * 1.1, 0.02)
+            pause = min(pause * 1.02, 0.02)
 
     def _absent(self, announcement: WeightAnnouncement) -> frozenset[int]:
         """Who did not come to make the group; once it is made, who was not ready to receive.

@@ -107,6 +107,11 @@ class Loading:
         """Whether what the parameters hold can be compared."""
         return self._readback is not None
 
+    @property
+    def compares_all(self) -> bool:
+        """Whether every tensor that arrives is compared in the parameters, by its own digest."""
+        return self._readback is not None and self._readback.all_whole
+
     def load(self, bucket: int) -> None:
         """Queue the copies of one bucket on the current stream."""
         if self._bounds is None:
@@ -119,13 +124,14 @@ class Loading:
         if self._readback is not None:
             self._readback.queue(bucket)
 
-    def check(self, expected: torch.Tensor) -> None:
+    def check(self, expected: torch.Tensor, *, finite: bool = False) -> None:
         """Wait for what was queued and compare. Raises DigestMismatch with the first wrong tensor's name.
 
-        expected: (tensors,) int64 on the CPU, the version's digests.
+        expected: (tensors,) int64 on the CPU, the version's digests. finite: whether NaN and Inf are wrong, too; for
+        arrivals that nobody looked at.
         """
         if self._readback is not None:
-            self._readback.check(expected)
+            self._readback.check(expected, finite=finite)
 
 
 class _Readback:
@@ -138,28 +144,33 @@ class _Readback:
         self._order = torch.tensor([index[name] for name in self._names], dtype=torch.int64)
         device = whole[0][1].device if whole else torch.device("cpu")
         self._found = torch.zeros(len(whole), dtype=torch.int64, device=device)
-        self._digesters: list[tuple[Digester, torch.Tensor] | None] = []
+        self._nonfinite = torch.zeros(len(whole), dtype=torch.int32, device=device)
+        self._digesters: list[tuple[Digester, torch.Tensor, torch.Tensor] | None] = []
         place = 0
         for bound in bounds:
             views = [view for _, view in bound.whole]
             place, first = place + len(views), place
-            self._digesters.append((Digester(views), self._found[first:place]) if views else None)
+            rows = self._found[first:place], self._nonfinite[first:place]
+            self._digesters.append((Digester(views), *rows) if views else None)
         # A slice has no digest in the manifest: it is compared with the slice that arrived, and was verified.
         self._partial = [list(bound.partial) for bound in bounds]
         self._slices: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self.all_whole = len(set(self._names)) == len(arrival.views) and not any(self._partial)
 
     def queue(self, bucket: int) -> None:
         mine = self._digesters[bucket]
         if mine is not None:
-            mine[0].run(mine[1])
+            mine[0].run(mine[1], mine[2])
         if partial := self._partial[bucket]:
             held = digests([target for _, _, target in partial])
             came = digests([source.to(target.device, target.dtype).contiguous() for _, source, target in partial])
             self._slices.append((bucket, held, came))
 
-    def check(self, expected: torch.Tensor) -> None:
+    def check(self, expected: torch.Tensor, *, finite: bool) -> None:
         slices, self._slices = self._slices, []
         self._compare(self._names, self._found.cpu(), expected[self._order])
+        if finite and len(bad := self._nonfinite.cpu().nonzero().flatten()):
+            raise DigestMismatch(f"tensor {self._names[int(bad[0])]}: has NaN or Inf in it{_more(bad)}")
         for bucket, held, came in slices:
             self._compare([name for name, _, _ in self._partial[bucket]], held.cpu(), came.cpu())
 

@@ -137,21 +137,29 @@ class PackedWeights:
         if self._buckets is None:
             raise ConfigError("leader=False: this rank has no copy to send")
         values, nonfinite = self._buckets.digests()
+        sizes, buckets = self.places.sizes, self.buckets
+        # The smallest comes last: what is done with the last bucket to arrive is done while nothing else is on its way.
+        order = sorted(range(len(sizes)), key=lambda bucket: -sizes[bucket])
+        number = {bucket: turn for turn, bucket in enumerate(order)}
+        told = zip(self.places.tensors, hex_of(values), nonfinite.tolist(), strict=True)
+        tensors = sorted(told, key=lambda one: number[one[0].bucket])
         specs = tuple(
             TensorSpec(
                 name=place.name,
                 dtype=dtype_name(place.dtype),
                 shape=place.shape,
-                bucket=place.bucket,
+                bucket=number[place.bucket],
                 offset=place.offset,
                 nbytes=place.nbytes,
                 digest=value,
             )
-            for place, value in zip(self.places.tensors, hex_of(values), strict=True)
+            for place, value, _ in tensors
         )
-        manifest = WeightManifest.build(version=self.version, bucket_nbytes=self.places.sizes, tensors=specs)
-        bad = tuple(spec.name for spec, count in zip(specs, nonfinite.tolist(), strict=True) if count)
-        return Snapshot(manifest, self.buckets, bad)
+        manifest = WeightManifest.build(
+            version=self.version, bucket_nbytes=tuple(sizes[bucket] for bucket in order), tensors=specs
+        )
+        bad = tuple(place.name for place, _, count in tensors if count)
+        return Snapshot(manifest, tuple(buckets[bucket] for bucket in order), bad)
 
 
 def _items(tensors: Iterable[Any]) -> Iterable[Any]:

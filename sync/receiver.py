@@ -30,7 +30,7 @@ from .layout import Arrival, Loading, Model, bucket_views, plan_for
 from .names import Shape, check_names, checkpoint_shapes
 from .pending import Pending, say_ready
 from .plan import CopyPlan
-from .rendezvous import EpochKeys, fetch, fetch_brief, fetch_manifest
+from .rendezvous import EpochKeys, await_key, fetch, fetch_brief, fetch_manifest
 from .staging import Staging
 from .stock_check import stock_report
 from .transfer import Phase, TransferOrder, TransferReport
@@ -275,17 +275,18 @@ class Receiver:
         if pending.arriving is None:
             say_ready(pending.store, pending.order, self.rank)
         why = self.wire.broken(pending.store, pending.order)
-        fetch(pending.store, EpochKeys(pending.order.epoch).go, pending.deadline, why, "word that all are ready")
+        await_key(pending.store, EpochKeys(pending.order.epoch).go, pending.deadline, why, "word that all are ready")
 
     def _load_arriving(self, pending: Pending, loading: Loading) -> None:
         """Broadcast of bucket i+1 while bucket i is checked, loaded and read back."""
         assert pending.group is not None
-        order, arrival = pending.order, self._arrival(pending)
-        arriving = pending.arriving or self._arriving_of(pending)
+        order, arriving = pending.order, pending.arriving or self._arriving_of(pending)
         arriving.load(loading, readback=order.verify)
         if order.verify:
-            arrival.check(pending.told.digests, finite=order.nonfinite == "refuse")
-            loading.check(pending.told.digests)
+            finite = order.nonfinite == "refuse"
+            if arriving.looked_at:
+                self._arrival(pending).check(pending.told.digests, finite=finite)
+            loading.check(pending.told.digests, finite=finite and not arriving.looked_at)
 
     # --- handing it on ---------------------------------------------------------------------------------------------
 
@@ -322,12 +323,15 @@ class Receiver:
 
     def _arriving_of(self, pending: Pending) -> Arriving:
         assert pending.group is not None
+        # What is loaded as it comes cannot be refused before: to look once, in the parameters, is enough.
+        last = self._loading[2] if self._loading is not None and self._loading[0] is self._arrival(pending) else None
+        twice = pending.staged or last is None or not last.compares_all
         return Arriving(
             pending.group,
             bucket_views(pending.outline, pending.buckets),
             buffers=len(pending.buckets),
             streams=self._two_streams(),
-            arrival=self._arrival(pending) if pending.order.verify else None,
+            arrival=self._arrival(pending) if pending.order.verify and twice else None,
             deadline=pending.deadline,
             broken=self.wire.broken(pending.store, pending.order),
         )

@@ -142,14 +142,15 @@ class EpochKeys:
 
 def fetch(store: Any, key: str, deadline: float, broken: Callable[[], str], what: str) -> bytes:
     """A value, once somebody has set it. Raises TransferTimeout at `deadline` (time.monotonic), or if `broken`."""
-    _await_key(store, key, deadline, broken, what)
+    await_key(store, key, deadline, broken, what)
     try:
         return bytes(store.get(key))
     except RuntimeError as error:
         raise TransferTimeout(f"no {what}: the sender is gone: {error}") from error
 
 
-def _await_key(store: Any, key: str, deadline: float, broken: Callable[[], str], what: str) -> None:
+def await_key(store: Any, key: str, deadline: float, broken: Callable[[], str], what: str) -> None:
+    """Wait until somebody has set it. Raises TransferTimeout at `deadline` (time.monotonic), or if `broken`."""
     pause, look = 0.00005, time.monotonic() + SLICE_S
     try:
         while not store.check([key]):  # a wait in the store could not be ended from here
@@ -161,7 +162,7 @@ def _await_key(store: Any, key: str, deadline: float, broken: Callable[[], str],
                 if why := broken():
                     raise TransferTimeout(f"no {what}: {why}")
             time.sleep(pause)
-            pause = min(pause * 1.1, 0.02)
+            pause = min(pause * 1.02, 0.02)
     except RuntimeError as error:
         raise TransferTimeout(f"no {what}: the sender is gone: {error}") from error
 
@@ -174,7 +175,7 @@ def fetch_brief(store: Any, epoch: int, deadline: float, broken: Callable[[], st
     keys = EpochKeys(epoch)
     try:
         if not store.check([keys.manifest, keys.brief]):
-            _await_key(store, keys.manifest, deadline, broken, "manifest")
+            await_key(store, keys.manifest, deadline, broken, "manifest")
             if not store.check([keys.brief]):
                 return b""
         return bytes(store.get(keys.brief))

@@ -17,7 +17,6 @@ import asyncio
 import atexit
 import contextlib
 import logging
-import pickle
 import warnings
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -28,6 +27,7 @@ from .cpu_support import prepare_engine
 from .engine import EngineRequest
 from .sglang_arrays import Shapes
 from .sglang_children import ChildSetup, run_scheduler
+from .sglang_loader import loader_request
 from .sglang_params import generate_arguments
 
 prepare_engine()
@@ -250,13 +250,7 @@ async def run_loader(manager: Any, loader: str, text: str, tp_size: int) -> None
     Requests may be running: the scheduler does it between two batches. (SGLang's own way, `update_weights_from_tensor`,
     first waits until none is.) Raises RuntimeError if SGLang says that it did not happen.
     """
-    # Pickled by value: the usual way shares the tensor through a file descriptor that this process must keep open.
-    payloads = [pickle.dumps([(text, torch.tensor([rank]))]) for rank in range(tp_size)]
-    request = io_struct.UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=payloads,  # each rank unpacks its own
-        load_format=loader,
-        flush_cache=False,  # a refused flush would end the scheduler; versions are kept apart by `extra_key`
-    )
+    request = loader_request(loader, text, tp_size)
     # A request on its way must not arrive after the update that it belongs before; SGLang tells nobody of its sending.
     while not all(state.dispatched for state in list(manager.rid_to_state.values())):  # noqa: ASYNC110
         await asyncio.sleep(0)

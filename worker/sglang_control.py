@@ -8,6 +8,9 @@ in a folder that only this user can enter. One connection is one question: a lin
     {"send": <TransferOrder>}      how it went, when the version that is held has been sent to others
     {"committed": <ticket>, "timeout_s": s}
                                    the report of the second half, which SGLang's own request with that ticket sets off
+    {"commit": <ticket>, "loader": <name>, "told": <text>, "timeout_s": s}
+                                   that report, of a commit that this question sets off: of an engine of one rank that
+                                   nobody has sent a request
     {"operate": {"operation": <name>, …}}
                                    {"ok": true, "result": {…}} or {"ok": false, "kind": …, "error": …}; see
                                    sglang_ops_inside.py
@@ -118,11 +121,23 @@ class ControlServer:
             elif "send" in question:
                 report = send_held(self.receiver, TransferOrder.from_dict(question["send"]))
             else:
-                found = self._report_of(str(question["committed"]), float(question["timeout_s"]))
+                ticket = str(question["commit"] if "commit" in question else question["committed"])
+                if "commit" in question:
+                    self._set_off(ticket, str(question["loader"]), str(question["told"]))
+                found = self._report_of(ticket, float(question["timeout_s"]))
                 if found is None:  # who asked hears that from the silence
                     return
                 report = found
             stream.write(report.to_json().encode() + b"\n")
+
+    def _set_off(self, ticket: str, loader: str, told: str) -> None:
+        """Have SGLang call the loader."""
+        from . import sglang_scheduler  # noqa: PLC0415 – only in a scheduler's process
+
+        def refused(why: str) -> None:  # else the loader tells
+            self.post(ticket, TransferReport(ok=False, phase="load", error=f"SGLang refused the update: {why}"))
+
+        sglang_scheduler.set_off(loader, told, refused)
 
     def _report_of(self, ticket: str, timeout_s: float) -> TransferReport | None:
         deadline = time.monotonic() + timeout_s

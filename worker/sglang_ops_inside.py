@@ -49,6 +49,7 @@ class Inside:
             "mark": self._mark,
             "unchanged": self._unchanged,
             "idle": self._idle,
+            "synchronize": self._synchronize,
             "paused": self._paused,
         }
 
@@ -115,6 +116,12 @@ class Inside:
             if time.monotonic() >= deadline:
                 raise EngineError(f"SGLang's scheduler was not idle within {IDLE_S:g} s")
             time.sleep(0.005)
+        return {}
+
+    def _synchronize(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Once the device has done everything that was queued."""
+        if self._receiver.device.type == "cuda":
+            torch.cuda.synchronize(self._receiver.device)
         return {}
 
     def _paused(self, question: dict[str, Any]) -> dict[str, Any]:

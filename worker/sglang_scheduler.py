@@ -23,15 +23,35 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..messages.errors import EngineError, WeightSyncError
 from . import sglang_streaming
+from .sglang_errands import Errands
 from .sglang_grammar import Grammars
+from .sglang_loader import loader_request
 from .sglang_stops import watch
 from .sglang_tokenizer import EngineTokenizer
 
 logger = logging.getLogger(__name__)
-HOOKS = ("process_batch_result", "_add_request_to_queue", "init_request_dispatcher", "run_event_loop", "is_fully_idle")
-FIELDS = ("waiting_queue", "running_batch", "last_batch", "chunked_req", "server_args")
+HOOKS = (
+    "process_batch_result",
+    "_add_request_to_queue",
+    "init_request_dispatcher",
+    "run_event_loop",
+    "is_fully_idle",
+    "process_input_requests",
+)
+FIELDS = (
+    "waiting_queue",
+    "running_batch",
+    "last_batch",
+    "chunked_req",
+    "server_args",
+    "idle_sleeper",
+    "weight_updater",
+    "draft_worker",
+)
 ELSEWHERE = {
     "pp_size": (None, 1),
     "dp_size": (None, 1),
@@ -118,6 +138,7 @@ def _switchable(base: Any, tokenizer: str) -> Any:
         """SGLang's scheduler, reachable from its own process, with :class:`Switches`."""
 
         rolloutmq_switches: Switches
+        rolloutmq_errands: Errands
         rolloutmq_tokenizer: EngineTokenizer | None = None
         rolloutmq_grammars: Grammars | None = None
         _request_dispatcher: Any
@@ -125,6 +146,7 @@ def _switchable(base: Any, tokenizer: str) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             global _scheduler  # noqa: PLW0603  (SGLang's loader hook is given the model, and nothing else)
             self.rolloutmq_switches = Switches()
+            self.rolloutmq_errands = Errands()
             if tokenizer:  # loaded while the model is
                 self.rolloutmq_tokenizer = EngineTokenizer(tokenizer, trust_remote_code=_trusts(args, kwargs))
             super().__init__(*args, **kwargs)
@@ -135,12 +157,18 @@ def _switchable(base: Any, tokenizer: str) -> Any:
                 self.rolloutmq_tokenizer.get()
                 self.rolloutmq_grammars = Grammars(self, self.rolloutmq_tokenizer)
                 self.rolloutmq_grammars.make()
+            self.rolloutmq_errands.wake(self.idle_sleeper)
             _scheduler = self
 
         def init_request_dispatcher(self) -> None:
             super().init_request_dispatcher()
             dispatch = self._request_dispatcher
             self._request_dispatcher = lambda request: _dispatch(self, dispatch, request)
+
+        def process_input_requests(self, *args: Any, **kwargs: Any) -> Any:
+            answer = super().process_input_requests(*args, **kwargs)
+            self.rolloutmq_errands.run()
+            return answer
 
         def _add_request_to_queue(self, req: Any, *args: Any, **kwargs: Any) -> Any:
             self.rolloutmq_switches.admit(req)
@@ -189,6 +217,35 @@ def _dispatch(scheduler: Any, dispatch: Callable[[Any], Any], request: Any) -> A
 def idle() -> bool:
     """Whether every batch has been processed: the GPU is done with them then. On the scheduler's main thread."""
     return _scheduler is not None and bool(_scheduler.is_fully_idle())
+
+
+def set_off(loader: str, text: str, refused: Callable[[str], None]) -> None:
+    """Have SGLang call `loader(model, [(text, tensor)])` between two batches, or tell why it did not.
+
+    From another thread; see sglang_errands for when this must not be used. Raises EngineError if there is no scheduler.
+    """
+    scheduler = current()
+
+    def errand() -> None:
+        try:
+            why = _call_loader(scheduler, loader, text)
+        except Exception as error:  # it would end the scheduler
+            logger.exception("SGLang failed to call %s", loader)
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            refused(why)
+
+    scheduler.rolloutmq_errands.put(errand)
+
+
+def _call_loader(scheduler: Any, loader: str, text: str) -> str:
+    """Why SGLang did not, or "". What it does around a call is a millisecond: left out where it does nothing."""
+    if hasattr(scheduler.weight_updater, "begin_weight_update") or scheduler.draft_worker is not None:
+        answer = scheduler._request_dispatcher(loader_request(loader, text, 1))
+        return "" if answer.success else str(answer.message)
+    updater = scheduler.tp_worker.model_runner.weight_updater
+    done, message = updater.update_weights_from_tensor([(text, torch.tensor([0]))], load_format=loader)
+    return "" if done else str(message)
 
 
 def check(scheduler: Any, new_key: str) -> None:

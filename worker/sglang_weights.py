@@ -36,6 +36,8 @@ async def commit_weights(
 ) -> TransferReport:
     """The second half: SGLang calls `loader` on every rank between two batches.
 
+    If nothing runs that could be on its way, and there is one rank, the order for that takes the control channel.
+
     Prefixes cached under older weights stay until their memory is wanted; every request's cache key keeps versions
     apart. Raises EngineError if a rank is silent.
 
@@ -45,10 +47,18 @@ async def commit_weights(
 
     ticket = secrets.token_hex(8)  # not the epoch: those numbers start again in a Redis that lost its data
     told = {"epoch": order.epoch, "mode": order.mode, "version": order.version, "stock": stock, "ticket": ticket}
-    question = {"committed": ticket, "timeout_s": order.timeout_s + COMMIT_GRACE_S}
+    timeout_s = order.timeout_s + COMMIT_GRACE_S
+    if tp_size == 1 and not stock and order.mode != "in_place" and not manager.rid_to_state:
+        question = {"commit": ticket, "loader": loader, "told": json.dumps(told), "timeout_s": timeout_s}
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await ask(folder, 0, question)
+        except TimeoutError:
+            raise EngineError(f"the engine did not load version {order.version} in time") from None
+    question = {"committed": ticket, "timeout_s": timeout_s}
     asked = [asyncio.create_task(ask(folder, rank, question)) for rank in range(tp_size)]
     try:
-        async with asyncio.timeout(order.timeout_s + COMMIT_GRACE_S):
+        async with asyncio.timeout(timeout_s):
             try:
                 await sglang_compat.run_loader(manager, loader, json.dumps(told), tp_size)
             except RuntimeError as refusal:

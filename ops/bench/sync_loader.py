@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ...sync.staging import Staging
 from ...worker import sglang_control
+from ...worker.sglang_control import operate
 from ...worker.sglang_engine import SGLangEngine
 
-SETTLE = "rolloutmq-bench-settle"
 STAGING = "rolloutmq-bench-staging-"
-"""Names of tensors with these words ask for something else.
-
-SETTLE: nothing but a device synchronize, because SGLang's "success" says that copies are queued. STAGING + policy: to
-stage, or not, from now on, so that one engine can be measured both ways."""
+"""A tensor with this in its name, and a policy after it, asks to stage, or not, from now on: so that one engine can be
+measured both ways."""
 
 
 def receive(model: Any, named_tensors: Any) -> Any:
-    """SGLang's hook; the project's own, for everything but the names above."""
+    """SGLang's hook; the project's own, for everything but that name."""
     named = list(named_tensors)
     what = named[0][0] if len(named) == 1 else ""
-    if what == SETTLE:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return None
     if what.startswith(STAGING):
         return _stage(what.removeprefix(STAGING))
     module, _, function = SGLangEngine._weight_loader.rpartition(".")
@@ -53,8 +45,9 @@ class BenchEngine(SGLangEngine):
         return self._current().manager
 
     async def settle(self) -> None:
-        """Until everything queued on the engine's device is done."""
-        await self._ask(SETTLE)
+        """Until everything queued on the engine's device is done: SGLang's "success" says that copies are queued."""
+        for rank in range(self.config.tp_size):
+            await operate(self._current().control, rank, "synchronize")
 
     async def stage(self, policy: str) -> None:
         """Stage from now on, or not ("on", "off", "auto"); nothing on a CPU, which always does."""

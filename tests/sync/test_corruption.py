@@ -13,7 +13,7 @@ from peer_process import Linear, flip
 from peers import SHAPES, Line, Sending, expected, version
 
 from rolloutmq.sync.digest import digest
-from rolloutmq.sync.layout import Loading
+from rolloutmq.sync.layout import Arrival, Loading
 from rolloutmq.sync.packing import PackedWeights
 from rolloutmq.sync.receiver import CPU, Receiver
 from rolloutmq.sync.snapshot import Snapshot
@@ -68,9 +68,11 @@ class Stream:
 class Rank:
     """A receiver in this process, at the other end of a line."""
 
-    def __init__(self, *, staged: bool) -> None:
-        self.staged = staged
-        self.model, self.receiver, self.line = Model(), Receiver(CPU), Line()
+    def __init__(self, *, staged: bool, halves: bool = True) -> None:
+        """halves: the model has a part of one tensor only; else every tensor is there as it was sent."""
+        self.staged, self.halves = staged, halves
+        self.model = Model() if halves else Linear(SHAPES, torch.bfloat16, CPU)
+        self.receiver, self.line = Receiver(CPU), Line()
         if not staged:
             self.receiver._memory = {CPU: NoMemory(CPU, "on")}
             self.receiver._two_streams = lambda: (Stream(), Stream())  # type: ignore[method-assign]
@@ -101,15 +103,19 @@ class Rank:
 
     def check_holds(self, snapshot: Snapshot) -> None:
         sent = expected(snapshot)
+        if not self.halves:
+            assert self.bits() == sent
+            return
         whole = dict(snapshot.tensors())[Model.HALF]
         columns = SHAPES[Model.HALF][1] // 2
         assert self.bits() == sent | {Model.HALF: digest(whole[:, :columns].float().contiguous())}
 
 
-@pytest.fixture(params=[True, False], ids=["staged", "direct"])
+@pytest.fixture(params=[(True, True), (False, True), (False, False)], ids=["staged", "direct", "direct whole"])
 def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    made = Rank(staged=request.param)
+    staged, halves = request.param
+    made = Rank(staged=staged, halves=halves)
     first = version(1)
     assert len(first.buckets) > 2
     report = made.update(first)
@@ -120,7 +126,9 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     made.line.broadcaster.close()
 
 
-@pytest.mark.parametrize("rank", [False], indirect=True, ids=["direct"])  # what is staged comes before the commit
+@pytest.mark.parametrize(
+    "rank", [(False, True)], indirect=True, ids=["direct"]
+)  # what is staged comes before the commit
 def test_a_transfer_that_never_began_leaves_the_weights_as_they_were(rank: Rank) -> None:
     """Another one dies before it is ready. A direct receive must not have begun to load what its buffers had."""
     before = rank.bits()
@@ -145,6 +153,24 @@ def test_a_commit_that_comes_too_late_does_nothing(rank: Rank) -> None:
     assert (report.ok, report.intact) == (False, True), report
     assert "the time for this transfer is over" in report.error
     assert rank.bits() == before
+
+
+def test_what_is_compared_in_the_parameters_is_not_looked_at_before(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at all of it takes as long as a copy, and a direct receive is loaded before it could be refused."""
+    looked: list[int] = []
+    original = Arrival.queue
+
+    def look(self: Arrival, bucket: int) -> None:
+        looked.append(bucket)
+        original(self, bucket)
+
+    monkeypatch.setattr(Arrival, "queue", look)
+    snapshot = version(2)
+    report = rank.update(snapshot)
+    assert (report.ok, report.readback) == (True, True)
+    assert looked == ([] if not rank.halves else list(range(len(snapshot.buckets))))
 
 
 def refused(rank: Rank, report: TransferReport, before: dict[str, str], *names: str) -> None:
@@ -239,7 +265,7 @@ def test_what_changes_after_the_load_is_found_by_reading_back(
     rank.check_holds(version(3))
 
 
-@pytest.mark.parametrize("rank", [True], indirect=True, ids=["staged"])
+@pytest.mark.parametrize("rank", [(True, True)], indirect=True, ids=["staged"])
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != Model.HALF])  # a slice is compared with its source
 def test_what_changes_between_the_halves_is_found(rank: Rank, name: str) -> None:
     """In the memory where a verified version waits to be loaded."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def test_every_bit_comes_back(store: SnapshotStore) -> None:
         assert (found.version, found.path, found.manifest) == (1, path, sent.manifest)
         assert len(found.index.files) > 1
         back = {spec.name: tensor for spec, tensor in found}
-        assert list(back) == list(tensors(1))
+        assert back.keys() == tensors(1).keys()
         for name, tensor in tensors(1).items():
             assert (back[name].dtype, back[name].shape) == (tensor.dtype, tensor.shape)
             assert bits(back[name]) == bits(tensor)
@@ -102,7 +103,7 @@ def test_the_same_again_is_nothing_and_another_is_refused(store: SnapshotStore) 
 def test_swapped_tensors_are_found_before_they_are_published(store: SnapshotStore) -> None:
     whole = snapshot(1)
     whole.buckets[0][0] ^= 1  # what is in memory is not what was digested
-    with pytest.raises(DigestMismatch, match=r"model\.embed\.weight"):
+    with pytest.raises(DigestMismatch, match=re.escape(whole.manifest.tensors[0].name)):
         store.save(whole)
     assert store.versions() == []
 

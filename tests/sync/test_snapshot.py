@@ -53,7 +53,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_same(snapshot: Snapshot, tensors: dict[str, torch.Tensor]) -> None:
     found = dict(snapshot.tensors())
-    assert list(found) == list(tensors)
+    assert sorted(found) == sorted(tensors)
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
         assert found[name].shape == tensor.shape
@@ -79,8 +79,8 @@ def test_every_tensor_comes_back(bucket_bytes: int) -> None:
 def test_a_tensor_larger_than_a_bucket_has_one_for_itself() -> None:
     tensors = {"a": torch.ones(8), "large": torch.ones(1000), "b": torch.ones(8), "c": torch.ones(8)}
     manifest = PackedWeights(1, tensors.items(), 256).snapshot().manifest
-    assert [spec.bucket for spec in manifest.tensors] == [0, 1, 2, 2]
-    assert manifest.bucket_nbytes == (64, 4032, 128)
+    assert [(spec.name, spec.bucket) for spec in manifest.tensors] == [("large", 0), ("b", 1), ("c", 1), ("a", 2)]
+    assert manifest.bucket_nbytes == (4032, 128, 64)
 
 
 def test_the_gaps_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,3 +376,14 @@ def test_a_place_is_a_view() -> None:
     bucket = torch.zeros(128, dtype=torch.uint8)
     Place("w", torch.float32, (2, 2), 0, 64, 16).view(bucket).fill_(1)
     assert bucket.nonzero().flatten().tolist() == [66, 67, 70, 71, 74, 75, 78, 79]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 512, 1 << 20])
+def test_the_smallest_bucket_comes_last(bucket_bytes: int) -> None:
+    """Whatever is done with it is done while nothing is on the wire any more."""
+    packed = PackedWeights(1, TENSORS, bucket_bytes)
+    snapshot = packed.snapshot()
+    sizes = snapshot.manifest.bucket_nbytes
+    assert list(sizes) == sorted(packed.places.sizes, reverse=True)
+    assert [spec.bucket for spec in snapshot.manifest.tensors] == sorted(s.bucket for s in snapshot.manifest.tensors)
+    check_same(snapshot, TENSORS)

@@ -27,12 +27,22 @@ class Scheduler:
         self.server_args = SimpleNamespace(pp_size=1, disaggregation_mode="null", **arguments)
         self.waiting_queue: list[Any] = []
         self.running_batch, self.last_batch, self.chunked_req = SimpleNamespace(reqs=[]), None, None
+        self.idle_sleeper: Any = None
+        self.draft_worker: Any = None
+        self.weight_updater: Any = SimpleNamespace()
 
     def init_request_dispatcher(self) -> None:
         self._request_dispatcher = lambda request: request
 
     def run_event_loop(self) -> None:
         pass
+
+    def process_input_requests(self, recv_reqs: list[Any]) -> None:
+        for request in recv_reqs:
+            self._request_dispatcher(request)
+
+    def is_fully_idle(self) -> bool:
+        return not self.waiting_queue and not self.running_batch.reqs
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
         self.waiting_queue.append(req)
