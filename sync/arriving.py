@@ -89,7 +89,7 @@ class Arriving:
             with torch.cuda.stream(self._working):
                 loading.load(index)
                 if readback:
-                    loading.queue_readback(index)
+                    loading.queue_readback(index, count=not self.looked_at)
                 free[turn] = self._working.record_event()
         settle(self._group, self._working.record_event(), self._deadline, self._broken)
         self._settled = self._queued

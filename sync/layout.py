@@ -119,10 +119,13 @@ class Loading:
         else:
             self._bounds[bucket].run()
 
-    def queue_readback(self, bucket: int) -> None:
-        """Queue the digests of what the parameters hold of one bucket; its memory must still be as it was loaded."""
+    def queue_readback(self, bucket: int, *, count: bool = False) -> None:
+        """Queue the digests of what the parameters hold of one bucket; its memory must still be as it was loaded.
+
+        count: NaN and Inf, too.
+        """
         if self._readback is not None:
-            self._readback.queue(bucket)
+            self._readback.queue(bucket, count)
 
     def check(self, expected: torch.Tensor, *, finite: bool = False) -> None:
         """Wait for what was queued and compare. Raises DigestMismatch with the first wrong tensor's name.
@@ -157,10 +160,10 @@ class _Readback:
         self._slices: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self.all_whole = len(set(self._names)) == len(arrival.views) and not any(self._partial)
 
-    def queue(self, bucket: int) -> None:
+    def queue(self, bucket: int, count: bool) -> None:
         mine = self._digesters[bucket]
         if mine is not None:
-            mine[0].run(mine[1], mine[2])
+            mine[0].run(mine[1], mine[2] if count else None)
         if partial := self._partial[bucket]:
             held = digests([target for _, _, target in partial])
             came = digests([source.to(target.device, target.dtype).contiguous() for _, source, target in partial])

@@ -8,6 +8,8 @@ import pytest
 import torch
 from peers import SLACK_S, Line, Peer, expected, line, version
 
+from rolloutmq.messages.errors import TransferTimeout
+
 TIMEOUT_S = 6.0
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
 
@@ -90,6 +92,27 @@ def test_a_sender_that_stops_in_the_midst_releases_the_receiver(pair: Line) -> N
     assert report is not None
     assert report.ok, report
     assert peer.ask(digests=True) == expected(third)
+
+
+def test_what_nobody_commits_is_ended() -> None:
+    """Broadcasts that were queued ahead; the peer's GPU is of use again after the deadline."""
+    with line("cuda:1", staging="off") as made:
+        (peer,), first, second = made.peers, version(1, "cuda:0"), version(2, "cuda:0")
+        assert len(second.buckets) > 3
+        _, error, _ = made.transfer(first)
+        assert error is None
+        (report,), error, seconds = made.transfer(second, timeout_s=TIMEOUT_S, after_prepare=False)
+        assert report is not None
+        assert (report.ok, report.phase) == (True, "ready")
+        assert isinstance(error, TransferTimeout)
+        assert seconds < TIMEOUT_S + 3 * SLACK_S
+        assert peer.ask(digests=True) == expected(first)
+        third = version(3, "cuda:0")
+        (report,), error, _ = made.transfer(third)
+        assert error is None
+        assert report is not None
+        assert report.ok, report
+        assert peer.ask(digests=True) == expected(third)
 
 
 def test_on_one_gpu_the_buckets_are_handed_over() -> None:

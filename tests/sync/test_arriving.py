@@ -65,8 +65,9 @@ class Noted:
         assert self.arrived == list(range(max(BUFFERS, bucket + 1)))
         self.loaded.append(bucket)
 
-    def queue_readback(self, bucket: int) -> None:
+    def queue_readback(self, bucket: int, *, count: bool) -> None:
         assert self.loaded[-1] == bucket
+        assert not count
 
 
 def arriving(wire: Wire, noted: Noted, broken: Callable[[], str] = lambda: "", seconds: float = 20.0) -> Arriving:
