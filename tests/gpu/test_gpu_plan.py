@@ -54,7 +54,9 @@ def test_one_gpu(kind: str, changes: dict[str, Any], tensors: int, tmp_path: Pat
 def test_two_gpus_have_a_slice_each(tmp_path: Path) -> None:
     changes = {"tie_word_embeddings": False, "head_dim": 128, **EXPERTS, "moe_intermediate_size": 768}
     write_models(tmp_path, "Qwen3Moe", dtype="bfloat16", **SMALL, **changes)
-    found = asyncio.run(findings(tmp_path, tp_size=2, **ENGINE))
+    # Not what is looked at here, and one of them takes minutes to compile.
+    plain = {"disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
+    found = asyncio.run(findings(tmp_path, tp_size=2, extra=plain, **ENGINE))
     for rank in found:
         assert_exact(rank)
         assert rank["partial"] > rank["whole"] > 0
