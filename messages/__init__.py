@@ -31,7 +31,7 @@ from .ids import new_id
 from .jobs import GenerateJob
 from .keys import Keys
 from .lease import Beat, Claim, Finished, Lease, Piece, Release
-from .pool import Control, DeadLetter, WorkerStatus
+from .pool import DeadLetter, WorkerStatus
 from .results import JobFailure, Partial, RolloutResult, Segment, Timings
 from .sampling import LogitProcessor, LogprobOptions, SamplingParams
 from .weights import TensorSpec, WeightAnnouncement, WeightManifest
@@ -44,7 +44,6 @@ __all__ = [
     "Claim",
     "ClientBusy",
     "ConfigError",
-    "Control",
     "DeadLetter",
     "DigestMismatch",
     "EngineDead",

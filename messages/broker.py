@@ -17,7 +17,7 @@ from .jobs import PRIORITIES
 from .keys import Keys
 from .kinds import RESULTS, Job, Result
 from .lua import Scripts
-from .pool import Control, WorkerStatus
+from .pool import WorkerStatus
 from .results import JobFailure
 
 BATCH_JOBS = 512
@@ -210,10 +210,6 @@ class Broker:
     async def end_overdue(self, budget: int = 256) -> int:
         """End jobs past their deadline; returns how many. Workers do it too, but a pool may have none."""
         return int(await self._scripts.run("overdue", budget))
-
-    async def control(self, control: Control) -> None:
-        """Say something to the workers that are there now; who is away does not hear it."""
-        await self._scripts.run("control", control.worker_id, encode(control).hex())
 
     async def read_replies(
         self, client_id: str, after: str, *, count: int = 256, block_ms: int | None = None, redis: Redis | None = None

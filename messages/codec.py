@@ -21,7 +21,7 @@ from .base import Message, as_invalid_field
 from .commands import Command, CommandReply
 from .errors import InvalidField, MalformedMessage, UnsupportedVersion
 from .kinds import JOBS, RESULTS
-from .pool import Control, WorkerStatus
+from .pool import WorkerStatus
 from .results import Partial
 from .weights import WeightAnnouncement, WeightManifest
 
@@ -43,7 +43,6 @@ KINDS: dict[int, type[Message]] = {
         WeightManifest,
         WeightAnnouncement,
         WorkerStatus,
-        Control,
         Command,
         CommandReply,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -41,19 +41,6 @@ class WorkerStatus(Message):
     refused_publishes: int = Field(default=0, ge=0)
     engine_restarts: int = Field(default=0, ge=0)
     started_at: float = 0.0
-
-
-ControlAction = Literal["pause", "resume", "drain", "flush_cache"]
-
-
-class Control(Message):
-    """An operator's word to one worker, or to all when `worker_id` is empty."""
-
-    KIND: ClassVar[int] = 7
-
-    action: ControlAction
-    worker_id: str = ""
-    params: dict[str, Any] = Field(default_factory=dict, max_length=32)
 
 
 class DeadLetter(BaseModel):

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from rolloutmq.messages import (
-    Control,
     GenerateJob,
     LogitProcessor,
     LogprobOptions,
@@ -229,7 +228,6 @@ def specimens() -> dict[str, Message]:
             engine_restarts=4,
             features=("seed", "stream"),
         ),
-        "control": Control(action="drain", worker_id="w", params={"x": 1}),
         "command": Command(id=ID, action="pause", worker_id="w", params={"mode": "abort"}, timeout_s=5.0),
         "command-reply": CommandReply(id=ID, worker_id="w", ok=False, result={"x": 1}, kind="E", error="e"),
         "session-job": GenerateJob(

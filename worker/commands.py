@@ -89,11 +89,6 @@ class Commands:
         """The bell has said that there is a command; it may say so more than once."""
         self._heard.put_nowait((box, command_id))
 
-    def tell(self, action: str) -> None:
-        """Do something that nobody waits to hear of, at once."""
-        params = check_params(action, {})
-        self._aside(self._try(action, self._handlers[action](params, time.monotonic() + 60.0)))
-
     async def run(self) -> None:
         """Until cancelled. What was not begun by then is answered, too: the worker leaves."""
         lanes = [asyncio.create_task(self._lane(queue)) for queue in self._lanes.values()]
@@ -186,14 +181,6 @@ class Commands:
             await box.answer(reply)
         except (RedisError, OSError) as error:
             log.warning("command %s could not be answered: %s", reply.id, error)
-
-    async def _try(self, action: str, work: Awaitable[Mapping[str, Any]]) -> None:
-        try:
-            await work
-        except RolloutMQError as error:
-            log.warning("%s: %s", action, error)
-        except Exception:
-            log.exception("%s failed", action)
 
     def _aside(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -82,11 +82,6 @@ class Service:
         state = self._state
         return {"paused": self.paused or "", "asleep": sorted(state.asleep), "stale": state.stale}
 
-    def pause_claims(self) -> None:
-        """As `pause` with mode "finish", of an engine that is not paused already."""
-        self.paused = self.paused or "finish"
-        self._poke()
-
     async def lift(self) -> None:
         """Before a drain: what runs must be able to end."""
         if self._frozen:

@@ -14,12 +14,11 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ..messages.bell import Bell, Ring
-from ..messages.codec import decode
 from ..messages.command_channel import CommandBox
 from ..messages.connection import connect, ping
-from ..messages.errors import EngineError, LeaseLost, MessageError, RequestRefused
+from ..messages.errors import EngineError, LeaseLost, RequestRefused
 from ..messages.lease import Beat, Claim, Finished, Lease, Release
-from ..messages.pool import Control, WorkerState, WorkerStatus
+from ..messages.pool import WorkerState, WorkerStatus
 from ..sync.ledger import Ledger
 from .adapters import AdapterMissing
 from .checkpoints import Checkpoints
@@ -318,22 +317,8 @@ class Worker:
             self._follower.poke()
         elif kind == "want" and self._peer is not None:
             self._peer.poke()
-        elif kind == "command" and ring.get("worker", "") in {"", self.worker_id}:
-            if self._commands is not None and self._box is not None:
-                self._commands.hear(self._box, ring.get("id", ""))
-        elif kind == "control" and ring.get("worker", "") in {"", self.worker_id}:
-            try:
-                self._control(decode(bytes.fromhex(ring.get("m", "")), Control))
-            except (MessageError, ValueError) as error:
-                log.warning("a control message cannot be read: %s", error)
-
-    def _control(self, control: Control) -> None:
-        if control.action == "drain":
-            self.drain()
-        elif control.action == "pause":
-            self._service.pause_claims()
-        elif self._commands is not None:
-            self._commands.tell(control.action)
+        elif kind == "command" and self._commands and self._box and ring.get("worker", "") in {"", self.worker_id}:
+            self._commands.hear(self._box, ring.get("id", ""))
 
     # --- the engine ------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from roles import FOR_REPLICAS, LINES, ONLY_OPERATORS, ROLES, create
 from specimens import SHORT, job, specimens, tokens
 
 from rolloutmq import JobFailed, JobFailure, RolloutClient
-from rolloutmq.messages import Broker, Control, Lease, WeightAnnouncement
+from rolloutmq.messages import Broker, Lease, WeightAnnouncement
 from rolloutmq.messages.bell import Bell
 from rolloutmq.messages.command_channel import CommandSender
 from rolloutmq.messages.connection import connect, ping
@@ -252,7 +252,6 @@ async def test_an_operator_does_its_work(url: Url, admin: redis.asyncio.Redis) -
         assert await mine.cancel_client("c") == 2
         assert len(await mine.cancel([doomed.id])) == 1
         await mine.end_overdue()
-        await mine.control(Control(action="pause"))
         sender = CommandSender(client, "mine")
         sent = await sender.send("version", timeout_s=0.1)
         assert sent.workers == ("w",)

@@ -11,7 +11,7 @@ from pool import dump, replies, status
 from redis.asyncio import Redis
 from specimens import job, result
 
-from rolloutmq.messages import Broker, Control, Finished, Lease, Partial, Piece, Release, Segment, WeightAnnouncement
+from rolloutmq.messages import Broker, Finished, Lease, Partial, Piece, Release, Segment, WeightAnnouncement
 from rolloutmq.messages.command_channel import CommandBox, CommandSender
 from rolloutmq.messages.commands import CommandReply
 from rolloutmq.messages.lua import Scripts
@@ -42,7 +42,6 @@ async def lifecycle(  # noqa: PLR0915 – a life is one story
     await worker.complete([Finished(done.id, 1, i, result(done, i)) for i in range(2)])
     await broker.cancel([cancelled.id])
     assert await broker.cancel_client("client", queued.id) == 1
-    await broker.control(Control(action="resume"))
     sender, box = CommandSender(broker.redis, "default"), CommandBox(broker.redis, "default", "w1")
     sent = await sender.send("version")
     assert sent.workers == ("w1", "w2")

@@ -10,13 +10,12 @@ import time
 from typing import Any
 
 import pytest
-from pool import check_scripted, dump, eventually, replies, short_retries, wait_replies, worker
+from pool import check_scripted, eventually, replies, short_retries, wait_replies, worker
 from redis.asyncio import Redis
 from specimens import job, result
 
 from rolloutmq.messages import (
     Broker,
-    Control,
     EngineError,
     Finished,
     JobFailure,
@@ -238,28 +237,13 @@ async def test_garbage_on_the_bell_is_ignored(redis_db: str, broker: Broker, db:
         for fields in (
             {"x": b"\xff\xfe"},
             {"kind": "cancel"},
-            {"kind": "control", "m": "no hex"},
-            {"kind": "control", "m": "0100"},
+            {"kind": "command", "id": "none"},
+            {"kind": "a release to come", "m": "0100"},
         ):
             await db.xadd(broker.keys.bell, fields)
         await broker.enqueue([job(sampling=SHORT)])
         await wait_replies(broker, 1)
         assert not running.task.done()
-
-
-async def test_paused_resumed_and_drained_by_the_bell(redis_db: str, broker: Broker, db: Redis) -> None:
-    async with worker(redis_db) as running:
-        await broker.control(Control(action="pause", worker_id="somebody-else"))
-        await broker.control(Control(action="pause"))
-        await eventually(lambda: running.worker._status().state == "paused")
-        await broker.enqueue([job(sampling=SHORT)])
-        before = await dump(db, ("bell", "wake", "worker:" + running.id))
-        await broker.control(Control(action="resume", worker_id=running.id))
-        await wait_replies(broker, 1)
-        assert broker.keys.reply("client") not in before
-        await broker.control(Control(action="drain"))
-        await asyncio.wait_for(asyncio.shield(running.task), 10)
-    assert await broker.workers() == []
 
 
 async def test_a_drain_while_weights_are_waited_for_in_drain_mode(redis_db: str, broker: Broker) -> None:

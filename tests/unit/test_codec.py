@@ -62,7 +62,6 @@ def test_every_kind_has_golden_bytes() -> None:
         4: "WeightManifest",
         5: "WeightAnnouncement",
         6: "WorkerStatus",
-        7: "Control",
         20: "Command",
         21: "CommandReply",
         32: "EmbedJob",

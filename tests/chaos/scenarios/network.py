@@ -113,7 +113,7 @@ async def flaky(chaos: Chaos) -> None:
 
 # --- one lost reply per command ---------------------------------------------------------------------------------------
 
-OPERATORS = {"control", "dead_page", "requeue", "audit_jobs", "audit_keys", "audit_members", "audit_totals"}
+OPERATORS = {"dead_page", "requeue", "audit_jobs", "audit_keys", "audit_members", "audit_totals"}
 """Scripts that neither a worker nor a trainer's client runs while a pool works."""
 WEIGHTS = {"announce", "close", "join", "report", "seal", "want"}
 """Scripts of weight transfers; `weights_under_fire` has those."""

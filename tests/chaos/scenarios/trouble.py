@@ -84,7 +84,7 @@ async def malformed(chaos: Chaos) -> None:
         for _ in range(50):
             fields = {chaos.rng.choice(["kind", "m", "x"]): chaos.rng.randbytes(9) for _ in range(2)}
             await db.xadd(keys.bell, fields)
-            await db.xadd(keys.bell, {"kind": "control", "worker": "", "m": chaos.rng.randbytes(5).hex()})
+            await db.xadd(keys.bell, {"kind": "command", "worker": "", "id": chaos.rng.randbytes(5).hex()})
         chaos.terms = replace(chaos.terms, unreadable=frozenset(strangers))
         taken = await trainer.take()
         await trainer.submit(chaos.jobs(8))
