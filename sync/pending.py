@@ -15,7 +15,7 @@ from .disk_checkpoint import Checkpoint
 from .disk_read import DiskVersion
 from .group import Group
 from .rendezvous import EpochKeys
-from .transfer import TransferOrder
+from .transfer import Phase, TransferOrder, TransferReport
 
 
 @dataclass(slots=True)
@@ -42,6 +42,17 @@ class Pending:
     def outline(self) -> WeightManifest:
         """How it lies; the digests in it may be another version's."""
         return self.told.outline
+
+    def report(self, phase: Phase, **times: Any) -> TransferReport:
+        """That it went well as far as that."""
+        return TransferReport(
+            ok=True,
+            phase=phase,
+            tensors=len(self.outline.tensors),
+            nbytes=self.outline.nbytes,
+            rendezvous_s=self.rendezvous_s,
+            **times,
+        )
 
 
 def say_ready(store: Any, order: TransferOrder, rank: int) -> None:

@@ -9,7 +9,6 @@ report says so.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +37,6 @@ from .turns import short_turns
 from .warm import warm_up
 from .wire import Wire
 
-log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 
 
@@ -46,10 +44,19 @@ class Receiver:
     """State of one rank. `prepare` may be called from any thread, `commit` only where nothing else uses the model.
 
     device: where the engine's weights are. model_dir: the engine's checkpoint, to know the names that must come.
+    alone: of an engine with one rank. Others serve with collectives, beside which only what is staged is received.
     """
 
-    def __init__(self, device: torch.device, *, rank: int = 0, model_dir: str = "", staging: StagingPolicy = "auto"):
-        self.device, self.rank = device, rank
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        model_dir: str = "",
+        staging: StagingPolicy = "auto",
+        alone: bool = True,
+    ) -> None:
+        self.device, self.rank, self._alone = device, rank, alone
         self._known: Mapping[str, Shape] = checkpoint_shapes(model_dir) if model_dir else {}
         self._memory = {CPU: Staging(CPU, "on"), device: Staging(device, "on" if device == CPU else staging)}
         self.wire = Wire(device, rank)
@@ -99,14 +106,7 @@ class Receiver:
             if pending.arriving is not None and not pending.staged:
                 pending.arriving.watch()
             self._pending = pending
-        return TransferReport(
-            ok=True,
-            phase="staged" if pending.staged else "ready",
-            tensors=len(pending.outline.tensors),
-            nbytes=pending.outline.nbytes,
-            rendezvous_s=pending.rendezvous_s,
-            receive_s=pending.receive_s,
-        )
+        return pending.report("staged" if pending.staged else "ready", receive_s=pending.receive_s)
 
     def _join(self, order: TransferOrder, deadline: float) -> Pending:
         if order.transport == "disk":
@@ -126,7 +126,7 @@ class Receiver:
         whole = memory.whole(sizes)
         rotating = [] if whole is not None else memory.rotating(sizes)
         pending = Pending(order, deadline, store, told, group, whole or rotating, staged=whole is not None)
-        if order.transport == "nccl":
+        if order.transport == "nccl" and (pending.staged or self._alone):
             self._arriving = pending.arriving = self._arriving_of(pending)
             say_ready(store, order, self.rank)
             pending.arriving.queue_ahead()
@@ -234,12 +234,8 @@ class Receiver:
         seconds = time.monotonic() - began
         if pending.order.verify:
             self._held = pending.told, self._plan[1] if self._plan is not None else None
-        return TransferReport(
-            ok=True,
-            phase="done",
-            tensors=len(pending.outline.tensors),
-            nbytes=pending.outline.nbytes,
-            rendezvous_s=pending.rendezvous_s,
+        return pending.report(
+            "done",
             receive_s=pending.receive_s if pending.staged else seconds,
             load_s=seconds,
             readback=loading.readback and pending.order.verify,

@@ -42,15 +42,7 @@ def stock_report(
     except Exception as error:  # whatever torch or the model raises belongs into the report
         why = f"{type(error).__name__}: {error}"
         return TransferReport(ok=False, phase="verify" if loaded else "load", error=why, intact=not loaded)
-    return TransferReport(
-        ok=True,
-        phase="done" if loaded else "ready",
-        tensors=len(pending.outline.tensors),
-        nbytes=pending.outline.nbytes,
-        rendezvous_s=pending.rendezvous_s,
-        load_s=time.monotonic() - began,
-        readback=compared,
-    )
+    return pending.report("done" if loaded else "ready", load_s=time.monotonic() - began, readback=compared)
 
 
 def check_held(plan: CopyPlan, manifest: WeightManifest, *, finite: bool) -> bool:

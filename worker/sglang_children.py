@@ -106,7 +106,8 @@ def run_scheduler(
     make_sampler(server_args, setup.logit_processors)
     if setup.control:
         gpu = None if setup.cpu else gpu_id
-        listen(setup.control, rank=tp_rank, gpu=gpu, model=setup.model, staging=setup.staging)
+        ranks = int(getattr(server_args, "tp_size", 1))
+        listen(setup.control, rank=tp_rank, ranks=ranks, gpu=gpu, model=setup.model, staging=setup.staging)
     if setup.cpu:
         from . import cpu_experts, cpu_sampling  # noqa: PLC0415
         from .cpu_attention import install  # noqa: PLC0415

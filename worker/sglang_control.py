@@ -153,11 +153,12 @@ class ControlServer:
 _server: ControlServer | None = None
 
 
-def listen(folder: str, *, rank: int, gpu: int | None, model: str, staging: Any) -> None:
-    """Start to listen in this process, the scheduler of one rank; gpu: its device, or None on a CPU."""
+def listen(folder: str, *, rank: int, ranks: int, gpu: int | None, model: str, staging: Any) -> None:
+    """Start to listen in this process, the scheduler of one of so many ranks; gpu: its device, or None on a CPU."""
     global _server  # noqa: PLW0603 – one scheduler per process, and SGLang calls `commit` by name
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-    _server = ControlServer(folder, rank, Receiver(device, rank=rank, model_dir=model, staging=staging), model)
+    receiver = Receiver(device, rank=rank, model_dir=model, staging=staging, alone=ranks == 1)
+    _server = ControlServer(folder, rank, receiver, model)
 
 
 def commit(model: Any, named_tensors: Any) -> None:
