@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ from ..messages.errors import InvalidField, MessageError, RequestRefused
 from ..messages.jobs import GenerateJob
 from ..messages.kinds import JOBS
 from ..messages.lease import Claim
+from ..messages.media import Medium
 from ..messages.results import Partial
 from ..messages.tasks import TaskJob
 from .adapters import FEATURE, check
@@ -29,45 +32,84 @@ from .tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 SMALL = 64 << 10
 """Bytes of a payload that may be decoded on the event loop."""
+FETCHES = 16
+"""Jobs whose media are fetched at the same time."""
 Admitted = tuple[Claim, HeldJob | Exception]
 
 
 async def admit_all(
     claims: list[Claim], info: EngineInfo, tokenizer: Tokenizer, media_hosts: frozenset[str] = frozenset()
-) -> list[Admitted]:
-    """Each claim with its job, or with why it is none.
+) -> AsyncIterator[Admitted]:
+    """Each claim with its job, or with why it is none, as soon as that is known.
 
     Tokenising, and the first import of a tokenizer, may take seconds: not on the loop that renews the lease. Small jobs
-    that bring their tokens are done on the spot, a thread would cost more than they do.
+    that bring their tokens are done on the spot, a thread would cost more than they do. Media are fetched last, those
+    of several jobs at the same time: nobody waits for another's.
     """
-    quick = [_try_admit(claim, info, None) for claim in claims if len(claim.payload) <= SMALL]
-    admitted = [found for found in quick if not isinstance(found[1], _TokenizerNeeded)]
-    done = {claim.job_id for claim, _ in admitted}
-    if slow := [claim for claim in claims if claim.job_id not in done]:
-        admitted += await asyncio.to_thread(lambda: [_try_admit(claim, info, tokenizer, media_hosts) for claim in slow])
-    return admitted
+    slow = []
+    for claim in claims:
+        found = _try_admit(claim, info, None) if len(claim.payload) <= SMALL else (claim, _Later())
+        if isinstance(found[1], _Later):
+            slow.append(claim)
+        else:
+            yield found
+    fetching = []
+    for found in (
+        await asyncio.to_thread(lambda: [_try_admit(claim, info, tokenizer) for claim in slow]) if slow else ()
+    ):
+        if isinstance(found[1], _Later):
+            fetching.append(found[0])
+        else:
+            yield found
+    if fetching:
+        threads = ThreadPoolExecutor(min(FETCHES, len(fetching)), "rolloutmq-fetch")
+        try:
+            tries = [threads.submit(_fetch, claim, media_hosts) for claim in fetching]
+            for done in asyncio.as_completed([asyncio.wrap_future(one) for one in tries]):
+                claim, media = await done
+                if isinstance(media, Exception):
+                    yield claim, media
+                else:  # one after the other: tokenizers are not made for several threads
+                    yield await asyncio.to_thread(_try_admit, claim, info, tokenizer, media)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _fetch(claim: Claim, hosts: frozenset[str]) -> tuple[Claim, tuple[Medium, ...] | Exception]:
+    """The media of a job that has some to fetch, or why it will not run. Blocks."""
+    try:
+        job = decode_one_of(claim.payload, JOBS)
+        assert isinstance(job, GenerateJob)
+        return claim, with_media_here(job, hosts).media
+    except RequestRefused as error:
+        return claim, error
+    except Exception as error:
+        log.exception("media of job %s could not be fetched", claim.job_id)
+        return claim, error
 
 
 def _try_admit(
-    claim: Claim, info: EngineInfo, tokenizer: Tokenizer | None, media_hosts: frozenset[str] = frozenset()
+    claim: Claim, info: EngineInfo, tokenizer: Tokenizer | None, media: tuple[Medium, ...] | None = None
 ) -> Admitted:
     try:
-        return claim, admit(claim, info, tokenizer, media_hosts)
-    except (MessageError, RequestRefused, _TokenizerNeeded) as error:
+        return claim, admit(claim, info, tokenizer, media)
+    except (MessageError, RequestRefused, _Later) as error:
         return claim, error
     except Exception as error:  # a tokenizer can raise anything; the job is named, its neighbours go on
         log.exception("job %s could not be admitted", claim.job_id)
         return claim, error
 
 
-class _TokenizerNeeded(Exception):
-    """The job has text, or media to fetch, and this was a try on the event loop, without a tokenizer."""
+class _Later(Exception):
+    """The job has text, and this was a try without a tokenizer; or media to fetch, and nothing was to be fetched."""
 
 
 def admit(
-    claim: Claim, info: EngineInfo, tokenizer: Tokenizer | None, media_hosts: frozenset[str] = frozenset()
+    claim: Claim, info: EngineInfo, tokenizer: Tokenizer | None, media: tuple[Medium, ...] | None = None
 ) -> HeldJob:
     """The job with a SampleRun for each sample that is not published yet.
+
+    media: the job's, fetched.
 
     Raises MessageError if the payload is not a job, RequestRefused if this kind of engine cannot run it, AdapterMissing
     if it cannot for want of an adapter. What is saved of a sample and cannot be read is not fatal: the sample goes on
@@ -83,7 +125,7 @@ def admit(
         held.deadline = time.monotonic() + claim.left_s
     if isinstance(job, TaskJob):
         if tokenizer is None and needs_tokenizer(job):
-            raise _TokenizerNeeded
+            raise _Later
         held.samples.update(task_runs(job, claim, info, tokenizer))
         return held
     assert isinstance(job, GenerateJob)
@@ -92,7 +134,7 @@ def admit(
     if job.tools:
         _check_tools(job, tokenizer)
     if job.media and not claim.ending:
-        job = held.job = _with_media(job, tokenizer, media_hosts)
+        job = held.job = _with_media(job, media)
     prompt = _prompt(job, tokenizer)
     room = info.context_length - len(prompt)
     if job.sampling.max_new_tokens > room and not claim.ending:
@@ -119,17 +161,19 @@ def _check(job: GenerateJob, info: EngineInfo) -> None:
         raise RequestRefused(f"{', '.join(missing)}: not supported by {info.name} {info.version} on this worker")
 
 
-def _with_media(job: GenerateJob, tokenizer: Tokenizer | None, hosts: frozenset[str]) -> GenerateJob:
-    if tokenizer is None and must_fetch(job):
-        raise _TokenizerNeeded
-    return with_media_here(job, hosts)
+def _with_media(job: GenerateJob, fetched: tuple[Medium, ...] | None) -> GenerateJob:
+    if not must_fetch(job):
+        return with_media_here(job, ())
+    if fetched is None:
+        raise _Later
+    return job.model_copy(update={"media": fetched})
 
 
 def _prompt(job: GenerateJob, tokenizer: Tokenizer | None) -> npt.NDArray[np.int32]:
     if job.token_ids is not None:
         return job.token_ids
     if tokenizer is None:
-        raise _TokenizerNeeded
+        raise _Later
     messages = [message.rendered() for message in job.messages or ()]
     tools = [tool.rendered() for tool in job.tools] or None
     if job.context_ids is not None and job.context_ids.size:
@@ -142,7 +186,7 @@ def _prompt(job: GenerateJob, tokenizer: Tokenizer | None) -> npt.NDArray[np.int
 def _check_tools(job: GenerateJob, tokenizer: Tokenizer | None) -> None:
     """What reads the calls must be here before the job runs: raises RequestRefused."""
     if tokenizer is None:
-        raise _TokenizerNeeded
+        raise _Later
     from .tool_calls import check_parser  # noqa: PLC0415 – only where a job has tools
 
     check_parser(job.tool_parser)

@@ -14,7 +14,7 @@ from ..messages.media import MAX_MEDIUM_BYTES, Medium, check_media, mime_of
 FEATURE = "media"
 """Of EngineInfo.features: the model sees or hears, and SGLang can prepare what it is shown."""
 FETCH_S = 10.0
-"""Seconds for all URLs of a job: the jobs that were claimed with it wait."""
+"""Seconds for all URLs of a job: nothing more is claimed meanwhile."""
 
 
 def features(manager: Any, device: str) -> frozenset[str]:

@@ -224,7 +224,7 @@ class Worker:
 
     async def _admit(self, claims: list[Claim]) -> None:
         missing: list[tuple[Claim, AdapterMissing]] = []
-        for claim, admitted in await admit_all(claims, self._engine.info, self._tokenizer, self.config.media_hosts):
+        async for claim, admitted in admit_all(claims, self._engine.info, self._tokenizer, self.config.media_hosts):
             if isinstance(admitted, HeldJob):
                 self._held.add(admitted)
                 self._deadlines.look(admitted.deadline)
