@@ -28,6 +28,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -121,23 +122,33 @@ class ControlServer:
             elif "send" in question:
                 report = send_held(self.receiver, TransferOrder.from_dict(question["send"]))
             else:
-                ticket = str(question["commit"] if "commit" in question else question["committed"])
-                if "commit" in question:
-                    self._set_off(ticket, str(question["loader"]), str(question["told"]))
-                found = self._report_of(ticket, float(question["timeout_s"]))
+                ask = self._commit if "commit" in question else self._committed
+                found = ask(question)
                 if found is None:  # who asked hears that from the silence
                     return
                 report = found
             stream.write(report.to_json().encode() + b"\n")
 
-    def _set_off(self, ticket: str, loader: str, told: str) -> None:
-        """Have SGLang call the loader."""
+    def _commit(self, question: dict[str, Any]) -> TransferReport | None:
+        """Have SGLang call the loader; None if that is not over in time."""
         from . import sglang_scheduler  # noqa: PLC0415 – only in a scheduler's process
 
-        def refused(why: str) -> None:  # else the loader tells
-            self.post(ticket, TransferReport(ok=False, phase="load", error=f"SGLang refused the update: {why}"))
+        over: SimpleQueue[str] = SimpleQueue()
+        sglang_scheduler.set_off(str(question["loader"]), str(question["told"]), over.put)
+        try:
+            refusal = over.get(timeout=float(question["timeout_s"]))
+        except Empty:
+            return None
+        told = self._report_of(str(question["commit"]), 0.0)
+        if told is not None and not refusal:
+            return told
+        # SGLang's word that an update did not happen; a loader that had begun tells otherwise.
+        touched = told is not None and (told.ok or not told.intact)
+        error = f"SGLang refused the update: {refusal or 'it did not call the loader'}"
+        return TransferReport(ok=False, phase="load", error=error, intact=not touched)
 
-        sglang_scheduler.set_off(loader, told, refused)
+    def _committed(self, question: dict[str, Any]) -> TransferReport | None:
+        return self._report_of(str(question["committed"]), float(question["timeout_s"]))
 
     def _report_of(self, ticket: str, timeout_s: float) -> TransferReport | None:
         deadline = time.monotonic() + timeout_s

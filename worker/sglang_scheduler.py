@@ -219,8 +219,8 @@ def idle() -> bool:
     return _scheduler is not None and bool(_scheduler.is_fully_idle())
 
 
-def set_off(loader: str, text: str, refused: Callable[[str], None]) -> None:
-    """Have SGLang call `loader(model, [(text, tensor)])` between two batches, or tell why it did not.
+def set_off(loader: str, text: str, over: Callable[[str], object]) -> None:
+    """Have SGLang call `loader(model, [(text, tensor)])` between two batches; then `over` with why it refused, or "".
 
     From another thread; see sglang_errands for when this must not be used. Raises EngineError if there is no scheduler.
     """
@@ -232,8 +232,7 @@ def set_off(loader: str, text: str, refused: Callable[[str], None]) -> None:
         except Exception as error:  # it would end the scheduler
             logger.exception("SGLang failed to call %s", loader)
             why = f"{type(error).__name__}: {error}"
-        if why:
-            refused(why)
+        over(why)
 
     scheduler.rolloutmq_errands.put(errand)
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import select
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_sglang_scheduler import Scheduler
 
+from rolloutmq.messages.errors import EngineError
+from rolloutmq.sync.transfer import TransferReport
 from rolloutmq.worker import sglang_scheduler
+from rolloutmq.worker.sglang_control import ControlServer, ask
 from rolloutmq.worker.sglang_errands import Errands
 
 
@@ -107,18 +112,18 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def set_off(scheduler: Any, updater: Updater) -> list[str]:
-    """What was told of a refusal, after one turn of the scheduler's loop."""
+    """What was told when it was over, after one turn of the scheduler's loop."""
     scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(weight_updater=updater))
-    refused: list[str] = []
-    sglang_scheduler.set_off("loader", "text", refused.append)
-    assert updater.called == refused == []
+    told: list[str] = []
+    sglang_scheduler.set_off("loader", "text", told.append)
+    assert updater.called == told == []
     scheduler.process_input_requests([])
-    return refused
+    return told
 
 
 def test_an_older_release_has_its_runner_called(scheduler: Any) -> None:
     updater = Updater()
-    assert set_off(scheduler, updater) == []
+    assert set_off(scheduler, updater) == [""]
     assert updater.called == [("text", 0, "loader")]
 
 
@@ -144,7 +149,7 @@ def test_where_sglang_does_more_it_gets_a_request(scheduler: Any, newer: bool, m
     else:
         scheduler.draft_worker = object()
     updater = Updater()
-    assert set_off(scheduler, updater) == []
+    assert set_off(scheduler, updater) == [""]
     assert set_off(scheduler, updater) == ["not now"]
     assert seen == [("loader", "text", 1)] * 2
     assert updater.called == []
@@ -157,3 +162,48 @@ def test_requests_go_first(scheduler: Any) -> None:
     scheduler.rolloutmq_errands.put(lambda: seen.append("errand"))
     scheduler.process_input_requests(["request"])
     assert seen == ["request", "errand"]
+
+
+# --- and the word that gets back -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("posted", "refusal", "whole"),
+    [
+        (TransferReport(ok=True, phase="done"), "", (True, True)),
+        (TransferReport(ok=False, phase="load", error="no"), "", (False, True)),
+        (None, "not now", (False, True)),
+        (None, "", (False, True)),  # a release that says yes and calls nobody
+        (TransferReport(ok=True, phase="done"), "the session could not be closed", (False, False)),
+        (TransferReport(ok=False, phase="load", intact=False), "it raised", (False, False)),
+        (TransferReport(ok=False, phase="load", error="no"), "it raised", (False, True)),
+    ],
+)
+async def test_a_commit_is_what_the_loader_and_sglang_say_of_it(
+    scheduler: Any, tmp_path: Path, posted: TransferReport | None, refusal: str, whole: tuple[bool, bool]
+) -> None:
+    server = ControlServer(str(tmp_path), 0, None)  # type: ignore[arg-type]
+
+    class Runner(Updater):
+        def update_weights_from_tensor(self, named_tensors: Any, load_format: str) -> Any:
+            if posted is not None:
+                server.post("ticket", posted)
+            return not refusal, refusal
+
+    scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(weight_updater=Runner()))
+    question = {"commit": "ticket", "loader": "loader", "told": "text", "timeout_s": 20.0}
+    asked = asyncio.create_task(ask(str(tmp_path), 0, question))
+    while not asked.done():
+        scheduler.process_input_requests([])
+        await asyncio.sleep(0)
+    report = asked.result()
+    assert (report.ok, report.intact) == whole, report
+    assert refusal in report.error
+
+
+async def test_a_commit_that_nobody_carries_out_is_not_waited_for_for_ever(scheduler: Any, tmp_path: Path) -> None:
+    server = ControlServer(str(tmp_path), 0, None)  # type: ignore[arg-type]
+    question = {"commit": "ticket", "loader": "loader", "told": "text", "timeout_s": 0.05}
+    with pytest.raises(EngineError, match="does not answer"):
+        await ask(str(tmp_path), 0, question)
+    assert server is not None
