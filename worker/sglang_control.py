@@ -122,8 +122,7 @@ class ControlServer:
             elif "send" in question:
                 report = send_held(self.receiver, TransferOrder.from_dict(question["send"]))
             else:
-                ask = self._commit if "commit" in question else self._committed
-                found = ask(question)
+                found = self._commit(question) if "commit" in question else self._committed(question)
                 if found is None:  # who asked hears that from the silence
                     return
                 report = found
