@@ -197,7 +197,7 @@ def test_submit_answers_every_line_once_though_it_is_stopped_and_started(
     assert first.wait(20) == 130
     assert not out.exists()
     assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120, check=False).returncode == 0
-    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    answers = [json.loads(line) for line in out.read_bytes().splitlines()]
     expected = [(i + 1, k) for i in range(300) for k in range(3 if i == 8 else 1)]
     assert [(answer["line"], answer["sample"]) for answer in answers] == expected
     assert all(answer["text"] for answer in answers if "prompt" in answer and answer["finish_reason"] == "length")

@@ -49,7 +49,7 @@ def header(source: Path, defaults: Defaults) -> dict[str, Any]:
 
 
 def read(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    return [json.loads(line) for line in out.read_bytes().splitlines()]
 
 
 @pytest.mark.parametrize(
