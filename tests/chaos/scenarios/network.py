@@ -9,8 +9,10 @@ from redis.exceptions import RedisError
 
 from rolloutmq import GenerateJob
 from rolloutmq.messages import Broker
+from rolloutmq.messages.base import MAX_TOKENS
+from rolloutmq.messages.command_channel import CommandSender
 
-from ..context import Chaos, Trainer, running, until
+from ..context import POOL, Chaos, Trainer, running, until
 from ..processes import WorkerProcess
 from ..proxy import Direction, script_names
 from ..scenario import scenario
@@ -115,7 +117,7 @@ async def flaky(chaos: Chaos) -> None:
 
 OPERATORS = {"dead_page", "requeue", "audit_jobs", "audit_keys", "audit_members", "audit_totals"}
 """Scripts that neither a worker nor a trainer's client runs while a pool works."""
-WEIGHTS = {"announce", "close", "join", "report", "seal", "want"}
+WEIGHTS = {"announce", "close", "join", "offer", "report", "reserve", "seal", "want"}
 """Scripts of weight transfers; `weights_under_fire` has those."""
 PLAIN = {"XREAD", "BLPOP"}
 
@@ -149,17 +151,21 @@ QUICK = {"max_running": 16, "tokens_per_s": 1000.0, "checkpoint_s": 0.1, "drain_
 async def _a_bit_of_everything(
     chaos: Chaos, trainer: Trainer, worker: WorkerProcess, url: str, quiet: bool
 ) -> WorkerProcess:
-    """Jobs that are done, expire, are refused or cancelled, and a worker that leaves in the middle of long ones.
+    """Jobs that are done, expire, are refused, cancelled or stopped, a command, a worker that leaves amid long ones.
 
     quiet: the client has nothing to read for more than a second. Returns the worker that took over.
     """
-    long, unwanted = chaos.jobs(2, tokens=800), chaos.job(tokens=100_000)
-    mixed = [*long, unwanted, *chaos.jobs(4, n=2, tokens=5), chaos.job(lora="none"), chaos.job(seed=1)]
+    long, unwanted, enough = chaos.jobs(2, tokens=800), chaos.job(tokens=100_000), chaos.job(tokens=100_000)
+    refused = chaos.jobs(2, tokens=MAX_TOKENS)  # longer than the engine's context
+    mixed = [*long, unwanted, enough, *chaos.jobs(4, n=2, tokens=5), *refused]
     mixed += [chaos.job(tokens=100_000, deadline_s=0.3), chaos.job(min_version=99, deadline_s=2.5 if quiet else 0.2)]
     await submit_until_accepted(trainer, mixed)
     began = time.monotonic()
-    await running(trainer.client.broker, 3)
+    await running(trainer.client.broker, 4)
     await trainer.client.cancel([unwanted.id])
+    await trainer.client.broker.stop([enough.id])
+    commands = CommandSender(trainer.client.broker.redis, POOL)
+    await commands.send("version", timeout_s=5.0)
     await trainer.client.broker.cancel_client(trainer.client.client_id, chaos.job().id)
     await until(lambda: time.monotonic() - began > 0.3, what="long jobs to be well under way")
     away = asyncio.create_task(worker.drain(15))
