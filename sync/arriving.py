@@ -19,6 +19,9 @@ from .group import Group, settle
 from .layout import Arrival, Loading
 from .rendezvous import SLICE_S
 
+AT_ONCE_S = 0.1
+"""Within this time nobody asks whether a transfer broke off."""
+
 
 class Arriving:
     """Broadcasts of one transfer, bucket after bucket, and the digests of what came.
@@ -46,6 +49,7 @@ class Arriving:
         self._receiving, self._working = streams
         self._arrival, self._deadline, self._broken = arrival, deadline, broken
         self._ahead: Any = None
+        self._began = 0.0
         self._queued = 0
         self._settled = 0
         self._taken, self._lock = Event(), Lock()
@@ -63,6 +67,7 @@ class Arriving:
 
     def queue_ahead(self) -> None:
         """Queue the broadcasts that there are buffers for."""
+        self._began = time.monotonic()
         for _ in range(min(self._buffers, len(self._views))):
             self._queue()
         self._ahead = self._working.record_event()
@@ -71,6 +76,7 @@ class Arriving:
         """Wait for them. Raises TransferTimeout: then the group was aborted."""
         if self._ahead is not None:
             settle(self._group, self._ahead, self._deadline, self._broken)
+            self._check()
             self._settled = self._queued
 
     def load(self, loading: Loading, *, readback: bool) -> None:
@@ -79,6 +85,7 @@ class Arriving:
         Nothing waits on the host until the end. Raises TransferTimeout: then the group was aborted, and what was
         queued behind it is over.
         """
+        self._began = self._began or time.monotonic()
         free: list[Any] = [None] * self._buffers
         for index in range(len(self._views)):
             turn = index % self._buffers
@@ -92,7 +99,13 @@ class Arriving:
                     loading.queue_readback(index, count=not self.looked_at)
                 free[turn] = self._working.record_event()
         settle(self._group, self._working.record_event(), self._deadline, self._broken)
+        self._check()
         self._settled = self._queued
+
+    def _check(self) -> None:
+        """Kernels end when a peer aborts, as if all had come, and may have ended long before anybody looked."""
+        if time.monotonic() - self._began > AT_ONCE_S and (why := self._broken()):
+            raise TransferTimeout(f"transfer broken off: {why}")
 
     def _queue(self) -> None:
         # Nothing else goes on the receiving stream: one broadcast follows the other without a gap.
@@ -119,6 +132,7 @@ class Arriving:
             self._taken.set()
         if self._lost:
             raise TransferTimeout(f"transfer broken off: {self._lost}")
+        self._check()
 
     def abandon(self) -> None:
         """End what is on its way, if anything is. The group is of no use any more then."""
@@ -129,9 +143,11 @@ class Arriving:
 
     def _watch(self) -> None:
         while not self._taken.wait(SLICE_S):
-            if self._queued == len(self._views) and self._ahead.query():
+            why = self._broken()
+            if not why and self._queued == len(self._views) and self._ahead.query():
                 return  # all of it is here
-            why = "the time for it is over" if time.monotonic() >= self._deadline else self._broken()
+            if not why and time.monotonic() >= self._deadline:
+                why = "the time for it is over"
             if why:
                 with self._lock:
                     if not self._taken.is_set():

@@ -119,6 +119,15 @@ class Loading:
         else:
             self._bounds[bucket].run()
 
+    def load_all(self, expected: torch.Tensor | None) -> None:
+        """Queue the copies of every bucket; unless `expected` is None compare as `check` does, which waits for them."""
+        for bucket in range(len(self._by_bucket)):
+            self.load(bucket)
+            if expected is not None:
+                self.queue_readback(bucket)
+        if expected is not None:
+            self.check(expected)
+
     def queue_readback(self, bucket: int, *, count: bool = False) -> None:
         """Queue the digests of what the parameters hold of one bucket; its memory must still be as it was loaded.
 

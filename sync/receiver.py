@@ -126,7 +126,8 @@ class Receiver:
         whole = memory.whole(sizes)
         rotating = [] if whole is not None else memory.rotating(sizes)
         pending = Pending(order, deadline, store, told, group, whole or rotating, staged=whole is not None)
-        if order.transport == "nccl" and (pending.staged or self._alone):
+        # Else the sender's GPU would wait for what runs here to end, or this one's for two kinds of collectives.
+        if order.transport == "nccl" and (pending.staged or (self._alone and order.mode != "drain")):
             self._arriving = pending.arriving = self._arriving_of(pending)
             say_ready(store, order, self.rank)
             pending.arriving.queue_ahead()
@@ -198,26 +199,29 @@ class Receiver:
             return TransferReport(ok=False, phase="load", error="the engine is sending its weights to another")
         with self._lock:
             pending, self._pending = self._pending, None
-        if pending is None or pending.order.epoch != epoch:
-            return TransferReport(ok=False, phase="load", error=f"transfer {epoch} is not prepared here")
+            if pending is None or pending.order.epoch != epoch:
+                self._end_arriving()
+                return TransferReport(ok=False, phase="load", error=f"transfer {epoch} is not prepared here")
+            self._arriving = None  # ours from here on, whatever is prepared next
         began, phase, intact, loading = time.monotonic(), "load", True, None
+        order, ahead = pending.order, pending.arriving if not pending.staged else None
         try:
             at_once = idle and not pending.staged and self._knows(pending, model)
-            if pending.arriving is not None and not pending.staged:
+            if ahead is not None:
                 phase = "receive"
-                pending.arriving.take()
-                self._await_go(pending)
-                if not at_once:
-                    pending.arriving.settle_ahead()  # what comes next would wait for it without an end
+                self._take_over(pending, ahead, settle=not at_once)
                 phase = "load"
-            if self.device.type == "cuda" and not at_once:
-                torch.cuda.synchronize(self.device)
+            if not at_once:
+                self._synchronize()
             if time.monotonic() >= pending.deadline:  # the sender has closed it, and may have let go of its buffers
                 raise TransferTimeout("the time for this transfer is over")
             loading = self._loading_of(pending, model)
+            if order.verify and ahead is not None and not ahead.looked_at and not loading.compares_all:
+                raise WeightSyncError("the model is another than the last update's: nothing could be compared")
             if pending.staged:
                 intact, self._held = False, None
-                self._load_staged(pending, loading)
+                loading.load_all(pending.told.digests if order.verify else None)
+                self._synchronize()
             else:
                 phase = "receive"
                 if pending.arriving is None:
@@ -225,7 +229,7 @@ class Receiver:
                 intact, self._held = False, None
                 self._load_arriving(pending, loading)
         except Exception as error:  # whatever torch or the model raises belongs into the report
-            self._end_arriving()
+            self._end(ahead)
             self._forget_group_after(error)
             self._loading = None  # half of its work may still be queued
             return TransferReport(ok=False, phase=phase, error=f"{type(error).__name__}: {error}", intact=intact)  # type: ignore[arg-type]
@@ -256,22 +260,18 @@ class Receiver:
             self._held = pending.told, self._plan_of(pending, model)
         return report
 
-    def _load_staged(self, pending: Pending, loading: Loading) -> None:
-        for index in range(len(pending.buckets)):
-            loading.load(index)
-            if pending.order.verify:
-                loading.queue_readback(index)
-        if pending.order.verify:
-            loading.check(pending.told.digests)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def _await_go(self, pending: Pending) -> None:
         """Until all are ready: what is queued before could be left with nothing to load but what the buffers had."""
         if pending.arriving is None:
             say_ready(pending.store, pending.order, self.rank)
         why = self.wire.broken(pending.store, pending.order)
         await_key(pending.store, EpochKeys(pending.order.epoch).go, pending.deadline, why, "word that all are ready")
+
+    def _take_over(self, pending: Pending, ahead: Arriving, *, settle: bool) -> None:
+        ahead.take()
+        self._await_go(pending)
+        if settle:  # else whoever synchronizes would wait for it without an end
+            ahead.settle_ahead()
 
     def _load_arriving(self, pending: Pending, loading: Loading) -> None:
         """Broadcast of bucket i+1 while bucket i is checked, loaded and read back."""
@@ -378,6 +378,9 @@ class Receiver:
     def _end_arriving(self) -> None:
         """Nothing is left on its way; a group in the midst of a transfer is of no use for the next."""
         arriving, self._arriving = self._arriving, None
+        self._end(arriving)
+
+    def _end(self, arriving: Arriving | None) -> None:
         if arriving is not None and not arriving.complete:
             arriving.abandon()
             self.wire.drop_group()
@@ -385,6 +388,10 @@ class Receiver:
     def _forget_group_after(self, error: Exception) -> None:
         if not isinstance(error, DigestMismatch):
             self.wire.forget()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _on_device(self) -> Any:
         """Threads start on GPU 0, whatever the engine's own is."""

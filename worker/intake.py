@@ -46,16 +46,16 @@ async def admit_all(
     that bring their tokens are done on the spot, a thread would cost more than they do. Media are fetched last, those
     of several jobs at the same time: nobody waits for another's.
     """
-    slow = []
+    slow, since = [], time.monotonic()
     for claim in claims:
-        found = _try_admit(claim, info, None) if len(claim.payload) <= SMALL else (claim, _Later())
+        found = _try_admit(claim, info, None, since) if len(claim.payload) <= SMALL else (claim, _Later())
         if isinstance(found[1], _Later):
             slow.append(claim)
         else:
             yield found
     fetching = []
     for found in (
-        await asyncio.to_thread(lambda: [_try_admit(claim, info, tokenizer) for claim in slow]) if slow else ()
+        await asyncio.to_thread(lambda: [_try_admit(claim, info, tokenizer, since) for claim in slow]) if slow else ()
     ):
         if isinstance(found[1], _Later):
             fetching.append(found[0])
@@ -70,7 +70,7 @@ async def admit_all(
                 if isinstance(media, Exception):
                     yield claim, media
                 else:  # one after the other: tokenizers are not made for several threads
-                    yield await asyncio.to_thread(_try_admit, claim, info, tokenizer, media)
+                    yield await asyncio.to_thread(_try_admit, claim, info, tokenizer, since, media)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -89,10 +89,10 @@ def _fetch(claim: Claim, hosts: frozenset[str]) -> tuple[Claim, tuple[Medium, ..
 
 
 def _try_admit(
-    claim: Claim, info: EngineInfo, tokenizer: Tokenizer | None, media: tuple[Medium, ...] | None = None
+    claim: Claim, info: EngineInfo, tokenizer: Tokenizer | None, since: float, media: tuple[Medium, ...] | None = None
 ) -> Admitted:
     try:
-        return claim, admit(claim, info, tokenizer, media)
+        return claim, admit(claim, info, tokenizer, media, since)
     except (MessageError, RequestRefused, _Later) as error:
         return claim, error
     except Exception as error:  # a tokenizer can raise anything; the job is named, its neighbours go on
@@ -105,11 +105,15 @@ class _Later(Exception):
 
 
 def admit(
-    claim: Claim, info: EngineInfo, tokenizer: Tokenizer | None, media: tuple[Medium, ...] | None = None
+    claim: Claim,
+    info: EngineInfo,
+    tokenizer: Tokenizer | None,
+    media: tuple[Medium, ...] | None = None,
+    since: float | None = None,
 ) -> HeldJob:
     """The job with a SampleRun for each sample that is not published yet.
 
-    media: the job's, fetched.
+    media: the job's, fetched. since: when it was claimed (time.monotonic), if that is not now.
 
     Raises MessageError if the payload is not a job, RequestRefused if this kind of engine cannot run it, AdapterMissing
     if it cannot for want of an adapter. What is saved of a sample and cannot be read is not fatal: the sample goes on
@@ -122,7 +126,7 @@ def admit(
         raise InvalidField("n", job.n, f"{claim.n}, as the job was queued")
     held = HeldJob(claim, job)
     if claim.left_s is not None:
-        held.deadline = time.monotonic() + claim.left_s
+        held.deadline = (time.monotonic() if since is None else since) + claim.left_s
     if isinstance(job, TaskJob):
         if tokenizer is None and needs_tokenizer(job):
             raise _Later

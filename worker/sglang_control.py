@@ -138,6 +138,8 @@ class ControlServer:
             refusal = over.get(timeout=float(question["timeout_s"]))
         except Empty:
             return None
+        if refusal == sglang_scheduler.BUSY:
+            return TransferReport(ok=False, phase="ready", error=refusal)
         told = self._report_of(str(question["commit"]), 0.0)
         if told is not None and not refusal:
             return told

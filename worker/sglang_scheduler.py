@@ -110,6 +110,7 @@ class Switches:
             self.reports.pop(0).send()
 
 
+BUSY = "a request came first"
 _scheduler: Any = None
 
 
@@ -222,13 +223,15 @@ def idle() -> bool:
 def set_off(loader: str, text: str, over: Callable[[str], object]) -> None:
     """Have SGLang call `loader(model, [(text, tensor)])` between two batches; then `over` with why it refused, or "".
 
+    With BUSY if it is not idle: what runs must be told of the update in the order in which it came.
+
     From another thread; see sglang_errands for when this must not be used. Raises EngineError if there is no scheduler.
     """
     scheduler = current()
 
     def errand() -> None:
         try:
-            why = _call_loader(scheduler, loader, text)
+            why = _call_loader(scheduler, loader, text) if scheduler.is_fully_idle() else BUSY
         except Exception as error:  # it would end the scheduler
             logger.exception("SGLang failed to call %s", loader)
             why = f"{type(error).__name__}: {error}"

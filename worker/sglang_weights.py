@@ -52,7 +52,9 @@ async def commit_weights(
         question = {"commit": ticket, "loader": loader, "told": json.dumps(told), "timeout_s": timeout_s}
         try:
             async with asyncio.timeout(timeout_s):
-                return await ask(folder, 0, question)
+                report = await ask(folder, 0, question)
+            if report.phase != "ready":  # else a request came first
+                return report
         except TimeoutError:
             raise EngineError(f"the engine did not load version {order.version} in time") from None
     question = {"committed": ticket, "timeout_s": timeout_s}

@@ -12,6 +12,7 @@ import torch
 from pool import eventually
 
 from rolloutmq.messages.errors import TransferTimeout
+from rolloutmq.sync import arriving as arriving_module
 from rolloutmq.sync.arriving import Arriving
 
 BUCKETS, BUFFERS = 5, 2
@@ -141,3 +142,38 @@ def test_a_wait_for_what_is_ahead_ends() -> None:
         made.settle_ahead()
     assert wire.aborted
     assert not made.complete
+
+
+@pytest.mark.parametrize("when", ["taken", "settled", "loaded"])
+def test_broadcasts_that_an_abort_ended_are_not_taken_for_arrivals(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that breaks off ends the kernels here, too: long before anybody looks, the events have happened."""
+    monkeypatch.setattr(arriving_module, "AT_ONCE_S", 0.0)
+    why = [""]
+    wire, noted = Wire(), Noted()
+    made = arriving(wire, noted, lambda: why[0])
+    made.queue_ahead()
+    if when != "taken":
+        made.take()
+    why[0] = "the trainer broke off"
+    steps = {"taken": made.take, "settled": made.settle_ahead, "loaded": lambda: made.load(noted, readback=False)}  # type: ignore[arg-type]
+    with pytest.raises(TransferTimeout, match="the trainer broke off"):
+        steps[when]()
+    assert not made.complete
+
+
+async def test_the_watch_asks_before_it_believes_that_all_has_come() -> None:
+    wire = Wire()
+    made = Arriving(
+        wire,
+        [torch.zeros(4, dtype=torch.uint8)],
+        buffers=1,
+        streams=(Stream(wire), Stream(wire)),
+        arrival=None,
+        deadline=time.monotonic() + 20,
+        broken=lambda: "the trainer broke off",
+    )
+    made.queue_ahead()
+    made.watch()
+    await eventually(lambda: wire.aborted)
+    with pytest.raises(TransferTimeout, match="broke off"):
+        made.take()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -100,3 +102,14 @@ async def test_without_hosts_nothing_is_fetched(server: Server) -> None:
     [(_, refused)] = [each async for each in admit_all([claim(server.url("/image"))], INFO, NoTokenizer())]
     assert isinstance(refused, RequestRefused)
     assert "--media-host" in str(refused)
+
+
+async def test_the_time_that_a_fetch_takes_is_the_jobs_own(server: Server) -> None:
+    one = replace(claim(server.url("/late")), left_s=60.0)
+    began = time.monotonic()
+    threading.Timer(0.5, server.late.set).start()
+    [(_, held)] = [each async for each in admit_all([one], INFO, NoTokenizer(), HERE)]
+    assert time.monotonic() - began >= 0.5
+    assert isinstance(held, HeldJob)
+    assert held.deadline is not None
+    assert held.deadline - began < 60.3

@@ -207,3 +207,18 @@ async def test_a_commit_that_nobody_carries_out_is_not_waited_for_for_ever(sched
     with pytest.raises(EngineError, match="does not answer"):
         await ask(str(tmp_path), 0, question)
     assert server is not None
+
+
+async def test_a_scheduler_that_has_got_a_request_says_so_and_calls_nobody(scheduler: Any, tmp_path: Path) -> None:
+    """Its request came first, and must be told of the update in SGLang's own order."""
+    server, updater = ControlServer(str(tmp_path), 0, None), Updater()  # type: ignore[arg-type]
+    scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(weight_updater=updater))
+    scheduler.running_batch.reqs = ["request"]
+    question = {"commit": "ticket", "loader": "loader", "told": "text", "timeout_s": 20.0}
+    asked = asyncio.create_task(ask(str(tmp_path), 0, question))
+    while not asked.done():
+        scheduler.process_input_requests([])
+        await asyncio.sleep(0)
+    assert (asked.result().ok, asked.result().phase, asked.result().intact) == (False, "ready", True)
+    assert updater.called == []
+    assert server is not None
