@@ -15,12 +15,9 @@ from typing import Any
 import torch
 
 from ..messages.errors import TransferTimeout
-from .group import Group, settle
+from .group import Group, check_unbroken, settle
 from .layout import Arrival, Loading
 from .rendezvous import SLICE_S
-
-AT_ONCE_S = 0.1
-"""Within this time nobody asks whether a transfer broke off."""
 
 
 class Arriving:
@@ -75,8 +72,7 @@ class Arriving:
     def settle_ahead(self) -> None:
         """Wait for them. Raises TransferTimeout: then the group was aborted."""
         if self._ahead is not None:
-            settle(self._group, self._ahead, self._deadline, self._broken)
-            self._check()
+            settle(self._group, self._ahead, self._deadline, self._broken, self._began)
             self._settled = self._queued
 
     def load(self, loading: Loading, *, readback: bool) -> None:
@@ -98,14 +94,8 @@ class Arriving:
                 if readback:
                     loading.queue_readback(index, count=not self.looked_at)
                 free[turn] = self._working.record_event()
-        settle(self._group, self._working.record_event(), self._deadline, self._broken)
-        self._check()
+        settle(self._group, self._working.record_event(), self._deadline, self._broken, self._began)
         self._settled = self._queued
-
-    def _check(self) -> None:
-        """Kernels end when a peer aborts, as if all had come, and may have ended long before anybody looked."""
-        if time.monotonic() - self._began > AT_ONCE_S and (why := self._broken()):
-            raise TransferTimeout(f"transfer broken off: {why}")
 
     def _queue(self) -> None:
         # Nothing else goes on the receiving stream: one broadcast follows the other without a gap.
@@ -132,7 +122,7 @@ class Arriving:
             self._taken.set()
         if self._lost:
             raise TransferTimeout(f"transfer broken off: {self._lost}")
-        self._check()
+        check_unbroken(self._began, self._broken)
 
     def abandon(self) -> None:
         """End what is on its way, if anything is. The group is of no use any more then."""

@@ -24,6 +24,7 @@ from .bounded_store import BoundedStore, within
 from .rendezvous import local_end
 
 STUCK_AFTER_ABORT_S = 5.0
+AT_ONCE_S = 0.1
 MARGIN_S = 0.5
 """For gloo to keep its own deadline, before it is left alone with it."""
 _NCCL_ENV = {
@@ -218,8 +219,8 @@ def _meet(store: Any, name: str, *, rank: int, world: int, deadline: float, brok
         raise TransferTimeout(f"rank {rank} of {world} lost the sender's store: {error}") from error
 
 
-def settle(group: Group, event: Any, deadline: float, broken: Callable[[], str]) -> None:
-    """Wait until `event` (torch.cuda.Event) has happened.
+def settle(group: Group, event: Any, deadline: float, broken: Callable[[], str], since: float | None = None) -> None:
+    """Wait until `event` (torch.cuda.Event) has happened. since: when what it is behind was queued, if not just now.
 
     Raises TransferTimeout, after the group was aborted, at `deadline` (time.monotonic) or as soon as `broken()` gives a
     reason. It is asked ten times a second, and only once the wait has lasted that long.
@@ -240,8 +241,13 @@ def settle(group: Group, event: Any, deadline: float, broken: Callable[[], str])
             raise TransferTimeout(f"transfer broken off: {reason}")
         time.sleep(pause)
         pause = min(pause * 1.2, 0.0001)  # an update is a few milliseconds
-    # A sender that breaks off ends NCCL's kernels here, too: the event happens, and nothing has come.
-    if time.monotonic() - began > 0.1 and (reason := broken()):
+    check_unbroken(began if since is None else since, broken)
+
+
+def check_unbroken(since: float, broken: Callable[[], str]) -> None:
+    """A sender that breaks off ends NCCL's kernels here, too: events happen, and nothing has come. Raises
+    TransferTimeout if that may be so of what was queued at `since`; within AT_ONCE_S nobody asks."""
+    if time.monotonic() - since > AT_ONCE_S and (reason := broken()):
         raise TransferTimeout(f"transfer broken off: {reason}")
 
 

@@ -20,7 +20,7 @@ from .transfer import Phase, TransferOrder, TransferReport
 
 @dataclass(slots=True)
 class Pending:
-    """A transfer that was prepared. staged: the buckets hold the version; else they are two to receive into.
+    """A transfer that was prepared. staged: the buckets hold the version; else they are a few to receive into.
 
     deadline: of time.monotonic. store: the connection to the sender's. group: None where none is needed. arriving: what
     is on its way over NCCL already.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
-from ..messages.weights import StagingPolicy
+from ..messages.weights import StagingPolicy, WeightManifest
 from .arriving import Arriving
 from .brief import Told
 from .disk_checkpoint import Checkpoint
@@ -138,20 +138,22 @@ class Receiver:
         brief = fetch_brief(store, order.epoch, deadline, broken)
         told = self._told.retold(brief) if self._told is not None and brief else None
         if told is None or told.version != order.version:
-            told = Told.of(fetch_manifest(store, order.epoch, order.version, deadline, broken))
-            if self._known:
-                check_names({spec.name: spec.shape for spec in told.outline.tensors}, self._known)
+            told = self._told_of(fetch_manifest(store, order.epoch, order.version, deadline, broken))
         self._told = told
         return told
+
+    def _told_of(self, manifest: WeightManifest) -> Told:
+        if self._known:
+            check_names({spec.name: spec.shape for spec in manifest.tensors}, self._known)
+        return Told.of(manifest)
 
     def _open(self, order: TransferOrder, deadline: float) -> Pending:
         opened = open_version(order.path, order.version)
         try:
-            if self._known:
-                check_names({spec.name: spec.shape for spec in opened.manifest.tensors}, self._known)
-            buckets = self._memory[CPU].whole(opened.manifest.bucket_nbytes)
+            told = self._told_of(opened.manifest)
+            buckets = self._memory[CPU].whole(told.outline.bucket_nbytes)
             assert buckets is not None
-            return Pending(order, deadline, None, Told.of(opened.manifest), None, buckets, staged=True, opened=opened)
+            return Pending(order, deadline, None, told, None, buckets, staged=True, opened=opened)
         except BaseException:
             opened.close()
             raise

@@ -46,40 +46,50 @@ async def admit_all(
     that bring their tokens are done on the spot, a thread would cost more than they do. Media are fetched last, those
     of several jobs at the same time: nobody waits for another's.
     """
-    slow, since = [], time.monotonic()
+    slow, fetching, since = [], [], time.monotonic()
     for claim in claims:
-        found = _try_admit(claim, info, None, since) if len(claim.payload) <= SMALL else (claim, _Later())
-        if isinstance(found[1], _Later):
+        _, found = _try_admit(claim, info, None, since) if len(claim.payload) <= SMALL else (claim, _Later())
+        if not isinstance(found, _Later):
+            yield claim, found
+        elif found.fetched_for is not None:
+            fetching.append((claim, found.fetched_for))
+        else:
             slow.append(claim)
-        else:
-            yield found
-    fetching = []
-    for found in (
-        await asyncio.to_thread(lambda: [_try_admit(claim, info, tokenizer, since) for claim in slow]) if slow else ()
-    ):
-        if isinstance(found[1], _Later):
-            fetching.append(found[0])
-        else:
-            yield found
+    if slow:
+        tried = await asyncio.to_thread(lambda: [_try_admit(claim, info, tokenizer, since) for claim in slow])
+        for claim, found in tried:
+            if isinstance(found, _Later) and found.fetched_for is not None:
+                fetching.append((claim, found.fetched_for))
+            else:
+                yield claim, found
     if fetching:
-        threads = ThreadPoolExecutor(min(FETCHES, len(fetching)), "rolloutmq-fetch")
-        try:
-            tries = [threads.submit(_fetch, claim, media_hosts) for claim in fetching]
-            for done in asyncio.as_completed([asyncio.wrap_future(one) for one in tries]):
-                claim, media = await done
-                if isinstance(media, Exception):
-                    yield claim, media
-                else:  # one after the other: tokenizers are not made for several threads
-                    yield await asyncio.to_thread(_try_admit, claim, info, tokenizer, since, media)
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+        async for admitted in _admit_fetched(fetching, info, tokenizer, media_hosts, since):
+            yield admitted
 
 
-def _fetch(claim: Claim, hosts: frozenset[str]) -> tuple[Claim, tuple[Medium, ...] | Exception]:
+async def _admit_fetched(
+    fetching: list[tuple[Claim, GenerateJob]],
+    info: EngineInfo,
+    tokenizer: Tokenizer,
+    media_hosts: frozenset[str],
+    since: float,
+) -> AsyncIterator[Admitted]:
+    threads = ThreadPoolExecutor(min(FETCHES, len(fetching)), "rolloutmq-fetch")
+    try:
+        tries = [threads.submit(_fetch, claim, job, media_hosts) for claim, job in fetching]
+        for done in asyncio.as_completed([asyncio.wrap_future(one) for one in tries]):
+            claim, media = await done
+            if isinstance(media, Exception):
+                yield claim, media
+            else:  # one after the other: tokenizers are not made for several threads
+                yield await asyncio.to_thread(_try_admit, claim, info, tokenizer, since, media)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _fetch(claim: Claim, job: GenerateJob, hosts: frozenset[str]) -> tuple[Claim, tuple[Medium, ...] | Exception]:
     """The media of a job that has some to fetch, or why it will not run. Blocks."""
     try:
-        job = decode_one_of(claim.payload, JOBS)
-        assert isinstance(job, GenerateJob)
         return claim, with_media_here(job, hosts).media
     except RequestRefused as error:
         return claim, error
@@ -101,7 +111,10 @@ def _try_admit(
 
 
 class _Later(Exception):
-    """The job has text, and this was a try without a tokenizer; or media to fetch, and nothing was to be fetched."""
+    """The job has text, and this was a try without a tokenizer; or (fetched_for: the job) its media must be fetched."""
+
+    def __init__(self, fetched_for: GenerateJob | None = None) -> None:
+        self.fetched_for = fetched_for
 
 
 def admit(
@@ -169,7 +182,7 @@ def _with_media(job: GenerateJob, fetched: tuple[Medium, ...] | None) -> Generat
     if not must_fetch(job):
         return with_media_here(job, ())
     if fetched is None:
-        raise _Later
+        raise _Later(job)
     return job.model_copy(update={"media": fetched})
 
 

@@ -83,6 +83,12 @@ async def _ask(folder: str, rank: int, question: dict[str, Any]) -> str:
         raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
 
 
+def refused(why: str, *told: TransferReport) -> TransferReport:
+    """SGLang's word that an update did not happen; a loader that had begun (told: by loaders) says otherwise."""
+    touched = any(report.ok or not report.intact for report in told)
+    return TransferReport(ok=False, phase="load", error=f"SGLang refused the update: {why}", intact=not touched)
+
+
 class ControlServer:
     """The scheduler's end of the channel."""
 
@@ -143,10 +149,7 @@ class ControlServer:
         told = self._report_of(str(question["commit"]), 0.0)
         if told is not None and not refusal:
             return told
-        # SGLang's word that an update did not happen; a loader that had begun tells otherwise.
-        touched = told is not None and (told.ok or not told.intact)
-        error = f"SGLang refused the update: {refusal or 'it did not call the loader'}"
-        return TransferReport(ok=False, phase="load", error=error, intact=not touched)
+        return refused(refusal or "it did not call the loader", *([told] if told is not None else ()))
 
     def _committed(self, question: dict[str, Any]) -> TransferReport | None:
         return self._report_of(str(question["committed"]), float(question["timeout_s"]))

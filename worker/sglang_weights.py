@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..messages.errors import EngineError
 from ..sync.transfer import TransferOrder, TransferReport
-from .sglang_control import ask
+from .sglang_control import ask, refused
 
 COMMIT_GRACE_S = 30.0
 """For a commit that is not back at its transfer's deadline: copies on the GPU, a trace of the model's loader."""
@@ -48,29 +48,26 @@ async def commit_weights(
     ticket = secrets.token_hex(8)  # not the epoch: those numbers start again in a Redis that lost its data
     told = {"epoch": order.epoch, "mode": order.mode, "version": order.version, "stock": stock, "ticket": ticket}
     timeout_s = order.timeout_s + COMMIT_GRACE_S
-    if tp_size == 1 and not stock and order.mode != "in_place" and not manager.rid_to_state:
-        question = {"commit": ticket, "loader": loader, "told": json.dumps(told), "timeout_s": timeout_s}
-        try:
-            async with asyncio.timeout(timeout_s):
-                report = await ask(folder, 0, question)
-            if report.phase != "ready":  # else a request came first
-                return report
-        except TimeoutError:
-            raise EngineError(f"the engine did not load version {order.version} in time") from None
-    question = {"committed": ticket, "timeout_s": timeout_s}
-    asked = [asyncio.create_task(ask(folder, rank, question)) for rank in range(tp_size)]
     try:
         async with asyncio.timeout(timeout_s):
+            if tp_size == 1 and not stock and order.mode != "in_place" and not manager.rid_to_state:
+                question = {"commit": ticket, "loader": loader, "told": json.dumps(told), "timeout_s": timeout_s}
+                report = await ask(folder, 0, question)
+                if report.phase != "ready":  # else a request came first
+                    return report
+            question = {"committed": ticket, "timeout_s": timeout_s}
+            asked = [asyncio.create_task(ask(folder, rank, question)) for rank in range(tp_size)]
             try:
-                await sglang_compat.run_loader(manager, loader, json.dumps(told), tp_size)
-            except RuntimeError as refusal:
-                return await _refused(asked, f"SGLang refused the update: {refusal}")
-            return combine(await asyncio.gather(*asked))
+                try:
+                    await sglang_compat.run_loader(manager, loader, json.dumps(told), tp_size)
+                except RuntimeError as refusal:
+                    return await _refused(asked, str(refusal))
+                return combine(await asyncio.gather(*asked))
+            finally:
+                for task in asked:
+                    task.cancel()
     except TimeoutError:
         raise EngineError(f"the engine did not load version {order.version} in time") from None
-    finally:
-        for task in asked:
-            task.cancel()
 
 
 async def send_weights(folder: str, order: TransferOrder, *, tp_size: int) -> TransferReport:
@@ -81,11 +78,12 @@ async def send_weights(folder: str, order: TransferOrder, *, tp_size: int) -> Tr
         return await ask(folder, 0, {"send": dataclasses.asdict(order)})
 
 
-async def _refused(asked: list[asyncio.Task[TransferReport]], error: str) -> TransferReport:
-    """SGLang's word that an update did not happen; a rank that had begun to load tells otherwise."""
+async def _refused(asked: list[asyncio.Task[TransferReport]], why: str) -> TransferReport:
+    """What there is to say of an update that SGLang refused, with what the ranks say of it."""
     done, _ = await asyncio.wait(asked, timeout=REFUSED_S)
-    touched = any(task.exception() is not None or task.result().ok or not task.result().intact for task in done)
-    return TransferReport(ok=False, phase="load", error=error, intact=not touched)
+    failed = [task for task in done if task.exception() is not None]
+    report = refused(why, *(task.result() for task in done if task.exception() is None))
+    return dataclasses.replace(report, intact=report.intact and not failed)
 
 
 def combine(reports: list[TransferReport]) -> TransferReport:

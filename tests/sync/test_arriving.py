@@ -12,7 +12,7 @@ import torch
 from pool import eventually
 
 from rolloutmq.messages.errors import TransferTimeout
-from rolloutmq.sync import arriving as arriving_module
+from rolloutmq.sync import group
 from rolloutmq.sync.arriving import Arriving
 
 BUCKETS, BUFFERS = 5, 2
@@ -147,7 +147,7 @@ def test_a_wait_for_what_is_ahead_ends() -> None:
 @pytest.mark.parametrize("when", ["taken", "settled", "loaded"])
 def test_broadcasts_that_an_abort_ended_are_not_taken_for_arrivals(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that breaks off ends the kernels here, too: long before anybody looks, the events have happened."""
-    monkeypatch.setattr(arriving_module, "AT_ONCE_S", 0.0)
+    monkeypatch.setattr(group, "AT_ONCE_S", 0.0)
     why = [""]
     wire, noted = Wire(), Noted()
     made = arriving(wire, noted, lambda: why[0])
