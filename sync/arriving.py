@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..messages.errors import TransferTimeout
-from .group import Group, check_unbroken, settle
+from .group import Group, Queued, check_unbroken, settle
 from .layout import Arrival, Loading
 from .rendezvous import SLICE_S
 
@@ -45,9 +45,9 @@ class Arriving:
         self._group, self._views, self._buffers = group, views, buffers
         self._receiving, self._working = streams
         self._arrival, self._deadline, self._broken = arrival, deadline, broken
-        self._ahead: Any = None
         self._began = 0.0
-        self._queued = 0
+        self._queued: list[Queued] = []
+        self._looked = 0
         self._settled = 0
         self._taken, self._lock = Event(), Lock()
         self._lost = ""
@@ -62,18 +62,24 @@ class Arriving:
         """Whether every bucket is known to have arrived. If not, the group is of use for nothing else."""
         return self._settled == len(self._views)
 
+    @property
+    def begun(self) -> bool:
+        """Whether a bucket is here: then every receiver was ready."""
+        return bool(self._queued) and self._queued[0].is_completed()
+
     def queue_ahead(self) -> None:
         """Queue the broadcasts that there are buffers for."""
         self._began = time.monotonic()
         for _ in range(min(self._buffers, len(self._views))):
             self._queue()
-        self._ahead = self._working.record_event()
 
     def settle_ahead(self) -> None:
-        """Wait for them. Raises TransferTimeout: then the group was aborted."""
-        if self._ahead is not None:
-            settle(self._group, self._ahead, self._deadline, self._broken, self._began)
-            self._settled = self._queued
+        """Wait for them, looked at. Raises TransferTimeout: then the group was aborted."""
+        with torch.cuda.stream(self._working):
+            while self._looked < len(self._queued):
+                self._look(self._looked)
+        settle(self._group, self._working.record_event(), self._deadline, self._broken, self._began)
+        self._settled = len(self._queued)
 
     def load(self, loading: Loading, *, readback: bool) -> None:
         """Every bucket into the model: bucket i is loaded, and read back, while later ones are on their way.
@@ -85,27 +91,32 @@ class Arriving:
         free: list[Any] = [None] * self._buffers
         for index in range(len(self._views)):
             turn = index % self._buffers
-            if index >= self._queued:
+            if index >= len(self._queued):
                 if free[turn] is not None:
                     self._receiving.wait_event(free[turn])
                 self._queue()
             with torch.cuda.stream(self._working):
+                if index >= self._looked:
+                    self._look(index)
                 loading.load(index)
                 if readback:
                     loading.queue_readback(index, count=not self.looked_at)
                 free[turn] = self._working.record_event()
-        settle(self._group, self._working.record_event(), self._deadline, self._broken, self._began)
-        self._settled = self._queued
+        done = self._working.record_event()
+        settle(self._group, done, self._deadline, self._broken, self._began, alert=True)
+        self._settled = len(self._queued)
 
     def _queue(self) -> None:
         # Nothing else goes on the receiving stream: one broadcast follows the other without a gap.
         with torch.cuda.stream(self._receiving):
-            queued = self._group.broadcast(self._views[self._queued], self._deadline)
-        with torch.cuda.stream(self._working):
-            queued.wait()
-            if self._arrival is not None:
-                self._arrival.queue(self._queued)
-        self._queued += 1
+            self._queued.append(self._group.broadcast(self._views[len(self._queued)], self._deadline))
+
+    def _look(self, index: int) -> None:
+        """Have the current stream wait for a bucket, and no longer: what is done with it need not wait for the next."""
+        self._queued[index].wait()
+        if self._arrival is not None:
+            self._arrival.queue(index)
+        self._looked = index + 1
 
     # --- between the halves ------------------------------------------------------------------------------------------
 
@@ -134,7 +145,7 @@ class Arriving:
     def _watch(self) -> None:
         while not self._taken.wait(SLICE_S):
             why = self._broken()
-            if not why and self._queued == len(self._views) and self._ahead.query():
+            if not why and len(self._queued) == len(self._views) and all(each.is_completed() for each in self._queued):
                 return  # all of it is here
             if not why and time.monotonic() >= self._deadline:
                 why = "the time for it is over"

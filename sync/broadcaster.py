@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from threading import Event
 from typing import Any, Protocol
 
@@ -56,6 +57,8 @@ class Broadcaster:
         self._groups = 0
         self.absent: frozenset[int] = frozenset()
         """Ranks that the last `send` waited for up to its deadline."""
+        self.layout = ""
+        """Name of how the version that was published last lies."""
         self.sent_bytes = 0
         """Of the transfer under way, as far as they are given to the transport."""
         self._stopped = Event()
@@ -81,7 +84,9 @@ class Broadcaster:
 
     def publish(self, epoch: int, manifest: WeightManifest) -> None:
         """Let receivers go on that wait for the manifest."""
-        self.store.set(EpochKeys(epoch).brief, Told.of(manifest).brief())
+        told = Told.of(manifest)
+        self.layout = told.layout
+        self.store.set(EpochKeys(epoch).brief, told.brief())
         self.store.set(EpochKeys(epoch).manifest, encode(manifest))
 
     def name_group(
@@ -148,10 +153,11 @@ class Broadcaster:
             )
         self._await_ready(announcement, deadline)
         self._check()
-        self.store.set(EpochKeys(announcement.epoch).go, "1")  # from here on receivers may give up what they have
+        go = partial(self.store.set, EpochKeys(announcement.epoch).go, "1")
         if device.type == "cuda":
-            self._send_from_gpu(self._group, snapshot, device, deadline)
+            self._send_from_gpu(self._group, snapshot, device, deadline, go)
             return
+        go()
         for bucket in snapshot.buckets:
             self._check()
             self._group.broadcast(bucket.cpu(), deadline)
@@ -174,7 +180,10 @@ class Broadcaster:
         self._check()
         self._stock.send_snapshot(snapshot, lot_bytes(snapshot.manifest), max(0.001, deadline - time.monotonic()))
 
-    def _send_from_gpu(self, group: Group, snapshot: Sendable, device: torch.device, deadline: float) -> None:
+    def _send_from_gpu(
+        self, group: Group, snapshot: Sendable, device: torch.device, deadline: float, go: Callable[[], object]
+    ) -> None:
+        """go: says that from here on receivers may give up what they have."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         buffers: list[torch.Tensor] = []
@@ -192,6 +201,8 @@ class Broadcaster:
                     source.copy_(bucket, non_blocking=True)
                 queued.append(group.broadcast(source, deadline))
                 self.sent_bytes += source.numel()
+                if index == 0:  # after it: the wire is what everybody waits for
+                    go()
                 if 0 < snapshot.rotation <= len(queued):
                     queued[-snapshot.rotation].wait()
             for each in queued[-1:]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from .copies_cuda import Launch
 
 LARGE_BYTES = 1 << 20
 """From here on a plain copy of its own is faster on a GPU than a share in a grouped one (H200: 3.7 against 2.8 TB/s
@@ -14,25 +18,44 @@ read and written, docs/benchmarks.md); below, its launch costs more than the cop
 class Copies:
     """Source -> target pairs of the same shape, prepared once for fixed addresses."""
 
-    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """pairs: (target, source), on any devices, of any dtypes that torch copies between."""
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, often: bool = False) -> None:
+        """pairs: (target, source), on any devices, of any dtypes that torch copies between. often: they are to be run
+        again and again, so that tables for a kernel of our own are worth their making."""
         self._single: list[tuple[torch.Tensor, torch.Tensor]] = []
         groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        launched: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for target, source in pairs:
             # Only a call in which all tensors are alike is one kernel; a single odd one makes it one kernel each.
             alike = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
-            if alike and source.device == target.device and source.nbytes < LARGE_BYTES:
+            if often and target.is_cuda and _fits(target, source):
+                launched.setdefault(target.device, []).append((target, source))
+            elif alike and source.device == target.device and source.nbytes < LARGE_BYTES:
                 targets, sources = groups.setdefault((target.dtype, target.device), ([], []))
                 targets.append(target)
                 sources.append(source)
             else:
                 self._single.append((target, source))
         self._groups = list(groups.values())
+        self._launches = [_launch(those) for those in launched.values()]
 
     def run(self) -> None:
         """Queue them on the current stream. Where both sides are on one device the host waits for nothing."""
+        for launch in self._launches:
+            launch.run()
         with torch.no_grad():
             for target, source in self._single:
                 target.copy_(source, non_blocking=target.is_cuda)
             for targets, sources in self._groups:
                 torch._foreach_copy_(targets, sources)
+
+
+def _fits(target: torch.Tensor, source: torch.Tensor) -> bool:
+    from .copies_cuda import fits  # noqa: PLC0415 – a trainer or a worker without a GPU has no Triton
+
+    return fits(target, source)
+
+
+def _launch(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Launch:
+    from .copies_cuda import Launch  # noqa: PLC0415
+
+    return Launch(pairs)

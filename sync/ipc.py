@@ -37,9 +37,9 @@ def export_handles(buckets: Sequence[torch.Tensor]) -> bytes:
 def open_handles(raw: bytes, device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
     """The sender's buckets, as they lie in its memory: read only. Raises MalformedMessage for what are no handles."""
     try:
-        handles = msgpack.unpackb(raw, raw=False, max_buffer_size=1 << 24)
+        handles = list(zip(msgpack.unpackb(raw), sizes, strict=True))
         buckets = []
-        for (shared, offset, size), expected in zip(handles, sizes, strict=True):
+        for (shared, offset, size), expected in handles:
             if size != expected or len(shared) != _FIELDS:
                 raise ValueError(f"a bucket of {size} bytes where the manifest has {expected}")
             _, *rest = shared

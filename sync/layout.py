@@ -157,6 +157,10 @@ class _Readback:
         device = whole[0][1].device if whole else torch.device("cpu")
         self._found = torch.zeros(len(whole), dtype=torch.int64, device=device)
         self._nonfinite = torch.zeros(len(whole), dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._fetched = torch.zeros(len(whole), dtype=torch.int64, pin_memory=pinned)
+        self._fetched_nonfinite = torch.zeros(len(whole), dtype=torch.int32, pin_memory=pinned)
+        self._there: Any = None
         self._digesters: list[tuple[Digester, torch.Tensor, torch.Tensor] | None] = []
         place = 0
         for bound in bounds:
@@ -177,24 +181,33 @@ class _Readback:
             held = digests([target for _, _, target in partial])
             came = digests([source.to(target.device, target.dtype).contiguous() for _, source, target in partial])
             self._slices.append((bucket, held, came))
+        if bucket == len(self._digesters) - 1:  # the last one
+            self._fetched.copy_(self._found, non_blocking=True)
+            self._fetched_nonfinite.copy_(self._nonfinite, non_blocking=True)
+            if self._found.is_cuda:
+                self._there = torch.cuda.current_stream(self._found.device).record_event()
 
     def check(self, expected: torch.Tensor, *, finite: bool) -> None:
         slices, self._slices = self._slices, []
-        self._compare(self._names, self._found.cpu(), expected[self._order])
-        if finite and len(bad := self._nonfinite.cpu().nonzero().flatten()):
+        if self._there is not None:
+            self._there.synchronize()
+        self._compare(self._names, self._fetched, expected[self._order])
+        if finite and self._fetched_nonfinite.any():
+            bad = self._fetched_nonfinite.nonzero().flatten()
             raise DigestMismatch(f"tensor {self._names[int(bad[0])]}: has NaN or Inf in it{_more(bad)}")
         for bucket, held, came in slices:
             self._compare([name for name, _, _ in self._partial[bucket]], held.cpu(), came.cpu())
 
     @staticmethod
     def _compare(names: Sequence[str], held: torch.Tensor, wanted: torch.Tensor) -> None:
+        if torch.equal(held, wanted):
+            return
         wrong = (held != wanted).nonzero().flatten()
-        if len(wrong):
-            index = int(wrong[0])
-            raise DigestMismatch(
-                f"tensor {names[index]}: the engine holds {hex_of(held[index : index + 1])[0]} after the load, "
-                f"not {hex_of(wanted[index : index + 1])[0]}{_more(wrong)}"
-            )
+        index = int(wrong[0])
+        raise DigestMismatch(
+            f"tensor {names[index]}: the engine holds {hex_of(held[index : index + 1])[0]} after the load, "
+            f"not {hex_of(wanted[index : index + 1])[0]}{_more(wrong)}"
+        )
 
 
 def plan_for(model: Model, manifest: WeightManifest, known: frozenset[str], *, must: bool = False) -> CopyPlan | None:

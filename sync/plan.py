@@ -53,7 +53,7 @@ class Bound:
         self.whole = [(copy.name, copy.destination) for copy, _ in copies if copy.whole]
         self.partial = [(copy.name, source, copy.destination) for copy, source in copies if not copy.whole]
         self._fills = [(fill.destination, fill.value) for fill in fills]
-        self._copies = Copies(zip(self.destinations, self.sources, strict=True))
+        self._copies = Copies(zip(self.destinations, self.sources, strict=True), often=True)
 
     def run(self) -> None:
         """Queue the copies on the current stream. Where both sides are on one device, the host waits for nothing."""

@@ -23,9 +23,11 @@ from .arriving import Arriving
 from .brief import Told
 from .disk_checkpoint import Checkpoint
 from .disk_read import DiskVersion
+from .group import Group
 from .held import Lent, open_version, read_into
 from .ipc import open_handles
-from .layout import Arrival, Loading, Model, bucket_views, plan_for
+from .kept import Kept
+from .layout import Loading, Model, bucket_views
 from .names import Shape, check_names, checkpoint_shapes
 from .pending import Pending, say_ready
 from .plan import CopyPlan
@@ -63,11 +65,8 @@ class Receiver:
         self._pending: Pending | None = None
         self._arriving: Arriving | None = None
         self._told: Told | None = None
-        self._arrived: tuple[Any, Arrival] | None = None
-        self._loading: tuple[Arrival, Model, Loading] | None = None
-        self._plan: tuple[Any, CopyPlan | None] | None = None
+        self.kept = Kept(self._known)
         self._streams: tuple[Any, Any] | None = None
-        self._warm = False
         self._lock = threading.Lock()
         self._held: tuple[Told, CopyPlan | None] | None = None
         self._lent = False
@@ -84,8 +83,9 @@ class Receiver:
         with self._lock, self._on_device(), short_turns():
             self._end_arriving()
             try:
-                self._warm_up()
-                pending = self._join(order, began + order.timeout_s)
+                warm_up(self.device)
+                deadline = began + order.timeout_s
+                pending = self._rejoin(order, deadline) or self._join(order, deadline)
                 pending.rendezvous_s = time.monotonic() - began
                 if pending.staged:
                     phase = "receive"
@@ -101,7 +101,7 @@ class Receiver:
                 self._end_arriving()
                 self._forget_group_after(error)
                 if order.transport == "ipc":
-                    self._arrived = self._loading = None
+                    self.kept.drop_buffers()
                 return TransferReport(ok=False, phase=phase, error=f"{type(error).__name__}: {error}")
             if pending.arriving is not None and not pending.staged:
                 pending.arriving.watch()
@@ -121,17 +121,47 @@ class Receiver:
             raw = fetch(store, keys.handles, deadline, broken, "handles of the trainer's buckets")
             buckets = open_handles(raw, self.device, told.outline.bucket_nbytes)
             return Pending(order, deadline, store, told, None, buckets, staged=True)
-        group = self.wire.join(order, store, deadline)
-        memory, sizes = self._memory[self.device if order.transport == "nccl" else CPU], told.outline.bucket_nbytes
-        whole = memory.whole(sizes)
-        rotating = [] if whole is not None else memory.rotating(sizes)
-        pending = Pending(order, deadline, store, told, group, whole or rotating, staged=whole is not None)
-        # Else the sender's GPU would wait for what runs here to end, or this one's for two kinds of collectives.
-        if order.transport == "nccl" and (pending.staged or (self._alone and order.mode != "drain")):
+        pending = self._pending_in(self.wire.join(order, store, deadline), order, store, told, deadline)
+        if self._early(pending):
             self._arriving = pending.arriving = self._arriving_of(pending)
             say_ready(store, order, self.rank)
             pending.arriving.queue_ahead()
         return pending
+
+    def _rejoin(self, order: TransferOrder, deadline: float) -> Pending | None:
+        """As `_join`, where group and layout are the last transfer's: ready first, and told of the digests while
+        buckets come. None if it is not so, or that sender is gone."""
+        standing, told = self.wire.standing(order), self._told
+        if order.transport != "nccl" or standing is None or told is None or told.layout != order.layout:
+            return None
+        store, group = standing
+        pending = self._pending_in(group, order, store, told, deadline)
+        if not self._early(pending):
+            return None
+        try:
+            say_ready(store, order, self.rank)  # first: the sender takes a while to see it
+        except TransferTimeout:  # another may listen there
+            return None
+        self._arriving = pending.arriving = self._arriving_of(pending)
+        pending.arriving.queue_ahead()
+        pending.told = self._hear(order, store, deadline, self.wire.broken(store, order))
+        if pending.told.layout != order.layout:
+            raise DigestMismatch(f"the version lies as {pending.told.layout}, {order.layout} was announced")
+        return pending
+
+    def _pending_in(self, group: Group, order: TransferOrder, store: Any, told: Told, deadline: float) -> Pending:
+        memory, sizes = self._memory[self.device if order.transport == "nccl" else CPU], told.outline.bucket_nbytes
+        whole = memory.whole(sizes)
+        rotating = [] if whole is not None else memory.rotating(sizes)
+        return Pending(order, deadline, store, told, group, whole or rotating, staged=whole is not None)
+
+    def _early(self, pending: Pending) -> bool:
+        """Whether buckets are received in the first half.
+
+        Else the sender's GPU would wait for what runs here to end, or this one's for two kinds of collectives.
+        """
+        order = pending.order
+        return order.transport == "nccl" and (pending.staged or (self._alone and order.mode != "drain"))
 
     def _hear(self, order: TransferOrder, store: Any, deadline: float, broken: Callable[[], str]) -> Told:
         """What the transfer brings: in brief, if it lies as the version before."""
@@ -168,11 +198,6 @@ class Receiver:
         with opened:
             read_into(opened, pending.buckets, go_on)
 
-    def _warm_up(self) -> None:
-        if not self._warm:
-            warm_up(self.device)
-            self._warm = True
-
     def _receive_all(self, pending: Pending) -> None:
         assert pending.group is not None
         if pending.arriving is not None:
@@ -183,7 +208,7 @@ class Receiver:
             pending.group.broadcast(bucket, pending.deadline)
 
     def _verify(self, pending: Pending) -> None:
-        arrival = self._arrival(pending)
+        arrival = self.kept.arrival(pending)
         if pending.order.transport != "nccl":  # else it was done while the next bucket was on its way
             for index in range(len(pending.buckets)):
                 arrival.queue(index)
@@ -208,7 +233,7 @@ class Receiver:
         began, phase, intact, loading = time.monotonic(), "load", True, None
         order, ahead = pending.order, pending.arriving if not pending.staged else None
         try:
-            at_once = idle and not pending.staged and self._knows(pending, model)
+            at_once = idle and not pending.staged and self.kept.knows(pending, model)
             if ahead is not None:
                 phase = "receive"
                 self._take_over(pending, ahead, settle=not at_once)
@@ -217,7 +242,7 @@ class Receiver:
                 self._synchronize()
             if time.monotonic() >= pending.deadline:  # the sender has closed it, and may have let go of its buffers
                 raise TransferTimeout("the time for this transfer is over")
-            loading = self._loading_of(pending, model)
+            loading = self.kept.loading(pending, model)
             if order.verify and ahead is not None and not ahead.looked_at and not loading.compares_all:
                 raise WeightSyncError("the model is another than the last update's: nothing could be compared")
             if pending.staged:
@@ -233,13 +258,13 @@ class Receiver:
         except Exception as error:  # whatever torch or the model raises belongs into the report
             self._end(ahead)
             self._forget_group_after(error)
-            self._loading = None  # half of its work may still be queued
+            self.kept.drop_loading()
             return TransferReport(ok=False, phase=phase, error=f"{type(error).__name__}: {error}", intact=intact)  # type: ignore[arg-type]
         finally:
             self._let_go(pending)
         seconds = time.monotonic() - began
         if pending.order.verify:
-            self._held = pending.told, self._plan[1] if self._plan is not None else None
+            self._held = pending.told, self.kept.last_plan
         return pending.report(
             "done",
             receive_s=pending.receive_s if pending.staged else seconds,
@@ -257,9 +282,9 @@ class Receiver:
             return TransferReport(ok=False, phase="load", error=f"transfer {epoch} is not prepared", intact=not loaded)
         if loaded:
             self._pending = self._held = None
-        report = stock_report(pending, partial(self._plan_of, pending, model), self.device, loaded=loaded)
+        report = stock_report(pending, partial(self.kept.plan, pending, model), self.device, loaded=loaded)
         if loaded and report.ok and pending.order.verify:
-            self._held = pending.told, self._plan_of(pending, model)
+            self._held = pending.told, self.kept.plan(pending, model)
         return report
 
     def _await_go(self, pending: Pending) -> None:
@@ -271,7 +296,8 @@ class Receiver:
 
     def _take_over(self, pending: Pending, ahead: Arriving, *, settle: bool) -> None:
         ahead.take()
-        self._await_go(pending)
+        if not ahead.begun:
+            self._await_go(pending)
         if settle:  # else whoever synchronizes would wait for it without an end
             ahead.settle_ahead()
 
@@ -283,7 +309,7 @@ class Receiver:
         if order.verify:
             finite = order.nonfinite == "refuse"
             if arriving.looked_at:
-                self._arrival(pending).check(pending.told.digests, finite=finite)
+                self.kept.arrival(pending).check(pending.told.digests, finite=finite)
             loading.check(pending.told.digests, finite=finite and not arriving.looked_at)
 
     # --- handing it on ---------------------------------------------------------------------------------------------
@@ -312,7 +338,8 @@ class Receiver:
     def forget(self, *, held: bool) -> None:
         """Let go of all buffers; and, with `held`, of what the parameters hold: something else writes them."""
         self._end_arriving()
-        self._pending = self._arrived = self._loading = None
+        self._pending = None
+        self.kept.drop_buffers()
         self._held = None if held else self._held
         for memory in self._memory.values():
             memory.release()
@@ -322,53 +349,24 @@ class Receiver:
     def _arriving_of(self, pending: Pending) -> Arriving:
         assert pending.group is not None
         # What is loaded as it comes cannot be refused before: to look once, in the parameters, is enough.
-        last = self._loading[2] if self._loading is not None and self._loading[0] is self._arrival(pending) else None
-        twice = pending.staged or last is None or not last.compares_all
+        twice = pending.staged or not self.kept.compares_all(pending)
         return Arriving(
             pending.group,
             bucket_views(pending.outline, pending.buckets),
             buffers=len(pending.buckets),
             streams=self._two_streams(),
-            arrival=self._arrival(pending) if pending.order.verify and twice else None,
+            arrival=self.kept.arrival(pending) if pending.order.verify and twice else None,
             deadline=pending.deadline,
             broken=self.wire.broken(pending.store, pending.order),
         )
 
-    def _arrival(self, pending: Pending) -> Arrival:
-        key = pending.told.layout, tuple(bucket.data_ptr() for bucket in pending.buckets)
-        if self._arrived is None or self._arrived[0] != key:
-            self._arrived = key, Arrival(pending.outline, bucket_views(pending.outline, pending.buckets))
-        return self._arrived[1]
-
-    def _knows(self, pending: Pending, model: Model) -> bool:
-        """Whether there is nothing to work out any more."""
-        return self._loading is not None and self._loading[:2] == (self._arrival(pending), model)
-
-    def _loading_of(self, pending: Pending, model: Model) -> Loading:
-        arrival = self._arrival(pending)
-        if self._loading is None or not self._knows(pending, model):
-            plan = self._plan_of(pending, model)
-            self._loading = (
-                arrival,
-                model,
-                Loading(model, plan, bucket_views(pending.outline, pending.buckets), arrival),
-            )
-        return self._loading[2]
-
-    def _plan_of(self, pending: Pending, model: Model) -> CopyPlan | None:
-        key = pending.told.layout, id(model)
-        if self._plan is None or self._plan[0] != key:
-            before = self._plan is not None and self._plan[1] is not None
-            self._plan = key, plan_for(model, pending.outline, frozenset(self._known), must=before)
-        return self._plan[1]
-
     def _let_go(self, pending: Pending) -> None:
         """Another process's memory is not kept a moment longer than needed."""
         if pending.order.transport == "ipc":
-            self._arrived = self._loading = None
+            self.kept.drop_buffers()
         if pending.order.transport == "disk" and self.device != CPU:  # host memory that no other transfer needs
             self._memory[CPU] = Staging(CPU, "on")
-            self._arrived = self._loading = None
+            self.kept.drop_buffers()
 
     def _two_streams(self) -> tuple[Any, Any]:
         if self._streams is None:

@@ -34,6 +34,7 @@ class Wire:
         if self._store is None or self._store[:2] != (order.host, order.port) or lost(self._store[2]):
             overtaken = partial(self.overtaken, order)
             store = join_store(order.host, order.port, max(0.1, deadline - time.monotonic()), overtaken)
+            self.drop_group()  # another sender's, whatever its name
             self._store = order.host, order.port, store
         return self._store[2]
 
@@ -52,6 +53,13 @@ class Wire:
                 broken=self.broken(store, order),
             )
         return self.group
+
+    def standing(self, order: TransferOrder) -> tuple[Any, Group] | None:
+        """The sender's store and the order's group, if both are there from the last transfer; the store is not asked
+        whether that sender still is."""
+        if self._store is None or self._store[:2] != (order.host, order.port) or self.group is None:
+            return None
+        return (self._store[2], self.group) if self.group.name == order.group else None
 
     def overtaken(self, order: TransferOrder) -> str:
         """Why a transfer need not be waited for any more, seen from here."""

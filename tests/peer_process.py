@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from rolloutmq.sync import group, receiver, wire
+from rolloutmq.sync import group, layout, receiver, wire
 from rolloutmq.sync.digest import digest
 from rolloutmq.sync.receiver import Receiver
 from rolloutmq.sync.transfer import TransferOrder
+from rolloutmq.sync.warm import warm_up
 
 PR_SET_PDEATHSIG = 1
 
@@ -111,10 +112,10 @@ def watch(fault: Fault) -> None:
     watched(fault, receiver, "say_ready", "ready")
     watched(fault, group.GlooGroup, "broadcast", "broadcast")
     watched(fault, group.NcclGroup, "broadcast", "broadcast")
-    watched(fault, receiver.Arrival, "queue", "arrived")
-    watched(fault, receiver.Arrival, "check", "verify")
-    watched(fault, receiver.Loading, "load", "load")
-    watched(fault, receiver.Loading, "queue_readback", "readback")
+    watched(fault, layout.Arrival, "queue", "arrived")
+    watched(fault, layout.Arrival, "check", "verify")
+    watched(fault, layout.Loading, "load", "load")
+    watched(fault, layout.Loading, "queue_readback", "readback")
 
 
 def end_with_parent() -> None:
@@ -132,7 +133,7 @@ def main(pipe: Connection, told: dict[str, Any]) -> None:
     mine = Receiver(device, staging=told["staging"])
     fault = Fault(model)
     watch(fault)
-    mine._warm_up()  # seconds on a GPU, and no part of what is examined here
+    warm_up(device)  # seconds on a GPU, and no part of what is examined here
     pipe.send("up")
     while True:
         try:

@@ -2,7 +2,8 @@
 
 Receiving a version takes a thread of its own in the scheduler's process while that serves on; SGLang's requests are
 answered between two batches by the one thread that runs the model. So every scheduler process listens on a unix socket
-in a folder that only this user can enter. One connection is one question: a line of JSON there, a line of JSON back.
+in a folder that only this user can enter. A question is a line of JSON there, and its answer one back, before the next
+question of that connection.
 
     {"prepare": <TransferOrder>}   the report of the first half, when it is over
     {"send": <TransferOrder>}      how it went, when the version that is held has been sent to others
@@ -18,7 +19,6 @@ in a folder that only this user can enter. One connection is one question: a lin
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -27,66 +27,51 @@ import socket
 import threading
 import time
 from collections import deque
-from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
-from ..messages.errors import EngineError, MessageError
 from ..sync.peer import send_held
 from ..sync.receiver import Receiver
 from ..sync.transfer import TransferOrder, TransferReport
 from ..sync.turns import short_turns
+from .sglang_channel import LINE_LIMIT, socket_path
 
 logger = logging.getLogger(__name__)
-LINE_LIMIT = 1 << 26
 REMEMBERED = 8
-
-
-def socket_path(folder: str, rank: int) -> str:
-    """Where the scheduler of tensor-parallel rank `rank` listens."""
-    return str(Path(folder) / f"rank{rank}")
-
-
-async def ask(folder: str, rank: int, question: dict[str, Any]) -> TransferReport:
-    """Put one question about a transfer to a scheduler process. Raises EngineError if it is not there or hangs up."""
-    try:
-        return TransferReport.from_json(await _ask(folder, rank, question))
-    except MessageError as error:
-        raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
-
-
-async def operate(folder: str, rank: int, operation: str, **params: Any) -> dict[str, Any]:
-    """Have a scheduler process do something else. Raises EngineError, also for what went wrong there."""
-    text = await _ask(folder, rank, {"operate": {"operation": operation, **params}})
-    try:
-        answer: dict[str, Any] = json.loads(text)
-        if answer["ok"]:
-            return dict(answer["result"])
-        raise EngineError(f"{operation}: {answer['kind']}: {answer['error']}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
-
-
-async def _ask(folder: str, rank: int, question: dict[str, Any]) -> str:
-    try:
-        reader, writer = await asyncio.open_unix_connection(socket_path(folder, rank), limit=LINE_LIMIT)
-        try:
-            writer.write(json.dumps(question).encode() + b"\n")
-            await writer.drain()
-            line = await reader.readline()
-        finally:
-            writer.close()
-        return line.decode(errors="replace")
-    except (OSError, ValueError) as error:
-        raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
 
 
 def refused(why: str, *told: TransferReport) -> TransferReport:
     """SGLang's word that an update did not happen; a loader that had begun (told: by loaders) says otherwise."""
     touched = any(report.ok or not report.intact for report in told)
     return TransferReport(ok=False, phase="load", error=f"SGLang refused the update: {why}", intact=not touched)
+
+
+class _Asked:
+    """A question that any thread may answer, as long as somebody waits for it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._lock, self._over = threading.Lock(), threading.Event()
+
+    def answer(self, text: str) -> bool:
+        """Raises OSError or ValueError if its other end is gone; False if nobody waits any more."""
+        with self._lock:
+            if self._over.is_set():
+                return False
+            self._over.set()
+            self._stream.write(text.encode() + b"\n")
+            self._stream.flush()
+            return True
+
+    def answered(self, timeout_s: float) -> bool:
+        """Whether it is by then; else it will not be."""
+        if self._over.wait(timeout_s):
+            return True
+        with self._lock:
+            late = not self._over.is_set()
+            self._over.set()
+            return not late
 
 
 class ControlServer:
@@ -114,45 +99,47 @@ class ControlServer:
             threading.Thread(target=self._serve, args=(connection,), name="rolloutmq-ask", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        """Until its other end hangs up; nonsense, and what is not over in time, ends it from here."""
         nonsense = contextlib.suppress(OSError, ValueError, TypeError, KeyError)
-        with short_turns(), connection, nonsense, connection.makefile("rwb") as stream:
-            question = json.loads(stream.readline(LINE_LIMIT))
-            if "operate" in question:
-                from .sglang_ops_inside import Inside  # noqa: PLC0415 – what few engines are ever asked
+        with connection, nonsense, connection.makefile("rwb") as stream:
+            while line := stream.readline(LINE_LIMIT):
+                with short_turns():
+                    if not self._answer(json.loads(line), _Asked(stream)):
+                        return
 
-                answer = Inside(self.receiver, self._model_dir).answer(dict(question["operate"]))
-                stream.write(json.dumps(answer).encode() + b"\n")
-                return
-            if "prepare" in question:
-                report = self.receiver.prepare(TransferOrder.from_dict(question["prepare"]))
-            elif "send" in question:
-                report = send_held(self.receiver, TransferOrder.from_dict(question["send"]))
-            else:
-                found = self._commit(question) if "commit" in question else self._committed(question)
-                if found is None:  # who asked hears that from the silence
-                    return
-                report = found
-            stream.write(report.to_json().encode() + b"\n")
+    def _answer(self, question: dict[str, Any], asked: _Asked) -> bool:
+        """Whether there was an answer in time."""
+        if "operate" in question:
+            from .sglang_ops_inside import Inside  # noqa: PLC0415 – what few engines are ever asked
 
-    def _commit(self, question: dict[str, Any]) -> TransferReport | None:
-        """Have SGLang call the loader; None if that is not over in time."""
+            return asked.answer(json.dumps(Inside(self.receiver, self._model_dir).answer(dict(question["operate"]))))
+        if "commit" in question:
+            return self._commit(question, asked)
+        if "prepare" in question:
+            report: TransferReport | None = self.receiver.prepare(TransferOrder.from_dict(question["prepare"]))
+        elif "send" in question:
+            report = send_held(self.receiver, TransferOrder.from_dict(question["send"]))
+        else:
+            report = self._report_of(str(question["committed"]), float(question["timeout_s"]))
+        return report is not None and asked.answer(report.to_json())
+
+    def _commit(self, question: dict[str, Any], asked: _Asked) -> bool:
+        """Have SGLang call the loader; whoever called it answers at once, without waking this thread for it."""
         from . import sglang_scheduler  # noqa: PLC0415 – only in a scheduler's process
 
-        over: SimpleQueue[str] = SimpleQueue()
-        sglang_scheduler.set_off(str(question["loader"]), str(question["told"]), over.put)
-        try:
-            refusal = over.get(timeout=float(question["timeout_s"]))
-        except Empty:
-            return None
-        if refusal == sglang_scheduler.BUSY:
-            return TransferReport(ok=False, phase="ready", error=refusal)
-        told = self._report_of(str(question["commit"]), 0.0)
-        if told is not None and not refusal:
-            return told
-        return refused(refusal or "it did not call the loader", *([told] if told is not None else ()))
+        def over(refusal: str) -> None:
+            told = self._report_of(str(question["commit"]), 0.0)
+            if refusal == sglang_scheduler.BUSY:
+                report = TransferReport(ok=False, phase="ready", error=refusal)
+            elif told is not None and not refusal:
+                report = told
+            else:
+                report = refused(refusal or "it did not call the loader", *([told] if told is not None else ()))
+            with contextlib.suppress(OSError, ValueError):  # who asked may be gone
+                asked.answer(report.to_json())
 
-    def _committed(self, question: dict[str, Any]) -> TransferReport | None:
-        return self._report_of(str(question["committed"]), float(question["timeout_s"]))
+        sglang_scheduler.set_off(str(question["loader"]), str(question["told"]), over)
+        return asked.answered(float(question["timeout_s"]))
 
     def _report_of(self, ticket: str, timeout_s: float) -> TransferReport | None:
         deadline = time.monotonic() + timeout_s

@@ -151,20 +151,20 @@ class SGLangEngine:
     async def prepare_weights(self, order: TransferOrder) -> TransferReport:
         """See the protocol. A caller that is cancelled does not stop the transfer, which has its own deadline."""
         run = self._current()
-        return await run.race(prepare_weights(run.control, order, tp_size=self.config.tp_size))
+        return await run.race(prepare_weights(run.channel, order, tp_size=self.config.tp_size))
 
     async def commit_weights(self, order: TransferOrder) -> TransferReport:
         """See the protocol. A caller that is cancelled does not stop the transfer, which has its own deadline."""
         run, loader, tp_size = self._current(), self._weight_loader, self.config.tp_size
         if order.transport == "stock":
-            self._stock = self._stock or StockUpdates(run.manager, run.control, loader=loader, tp_size=tp_size)
+            self._stock = self._stock or StockUpdates(run.manager, run.channel, loader=loader, tp_size=tp_size)
             return await run.race(self._stock.commit(order))
-        return await run.race(commit_weights(run.manager, run.control, order, loader=loader, tp_size=tp_size))
+        return await run.race(commit_weights(run.manager, run.channel, order, loader=loader, tp_size=tp_size))
 
     async def send_weights(self, order: TransferOrder) -> TransferReport:
         """See the protocol. A caller that is cancelled does not stop it: the sender's store, or its deadline, does."""
         run = self._current()
-        return await run.race(send_weights(run.control, order, tp_size=self.config.tp_size))
+        return await run.race(send_weights(run.channel, order, tp_size=self.config.tp_size))
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """See the protocol. A caller that is cancelled does not stop it."""

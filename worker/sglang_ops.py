@@ -15,7 +15,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..messages.errors import EngineError, RequestRefused
-from . import sglang_control
 from .engine import EngineInfo
 from .sglang_run import SGLangRun
 
@@ -79,7 +78,7 @@ async def _until_paused(run: SGLangRun, wanted: bool) -> None:
     """SGLang answers neither request: ask the scheduler of every rank whether it has come."""
     deadline = time.monotonic() + FREEZE_S
     for rank in range(run.config.tp_size):
-        while (await sglang_control.operate(run.control, rank, "paused"))["paused"] != wanted:
+        while (await run.channel.operate(rank, "paused"))["paused"] != wanted:
             if time.monotonic() >= deadline:
                 raise EngineError(f"SGLang did not {'pause' if wanted else 'go on'} within {FREEZE_S:g} s")
             await asyncio.sleep(LOOK_S)
@@ -165,7 +164,7 @@ def _files(folder: str) -> dict[str, int]:
 
 
 async def _every_rank(run: SGLangRun, operation: str, **params: Any) -> list[dict[str, Any]]:
-    asked = (sglang_control.operate(run.control, rank, operation, **params) for rank in range(run.config.tp_size))
+    asked = (run.channel.operate(rank, operation, **params) for rank in range(run.config.tp_size))
     return list(await asyncio.gather(*asked))
 
 

@@ -17,6 +17,7 @@ from ..messages.errors import EngineDead, EngineError, RolloutMQError
 from ..messages.weights import NCCL_AGREED
 from .cpu_support import gpu_found, share_cores
 from .engine import EngineInfo
+from .sglang_channel import Channel
 from .sglang_children import ChildSetup, restore_environment
 from .sglang_config import SGLangConfig, server_arguments
 from .sglang_processes import EngineProcesses
@@ -34,7 +35,7 @@ class SGLangRun:
     "a process of the engine failed" (that is how SGLang's processes tell it) and makes this run lost, where SGLang
     would end the whole program. No other signal is touched.
 
-    lost: why the engine is gone, or None.
+    lost: why the engine is gone, or None. channel: to its scheduler processes; only this user can enter its folder.
     """
 
     _open: ClassVar[SGLangRun | None] = None
@@ -44,6 +45,7 @@ class SGLangRun:
         self.weight_loader = weight_loader
         self.lost: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="rolloutmq-", ignore_cleanup_errors=True)
+        self.channel = Channel(self._folder.name)
         self._loop = asyncio.get_running_loop()
         self._lost_event = asyncio.Event()
         self._processes = EngineProcesses()
@@ -52,11 +54,6 @@ class SGLangRun:
         self._watch: asyncio.Task[None] | None = None
         self._work: set[asyncio.Task[Any]] = set()
         self._sigquit: Any = None
-
-    @property
-    def control(self) -> str:
-        """Folder where the scheduler processes listen; only this user can enter it."""
-        return self._folder.name
 
     @property
     def manager(self) -> Any:
@@ -122,6 +119,7 @@ class SGLangRun:
     async def close(self) -> None:
         """End every process of this run and give back what it holds here; pending requests raise EngineDead."""
         self._lose("it was closed", expected=True)
+        self.channel.close()
         if self._watch is not None:
             self._watch.cancel()
         while self._launch is not None and not self._launch.done():
@@ -146,7 +144,7 @@ class SGLangRun:
             cpu=device == "cpu",
             threads=(self.config.cpu_threads or 1) if device == "cpu" else None,
             quiet=self.config.log_level in ("error", "critical"),
-            control=self.control,
+            control=self.channel.folder,
             model=self.config.model,
             # Ranks that decide alone may decide differently, and would wait for one another.
             staging="off" if self.config.tp_size > 1 and self.config.staging == "auto" else self.config.staging,

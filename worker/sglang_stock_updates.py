@@ -16,6 +16,7 @@ from ..messages.errors import EngineError, TransferTimeout, WeightSyncError
 from ..sync.rendezvous import EpochKeys, fetch, fetch_manifest, join_store, why_broken
 from ..sync.stock import StockRequest, lot_bytes, requests_for
 from ..sync.transfer import TransferOrder, TransferReport
+from .sglang_channel import Channel
 from .sglang_stock import StockReceiver
 from .sglang_weights import commit_weights
 
@@ -25,9 +26,9 @@ log = logging.getLogger(__name__)
 class StockUpdates:
     """The updates of one engine, from its start to its end. Its group is kept as long as the sender keeps it."""
 
-    def __init__(self, manager: Any, control: str, *, loader: str, tp_size: int) -> None:
-        """manager: SGLang's tokenizer manager. control, loader: as for `commit_weights`."""
-        self._manager, self._control, self._loader, self._tp_size = manager, control, loader, tp_size
+    def __init__(self, manager: Any, channel: Channel, *, loader: str, tp_size: int) -> None:
+        """manager: SGLang's tokenizer manager. channel, loader: as for `commit_weights`."""
+        self._manager, self._channel, self._loader, self._tp_size = manager, channel, loader, tp_size
         self._member: StockReceiver | None = None
         self._of = ""
 
@@ -110,7 +111,7 @@ class StockUpdates:
 
     async def _check(self, order: TransferOrder, step: Literal["plan", "check"]) -> TransferReport:
         return await commit_weights(
-            self._manager, self._control, order, loader=self._loader, tp_size=self._tp_size, stock=step
+            self._manager, self._channel, order, loader=self._loader, tp_size=self._tp_size, stock=step
         )
 
 

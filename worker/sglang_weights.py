@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from ..messages.errors import EngineError
 from ..sync.transfer import TransferOrder, TransferReport
-from .sglang_control import ask, refused
+from .sglang_channel import Channel
+from .sglang_control import refused
 
 COMMIT_GRACE_S = 30.0
 """For a commit that is not back at its transfer's deadline: copies on the GPU, a trace of the model's loader."""
@@ -18,16 +19,16 @@ COMMIT_GRACE_S = 30.0
 REFUSED_S = 0.5
 
 
-async def prepare_weights(folder: str, order: TransferOrder, *, tp_size: int) -> TransferReport:
+async def prepare_weights(channel: Channel, order: TransferOrder, *, tp_size: int) -> TransferReport:
     """The first half on every rank at once, while the engine serves on. Raises EngineError if a rank is silent."""
     question = {"prepare": dataclasses.asdict(order)}
     async with asyncio.timeout(order.timeout_s + COMMIT_GRACE_S):
-        return combine(await asyncio.gather(*(ask(folder, rank, question) for rank in range(tp_size))))
+        return combine(await asyncio.gather(*(channel.ask(rank, question) for rank in range(tp_size))))
 
 
 async def commit_weights(
     manager: Any,
-    folder: str,
+    channel: Channel,
     order: TransferOrder,
     *,
     loader: str,
@@ -52,11 +53,11 @@ async def commit_weights(
         async with asyncio.timeout(timeout_s):
             if tp_size == 1 and not stock and order.mode != "in_place" and not manager.rid_to_state:
                 question = {"commit": ticket, "loader": loader, "told": json.dumps(told), "timeout_s": timeout_s}
-                report = await ask(folder, 0, question)
+                report = await channel.ask(0, question)
                 if report.phase != "ready":  # else a request came first
                     return report
             question = {"committed": ticket, "timeout_s": timeout_s}
-            asked = [asyncio.create_task(ask(folder, rank, question)) for rank in range(tp_size)]
+            asked = [asyncio.create_task(channel.ask(rank, question)) for rank in range(tp_size)]
             try:
                 try:
                     await sglang_compat.run_loader(manager, loader, json.dumps(told), tp_size)
@@ -70,12 +71,12 @@ async def commit_weights(
         raise EngineError(f"the engine did not load version {order.version} in time") from None
 
 
-async def send_weights(folder: str, order: TransferOrder, *, tp_size: int) -> TransferReport:
+async def send_weights(channel: Channel, order: TransferOrder, *, tp_size: int) -> TransferReport:
     """Send what the engine holds to others, while it serves on. Raises EngineError if it is silent."""
     if tp_size > 1:
         return TransferReport(ok=False, phase="load", error="a tensor-parallel engine holds no tensor whole")
     async with asyncio.timeout(order.timeout_s + COMMIT_GRACE_S):
-        return await ask(folder, 0, {"send": dataclasses.asdict(order)})
+        return await channel.ask(0, {"send": dataclasses.asdict(order)})
 
 
 async def _refused(asked: list[asyncio.Task[TransferReport]], why: str) -> TransferReport:

@@ -6,7 +6,6 @@ from typing import Any
 
 from ...sync.staging import Staging
 from ...worker import sglang_control
-from ...worker.sglang_control import operate
 from ...worker.sglang_engine import SGLangEngine
 
 STAGING = "rolloutmq-bench-staging-"
@@ -31,7 +30,7 @@ def _stage(policy: Any) -> None:
         return
     receiver = server.receiver
     receiver._memory[receiver.device] = Staging(receiver.device, policy)
-    receiver._arrived = receiver._loading = None  # they hold the old buffers
+    receiver.kept.drop_buffers()
 
 
 class BenchEngine(SGLangEngine):
@@ -47,7 +46,7 @@ class BenchEngine(SGLangEngine):
     async def settle(self) -> None:
         """Until everything queued on the engine's device is done: SGLang's "success" says that copies are queued."""
         for rank in range(self.config.tp_size):
-            await operate(self._current().control, rank, "synchronize")
+            await self._current().channel.operate(rank, "synchronize")
 
     async def stage(self, policy: str) -> None:
         """Stage from now on, or not ("on", "off", "auto"); nothing on a CPU, which always does."""

@@ -73,6 +73,7 @@ class OursSender:
             "timeout_s": timeout_s,
             "mode": mode,
             "verify": verify,
+            "layout": self._broadcaster.layout,
         }
 
     def send(self, timeout_s: float) -> None:

@@ -87,7 +87,7 @@ class PlainEngine:
         """See Engine."""
         assert self._receiver is not None
         assert self._model is not None
-        return await asyncio.to_thread(self._receiver.commit, order.epoch, self._model)
+        return await asyncio.to_thread(self._receiver.commit, order.epoch, self._model, idle=True)
 
     async def settle(self) -> None:
         """Until the device is done."""
@@ -100,7 +100,7 @@ class PlainEngine:
             self._receiver = Receiver(self._device, staging=policy)
         elif self._device.type == "cuda":
             self._receiver._memory[self._device] = Staging(self._device, policy)
-            self._receiver._arrived = self._receiver._loading = None
+            self._receiver.kept.drop_buffers()
 
     async def close(self) -> None:
         """Nothing to end."""

@@ -14,7 +14,7 @@ import pytest
 from gpu_pool import Pool, running
 
 from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.worker import sglang_control, sglang_ops
+from rolloutmq.worker import sglang_ops
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
 LONG = 1500
@@ -37,7 +37,7 @@ class StandIn:
     async def _resume(self, request: Any) -> None:
         if self.spoil is not None and "weights" in request.tags:
             assert self._run is not None
-            await sglang_control.operate(self._run.control, 0, "load_sharded", path=self.spoil)
+            await self._run.channel.operate(0, "load_sharded", path=self.spoil)
 
 
 async def _spoiled(pool: Pool, folder: Path) -> str:

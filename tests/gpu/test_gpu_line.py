@@ -9,6 +9,7 @@ import torch
 from peers import SLACK_S, Line, Peer, expected, line, version
 
 from rolloutmq.messages.errors import TransferTimeout
+from rolloutmq.sync.staging import ROTATING
 
 TIMEOUT_S = 6.0
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
@@ -96,9 +97,12 @@ def test_a_sender_that_stops_in_the_midst_releases_the_receiver(pair: Line) -> N
 
 def test_what_nobody_commits_is_ended() -> None:
     """Broadcasts that were queued ahead; the peer's GPU is of use again after the deadline."""
-    with line("cuda:1", staging="off") as made:
-        (peer,), first, second = made.peers, version(1, "cuda:0"), version(2, "cuda:0")
-        assert len(second.buckets) > 3
+    # Some of them are not queued ahead, and each is more than NCCL would take off the sender's hands by itself.
+    shapes = {f"layer{number}": [4096, 8192] for number in range(2 * ROTATING)}
+    with line("cuda:1", staging="off", shapes=shapes) as made:
+        (peer,) = made.peers
+        first, second, third = (version(number, "cuda:0", shapes, 1 << 26) for number in (1, 2, 3))
+        assert len(second.buckets) == 2 * ROTATING
         _, error, _ = made.transfer(first)
         assert error is None
         (report,), error, seconds = made.transfer(second, timeout_s=TIMEOUT_S, after_prepare=False)
@@ -107,7 +111,6 @@ def test_what_nobody_commits_is_ended() -> None:
         assert isinstance(error, TransferTimeout)
         assert seconds < TIMEOUT_S + 3 * SLACK_S
         assert peer.ask(digests=True) == expected(first)
-        third = version(3, "cuda:0")
         (report,), error, _ = made.transfer(third)
         assert error is None
         assert report is not None

@@ -34,37 +34,53 @@ class Stream:
 
 
 class Wire:
-    """A group that notes what is asked of it."""
+    """A group that notes what is asked of it. answers: whether everything is over at once, or nothing ever."""
 
     name = "group"
 
     def __init__(self) -> None:
         self.seen: list[int] = []
+        self.waited: list[int] = []
         self.answers, self.aborted = True, False
 
-    def broadcast(self, buffer: torch.Tensor, deadline: float) -> Wire:
+    def broadcast(self, buffer: torch.Tensor, deadline: float) -> Way:
         self.seen.append(int(buffer[0]))
-        return self
-
-    def wait(self) -> None: ...
+        return Way(self, self.seen[-1])
 
     def abort(self) -> None:
         self.aborted = True
 
 
+class Way:
+    """A broadcast on its way."""
+
+    def __init__(self, wire: Wire, bucket: int) -> None:
+        self._wire, self._bucket = wire, bucket
+
+    def wait(self) -> None:
+        self._wire.waited.append(self._bucket)
+
+    def is_completed(self) -> bool:
+        return self._wire.answers or self._wire.aborted
+
+
 class Noted:
     """In the place of an Arrival and of a Loading."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire: Wire) -> None:
         self.arrived: list[int] = []
         self.loaded: list[int] = []
+        self.waited_for: list[int] = []
+        self._wire = wire
 
     def queue(self, bucket: int) -> None:
+        assert self._wire.waited[-1] == bucket
         self.arrived.append(bucket)
 
     def load(self, bucket: int) -> None:
-        assert self.arrived == list(range(max(BUFFERS, bucket + 1)))
+        assert bucket in self.arrived
         self.loaded.append(bucket)
+        self.waited_for.append(len(self._wire.waited))
 
     def queue_readback(self, bucket: int, *, count: bool) -> None:
         assert self.loaded[-1] == bucket
@@ -88,24 +104,39 @@ def _no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_every_bucket_is_loaded_once_and_no_buffer_is_taken_twice(ahead: bool) -> None:
-    wire, noted = Wire(), Noted()
+@pytest.mark.parametrize("ahead", ["no", "settled", "at once"])
+def test_every_bucket_is_loaded_once_and_no_buffer_is_taken_twice(ahead: str) -> None:
+    wire = Wire()
+    noted = Noted(wire)
     made = arriving(wire, noted)
-    if ahead:
+    if ahead != "no":
         made.queue_ahead()
-        assert wire.seen == noted.arrived == list(range(BUFFERS))
+        assert wire.seen == list(range(BUFFERS))
+        assert wire.waited == []
         made.watch()
         made.take()
+    if ahead == "settled":
         made.settle_ahead()
-    else:
-        noted.load = noted.loaded.append  # type: ignore[method-assign] – nothing is ahead of it
+        assert noted.arrived == list(range(BUFFERS))
     assert not made.complete
     made.load(noted, readback=True)  # type: ignore[arg-type]
-    assert wire.seen == noted.arrived == noted.loaded == list(range(BUCKETS))
+    assert wire.seen == wire.waited == noted.arrived == noted.loaded == list(range(BUCKETS))
+    first = BUFFERS if ahead == "settled" else 1
+    assert noted.waited_for == [max(first, index + 1) for index in range(BUCKETS)]  # and for none that comes later
     assert made.complete
     made.abandon()
     assert not wire.aborted
+
+
+def test_it_has_begun_when_a_bucket_is_here() -> None:
+    wire = Wire()
+    made = arriving(wire, Noted(wire))
+    assert not made.begun
+    wire.answers = False
+    made.queue_ahead()
+    assert not made.begun
+    wire.answers = True
+    assert made.begun
 
 
 @pytest.mark.parametrize(("reason", "seconds"), [("the trainer is gone", 20.0), ("", 0.1)])
@@ -113,7 +144,7 @@ async def test_what_nobody_takes_is_ended(reason: str, seconds: float) -> None:
     """Or it would stay on the GPU for ever."""
     wire = Wire()
     wire.answers = False
-    made = arriving(wire, Noted(), lambda: reason, seconds)
+    made = arriving(wire, Noted(wire), lambda: reason, seconds)
     made.queue_ahead()
     made.watch()
     await eventually(lambda: wire.aborted)
@@ -123,7 +154,7 @@ async def test_what_nobody_takes_is_ended(reason: str, seconds: float) -> None:
 
 def test_what_was_taken_is_left_alone() -> None:
     wire, asked = Wire(), []
-    made = arriving(wire, Noted(), lambda: asked.append(1) or "broken", 0.0)  # type: ignore[func-returns-value]
+    made = arriving(wire, Noted(wire), lambda: asked.append(1) or "broken", 0.0)  # type: ignore[func-returns-value]
     made.queue_ahead()
     made.take()
     made._watch()  # whose turn comes just now
@@ -136,7 +167,7 @@ def test_a_wait_for_what_is_ahead_ends() -> None:
     """The engine's own thread would stand still for as long."""
     wire = Wire()
     wire.answers = False
-    made = arriving(wire, Noted(), seconds=0.1)
+    made = arriving(wire, Noted(wire), seconds=0.1)
     made.queue_ahead()
     with pytest.raises(TransferTimeout, match="in time"):
         made.settle_ahead()
@@ -149,7 +180,8 @@ def test_broadcasts_that_an_abort_ended_are_not_taken_for_arrivals(when: str, mo
     """A peer that breaks off ends the kernels here, too: long before anybody looks, the events have happened."""
     monkeypatch.setattr(group, "AT_ONCE_S", 0.0)
     why = [""]
-    wire, noted = Wire(), Noted()
+    wire = Wire()
+    noted = Noted(wire)
     made = arriving(wire, noted, lambda: why[0])
     made.queue_ahead()
     if when != "taken":

@@ -15,7 +15,8 @@ from test_sglang_scheduler import Scheduler
 from rolloutmq.messages.errors import EngineError
 from rolloutmq.sync.transfer import TransferReport
 from rolloutmq.worker import sglang_scheduler
-from rolloutmq.worker.sglang_control import ControlServer, ask
+from rolloutmq.worker.sglang_channel import Channel
+from rolloutmq.worker.sglang_control import ControlServer
 from rolloutmq.worker.sglang_errands import Errands
 
 
@@ -192,7 +193,7 @@ async def test_a_commit_is_what_the_loader_and_sglang_say_of_it(
 
     scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(weight_updater=Runner()))
     question = {"commit": "ticket", "loader": "loader", "told": "text", "timeout_s": 20.0}
-    asked = asyncio.create_task(ask(str(tmp_path), 0, question))
+    asked = asyncio.create_task(Channel(str(tmp_path)).ask(0, question))
     while not asked.done():
         scheduler.process_input_requests([])
         await asyncio.sleep(0)
@@ -205,7 +206,7 @@ async def test_a_commit_that_nobody_carries_out_is_not_waited_for_for_ever(sched
     server = ControlServer(str(tmp_path), 0, None)  # type: ignore[arg-type]
     question = {"commit": "ticket", "loader": "loader", "told": "text", "timeout_s": 0.05}
     with pytest.raises(EngineError, match="does not answer"):
-        await ask(str(tmp_path), 0, question)
+        await Channel(str(tmp_path)).ask(0, question)
     assert server is not None
 
 
@@ -215,7 +216,7 @@ async def test_a_scheduler_that_has_got_a_request_says_so_and_calls_nobody(sched
     scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(weight_updater=updater))
     scheduler.running_batch.reqs = ["request"]
     question = {"commit": "ticket", "loader": "loader", "told": "text", "timeout_s": 20.0}
-    asked = asyncio.create_task(ask(str(tmp_path), 0, question))
+    asked = asyncio.create_task(Channel(str(tmp_path)).ask(0, question))
     while not asked.done():
         scheduler.process_input_requests([])
         await asyncio.sleep(0)

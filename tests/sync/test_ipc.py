@@ -1,0 +1,51 @@
+"""Handles of another process's buckets, as far as that can be told without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+
+from rolloutmq.messages.errors import MalformedMessage
+from rolloutmq.sync.ipc import open_handles
+
+CPU = torch.device("cpu")
+SHARED = [0, b"handle", 64, 0, b"counter", 0, b"event", True]
+
+
+@pytest.mark.parametrize(
+    ("handles", "why"),
+    [
+        ([[SHARED, 0, 65]], "65 bytes where the manifest has 64"),
+        ([[SHARED[:-1], 0, 64]], "64 bytes"),
+        ([[SHARED, 0, 64]] * 2, "argument"),
+        ([], "argument"),
+        ([[SHARED, 0]], "unpack"),
+        (5, "iterate|iterable|argument"),
+        ([[5, 0, 64]], "len"),
+    ],
+)
+def test_what_are_no_handles_is_refused(handles: Any, why: str) -> None:
+    with pytest.raises(MalformedMessage, match=why):
+        open_handles(msgpack.packb(handles), CPU, [64])
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xc1", msgpack.packb([[SHARED, 0, 64]])[:-3], b"\xdd\xff\xff\xff\xff"])
+def test_garbage_is_refused(raw: bytes) -> None:
+    with pytest.raises(MalformedMessage, match="CUDA IPC handles cannot be read"):
+        open_handles(raw, CPU, [64])
+
+
+def test_handles_are_opened_as_they_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, asked = torch.arange(64, dtype=torch.uint8), []
+
+    def opened(*args: Any) -> torch.UntypedStorage:
+        asked.append(args)
+        return memory.untyped_storage()
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", opened)
+    [bucket] = open_handles(msgpack.packb([[SHARED, 16, 48]]), CPU, [48])
+    assert asked == [tuple(SHARED)]
+    assert torch.equal(bucket, memory[16:])
