@@ -32,19 +32,20 @@ class Told:
     """A version as its sender told of it.
 
     layout: `layout_name`. outline: a manifest of that layout, whichever version's. digests: (tensors,) int64 on the
-    CPU, in the outline's order.
+    CPU, in the outline's order. nbytes: of all tensors.
     """
 
     layout: str
     outline: WeightManifest
     version: int
     digests: torch.Tensor
+    nbytes: int
 
     @classmethod
     def of(cls, manifest: WeightManifest) -> Told:
         """A version whose manifest is at hand."""
         digests = values_of([spec.digest for spec in manifest.tensors])
-        return cls(layout_name(manifest), manifest, manifest.version, digests)
+        return cls(layout_name(manifest), manifest, manifest.version, digests, manifest.nbytes)
 
     def manifest(self) -> WeightManifest:
         """The version's own. Its parts were checked when they came."""
@@ -73,4 +74,4 @@ class Told:
         if len(brief) != _HEAD.size + 8 * len(self.outline.tensors):
             raise DigestMismatch(f"a version in brief of {len(brief)} bytes, for {len(self.outline.tensors)} tensors")
         digests = torch.from_numpy(np.frombuffer(brief, "<i8", offset=_HEAD.size).astype(np.int64))
-        return Told(self.layout, self.outline, version, digests)
+        return Told(self.layout, self.outline, version, digests, self.nbytes)

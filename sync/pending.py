@@ -49,7 +49,7 @@ class Pending:
             ok=True,
             phase=phase,
             tensors=len(self.outline.tensors),
-            nbytes=self.outline.nbytes,
+            nbytes=self.told.nbytes,
             rendezvous_s=self.rendezvous_s,
             **times,
         )

@@ -1,0 +1,117 @@
+"""An update that lies as the one before it: ready at once, and told of the digests while its buckets come."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from peers import expected, version
+from test_corruption import TIMEOUT_S, Rank
+
+from rolloutmq.sync import receiver as module
+from rolloutmq.sync.arriving import Arriving
+from rolloutmq.sync.receiver import Receiver
+from rolloutmq.sync.snapshot import Snapshot
+from rolloutmq.sync.transfer import TransferReport
+
+
+class Quick(Rank):
+    """Takes what comes over gloo as if it came over NCCL: queued ahead of the commit."""
+
+    def update(self, snapshot: Snapshot, between: Any = None, **order: Any) -> TransferReport:
+        return super().update(snapshot, between, transport="nccl", **order)
+
+
+@pytest.fixture(params=[True, False], ids=["staged", "direct"])
+def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Quick]:
+    monkeypatch.setattr("torch.cuda.stream", lambda _: contextlib.nullcontext())
+    made = Quick(staged=request.param, halves=False)
+    if request.param:
+        made.receiver._two_streams = Rank(staged=False).receiver._two_streams  # type: ignore[method-assign]
+    assert made.update(version(1)).ok
+    made.check_holds(version(1))
+    yield made
+    made.receiver.wire.drop_group()
+    made.line.broadcaster.close()
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a receiver did, in its order."""
+    seen: list[str] = []
+
+    def noted(owner: Any, name: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(what)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(module, "say_ready", "ready")
+    noted(Arriving, "queue_ahead", "queued")
+    noted(Receiver, "_hear", "told")
+    return seen
+
+
+def test_it_is_ready_before_it_is_told(rank: Quick, steps: list[str]) -> None:
+    for number in (2, 3):
+        report = rank.update(version(number))
+        assert (report.ok, report.readback, report.nbytes) == (True, True, version(number).manifest.nbytes), report
+        rank.check_holds(version(number))
+    assert steps == ["ready", "queued", "told"] * 2
+
+
+def test_another_layout_is_told_first(rank: Quick, steps: list[str]) -> None:
+    other = version(2, bucket_bytes=1024)
+    assert rank.update(other).ok
+    rank.check_holds(other)
+    assert steps == ["told", "ready", "queued"]
+
+
+def test_a_flipped_bit_is_found_all_the_same(rank: Quick) -> None:
+    honest = version(2)
+    buckets = [bucket.clone() for bucket in honest.buckets]
+    buckets[-1][0] ^= 1
+    report = rank.update(Snapshot(honest.manifest, tuple(buckets)))
+    assert (report.ok, report.intact) == (False, rank.staged)
+    assert "tensor " in report.error
+    if report.intact:
+        assert rank.bits() == expected(version(1))
+
+
+def test_a_version_that_lies_otherwise_than_announced_is_refused(rank: Quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = rank.bits()
+    hear = Receiver._hear
+
+    def lied(self: Receiver, *args: Any) -> Any:
+        return dataclasses.replace(hear(self, *args), layout="0" * 32)
+
+    monkeypatch.setattr(Receiver, "_hear", lied)
+    report = rank.update(version(2))
+    assert (report.ok, report.intact, report.phase) == (False, True, "rendezvous")
+    assert "was announced" in report.error
+    assert rank.bits() == before
+    monkeypatch.undo()
+
+
+def test_a_sender_that_is_gone_is_not_taken_for_the_one_that_was(rank: Quick) -> None:
+    """It is looked for anew."""
+
+    class Gone:
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("connection reset by peer")
+
+    order = rank.line.begin(version(2), [rank.receiver.wire.group.name], timeout_s=TIMEOUT_S, transport="nccl").orders[
+        0
+    ]  # type: ignore[union-attr]
+    host, port, _ = rank.receiver.wire._store  # type: ignore[misc]
+    rank.receiver.wire._store = host, port, Gone()
+    assert rank.receiver._rejoin(order, time.monotonic() + TIMEOUT_S) is None
+    assert rank.receiver._arriving is None
+    rank.line.broadcaster.give_up("over")
