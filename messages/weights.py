@@ -75,7 +75,6 @@ class WeightAnnouncement(Message):
     roster: worker id -> rank of its first engine process in the group (the sender is rank 0), or 0 for a worker that
         takes the buffers over by CUDA IPC and is not in the group.
     world_size: ranks of the group, the sender included. group: its name; one that exists already is used again.
-    layout: name of how the version lies in its buckets, see sync/brief.py; unset where the sender does not know yet.
     """
 
     KIND: ClassVar[int] = 5
@@ -96,7 +95,6 @@ class WeightAnnouncement(Message):
     group: str = Field(default="", max_length=64)
     adapter: str = Field(default="", max_length=128, pattern=r"^[A-Za-z0-9_.:/-]*$")
     stock: bool = False
-    layout: str = Field(default="", max_length=32)
 
     @property
     def deadline_s(self) -> float:

@@ -114,7 +114,6 @@ class _Source:
     """A parcel in the trainer's store: a `transfers.Source` whose receivers all help themselves."""
 
     absent: frozenset[int] = frozenset()
-    layout = ""
 
     def __init__(self, parcel: Parcel, line: Broadcaster) -> None:
         self.version, self.digest = parcel.version, ""

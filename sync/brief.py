@@ -18,6 +18,7 @@ from ..messages.weights import TensorSpec, WeightManifest
 from .digest import hex_of, values_of
 
 NAME_BYTES = 16
+_SHOWN = 16
 _HEAD = struct.Struct(f"<{NAME_BYTES}sq")
 
 
@@ -25,6 +26,16 @@ def layout_name(manifest: WeightManifest) -> str:
     """32 hex digits, equal for manifests that differ in nothing but version and digests."""
     places = [(t.name, t.dtype, t.shape, t.bucket, t.offset) for t in manifest.tensors]
     return hashlib.blake2b(repr((manifest.bucket_nbytes, places)).encode(), digest_size=NAME_BYTES).hexdigest()
+
+
+def group_for(name: str, layout: str) -> str:
+    """A group's name that says how each version lies: who stands in it need not ask how the next one does."""
+    return f"{name}-{layout[:_SHOWN]}"
+
+
+def is_group_for(group: str, layout: str) -> bool:
+    """Whether that is the name of a group for this layout."""
+    return group.endswith(f"-{layout[:_SHOWN]}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from ..messages.codec import encode
 from ..messages.errors import TransferTimeout
 from ..messages.weights import WeightAnnouncement, WeightManifest
-from .brief import Told
+from .brief import Told, group_for, is_group_for
 from .group import Group, Queued, here, open_group, settle
 from .ipc import export_handles
 from .ledger import Join
@@ -92,16 +92,20 @@ class Broadcaster:
     def name_group(
         self, epoch: int, roster: Mapping[str, int], joins: Mapping[str, Join], *, stock: bool = False
     ) -> str:
-        """The group for this transfer: the standing one, if all its members are the same and still in it."""
+        """The group for this transfer: the standing one, if all its members are the same and still in it.
+
+        It also lasts no longer than versions lie alike, but for SGLang's own, which does not care.
+        """
         standing = self._stock if stock else self._group
         if standing is not None and self._members == dict(roster):
-            name = standing.name
-            if all(joins[worker].group == name for worker in roster):
+            name, lasts = standing.name, stock or is_group_for(standing.name, self.layout)
+            if lasts and all(joins[worker].group == name for worker in roster):
                 return name
         self._drop_group()
         self._members = dict(roster)
         self._groups += 1
-        return f"group-{epoch}-{self._groups}"
+        name = f"group-{epoch}-{self._groups}"
+        return name if stock else group_for(name, self.layout)
 
     # --- after it --------------------------------------------------------------------------------------------------
 

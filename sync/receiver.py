@@ -20,7 +20,7 @@ import torch
 from ..messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
 from ..messages.weights import StagingPolicy, WeightManifest
 from .arriving import Arriving
-from .brief import Told
+from .brief import Told, is_group_for
 from .disk_checkpoint import Checkpoint
 from .disk_read import DiskVersion
 from .group import Group
@@ -132,7 +132,7 @@ class Receiver:
         """As `_join`, where group and layout are the last transfer's: ready first, and told of the digests while
         buckets come. None if it is not so, or that sender is gone."""
         standing, told = self.wire.standing(order), self._told
-        if order.transport != "nccl" or standing is None or told is None or told.layout != order.layout:
+        if order.transport != "nccl" or standing is None or told is None or not is_group_for(order.group, told.layout):
             return None
         store, group = standing
         pending = self._pending_in(group, order, store, told, deadline)
@@ -145,8 +145,10 @@ class Receiver:
         self._arriving = pending.arriving = self._arriving_of(pending)
         pending.arriving.queue_ahead()
         pending.told = self._hear(order, store, deadline, self.wire.broken(store, order))
-        if pending.told.layout != order.layout:
-            raise DigestMismatch(f"the version lies as {pending.told.layout}, {order.layout} was announced")
+        if pending.told.layout != told.layout:
+            raise DigestMismatch(
+                f"the version does not lie as the group's name says: {pending.told.layout}, {order.group}"
+            )
         return pending
 
     def _pending_in(self, group: Group, order: TransferOrder, store: Any, told: Told, deadline: float) -> Pending:

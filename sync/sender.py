@@ -205,11 +205,6 @@ class _Retained:
         """See Source."""
         return self._line.host, self._line.store.port
 
-    @property
-    def layout(self) -> str:
-        """See Source."""
-        return "" if self._stock else self._line.layout
-
     async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
         """See Source: a trainer's word goes before everybody's."""
         await asyncio.to_thread(self._line.offer, announcement.epoch, self._snapshot)

@@ -22,7 +22,7 @@ class TransferOrder:
     the moment the engine learns of it; with mode "drain" what runs has `drain_s` of them to end. transport: "nccl" and
     "gloo" are broadcasts in `group`, "ipc" opens the trainer's own buffers on the same GPU (then there is no group and
     no rank), "disk" reads the version from the snapshots in folder `path` (then there is no sender either), "stock" is
-    SGLang's own update group over `backend`. layout: see WeightAnnouncement.
+    SGLang's own update group over `backend`.
     As an order to send (`Engine.send_weights`) it makes this engine rank 0, in the trainer's place.
     """
 
@@ -41,7 +41,6 @@ class TransferOrder:
     drain_s: float = 0.0
     path: str = ""
     backend: Literal["gloo", "nccl"] = "gloo"
-    layout: str = ""
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> TransferOrder:

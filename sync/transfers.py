@@ -79,11 +79,6 @@ class Source(Protocol):
         """Host and port of the rendezvous store, as receivers reach it."""
         ...
 
-    @property
-    def layout(self) -> str:
-        """Name of how the version lies, once it is announced; "" if that is not known here."""
-        ...
-
     async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
         """Open the transfer in the ledger; False if that is not for us to do any more. Receivers find the manifest."""
         ...
@@ -188,10 +183,9 @@ class Transfer:
         members = {worker: roster[worker] for worker in grouped}
         group = self._source.name_group(announcement.epoch, members, grouped) if grouped else ""
         backend = self._source.backend(grouped)
-        settled = {"roster": roster, "world_size": world, "group": group, "backend": backend}
-        if layout := self._source.layout:
-            settled["layout"] = layout
-        return announcement.model_copy(update=settled)
+        return announcement.model_copy(
+            update={"roster": roster, "world_size": world, "group": group, "backend": backend}
+        )
 
     async def _carry_out(self, announcement: WeightAnnouncement, failures: dict[str, str]) -> TransferResult:
         timeout_s = announcement.deadline_s

@@ -157,7 +157,6 @@ class Line:
                     "rank_offset": index + 1,
                     "world_size": announcement.world_size,
                     "timeout_s": timeout_s,
-                    "layout": self.broadcaster.layout,
                 }
                 | order
             )

@@ -25,5 +25,4 @@ def order_for(announcement: WeightAnnouncement, worker_id: str) -> TransferOrder
         mode=announcement.mode,
         verify=announcement.verify,
         nonfinite=announcement.nonfinite,
-        layout=announcement.layout,
     )

@@ -165,7 +165,6 @@ class _Lender:
     def __init__(self, engine: Engine, version: int, worker_id: str, over: int) -> None:
         self.version, self.digest = version, ""
         self.absent: frozenset[int] = frozenset()
-        self.layout = ""
         self._engine, self._worker_id, self._over = engine, worker_id, over
         self._host, self._said = "", False
         self._store: Any = None

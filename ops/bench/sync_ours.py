@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...messages.weights import UpdateMode, WeightAnnouncement
+from ...sync.brief import group_for, layout_name
 from ...sync.broadcaster import Broadcaster
 from ...sync.packing import PackedWeights
 from ...sync.snapshot import Snapshot
@@ -46,6 +47,7 @@ class OursSender:
         """Offer the next version; the order that engines get, but for each one's `rank_offset`."""
         if self._last is not None:
             self._broadcaster.clean(self._last)
+        group = group_for(group, layout_name(self._snapshots[0].manifest))
         announcement = WeightAnnouncement(
             version=epoch,
             epoch=epoch,
@@ -73,7 +75,6 @@ class OursSender:
             "timeout_s": timeout_s,
             "mode": mode,
             "verify": verify,
-            "layout": self._broadcaster.layout,
         }
 
     def send(self, timeout_s: float) -> None:

@@ -68,10 +68,12 @@ def test_it_is_ready_before_it_is_told(rank: Quick, steps: list[str]) -> None:
 
 
 def test_another_layout_is_told_first(rank: Quick, steps: list[str]) -> None:
-    other = version(2, bucket_bytes=1024)
+    """In a group of its own, which is the mark that there is something to hear first."""
+    other, group = version(2, bucket_bytes=1024), rank.receiver.wire.group
     assert rank.update(other).ok
     rank.check_holds(other)
     assert steps == ["told", "ready", "queued"]
+    assert rank.receiver.wire.group is not group
 
 
 def test_a_flipped_bit_is_found_all_the_same(rank: Quick) -> None:
@@ -95,7 +97,7 @@ def test_a_version_that_lies_otherwise_than_announced_is_refused(rank: Quick, mo
     monkeypatch.setattr(Receiver, "_hear", lied)
     report = rank.update(version(2))
     assert (report.ok, report.intact, report.phase) == (False, True, "rendezvous")
-    assert "was announced" in report.error
+    assert "does not lie as the group's name says" in report.error
     assert rank.bits() == before
     monkeypatch.undo()
 
