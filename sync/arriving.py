@@ -47,6 +47,7 @@ class Arriving:
         self._arrival, self._deadline, self._broken = arrival, deadline, broken
         self._began = 0.0
         self._queued: list[Queued] = []
+        self._ahead: Any = None
         self._looked = 0
         self._settled = 0
         self._taken, self._lock = Event(), Lock()
@@ -62,16 +63,15 @@ class Arriving:
         """Whether every bucket is known to have arrived. If not, the group is of use for nothing else."""
         return self._settled == len(self._views)
 
-    @property
-    def begun(self) -> bool:
-        """Whether a bucket is here: then every receiver was ready."""
-        return bool(self._queued) and self._queued[0].is_completed()
-
     def queue_ahead(self) -> None:
         """Queue the broadcasts that there are buffers for."""
+        self._put_behind(self._receiving, self._working)
         self._began = time.monotonic()
         for _ in range(min(self._buffers, len(self._views))):
             self._queue()
+        with torch.cuda.stream(self._receiving):  # not `Work.is_completed`, which is also true of what has failed
+            self._queued[-1].wait()
+            self._ahead = self._receiving.record_event()
 
     def settle_ahead(self) -> None:
         """Wait for them, looked at. Raises TransferTimeout: then the group was aborted."""
@@ -87,6 +87,7 @@ class Arriving:
         Nothing waits on the host until the end. Raises TransferTimeout: then the group was aborted, and what was
         queued behind it is over.
         """
+        self._put_behind(self._working, *([] if self._queued else [self._receiving]))
         self._began = self._began or time.monotonic()
         free: list[Any] = [None] * self._buffers
         for index in range(len(self._views)):
@@ -104,7 +105,15 @@ class Arriving:
                 free[turn] = self._working.record_event()
         done = self._working.record_event()
         settle(self._group, done, self._deadline, self._broken, self._began, alert=True)
+        if not readback and not self.looked_at and (reason := self._broken()):  # nothing else would tell
+            raise TransferTimeout(f"transfer broken off: {reason}")
         self._settled = len(self._queued)
+
+    def _put_behind(self, *streams: Any) -> None:
+        """Behind what is on the default stream: whatever was made for this transfer."""
+        if self._views[0].is_cuda:
+            for stream in streams:
+                stream.wait_stream(torch.cuda.default_stream(self._views[0].device))
 
     def _queue(self) -> None:
         # Nothing else goes on the receiving stream: one broadcast follows the other without a gap.
@@ -145,7 +154,7 @@ class Arriving:
     def _watch(self) -> None:
         while not self._taken.wait(SLICE_S):
             why = self._broken()
-            if not why and len(self._queued) == len(self._views) and all(each.is_completed() for each in self._queued):
+            if not why and len(self._queued) == len(self._views) and self._ahead.query():
                 return  # all of it is here
             if not why and time.monotonic() >= self._deadline:
                 why = "the time for it is over"

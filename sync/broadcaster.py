@@ -61,6 +61,7 @@ class Broadcaster:
         """Name of how the version that was published last lies."""
         self.sent_bytes = 0
         """Of the transfer under way, as far as they are given to the transport."""
+        self._newest, self._most_ranks = 0, 1
         self._stopped = Event()
         self._why = ""
         self._stream: Any = None
@@ -78,8 +79,11 @@ class Broadcaster:
         self._stopped.clear()
         self.sent_bytes = 0
         # Numbers of transfers begin again where Redis lost its data; this store did not.
-        for key in (EpochKeys(epoch).broken, EpochKeys(epoch).go):
+        keys = EpochKeys(epoch)
+        said = [] if epoch > self._newest else [keys.ready(rank) for rank in range(1, self._most_ranks)]
+        for key in (keys.broken, keys.go, *said):
             self.store.delete_key(key)
+        self._newest = epoch
         self.publish(epoch, snapshot.manifest)
 
     def publish(self, epoch: int, manifest: WeightManifest) -> None:
@@ -113,6 +117,7 @@ class Broadcaster:
         """Send every bucket to the announcement's group. Blocks; raises TransferTimeout, also after `give_up`."""
         keys = EpochKeys(announcement.epoch)
         deadline, self.absent = time.monotonic() + timeout_s, frozenset()
+        self._most_ranks = max(self._most_ranks, announcement.world_size)
         try:
             with short_turns():  # engines may stand still until the last bucket: not while a training loop has its turn
                 if 0 in announcement.roster.values():

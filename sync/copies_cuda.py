@@ -27,7 +27,8 @@ WORD = 4
 _STEP, _BLOCK = tl.constexpr(STEP_WORDS), tl.constexpr(BLOCK_WORDS)
 
 
-@triton.jit(do_not_specialize=["count"])
+# Where the second table begins depends on how many pairs there are, and compiling takes a second: one variant for all.
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["blocks"])
 def _kernel(pairs, blocks, count):
     """pairs: (n, 3) int64, addresses of source and target, and words; blocks: (count,) int64, pair * 2^32 + block."""
     lane = tl.arange(0, _STEP)

@@ -20,14 +20,13 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from ..messages.errors import ConfigError, TransferTimeout
+from ..messages.weights import NCCL_CTAS
 from .bounded_store import BoundedStore, within
 from .rendezvous import local_end
 
 STUCK_AFTER_ABORT_S = 5.0
 AT_ONCE_S = 0.1
 ALERT_S = 0.2
-CTAS = 32
-"""Of a broadcast, on each GPU. With NCCL's own choice (24 on H200) copies and digests beside it cost it 1 ms in 45."""
 MARGIN_S = 0.5
 """For gloo to keep its own deadline, before it is left alone with it."""
 _NCCL_ENV = {
@@ -46,18 +45,10 @@ class Queued(Protocol):
         """Nothing queued on the current stream from now on runs before the broadcast is over; the host goes on."""
         ...
 
-    def is_completed(self) -> bool:
-        """Whether it is over by now."""
-        ...
-
 
 class _Over:
     def wait(self) -> None:
         """It is over."""
-
-    def is_completed(self) -> bool:
-        """It is."""
-        return True
 
 
 class Group(Protocol):
@@ -156,7 +147,7 @@ class NcclGroup:
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(days=30)
         options.is_high_priority_stream = True  # digests and copies fill the GPU; the wire must not wait for them
-        options.config.min_ctas = options.config.max_ctas = CTAS
+        options.config.min_ctas = options.config.max_ctas = NCCL_CTAS  # the environment goes before it
         with _nccl_environment():
             self._group = ProcessGroupNCCL(
                 PrefixStore("cuda/", PrefixStore(f"{name}/", _raw(store))), rank, world, options
@@ -244,7 +235,7 @@ def settle(
     alert: without a sleep, at first: for a thread that holds everything up, in a process where nobody wants its turn.
 
     Raises TransferTimeout, after the group was aborted, at `deadline` (time.monotonic) or as soon as `broken()` gives a
-    reason. It is asked ten times a second, and only once the wait has lasted that long.
+    reason. It is asked ten times a second, and only once the wait has lasted that long; see `check_unbroken`.
     """
     began = time.monotonic()
     pause, look = 0.00005, began + 0.1

@@ -40,8 +40,7 @@ class Kept:
         """From these buffers into the model. Raises what `plan_for` raises."""
         arrival = self.arrival(pending)
         if self._loading is None or not self.knows(pending, model):
-            views = bucket_views(pending.outline, pending.buckets)
-            self._loading = arrival, model, Loading(model, self.plan(pending, model), views, arrival)
+            self._loading = arrival, model, Loading(model, self.plan(pending, model), arrival)
         return self._loading[2]
 
     def plan(self, pending: Pending, model: Model) -> CopyPlan | None:

@@ -41,7 +41,8 @@ class Arrival:
 
     def __init__(self, manifest: WeightManifest, buckets: Sequence[torch.Tensor]) -> None:
         """buckets: one for every bucket of the manifest; several may be the same memory, used in turn."""
-        self.views = list(unpack(manifest, list(buckets)))
+        self.buckets = list(buckets)
+        self.views = list(unpack(manifest, self.buckets))
         count, device = len(self.views), buckets[0].device if buckets else torch.device("cpu")
         self._found = torch.zeros(count, dtype=torch.int64, device=device)
         self._nonfinite = torch.zeros(count, dtype=torch.int32, device=device)
@@ -93,13 +94,13 @@ def _ranges(buckets: list[int], count: int) -> list[tuple[int, int]]:
 class Loading:
     """From buckets into the model: by the recorded copies, or by `load_weights` where they cannot be recorded."""
 
-    def __init__(self, model: Model, plan: CopyPlan | None, buckets: Sequence[torch.Tensor], arrival: Arrival) -> None:
-        """plan: see `plan_for`. buckets: as for the arrival."""
+    def __init__(self, model: Model, plan: CopyPlan | None, arrival: Arrival) -> None:
+        """plan: see `plan_for`. arrival: of the buckets to load from."""
         self._model = model
-        self._by_bucket: list[list[tuple[str, torch.Tensor]]] = [[] for _ in buckets]
+        self._by_bucket: list[list[tuple[str, torch.Tensor]]] = [[] for _ in arrival.buckets]
         for spec, view in arrival.views:
             self._by_bucket[spec.bucket].append((spec.name, view))
-        self._bounds = plan.for_layout(list(buckets)) if plan is not None else None
+        self._bounds = plan.for_layout(arrival.buckets) if plan is not None else None
         self._readback = _Readback(self._bounds, arrival) if self._bounds is not None else None
 
     @property

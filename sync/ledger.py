@@ -21,7 +21,7 @@ from ..messages.codec import decode, encode
 from ..messages.errors import MessageError, WeightSyncError
 from ..messages.keys import Keys
 from ..messages.lua import Scripts
-from ..messages.weights import NCCL_AGREED, WeightAnnouncement
+from ..messages.weights import NCCL_AGREED, NCCL_CTAS, WeightAnnouncement
 from .transfer import TransferReport
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ async def through_outage(call: Callable[[], Awaitable[T]], deadline: float) -> T
 
 def nccl_settings() -> str:
     """This process's NCCL settings that all ranks of a group must share."""
-    return " ".join(f"{name}={os.environ.get(name, '')}" for name in NCCL_AGREED)
+    return " ".join([*(f"{name}={os.environ.get(name, '')}" for name in NCCL_AGREED), f"ctas={NCCL_CTAS}"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from .group import Group
 from .held import Lent, open_version, read_into
 from .ipc import open_handles
 from .kept import Kept
-from .layout import Loading, Model, bucket_views
+from .layout import Loading, Model
 from .names import Shape, check_names, checkpoint_shapes
 from .pending import Pending, say_ready
 from .plan import CopyPlan
@@ -138,11 +138,12 @@ class Receiver:
         pending = self._pending_in(group, order, store, told, deadline)
         if not self._early(pending):
             return None
+        arriving = self._arriving_of(pending)
         try:
-            say_ready(store, order, self.rank)  # first: the sender takes a while to see it
+            say_ready(store, order, self.rank)
         except TransferTimeout:  # another may listen there
             return None
-        self._arriving = pending.arriving = self._arriving_of(pending)
+        self._arriving = pending.arriving = arriving
         pending.arriving.queue_ahead()
         pending.told = self._hear(order, store, deadline, self.wire.broken(store, order))
         if pending.told.layout != told.layout:
@@ -298,8 +299,7 @@ class Receiver:
 
     def _take_over(self, pending: Pending, ahead: Arriving, *, settle: bool) -> None:
         ahead.take()
-        if not ahead.begun:
-            self._await_go(pending)
+        self._await_go(pending)
         if settle:  # else whoever synchronizes would wait for it without an end
             ahead.settle_ahead()
 
@@ -354,7 +354,7 @@ class Receiver:
         twice = pending.staged or not self.kept.compares_all(pending)
         return Arriving(
             pending.group,
-            bucket_views(pending.outline, pending.buckets),
+            self.kept.arrival(pending).buckets,
             buffers=len(pending.buckets),
             streams=self._two_streams(),
             arrival=self.kept.arrival(pending) if pending.order.verify and twice else None,
@@ -373,8 +373,6 @@ class Receiver:
     def _two_streams(self) -> tuple[Any, Any]:
         if self._streams is None:
             self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-        for stream in self._streams:
-            stream.wait_stream(torch.cuda.default_stream(self.device))
         return self._streams
 
     def _end_arriving(self) -> None:

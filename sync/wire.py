@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .group import Group, open_group
+from .group import Group, here, open_group
 from .rendezvous import join_store, lost, why_broken
 from .transfer import TransferOrder
 
@@ -27,6 +27,7 @@ class Wire:
         self._device, self._rank = device, rank
         self.newest: TransferOrder | None = None
         self.group: Group | None = None
+        self._as = 0  # the rank in it
         self._store: tuple[str, int, Any] | None = None
 
     def store(self, order: TransferOrder, deadline: float) -> Any:
@@ -34,7 +35,9 @@ class Wire:
         if self._store is None or self._store[:2] != (order.host, order.port) or lost(self._store[2]):
             overtaken = partial(self.overtaken, order)
             store = join_store(order.host, order.port, max(0.1, deadline - time.monotonic()), overtaken)
-            self.drop_group()  # another sender's, whatever its name
+            # A restarted sender knows nothing of a group, whatever its name; one that was only lost still does.
+            if self.group is not None and not store.check([here(self.group.name, self._as)]):
+                self.drop_group()
             self._store = order.host, order.port, store
         return self._store[2]
 
@@ -42,10 +45,11 @@ class Wire:
         """The order's group. Raises TransferTimeout if the others are not there by then."""
         if self.group is None or self.group.name != order.group:
             self.drop_group()
+            self._as = order.rank_offset + self._rank
             self.group = open_group(
                 store,
                 order.group,
-                rank=order.rank_offset + self._rank,
+                rank=self._as,
                 world=order.world_size,
                 host=order.host,
                 device=self._device if order.transport == "nccl" else CPU,

@@ -39,6 +39,8 @@ from .sglang_channel import LINE_LIMIT, socket_path
 
 logger = logging.getLogger(__name__)
 REMEMBERED = 8
+LONGEST_ERROR = 4000
+"""Characters. The thread that runs the model must not wait for somebody to read it."""
 
 
 def refused(why: str, *told: TransferReport) -> TransferReport:
@@ -135,6 +137,7 @@ class ControlServer:
                 report = told
             else:
                 report = refused(refusal or "it did not call the loader", *([told] if told is not None else ()))
+            report = dataclasses.replace(report, error=report.error[:LONGEST_ERROR])
             with contextlib.suppress(OSError, ValueError):  # who asked may be gone
                 asked.answer(report.to_json())
 

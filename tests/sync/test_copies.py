@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
-import pytest
+from interpreter import interpreted
 
 INTERPRETED = """
 import json, torch
@@ -37,13 +32,7 @@ print(json.dumps([found, [fits(*pair) for pair in pairs], [fits(*pair) for pair 
 
 
 def test_every_word_is_copied_and_nothing_else() -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    equal, whole, odd = json.loads(done.stdout)
+    equal, whole, odd = interpreted(INTERPRETED)
     assert equal == [True] * 3
     assert all(whole)
     assert not any(odd)

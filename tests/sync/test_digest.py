@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import interpreted
 
 from rolloutmq.messages.errors import InvalidField
 from rolloutmq.sync.digest import (
@@ -254,13 +251,7 @@ print(json.dumps([x.tolist() for x in (wanted, found, bare, bad, seen)]))
 
 def test_the_kernel_agrees_in_tritons_interpreter() -> None:
     """Its logic, that is; on a GPU tests/gpu/test_digest.py does the same with the compiled one."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    wanted, found, bare, bad, seen = json.loads(done.stdout)
+    wanted, found, bare, bad, seen = interpreted(INTERPRETED)
     assert found == bare == wanted
     assert seen == bad
     assert sum(1 for count in bad if count) >= 12

@@ -38,11 +38,13 @@ class Held:
         name: str,
         when: Callable[[Any], bool] = lambda first: True,
     ) -> None:
-        """when: looks at the first argument of a call."""
+        """when: looks at the first argument of a call; first: that of the one that was stopped."""
         original, self.reached, self._go = getattr(owner, name), threading.Event(), threading.Event()
+        self.first: Any = None
 
         def held(*args: Any, **kwargs: Any) -> Any:
             if when(args[0]):
+                self.first = args[0]
                 self.reached.set()
                 assert self._go.wait(20)
             return original(*args, **kwargs)
@@ -118,6 +120,7 @@ async def test_amid_the_buckets_the_old_weights_serve_on(
             handle = source.publish(2, weights(2).items())
             await sending.there()
             handle.abort("the loss went up")
+            await eventually(sending.first._broken)  # else what is left may be sent before the sender's thread knows
             sending.go()
             report = await asyncio.to_thread(handle.wait, 20)
         assert report.state == "aborted"

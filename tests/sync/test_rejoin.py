@@ -14,9 +14,21 @@ from test_corruption import TIMEOUT_S, Rank
 
 from rolloutmq.sync import receiver as module
 from rolloutmq.sync.arriving import Arriving
+from rolloutmq.sync.broadcaster import Broadcaster
 from rolloutmq.sync.receiver import Receiver
+from rolloutmq.sync.rendezvous import EpochKeys
 from rolloutmq.sync.snapshot import Snapshot
 from rolloutmq.sync.transfer import TransferReport
+
+
+class Gone:
+    """A connection that is none any more."""
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> None:
+            raise RuntimeError("connection reset by peer")
+
+        return call
 
 
 class Quick(Rank):
@@ -105,15 +117,50 @@ def test_a_version_that_lies_otherwise_than_announced_is_refused(rank: Quick, mo
 def test_a_sender_that_is_gone_is_not_taken_for_the_one_that_was(rank: Quick) -> None:
     """It is looked for anew."""
 
-    class Gone:
-        def set(self, key: str, value: str) -> None:
-            raise RuntimeError("connection reset by peer")
-
     order = rank.line.begin(version(2), [rank.receiver.wire.group.name], timeout_s=TIMEOUT_S, transport="nccl").orders[
         0
     ]  # type: ignore[union-attr]
-    host, port, _ = rank.receiver.wire._store  # type: ignore[misc]
-    rank.receiver.wire._store = host, port, Gone()
+    lose_connection(rank)
     assert rank.receiver._rejoin(order, time.monotonic() + TIMEOUT_S) is None
     assert rank.receiver._arriving is None
     rank.line.broadcaster.give_up("over")
+
+
+def lose_connection(rank: Quick) -> None:
+    host, port, _ = rank.receiver.wire._store  # type: ignore[misc]
+    rank.receiver.wire._store = host, port, Gone()
+
+
+def test_a_lost_connection_costs_no_group(rank: Quick) -> None:
+    """The sender is there, and stands in the group as this one does: it would wait for nobody to make it anew."""
+    group = rank.receiver.wire.group
+    lose_connection(rank)
+    report = rank.update(version(2))
+    assert report.ok, report
+    rank.check_holds(version(2))
+    assert rank.receiver.wire.group is group
+
+
+def test_a_restarted_sender_has_no_part_in_a_group_of_that_name(rank: Quick) -> None:
+    wire, other = rank.receiver.wire, Broadcaster("127.0.0.1", 0)
+    assert wire.group is not None
+    order = dataclasses.replace(
+        rank.line.begin(version(2), [wire.group.name], timeout_s=TIMEOUT_S).orders[0], port=other.store.port
+    )
+    rank.line.broadcaster.give_up("over")
+    wire.newest = order
+    wire.store(order, time.monotonic() + TIMEOUT_S)
+    assert wire.group is None
+    other.close()
+
+
+def test_who_was_ready_for_another_transfer_of_that_number_is_not_taken_for_ready(rank: Quick) -> None:
+    """Numbers of transfers begin again in a Redis that lost its data."""
+    broadcaster = rank.line.broadcaster
+    left = [EpochKeys(1).ready(1), EpochKeys(2).ready(1)]
+    for key in left:
+        broadcaster.store.set(key, "1")
+    broadcaster.offer(2, version(2))
+    assert broadcaster.store.check(left)  # the newest so far is 1: nobody was ready for 2 before
+    broadcaster.offer(1, version(1))
+    assert not broadcaster.store.check(left[:1])
