@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import select
+import socket
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pool import eventually
 from test_sglang_scheduler import Scheduler
 
 from rolloutmq.messages.errors import EngineError
 from rolloutmq.sync.transfer import TransferReport
 from rolloutmq.worker import sglang_scheduler
-from rolloutmq.worker.sglang_channel import Channel
-from rolloutmq.worker.sglang_control import ControlServer
+from rolloutmq.worker.sglang_channel import Channel, socket_path
+from rolloutmq.worker.sglang_control import LONGEST_ERROR, ControlServer
 from rolloutmq.worker.sglang_errands import Errands
 
 
@@ -200,6 +203,24 @@ async def test_a_commit_is_what_the_loader_and_sglang_say_of_it(
     report = asked.result()
     assert (report.ok, report.intact) == whole, report
     assert refusal in report.error
+
+
+async def test_an_answer_is_short_enough_to_be_written_at_once(scheduler: Any, tmp_path: Path) -> None:
+    """It is written by the thread that runs the model, and whoever asked may be stopped."""
+
+    class Runner(Updater):
+        def update_weights_from_tensor(self, named_tensors: Any, load_format: str) -> Any:
+            return False, "x" * (1 << 22)
+
+    server = ControlServer(str(tmp_path), 0, None)  # type: ignore[arg-type]
+    scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(weight_updater=Runner()))
+    with socket.socket(socket.AF_UNIX) as asker:
+        asker.connect(socket_path(str(tmp_path), 0))
+        question = {"commit": "ticket", "loader": "loader", "told": "text", "timeout_s": 20.0}
+        asker.sendall(json.dumps(question).encode() + b"\n")
+        await eventually(lambda: scheduler.process_input_requests([]) or select.select([asker], [], [], 0)[0])
+        assert len(asker.recv(1 << 20)) < LONGEST_ERROR + 1000
+    assert server is not None
 
 
 async def test_a_commit_that_nobody_carries_out_is_not_waited_for_for_ever(scheduler: Any, tmp_path: Path) -> None:
