@@ -110,10 +110,10 @@ class Arriving:
         self._settled = len(self._queued)
 
     def _put_behind(self, *streams: Any) -> None:
-        """Behind what is on the default stream: whatever was made for this transfer."""
+        """Behind what is on the caller's stream: whatever was made there for this transfer."""
         if self._views[0].is_cuda:
             for stream in streams:
-                stream.wait_stream(torch.cuda.default_stream(self._views[0].device))
+                stream.wait_stream(torch.cuda.current_stream(self._views[0].device))
 
     def _queue(self) -> None:
         # Nothing else goes on the receiving stream: one broadcast follows the other without a gap.
