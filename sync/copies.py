@@ -15,6 +15,10 @@ LARGE_BYTES = 1 << 20
 read and written, docs/benchmarks.md); below, its launch costs more than the copy."""
 
 
+ALIGN, WORD = 16, 4
+"""Bytes: where a pair must begin, and of what it must be a multiple, for the kernel of our own."""
+
+
 class Copies:
     """Source -> target pairs of the same shape, prepared once for fixed addresses."""
 
@@ -26,10 +30,10 @@ class Copies:
         launched: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for target, source in pairs:
             # Only a call in which all tensors are alike is one kernel; a single odd one makes it one kernel each.
-            alike = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
-            if often and target.is_cuda and _fits(target, source):
+            alike = _alike(target, source)
+            if often and target.is_cuda and fits(target, source):
                 launched.setdefault(target.device, []).append((target, source))
-            elif alike and source.device == target.device and source.nbytes < LARGE_BYTES:
+            elif alike and source.nbytes < LARGE_BYTES:
                 targets, sources = groups.setdefault((target.dtype, target.device), ([], []))
                 targets.append(target)
                 sources.append(source)
@@ -49,13 +53,19 @@ class Copies:
                 torch._foreach_copy_(targets, sources)
 
 
-def _fits(target: torch.Tensor, source: torch.Tensor) -> bool:
-    from .copies_cuda import fits  # noqa: PLC0415 – a trainer or a worker without a GPU has no Triton
+def _alike(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether the same bytes in the same order are to be on the same device."""
+    same: bool = source.dtype == target.dtype and source.device == target.device
+    return same and source.is_contiguous() and target.is_contiguous()
 
-    return fits(target, source)
+
+def fits(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a pair can be copied by the kernel: the same bytes in the same order, in words, at multiples of 16."""
+    aligned: bool = source.data_ptr() % ALIGN == 0 and target.data_ptr() % ALIGN == 0
+    return _alike(target, source) and aligned and source.nbytes % WORD == 0
 
 
 def _launch(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Launch:
-    from .copies_cuda import Launch  # noqa: PLC0415
+    from .copies_cuda import Launch  # noqa: PLC0415 – a trainer or a worker without a GPU has no Triton
 
     return Launch(pairs)

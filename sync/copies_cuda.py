@@ -16,14 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
+from .copies import WORD
+
 STEP_WORDS = 4096
 """16 KB: four loads of 16 bytes each a thread, all under way before the first is stored."""
 BLOCK_WORDS = 16 * STEP_WORDS
 WARPS = 8
 PROGRAMS = 4
 """Per multiprocessor; each takes blocks in turn. More are no faster."""
-ALIGN = 16
-WORD = 4
 _STEP, _BLOCK = tl.constexpr(STEP_WORDS), tl.constexpr(BLOCK_WORDS)
 
 
@@ -49,16 +49,8 @@ def _kernel(pairs, blocks, count):
         tl.store(target + place, tl.load(source + place, mask=place < words, other=0), mask=place < words)
 
 
-def fits(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a pair can be copied by the kernel: the same bytes in the same order, in words, at multiples of 16."""
-    alike = source.dtype == target.dtype and source.device == target.device
-    whole = source.is_contiguous() and target.is_contiguous() and source.nbytes % WORD == 0
-    aligned: bool = source.data_ptr() % ALIGN == 0 and target.data_ptr() % ALIGN == 0
-    return alike and whole and aligned
-
-
 class Launch:
-    """The kernel's tables for (target, source) pairs that `fits` is true of, all on one device; it keeps them alive."""
+    """Its tables for (target, source) pairs on one device, of which `copies.fits` is true. Keeps them alive."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._pairs = list(pairs)

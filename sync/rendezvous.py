@@ -132,7 +132,7 @@ class EpochKeys:
 
     @property
     def go(self) -> str:
-        """Set by the sender when every rank of SGLang's own update group is ready to join it."""
+        """Set by the sender when every rank is ready: from here on receivers may give up what they have."""
         return f"{self._prefix}/go"
 
     def ready(self, rank: int) -> str:

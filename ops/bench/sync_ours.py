@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...messages.weights import UpdateMode, WeightAnnouncement
-from ...sync.brief import group_for, layout_name
+from ...sync.brief import group_for
 from ...sync.broadcaster import Broadcaster
 from ...sync.packing import PackedWeights
 from ...sync.snapshot import Snapshot
@@ -47,7 +47,8 @@ class OursSender:
         """Offer the next version; the order that engines get, but for each one's `rank_offset`."""
         if self._last is not None:
             self._broadcaster.clean(self._last)
-        group = group_for(group, layout_name(self._snapshots[0].manifest))
+        self._broadcaster.offer(epoch, self._version(epoch))
+        group = group_for(group, self._broadcaster.layout)
         announcement = WeightAnnouncement(
             version=epoch,
             epoch=epoch,
@@ -63,7 +64,6 @@ class OursSender:
             group=group,
         )
         self._last = announcement
-        self._broadcaster.offer(epoch, self._version(epoch))
         return {
             "version": epoch,
             "epoch": epoch,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from peers import expected, version
-from test_corruption import TIMEOUT_S, Rank
+from test_corruption import TIMEOUT_S, Rank, Stream
 
 from rolloutmq.sync import receiver as module
 from rolloutmq.sync.arriving import Arriving
@@ -43,7 +43,7 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr("torch.cuda.stream", lambda _: contextlib.nullcontext())
     made = Quick(staged=request.param, halves=False)
     if request.param:
-        made.receiver._two_streams = Rank(staged=False).receiver._two_streams  # type: ignore[method-assign]
+        made.receiver._two_streams = lambda: (Stream(), Stream())  # type: ignore[method-assign]
     assert made.update(version(1)).ok
     made.check_holds(version(1))
     yield made
