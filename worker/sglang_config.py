@@ -32,6 +32,8 @@ OWNED_ARGUMENTS = frozenset(
     }
 )
 
+MOST_IN_GRAPHS = 1024
+"""Requests of a batch: a larger one keeps the GPU busy for longer than the host takes to launch it."""
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -51,7 +53,8 @@ class SGLangConfig(BaseModel):
     max_total_tokens: size of the KV cache in tokens; on a CPU 65536.
     load_format: "auto" loads the checkpoint, "dummy" starts from random weights (for benchmarks, or where the first
         weights come from the trainer anyway).
-    cuda_graph, prefill_cuda_graph: capture graphs at start. Decode graphs take seconds, prefill graphs up to a minute.
+    cuda_graph, prefill_cuda_graph: capture graphs at start. Decode graphs, for up to `max_running` requests and at most
+        1024, take seconds, prefill graphs up to a minute.
     overlap_schedule: prepare the next batch while the current one runs; off on a CPU, where both need the same cores.
     cpu_threads: torch's threads in the scheduler process on a CPU, 1 by default. On small models a second one loses
         at 1 and 64 requests and wins a quarter at 256, and it slows down every other process on the same cores.
@@ -142,6 +145,7 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
             device == "cuda" if config.overlap_schedule is None else config.overlap_schedule
         ),
         "max_running_requests": config.max_running,
+        "cuda_graph_max_bs_decode": _most_in_graphs(config) if device == "cuda" else None,
         "context_length": config.context_length,
         "mem_fraction_static": config.mem_fraction,
         "max_total_tokens": config.max_total_tokens,
@@ -178,6 +182,13 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
     if device == "cpu":
         arguments = _cpu_defaults(config) | arguments | _cpu_musts()
     return arguments | config.extra
+
+
+def _most_in_graphs(config: SGLangConfig) -> int | None:
+    """SGLang's own limit goes by the GPU's memory (256 on an H200 with less than four ranks), whatever was asked for: a
+    larger batch is decoded without graphs, a small model's at a fraction of the speed (docs/benchmarks.md).
+    """
+    return None if config.max_running is None else min(config.max_running, MOST_IN_GRAPHS)
 
 
 def _cpu_defaults(config: SGLangConfig) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+"""What SGLang is told at its start."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from rolloutmq.worker.cpu_support import prepare_engine
+from rolloutmq.worker.sglang_config import SGLangConfig, server_arguments
+
+
+def told(device: Any = "cuda", **fields: Any) -> dict[str, Any]:
+    return server_arguments(SGLangConfig(model="m", **fields), device, "a.loader")
+
+
+@pytest.mark.parametrize(("running", "most"), [(64, 64), (256, 256), (512, 512), (1024, 1024), (4096, 1024)])
+def test_whatever_is_decoded_at_once_has_a_graph(running: int, most: int) -> None:
+    assert told(max_running=running)["cuda_graph_max_bs_decode"] == most
+
+
+def test_without_a_word_about_requests_at_once_or_on_a_cpu_sglang_decides_about_graphs() -> None:
+    assert "cuda_graph_max_bs_decode" not in told()
+    assert "cuda_graph_max_bs_decode" not in told("cpu", max_running=512)
+
+
+def test_the_operators_own_size_of_graphs_wins() -> None:
+    assert told(max_running=512, extra={"cuda_graph_max_bs_decode": 96})["cuda_graph_max_bs_decode"] == 96
+
+
+def test_every_argument_is_one_of_sglangs() -> None:
+    """A release that renames one would otherwise be noticed on a GPU host only."""
+    prepare_engine()
+    from sglang.srt.server_args import ServerArgs  # noqa: PLC0415
+
+    everything = told(
+        max_running=512,
+        context_length=4096,
+        mem_fraction=0.5,
+        max_total_tokens=8192,
+        attention_backend="triton",
+        sampling_backend="pytorch",
+        random_seed=1,
+        ep_size=2,
+        tp_size=2,
+        max_lora_rank=8,
+        hidden_states=True,
+        routed_experts=True,
+        deterministic=True,
+        memory_saver="backup",
+    )
+    unknown = everything.keys() - inspect.signature(ServerArgs).parameters.keys()
+    assert not unknown
