@@ -9,7 +9,9 @@ import signal
 import sys
 from typing import NoReturn
 
+from .commands import beside
 from .config import WorkerConfig
+from .garbage import settle
 from .sglang_config import SGLangConfig
 from .tokenizer import ModelTokenizer
 from .worker import Worker
@@ -33,6 +35,12 @@ def exit_at_once() -> NoReturn:
     os._exit(0)
 
 
+async def settled_once_up(worker: Worker) -> None:
+    """For a process that does nothing but serve: see :mod:`.garbage`."""
+    await worker.joined.wait()
+    settle()
+
+
 async def _run(config: WorkerConfig, engine: SGLangConfig) -> None:
     from .sglang_engine import SGLangEngine  # noqa: PLC0415 – seconds of imports, after the settings were checked
 
@@ -46,4 +54,5 @@ async def _run(config: WorkerConfig, engine: SGLangConfig) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
-    await worker.run()
+    async with beside(settled_once_up(worker)):
+        await worker.run()

@@ -117,7 +117,5 @@ def run_scheduler(
             cpu_sampling.install()
         if setup.routed_experts:
             cpu_experts.install()
-        # On a CPU SGLang's "empty the device's cache" is a full garbage collection, after every weight update and now
-        # and then when idle. Half a second, if it walks all that was imported until now; a few milliseconds if not.
-        gc.freeze()
+    gc.freeze()  # before the model is there, too: then that is all the scheduler has to collect before it serves
     scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)

@@ -27,6 +27,7 @@ import torch
 
 from ..messages.errors import EngineError, WeightSyncError
 from . import sglang_streaming
+from .garbage import settle
 from .sglang_errands import Errands
 from .sglang_grammar import Grammars
 from .sglang_loader import loader_request
@@ -165,6 +166,11 @@ def _switchable(base: Any, tokenizer: str) -> Any:
             super().init_request_dispatcher()
             dispatch = self._request_dispatcher
             self._request_dispatcher = lambda request: _dispatch(self, dispatch, request)
+
+        def run_event_loop(self) -> None:
+            # On a CPU SGLang's "empty the device's cache" is a full collection, too, after every update and when idle.
+            settle()
+            super().run_event_loop()
 
         def process_input_requests(self, *args: Any, **kwargs: Any) -> Any:
             answer = super().process_input_requests(*args, **kwargs)

@@ -20,9 +20,9 @@ from typing import Any
 
 from rich.console import Console
 
-from ...messages.jobs import GenerateJob
 from ...worker.config import WorkerConfig
 from ...worker.engine import Engine, EngineRequest
+from ...worker.garbage import settle
 from ...worker.sglang_config import SGLangConfig
 from ...worker.tokenizer import NoTokenizer
 from ...worker.worker import Worker
@@ -91,19 +91,23 @@ async def _compare(
         if serving.done():
             joined.cancel()
             await serving
+        settle()  # as `rolloutmq worker` does
         vocab = min(engine.info.vocab_size, 32000)
-        workload = Workload(prompts, max_new_tokens, vocab)
-        tokens, jobs = workload.tokens, workload.jobs()
-        await _direct(engine, jobs[: worker_config.max_running])  # warm-up: kernels, caches, Python itself
+        warm_up = Workload(min(prompts, worker_config.max_running), max_new_tokens, vocab, seed=-1)
+        await _direct(engine, warm_up)  # kernels, caches, Python itself
+        tokens: list[int] = []
         direct: list[float] = []
         pool: list[float] = []
         for number in range(rounds):
-            # In turns and in changing order, so that a host that gets slower or faster hurts both sides alike.
+            # Other prompts every round, which no cache has seen; in turns and in changing order, so that a host that
+            # gets slower or faster hurts both sides alike.
+            workload = Workload(prompts, max_new_tokens, vocab, seed=number)
+            tokens.append(workload.tokens)
             for side in ("direct", "pool") if number % 2 == 0 else ("pool", "direct"):
                 if side == "direct":
-                    direct.append(tokens / await _direct(engine, jobs))
+                    direct.append(tokens[-1] / await _direct(engine, workload))
                 else:
-                    pool.append(tokens / await _through_pool(worker_config, workload))
+                    pool.append(tokens[-1] / await _through_pool(worker_config, workload))
             console.print(f"round {number + 1}: direct {direct[-1]:,.0f} tok/s, pool {pool[-1]:,.0f} tok/s")
     finally:
         worker.drain()
@@ -116,7 +120,7 @@ async def _compare(
         "ratios": [round(ours / theirs, 4) for ours, theirs in zip(pool, direct, strict=True)],
         "rounds": rounds,
         "prompts": prompts,
-        "tokens_per_round": tokens,
+        "tokens_per_round": round(statistics.mean(tokens)),
         "max_running": worker_config.max_running,
         "engine": f"{info.name} {info.version}",
         "device": info.device,
@@ -125,9 +129,11 @@ async def _compare(
     }
 
 
-async def _direct(engine: Engine, jobs: list[GenerateJob]) -> float:
-    """Seconds the engine takes for all of them, asked at once. A new cache key: no prefix is left from before."""
-    key = f"direct-{time.monotonic_ns()}"
+async def _direct(engine: Engine, workload: Workload) -> float:
+    """Seconds the engine takes for all of them, asked at once, under a cache key of their own: the pool's prompts of a
+    round are the same.
+    """
+    key = f"direct-{workload.seed}"
     requests = [
         EngineRequest(
             request_id=f"{job.id}{0:012x}",
@@ -136,7 +142,7 @@ async def _direct(engine: Engine, jobs: list[GenerateJob]) -> float:
             max_new_tokens=job.sampling.max_new_tokens,
             cache_key=key,
         )
-        for job in jobs
+        for job in workload.jobs()
         if job.token_ids is not None
     ]
     began = time.perf_counter()
