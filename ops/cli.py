@@ -189,6 +189,7 @@ def demo(
 @bench.command("engine")
 def bench_engine(
     model: Annotated[str | None, typer.Option(help="Default: the tiny model.")] = None,
+    shape: Annotated[str | None, typer.Option(help="Random weights of this shape instead: 0.6b, 8b, moe, …")] = None,
     prompts: Annotated[int, typer.Option(help="Prompts per round.")] = 512,
     max_running: Annotated[int, typer.Option(help="Samples decoded at the same time.")] = 64,
     rounds: Annotated[int, typer.Option(help="Rounds of each side, taken in turns.")] = 3,
@@ -206,6 +207,7 @@ def bench_engine(
     with plain_errors():
         run_engine_bench(
             model=model,
+            shape=shape,
             prompts=prompts,
             max_running=max_running,
             rounds=rounds,

@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ...messages.errors import ConfigError
 from ...worker.config import WorkerConfig
 from ...worker.engine import Engine, EngineRequest
 from ...worker.garbage import settle
@@ -29,12 +30,14 @@ from ...worker.worker import Worker
 from ..embedded_redis import EmbeddedRedis
 from ..options import as_config
 from ..tiny_model import write_tiny_model
+from .sync_shapes import one_shape
 from .workload import Workload
 
 
 def run_engine_bench(
     *,
     model: str | None,
+    shape: str | None = None,
     prompts: int,
     max_running: int,
     rounds: int,
@@ -44,13 +47,23 @@ def run_engine_bench(
     extra: dict[str, Any],
     quiet: bool,
 ) -> dict[str, Any]:
-    """Run it and print the last line; returns what that line says."""
+    """Run it and print the last line; returns what that line says.
+
+    model: a directory or hub name. shape: one of `sync_shapes`, with random weights. Without either, the tiny model.
+    Raises ConfigError if both are given, or for a shape that is none.
+    """
     console = Console(stderr=True, quiet=quiet)
+    if model and shape:
+        raise ConfigError(f"--model {model!r}, --shape {shape!r}: one of them")
+    shaped = one_shape(shape) if shape else None
     with tempfile.TemporaryDirectory() as scratch, EmbeddedRedis() as server:
-        label = Path(model).name if model else "tiny"
-        if model is None:
-            model = scratch
+        label = Path(model).name if model else f"{shape}-shaped" if shape else "tiny"
+        if shaped is not None:
+            shaped.write(Path(scratch))
+            load_format = "dummy"
+        elif model is None:
             write_tiny_model(Path(scratch))
+        model = model or scratch
         config = as_config(
             SGLangConfig, model=model, dtype=dtype, max_running=max_running, load_format=load_format, extra=extra
         )

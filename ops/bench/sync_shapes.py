@@ -125,6 +125,13 @@ SHAPES = {
 }
 
 
+def one_shape(name: str) -> Shape:
+    """Raises ConfigError for a name that is none."""
+    if (shape := SHAPES.get(name)) is None:
+        raise ConfigError(f"--shape {name!r}: one of {', '.join(SHAPES)}")
+    return shape
+
+
 def parse_shapes(text: str) -> list[Shape]:
     """Of `0.6b,8b`. Raises ConfigError for a name that is none."""
     names = [name.strip() for name in text.split(",") if name.strip()]
