@@ -16,13 +16,15 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import inspect
 import logging
 import warnings
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ..messages.errors import EngineError
+from ..messages.errors import ConfigError, EngineError
+from ..messages.nearest import nearest
 from .cpu_support import prepare_engine
 from .engine import EngineRequest
 from .sglang_arrays import Shapes
@@ -40,6 +42,7 @@ with warnings.catch_warnings():
     from sglang.srt.entrypoints import engine as engine_module
     from sglang.srt.managers import io_struct
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.server_args import ServerArgs
 
     from .sglang_marker import marker
 
@@ -84,6 +87,14 @@ class Manager(TokenizerManager):  # type: ignore[misc]
             meta_info[_STATE] = state
         if state.input_token_logprobs_val:
             meta_info[_PLAIN_INPUT_LOGPROBS] = state.input_token_logprobs_val
+
+
+def check_names(extra: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that this release of SGLang does not have."""
+    known = inspect.signature(ServerArgs).parameters
+    for name in extra:
+        if name not in known:
+            raise ConfigError(f"extra={name!r}: SGLang {VERSION} has no such argument{nearest(name, known)}")
 
 
 def launch(arguments: dict[str, Any], setup: ChildSetup, on_lost: Callable[[str], None]) -> Any:

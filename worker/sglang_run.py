@@ -79,7 +79,9 @@ class SGLangRun:
         return self._engine is not None and self.lost is None and self._processes.ended() is None
 
     async def open(self) -> EngineInfo:
-        """Launch SGLang and load the model. Raises EngineError; nothing is left behind then."""
+        """Launch SGLang and load the model. Raises EngineError, or ConfigError for an `extra` argument that it has not;
+        nothing is left behind then.
+        """
         if SGLangRun._open is not None:
             raise EngineError("an SGLang engine is already running in this process; one per process is the limit")
         SGLangRun._open = self
@@ -140,6 +142,7 @@ class SGLangRun:
             raise EngineError(f"device={self.config.device!r}: torch finds only {device!r} here")
         from . import sglang_compat  # noqa: PLC0415  (seconds of imports, wanted only in processes that run an engine)
 
+        sglang_compat.check_names(self.config.extra)
         setup = ChildSetup(
             cpu=device == "cpu",
             threads=(self.config.cpu_threads or 1) if device == "cpu" else None,

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from rolloutmq.messages.errors import ConfigError
 from rolloutmq.worker.cpu_support import prepare_engine
 from rolloutmq.worker.sglang_config import SGLangConfig, server_arguments
+from rolloutmq.worker.sglang_engine import SGLangEngine
 
 
 def told(device: Any = "cuda", **fields: Any) -> dict[str, Any]:
@@ -27,6 +29,14 @@ def test_without_a_word_about_requests_at_once_or_on_a_cpu_sglang_decides_about_
 
 def test_the_operators_own_size_of_graphs_wins() -> None:
     assert told(max_running=512, extra={"cuda_graph_max_bs_decode": 96})["cuda_graph_max_bs_decode"] == 96
+
+
+async def test_a_misspelt_argument_is_named_with_what_may_be_meant() -> None:
+    engine = SGLangEngine(SGLangConfig(model="m", extra={"atention_backend": "triton"}))
+    with pytest.raises(
+        ConfigError, match=r"extra='atention_backend': SGLang .* has no such argument; nearest: att"
+    ):
+        await engine.start()
 
 
 def test_every_argument_is_one_of_sglangs() -> None:
