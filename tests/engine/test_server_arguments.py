@@ -33,9 +33,7 @@ def test_the_operators_own_size_of_graphs_wins() -> None:
 
 async def test_a_misspelt_argument_is_named_with_what_may_be_meant() -> None:
     engine = SGLangEngine(SGLangConfig(model="m", extra={"atention_backend": "triton"}))
-    with pytest.raises(
-        ConfigError, match=r"extra='atention_backend': SGLang .* has no such argument; nearest: att"
-    ):
+    with pytest.raises(ConfigError, match=r"extra='atention_backend': SGLang .* has no such argument; nearest: att"):
         await engine.start()
 
 
