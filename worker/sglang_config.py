@@ -33,7 +33,7 @@ OWNED_ARGUMENTS = frozenset(
 )
 
 MOST_IN_GRAPHS = 1024
-"""Requests of a batch: a larger one keeps the GPU busy for longer than the host takes to launch it."""
+"""Requests of a batch. Every graph costs memory and time at the start, and a larger batch keeps a GPU busy meanwhile."""
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -106,7 +106,7 @@ async def _compare(
             await serving
         settle()  # as `rolloutmq worker` does
         vocab = min(engine.info.vocab_size, 32000)
-        warm_up = Workload(min(prompts, worker_config.max_running), max_new_tokens, vocab, seed=-1)
+        warm_up = Workload(min(prompts, worker_config.max_running), max_new_tokens, vocab, seed=rounds)
         await _direct(engine, warm_up)  # kernels, caches, Python itself
         tokens: list[int] = []
         direct: list[float] = []

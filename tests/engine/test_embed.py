@@ -130,6 +130,7 @@ def test_a_worker_that_embeds_refuses_the_rest_by_name_and_lives(embedder: Worke
         assert (status.engine_restarts, status.features) == (0, ("task:embed",))
 
 
+@pytest.mark.slow
 def test_rewards_are_those_of_transformers(
     embedder: WorkerProcess, reward_dir: Path, redis_url: str, tmp_path: Path
 ) -> None:

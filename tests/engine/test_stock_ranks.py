@@ -13,7 +13,7 @@ from rolloutmq.sync import stock
 from rolloutmq.sync.packing import PackedWeights
 from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
 WHOLE = "model.layers.1.input_layernorm.weight"
 """On every rank; of the projections each has a part."""
 
