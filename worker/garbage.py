@@ -1,9 +1,9 @@
 """Python's garbage collector in a process that serves.
 
 A full collection walks every container there is. SGLang, torch and transformers make 700,000 of them, which nothing
-ever frees: 0.4 to 0.5 s each time, every 20 to 40 s of a busy engine on a CPU and more often on a GPU, in which a
-scheduler launches no batch and a worker takes and gives nothing. SGLang warns of it and has a request for what is done
-here (`freeze_gc`).
+ever frees: 0.4 to 0.5 s each time in a worker's process, every 20 to 50 s of a busy engine (measured on a CPU host), in
+which it takes and gives nothing; a scheduler launches no batch meanwhile. SGLang warns of it and has a request for what
+is done here (`freeze_gc`).
 """
 
 from __future__ import annotations

@@ -117,5 +117,6 @@ def run_scheduler(
             cpu_sampling.install()
         if setup.routed_experts:
             cpu_experts.install()
-    gc.freeze()  # before the model is there, too: then that is all the scheduler has to collect before it serves
+    # Before the model is there, too: collections meanwhile need not walk the imports. Capturing CUDA graphs undoes it.
+    gc.freeze()
     scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)

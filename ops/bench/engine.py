@@ -37,7 +37,7 @@ from .workload import Workload
 def run_engine_bench(
     *,
     model: str | None,
-    shape: str | None = None,
+    shape: str | None,
     prompts: int,
     max_running: int,
     rounds: int,
@@ -57,15 +57,17 @@ def run_engine_bench(
         raise ConfigError(f"--model {model!r}, --shape {shape!r}: one of them")
     shaped = one_shape(shape) if shape else None
     with tempfile.TemporaryDirectory() as scratch, EmbeddedRedis() as server:
-        label = Path(model).name if model else f"{shape}-shaped" if shape else "tiny"
         if shaped is not None:
             shaped.write(Path(scratch))
-            load_format = "dummy"
+            label, load_format = f"{shaped.name}-shaped", "dummy"
         elif model is None:
             write_tiny_model(Path(scratch))
-        model = model or scratch
+            label = "tiny"
+        else:
+            label = Path(model).name
+        source = model or scratch
         config = as_config(
-            SGLangConfig, model=model, dtype=dtype, max_running=max_running, load_format=load_format, extra=extra
+            SGLangConfig, model=source, dtype=dtype, max_running=max_running, load_format=load_format, extra=extra
         )
         worker_config = as_config(WorkerConfig, redis_url=server.url, pool="bench", max_running=max_running)
         figures = asyncio.run(
@@ -115,12 +117,13 @@ async def _compare(
             # Other prompts every round, which no cache has seen; in turns and in changing order, so that a host that
             # gets slower or faster hurts both sides alike.
             workload = Workload(prompts, max_new_tokens, vocab, seed=number)
-            tokens.append(workload.tokens)
+            count = workload.tokens
+            tokens.append(count)
             for side in ("direct", "pool") if number % 2 == 0 else ("pool", "direct"):
                 if side == "direct":
-                    direct.append(tokens[-1] / await _direct(engine, workload))
+                    direct.append(count / await _direct(engine, workload))
                 else:
-                    pool.append(tokens[-1] / await _through_pool(worker_config, workload))
+                    pool.append(count / await _through_pool(worker_config, workload, count))
             console.print(f"round {number + 1}: direct {direct[-1]:,.0f} tok/s, pool {pool[-1]:,.0f} tok/s")
     finally:
         worker.drain()
@@ -163,8 +166,8 @@ async def _direct(engine: Engine, workload: Workload) -> float:
     return time.perf_counter() - began
 
 
-async def _through_pool(config: WorkerConfig, workload: Workload) -> float:
-    """Seconds a client process takes for all of them."""
+async def _through_pool(config: WorkerConfig, workload: Workload, tokens: int) -> float:
+    """Seconds a client process takes for all of them. tokens: how many must come back; RuntimeError if it is not so."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -178,6 +181,6 @@ async def _through_pool(config: WorkerConfig, workload: Workload) -> float:
     if process.returncode:
         raise RuntimeError(f"the client process ended with {process.returncode}")
     answer = json.loads(output)
-    if answer["tokens"] != workload.tokens:
-        raise RuntimeError(f"{answer['tokens']} tokens came back, {workload.tokens} were asked for")
+    if answer["tokens"] != tokens:
+        raise RuntimeError(f"{answer['tokens']} tokens came back, {tokens} were asked for")
     return float(answer["seconds"])

@@ -31,12 +31,14 @@ def test_the_operators_own_size_of_graphs_wins() -> None:
     assert told(max_running=512, extra={"cuda_graph_max_bs_decode": 96})["cuda_graph_max_bs_decode"] == 96
 
 
+@pytest.mark.sglang
 async def test_a_misspelt_argument_is_named_with_what_may_be_meant() -> None:
     engine = SGLangEngine(SGLangConfig(model="m", extra={"atention_backend": "triton"}))
     with pytest.raises(ConfigError, match=r"extra='atention_backend': SGLang .* has no such argument; nearest: att"):
         await engine.start()
 
 
+@pytest.mark.sglang
 def test_every_argument_is_one_of_sglangs() -> None:
     """A release that renames one would otherwise be noticed on a GPU host only."""
     prepare_engine()
