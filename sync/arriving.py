@@ -99,7 +99,7 @@ class Arriving:
             with torch.cuda.stream(self._working):
                 if index >= self._looked:
                     self._look(index)
-                loading.load(index)
+                loading.load(index, beside_wire=self._others_come_beside(index))
                 if readback:
                     loading.queue_readback(index, count=not self.looked_at)
                 free[turn] = self._working.record_event()
@@ -107,6 +107,10 @@ class Arriving:
         since = self._began if readback or self.looked_at else 0.0  # it is always asked where no digest would tell
         settle(self._group, done, self._deadline, self._broken, since, alert=True)
         self._settled = len(self._queued)
+
+    def _others_come_beside(self, index: int) -> bool:
+        """Whether a bucket is on its way while this one is loaded: not here yet, and its buffer is free by then."""
+        return max(index + 1, self._settled) < min(index + self._buffers, len(self._views))
 
     def _put_behind(self) -> None:
         """Both streams behind what is on the caller's: whatever was made there for this transfer."""

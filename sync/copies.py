@@ -42,10 +42,13 @@ class Copies:
         self._groups = list(groups.values())
         self._launches = [_launch(those) for those in launched.values()]
 
-    def run(self) -> None:
-        """Queue them on the current stream. Where both sides are on one device the host waits for nothing."""
+    def run(self, *, beside_wire: bool = False) -> None:
+        """Queue them on the current stream. Where both sides are on one device the host waits for nothing.
+
+        beside_wire: NCCL receives meanwhile; a kernel of our own then takes only a part of the GPU.
+        """
         for launch in self._launches:
-            launch.run()
+            launch.run(beside_wire=beside_wire)
         with torch.no_grad():
             for target, source in self._single:
                 target.copy_(source, non_blocking=target.is_cuda)

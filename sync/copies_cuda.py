@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..messages.weights import NCCL_CTAS
 from .copies import WORD
 
 STEP_WORDS = 4096
@@ -24,6 +25,10 @@ BLOCK_WORDS = 16 * STEP_WORDS
 WARPS = 8
 PROGRAMS = 4
 """Per multiprocessor; each takes blocks in turn. More are no faster."""
+BESIDE_WIRE = 64
+"""On the whole GPU, while NCCL receives; fewer where that would leave it less than one multiprocessor for each of its
+thread blocks. More slow down a rank that passes on what it receives, and all behind it: 16 GB to three receivers take
+55 ms with PROGRAMS, 47 with this (docs/benchmarks.md)."""
 _STEP, _BLOCK = tl.constexpr(STEP_WORDS), tl.constexpr(BLOCK_WORDS)
 
 
@@ -55,7 +60,7 @@ class Launch:
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._pairs = list(pairs)
         self._device = pairs[0][0].device
-        self._programs = PROGRAMS
+        self._programs, self._beside = PROGRAMS, BESIDE_WIRE
         words = torch.tensor([source.nbytes // WORD for _, source in pairs])
         counts = (words + BLOCK_WORDS - 1) // BLOCK_WORDS
         pair = torch.repeat_interleave(torch.arange(len(pairs)), counts)
@@ -63,15 +68,17 @@ class Launch:
         rows = [[source.data_ptr(), target.data_ptr()] for target, source in pairs]
         table = torch.cat([torch.cat([torch.tensor(rows), words.unsqueeze(1)], 1).view(-1), pair << 32 | block])
         if self._device.type == "cuda":
-            self._programs *= torch.cuda.get_device_properties(self._device).multi_processor_count
+            multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
+            self._programs *= multiprocessors
+            self._beside = max(1, min(BESIDE_WIRE, multiprocessors - NCCL_CTAS))
             with torch.cuda.device(self._device):
                 table = table.pin_memory().to(self._device, non_blocking=True)
                 self._ready = torch.cuda.current_stream().record_event()
         self._table = table
         self._rows, self._blocks = table.split([3 * len(pairs), len(pair)])
 
-    def run(self) -> None:
-        """Queue the copies on the current stream."""
+    def run(self, *, beside_wire: bool = False) -> None:
+        """Queue the copies on the current stream. beside_wire: while NCCL receives, see BESIDE_WIRE."""
         if not len(self._blocks):
             return
         if self._device.type == "cuda":
@@ -79,10 +86,10 @@ class Launch:
                 stream = torch.cuda.current_stream()
                 stream.wait_event(self._ready)  # made on another stream perhaps
                 self._table.record_stream(stream)
-                self._run()
+                self._run(beside_wire)
         else:
-            self._run()
+            self._run(beside_wire)
 
-    def _run(self) -> None:
-        count = len(self._blocks)
-        _kernel[(min(count, self._programs),)](self._rows, self._blocks, count, num_warps=WARPS)
+    def _run(self, beside_wire: bool) -> None:
+        count, programs = len(self._blocks), self._beside if beside_wire else self._programs
+        _kernel[(min(count, programs),)](self._rows, self._blocks, count, num_warps=WARPS)

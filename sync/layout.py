@@ -113,12 +113,12 @@ class Loading:
         """Whether every tensor that arrives is compared in the parameters, by its own digest."""
         return self._readback is not None and self._readback.all_whole
 
-    def load(self, bucket: int) -> None:
-        """Queue the copies of one bucket on the current stream."""
+    def load(self, bucket: int, *, beside_wire: bool = False) -> None:
+        """Queue the copies of one bucket on the current stream. beside_wire: others are on their way meanwhile."""
         if self._bounds is None:
             self._model.load_weights(self._by_bucket[bucket])
         else:
-            self._bounds[bucket].run()
+            self._bounds[bucket].run(beside_wire=beside_wire)
 
     def load_all(self, expected: torch.Tensor | None) -> None:
         """Queue the copies of every bucket; unless `expected` is None compare as `check` does, which waits for them."""

@@ -55,12 +55,15 @@ class Bound:
         self._fills = [(fill.destination, fill.value) for fill in fills]
         self._copies = Copies(zip(self.destinations, self.sources, strict=True), often=True)
 
-    def run(self) -> None:
-        """Queue the copies on the current stream. Where both sides are on one device, the host waits for nothing."""
+    def run(self, *, beside_wire: bool = False) -> None:
+        """Queue the copies on the current stream. Where both sides are on one device, the host waits for nothing.
+
+        beside_wire: see Copies.
+        """
         with torch.no_grad():
             for target, value in self._fills:
                 target.fill_(value)
-        self._copies.run()
+        self._copies.run(beside_wire=beside_wire)
 
 
 class CopyPlan:

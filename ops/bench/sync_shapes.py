@@ -117,6 +117,7 @@ SHAPES = {
         Shape("tiny", 256, 768, 4, 4, 2, 64, 4096, tied=True, kv_tokens=32768),
         Shape("tiny-moe", 128, 64, 2, 4, 2, 32, 2048, tied=False, experts=8, active=2, kv_tokens=32768),
         Shape("0.6b", 1024, 3072, 28, 16, 8, 128, 151936, tied=True),  # Qwen3-0.6B
+        Shape("4b", 2560, 9728, 36, 32, 8, 128, 151936, tied=True),  # Qwen3-4B
         Shape("8b", 4096, 12288, 36, 32, 8, 128, 151936, tied=False),  # Qwen3-8B
         Shape(
             "moe", 2048, 768, 12, 32, 4, 128, 151936, tied=False, experts=128, active=8

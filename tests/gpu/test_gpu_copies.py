@@ -19,7 +19,7 @@ OFFSETS = [(0, 0), (16, 16), (0, 16), (4, 4), (1, 1), (8, 0)]
 
 @pytest.mark.parametrize("index", range(min(2, torch.cuda.device_count())))
 def test_every_size_and_alignment(index: int) -> None:
-    """On the second GPU, too, while the first stays the current one."""
+    """On the second GPU, too, while the first stays the current one; with few programs, too."""
     device = torch.device("cuda", index)
     source = torch.randint(0, 256, (sum(SIZES) * len(OFFSETS) + (1 << 16),), dtype=torch.uint8, device=device)
     target = torch.zeros(len(source) + (1 << 16), dtype=torch.uint8, device=device)
@@ -36,7 +36,7 @@ def test_every_size_and_alignment(index: int) -> None:
     assert torch.equal(target, wanted)
     target.zero_()
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        copies.run()
+        copies.run(beside_wire=True)
         torch.cuda.current_stream().synchronize()
     assert torch.equal(target, wanted)
 

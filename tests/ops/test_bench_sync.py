@@ -133,7 +133,7 @@ def test_shapes_are_those_of_the_models() -> None:
     assert len(list(SHAPES["moe"].tensors())) > 4000
 
 
-@pytest.mark.parametrize("name", ["tiny", "0.6b", "8b"])
+@pytest.mark.parametrize("name", ["tiny", "0.6b", "4b", "8b"])
 def test_a_checkpoint_of_transformers_has_the_same_tensors(name: str) -> None:
     from rolloutmq.worker.cpu_support import prepare_transformers  # noqa: PLC0415
 

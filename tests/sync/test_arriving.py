@@ -72,15 +72,18 @@ class Noted:
         self.arrived: list[int] = []
         self.loaded: list[int] = []
         self.waited_for: list[int] = []
+        self.beside: list[int] = []
         self._wire = wire
 
     def queue(self, bucket: int) -> None:
         assert self._wire.waited[-1] == bucket
         self.arrived.append(bucket)
 
-    def load(self, bucket: int) -> None:
+    def load(self, bucket: int, *, beside_wire: bool) -> None:
         assert bucket in self.arrived
         self.loaded.append(bucket)
+        if beside_wire:
+            self.beside.append(bucket)
         self.waited_for.append(len(self._wire.waited))
 
     def queue_readback(self, bucket: int, *, count: bool) -> None:
@@ -131,6 +134,8 @@ def test_every_bucket_is_loaded_once_and_no_buffer_is_taken_twice(ahead: str) ->
     assert wire.seen == wire.waited == noted.arrived == noted.loaded == list(range(BUCKETS))
     first = BUFFERS if ahead == "settled" else 1
     assert noted.waited_for == [max(first, index + 1) for index in range(BUCKETS)]  # and for none that comes later
+    # Not the last one; nor the first if no other could come before there is room again.
+    assert noted.beside == list(range(1 if ahead == "settled" else 0, BUCKETS - 1))
     assert made.complete
     made.abandon()
     assert not wire.aborted
@@ -214,5 +219,5 @@ def test_what_nothing_is_compared_of_is_asked_about() -> None:
     made = arriving(wire, Noted(wire), lambda: "the trainer broke off")
     made._arrival = None
     with pytest.raises(TransferTimeout, match="the trainer broke off"):
-        made.load(SimpleNamespace(load=lambda bucket: None), readback=False)  # type: ignore[arg-type]
+        made.load(SimpleNamespace(load=lambda bucket, beside_wire: None), readback=False)  # type: ignore[arg-type]
     assert not made.complete

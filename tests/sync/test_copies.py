@@ -20,11 +20,11 @@ for size in sizes:
     wanted[place:place + size] = source[place:place + size]
     place += size - size % 16 + 32
 found = []
-for programs in (1, 4, 1000):
+for programs, beside_wire in ((1, False), (4, True), (1000, False)):
     target.zero_()
     launch = Launch(pairs)
-    launch._programs = programs
-    launch.run()
+    launch._programs, launch._beside = (1, programs) if beside_wire else (programs, 1)
+    launch.run(beside_wire=beside_wire)
     found.append(torch.equal(target, wanted))
 odd = [(target[:8], source[1:9]), (target[4:8], source[:4]), (target[:6], source[:6]), (target[:8:2], source[:4]),
        (target[:16].view(torch.int32), source[:4]), (target[:16].view(torch.bfloat16), source[:16].view(torch.float16))]
