@@ -189,7 +189,7 @@ def demo(
 @bench.command("engine")
 def bench_engine(
     model: Annotated[str | None, typer.Option(help="Default: the tiny model.")] = None,
-    shape: Annotated[str | None, typer.Option(help="Random weights of this shape instead: 0.6b, 8b, moe, …")] = None,
+    shape: Annotated[str | None, typer.Option(help="Random weights of this shape instead: 0.6b, 4b, 8b, …")] = None,
     prompts: Annotated[int, typer.Option(help="Prompts per round.")] = 512,
     max_running: Annotated[int, typer.Option(help="Samples decoded at the same time.")] = 64,
     rounds: Annotated[int, typer.Option(help="Rounds of each side, taken in turns.")] = 3,

@@ -38,7 +38,8 @@ def bench_queue(
 
 def bench_sync(
     shapes: Annotated[
-        str | None, typer.Option(help="Some of tiny,tiny-moe,0.6b,8b,moe. Default: tiny on a CPU, else the last three.")
+        str | None,
+        typer.Option(help="Some of tiny,tiny-moe,0.6b,4b,8b,moe. Default: tiny on a CPU, else 0.6b,8b,moe."),
     ] = None,
     paths: Annotated[
         str | None,
