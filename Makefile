@@ -40,7 +40,7 @@ capabilities:
 
 # What depends on the server, on the oldest one that is supported: `make test` takes the newest it finds.
 test-redis62: setup
-	ROLLOUTMQ_REDIS_SERVER="$$(.venv/bin/python -c 'from rolloutmq.ops.redis_binary import wheel_server as w; print(w())')" \
+	ROLLOUTMQ_REDIS_SERVER="$$(.venv/bin/python -c 'from rolloutmq.ops.redis.binary import wheel_server as w; print(w())')" \
 	  .venv/bin/python -m pytest tests/redis tests/sync tests/ops tests/unit/test_embedded_redis.py $(PYTEST)
 
 # CHAOS='--fast --runs 5' and the like for more; a failure prints the line that replays it.

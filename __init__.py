@@ -28,16 +28,16 @@ from .messages import (
     WaitTimeout,
     new_id,
 )
-from .messages.dialects import job_fields
+from .messages.dialects.translate import job_fields
 from .producer import BlockingRolloutClient, Delta, Group, JobHandle, RolloutClient, Session
 
 if TYPE_CHECKING:
     from .producer.control import PoolControl
     from .producer.control_blocking import BlockingPoolControl
     from .producer.skyrl import SkyRLEngine
-    from .sync.experts import unfuse_experts
-    from .sync.gather import strip_wrappers
-    from .sync.publisher import PublishHandle, PublishProgress, PublishReport, WeightPublisher
+    from .sync.packing.experts import unfuse_experts
+    from .sync.packing.gather import strip_wrappers
+    from .sync.publish.publisher import PublishHandle, PublishProgress, PublishReport, WeightPublisher
 
 __version__ = "0.1.0"
 __all__ = [
@@ -80,13 +80,13 @@ __all__ = [
 _LAZY = {
     "BlockingPoolControl": "producer.control_blocking",
     "PoolControl": "producer.control",
-    "PublishHandle": "sync.publisher",
-    "PublishProgress": "sync.publisher",
-    "PublishReport": "sync.publisher",
+    "PublishHandle": "sync.publish.publisher",
+    "PublishProgress": "sync.publish.publisher",
+    "PublishReport": "sync.publish.publisher",
     "SkyRLEngine": "producer.skyrl",
-    "WeightPublisher": "sync.publisher",
-    "strip_wrappers": "sync.gather",
-    "unfuse_experts": "sync.experts",
+    "WeightPublisher": "sync.publish.publisher",
+    "strip_wrappers": "sync.packing.gather",
+    "unfuse_experts": "sync.packing.experts",
 }
 """Names whose modules are imported when they are used: they pull torch, or not every trainer wants them."""
 

@@ -1,9 +1,7 @@
 """What travels between trainers, workers and operators, and the Redis queue it travels on."""
 
-from .broker import Broker, Caps, PoolLoad, Reply
-from .chat import ChatMessage
-from .codec import decode, encode
-from .connection import connect
+from .broker.broker import Broker, Caps, PoolLoad, Reply
+from .broker.lease import Beat, Claim, Finished, Lease, Piece, Release
 from .errors import (
     ClientBusy,
     ConfigError,
@@ -28,13 +26,15 @@ from .errors import (
     WeightSyncError,
 )
 from .ids import new_id
-from .jobs import GenerateJob
-from .keys import Keys
-from .lease import Beat, Claim, Finished, Lease, Piece, Release
-from .pool import DeadLetter, WorkerStatus
-from .results import JobFailure, Partial, RolloutResult, Segment, Timings
-from .sampling import LogitProcessor, LogprobOptions, SamplingParams
-from .weights import TensorSpec, WeightAnnouncement, WeightManifest
+from .model.chat import ChatMessage
+from .model.jobs import GenerateJob
+from .model.results import JobFailure, Partial, RolloutResult, Segment, Timings
+from .model.sampling import LogitProcessor, LogprobOptions, SamplingParams
+from .model.weights import TensorSpec, WeightAnnouncement, WeightManifest
+from .model.workers import DeadLetter, WorkerStatus
+from .redis.connection import connect
+from .redis.keys import Keys
+from .wire.codec import decode, encode
 
 __all__ = [
     "Beat",

@@ -81,7 +81,7 @@ class LeaseLost(RolloutMQError):
 
 
 class JobFailed(RolloutMQError):
-    """A job ended without all its samples; ``failure`` is the :class:`~rolloutmq.messages.results.JobFailure`."""
+    """A job ended without all its samples; ``failure`` is the :class:`~rolloutmq.messages.model.results.JobFailure`."""
 
     def __init__(self, failure: object) -> None:
         super().__init__(str(failure))

@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from .cli_errors import printable
+from .cli.errors import printable
 
 LOG_EVERY_S = 10.0
 

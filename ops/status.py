@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..messages.broker import Broker
-from ..messages.dead_letters import DeadLetters
-from ..messages.jobs import PRIORITIES
-from ..sync.ledger import Ledger
-from .pool_access import connected
+from ..messages.broker.broker import Broker
+from ..messages.broker.dead_letters import DeadLetters
+from ..messages.model.jobs import PRIORITIES
+from ..sync.transfer.ledger import Ledger
+from .redis.access import connected
 
 
 async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:

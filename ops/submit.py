@@ -26,12 +26,12 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..messages.base import as_invalid_field
-from ..messages.dialects import job_fields
+from ..messages.dialects.translate import job_fields
 from ..messages.errors import ConfigError, FeatureUnavailable, InvalidField
-from ..messages.jobs import GenerateJob
-from ..messages.results import JobFailure, RolloutResult
-from ..messages.sampling import SamplingParams
+from ..messages.model.base import as_invalid_field
+from ..messages.model.jobs import GenerateJob
+from ..messages.model.results import JobFailure, RolloutResult
+from ..messages.model.sampling import SamplingParams
 from ..producer.client import Outcome, RolloutClient
 
 SAMPLING = "sampling"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..messages.errors import ConfigError, WeightSyncError
-from ..sync.disk import SnapshotStore
-from ..sync.disk_errors import NoSuchSnapshot
+from ..sync.disk.errors import NoSuchSnapshot
+from ..sync.disk.store import SnapshotStore
 from .progress_line import ProgressLine
 
 

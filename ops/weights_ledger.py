@@ -7,11 +7,11 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from ..messages.broker import Broker
-from ..sync.ledger import Ledger
-from ..sync.ledger_view import LedgerView, Transfer, VersionRecord
-from .cli_errors import printable
-from .pool_access import connected
+from ..messages.broker.broker import Broker
+from ..sync.transfer.ledger import Ledger
+from ..sync.transfer.ledger_view import LedgerView, Transfer, VersionRecord
+from .cli.errors import printable
+from .redis.access import connected
 
 Plain = dict[str, Any]
 

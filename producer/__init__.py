@@ -1,8 +1,8 @@
 """The trainer's side of a pool."""
 
 from .blocking import BlockingRolloutClient
+from .calls.delta import Delta
+from .calls.session import Session
 from .client import Group, JobHandle, RolloutClient
-from .delta import Delta
-from .session import Session
 
 __all__ = ["BlockingRolloutClient", "Delta", "Group", "JobHandle", "RolloutClient", "Session"]

@@ -10,18 +10,18 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequen
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ..messages.broker import Caps, PoolLoad
+from ..messages.broker.broker import Caps, PoolLoad
 from ..messages.errors import RolloutMQError
-from ..messages.jobs import GenerateJob
-from ..messages.pool import WorkerStatus
-from ..messages.results import RolloutResult
-from ..messages.sampling import SamplingParams
-from .blocking_session import BlockingSession
+from ..messages.model.jobs import GenerateJob
+from ..messages.model.results import RolloutResult
+from ..messages.model.sampling import SamplingParams
+from ..messages.model.workers import WorkerStatus
+from .calls.blocking_session import BlockingSession
+from .calls.delta import Delta
+from .calls.prompts import Prompt
+from .calls.task_calls import BlockingTaskCalls
 from .client import RolloutClient
-from .delta import Delta
-from .outcomes import Group, JobHandle, Outcome
-from .prompts import Prompt
-from .task_calls import BlockingTaskCalls
+from .inbox.outcomes import Group, JobHandle, Outcome
 
 T = TypeVar("T")
 

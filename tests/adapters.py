@@ -12,8 +12,8 @@ from specimens import job
 
 from rolloutmq import WeightPublisher
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams
-from rolloutmq.messages.jobs import GenerateJob
-from rolloutmq.worker.scripted_engine import scripted_token
+from rolloutmq.messages.model.jobs import GenerateJob
+from rolloutmq.worker.scripted.engine import scripted_token
 
 RANK = 4
 CONFIG = {"r": RANK, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA"}

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rolloutmq.messages.sampling import LogitProcessor, SamplingParams
-from rolloutmq.worker.engine import EngineRequest, Wanted
+from rolloutmq.messages.model.sampling import LogitProcessor, SamplingParams
+from rolloutmq.worker.engine.protocol import EngineRequest, Wanted
 
 _ids = itertools.count(1)
 

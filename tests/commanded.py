@@ -11,7 +11,7 @@ from pool import worker as joining
 from specimens import job
 
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 LONG = SamplingParams(max_new_tokens=300)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from in_place import Judge
 from pool import eventually
 
 from rolloutmq import GenerateJob, JobHandle, RolloutClient, RolloutResult, SamplingParams, WeightPublisher
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.worker.config import WorkerConfig
-from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
-from rolloutmq.worker.tokenizer import NoTokenizer
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
+from rolloutmq.worker.text.tokenizer import NoTokenizer
 from rolloutmq.worker.worker import Worker
 
 PROMPT = list(range(5, 40))

@@ -1,7 +1,7 @@
 """Weights replaced in a real SGLang engine while requests run, and transformers as the judge of every token.
 
 The loader here is a stand-in for the package's own: it reads the new weights from a file. What is examined is what
-happens between requests and weights in the scheduler (`rolloutmq.worker.sglang_scheduler`).
+happens between requests and weights in the scheduler (`rolloutmq.worker.sglang.inside.scheduler`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from rolloutmq.messages.sampling import SamplingParams
+from rolloutmq.messages.model.sampling import SamplingParams
 from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.worker.engine import EngineOutput, EngineRequest
-from rolloutmq.worker.sglang_engine import SGLangEngine
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
+from rolloutmq.worker.sglang.engine import SGLangEngine
 
 DEADLINE_S = 60.0
 _ids = itertools.count(1)
@@ -31,7 +31,7 @@ def receive(model: Any, named_tensors: Any) -> None:
     import torch  # noqa: PLC0415
     from safetensors.torch import load_file  # noqa: PLC0415
 
-    from rolloutmq.worker.sglang_scheduler import check, current, switch  # noqa: PLC0415
+    from rolloutmq.worker.sglang.inside.scheduler import check, current, switch  # noqa: PLC0415
 
     [(text, _)] = named_tensors
     order = json.loads(text)
@@ -67,7 +67,7 @@ class InPlaceEngine(SGLangEngine):
 
     async def replace(self, weights: Path, key: str) -> dict[str, Any]:
         """Load `weights` in one request, whatever runs; the loader's answer, once it has come."""
-        from rolloutmq.worker import sglang_compat  # noqa: F401, PLC0415, I001 – prepares what sglang needs
+        from rolloutmq.worker.sglang import compat as sglang_compat  # noqa: F401, PLC0415, I001 – prepares what sglang needs
         import torch  # noqa: PLC0415
         from sglang.srt.managers import io_struct  # noqa: PLC0415
         from sglang.srt.utils.common import normalize_serialized_named_tensor_payloads  # noqa: PLC0415

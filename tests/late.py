@@ -15,8 +15,8 @@ from specimens import job
 
 from rolloutmq import WeightPublisher
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams, connect
-from rolloutmq.sync.ledger import Ledger
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.sync.transfer.ledger import Ledger
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 AFTER_S = 0.2
 LEASE_S = 1.0

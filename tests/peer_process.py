@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 
-from rolloutmq.sync import group, layout, receiver, wire
-from rolloutmq.sync.digest import digest
-from rolloutmq.sync.receiver import Receiver
-from rolloutmq.sync.transfer import TransferOrder
-from rolloutmq.sync.warm import warm_up
+from rolloutmq.sync.receive import layout, receiver
+from rolloutmq.sync.receive.receiver import Receiver
+from rolloutmq.sync.receive.warm import warm_up
+from rolloutmq.sync.tensors.digest import digest
+from rolloutmq.sync.transfer.order import TransferOrder
+from rolloutmq.sync.wire import group
+from rolloutmq.sync.wire import line as wire
 
 PR_SET_PDEATHSIG = 1
 

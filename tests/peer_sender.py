@@ -11,12 +11,12 @@ import torch
 from peer_process import Linear
 from peers import SHAPES, Peer
 
-from rolloutmq.sync.disk import SnapshotStore
-from rolloutmq.sync.peer import send_held
-from rolloutmq.sync.receiver import Receiver
-from rolloutmq.sync.rendezvous import EpochKeys, serve_store
-from rolloutmq.sync.snapshot import Snapshot
-from rolloutmq.sync.transfer import TransferOrder, TransferReport
+from rolloutmq.sync.disk.store import SnapshotStore
+from rolloutmq.sync.receive.lend import send_held
+from rolloutmq.sync.receive.receiver import Receiver
+from rolloutmq.sync.tensors.snapshot import Snapshot
+from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
+from rolloutmq.sync.wire.rendezvous import EpochKeys, serve_store
 
 TIMEOUT_S = 20.0
 

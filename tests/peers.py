@@ -18,13 +18,13 @@ from typing import Any
 import peer_process
 import torch
 
-from rolloutmq.messages.weights import WeightAnnouncement
-from rolloutmq.sync.broadcaster import Broadcaster
-from rolloutmq.sync.ledger import Join
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.sync.snapshot import Snapshot
-from rolloutmq.sync.transfer import TransferOrder, TransferReport
-from rolloutmq.sync.transfers import _has_left
+from rolloutmq.messages.model.weights import WeightAnnouncement
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.tensors.snapshot import Snapshot
+from rolloutmq.sync.transfer.ledger import Join
+from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
+from rolloutmq.sync.transfer.rounds import _has_left
+from rolloutmq.sync.wire.broadcaster import Broadcaster
 
 SLACK_S = 2.0
 SHAPES = {
@@ -39,7 +39,7 @@ _template = multiprocessing.get_context("forkserver")
 """Imports once; every peer is a fork of it, there in milliseconds. A fork of a process that has asked for its GPUs
 could not use them: with CUDA what might ask is left to the peers."""
 _template.set_forkserver_preload(
-    ["rolloutmq.sync.receiver", *([] if torch.backends.cuda.is_built() else ["torch._dynamo"])]
+    ["rolloutmq.sync.receive.receiver", *([] if torch.backends.cuda.is_built() else ["torch._dynamo"])]
 )
 
 

@@ -14,12 +14,12 @@ import pytest
 from redis.asyncio import Redis
 
 from rolloutmq.messages import Broker, DeadLetter, RolloutResult, WorkerStatus
-from rolloutmq.messages.broker import Reply
-from rolloutmq.messages.connection import BoundedRetry
-from rolloutmq.messages.dead_letters import DeadLetters
+from rolloutmq.messages.broker.broker import Reply
+from rolloutmq.messages.broker.dead_letters import DeadLetters
+from rolloutmq.messages.redis.connection import BoundedRetry
 from rolloutmq.worker.config import WorkerConfig
-from rolloutmq.worker.scripted_engine import ScriptedEngine, scripted_logprob, scripted_token
-from rolloutmq.worker.tokenizer import NoTokenizer, Tokenizer
+from rolloutmq.worker.scripted.engine import ScriptedEngine, scripted_logprob, scripted_token
+from rolloutmq.worker.text.tokenizer import NoTokenizer, Tokenizer
 from rolloutmq.worker.worker import Worker
 
 

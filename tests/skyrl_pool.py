@@ -9,7 +9,7 @@ from typing import Any
 from pool import eventually
 
 from rolloutmq.producer.skyrl import InferenceEngineOutput, SkyRLEngine
-from rolloutmq.worker.scripted_engine import scripted_logprob, scripted_token
+from rolloutmq.worker.scripted.engine import scripted_logprob, scripted_token
 
 SPECIAL = 0
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from peers import SHAPES, SLACK_S, Line, Peer, expected, version
 
-from rolloutmq.sync.snapshot import Snapshot
-from rolloutmq.sync.transfer import TransferReport
+from rolloutmq.sync.tensors.snapshot import Snapshot
+from rolloutmq.sync.transfer.order import TransferReport
 
 FAULTS = {
     "SIGKILL": ("rendezvous", "ready", "broadcast", "arrived", "verify", "load", "readback"),

@@ -20,11 +20,11 @@ from rolloutmq.messages import (
     WeightManifest,
     WorkerStatus,
 )
-from rolloutmq.messages.base import Message
-from rolloutmq.messages.chat import ChatMessage
-from rolloutmq.messages.commands import Command, CommandReply
-from rolloutmq.messages.embed import EmbedJob, EmbedResult, RewardJob, RewardResult
-from rolloutmq.messages.score import ScoreJob, ScoreResult
+from rolloutmq.messages.model.base import Message
+from rolloutmq.messages.model.chat import ChatMessage
+from rolloutmq.messages.model.commands import Command, CommandReply
+from rolloutmq.messages.model.embed import EmbedJob, EmbedResult, RewardJob, RewardResult
+from rolloutmq.messages.model.score import ScoreJob, ScoreResult
 
 ID = "0192f0c1a2b37c4d8e5f60718293a4b5"
 

@@ -6,13 +6,13 @@ import asyncio
 
 import torch
 
-from rolloutmq.messages.weights import WeightAnnouncement
-from rolloutmq.sync.broadcaster import Broadcaster
-from rolloutmq.sync.ledger import Join
-from rolloutmq.sync.snapshot import Snapshot
-from rolloutmq.sync.transfer import TransferReport
-from rolloutmq.worker.orders import order_for
-from rolloutmq.worker.sglang_engine import SGLangEngine
+from rolloutmq.messages.model.weights import WeightAnnouncement
+from rolloutmq.sync.tensors.snapshot import Snapshot
+from rolloutmq.sync.transfer.ledger import Join
+from rolloutmq.sync.transfer.order import TransferReport
+from rolloutmq.sync.wire.broadcaster import Broadcaster
+from rolloutmq.worker.sglang.engine import SGLangEngine
+from rolloutmq.worker.weights.orders import order_for
 
 TIMEOUT_S = 60.0
 

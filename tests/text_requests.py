@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rolloutmq.messages.sampling import SamplingParams
-from rolloutmq.worker.engine import EngineOutput, EngineRequest
-from rolloutmq.worker.stops_text import _BYTE_OF
+from rolloutmq.messages.model.sampling import SamplingParams
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
+from rolloutmq.worker.stops.pieces import _BYTE_OF
 
 EOS = 2
 PROMPT = (20, 30, 40, 50)

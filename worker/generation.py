@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from ..messages.errors import EngineDead, EngineError, RequestRefused
-from .engine import Engine, EngineOutput, EngineRequest
-from .legs import Leg
+from .engine.protocol import Engine, EngineOutput, EngineRequest
+from .engine.tasks import TaskOutput, TaskRequest
+from .jobs.legs import Leg
+from .jobs.sample import SampleRun
+from .jobs.task import Run
 from .pressure import RETRIES_S, Pressure, is_out_of_memory
-from .samples import SampleRun
-from .task_requests import TaskOutput, TaskRequest
-from .task_run import Run
 
 log = logging.getLogger(__name__)
 INTERRUPT_S = 15.0

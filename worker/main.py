@@ -9,11 +9,11 @@ import signal
 import sys
 from typing import NoReturn
 
-from .commands import beside
+from .commands.queue import beside
 from .config import WorkerConfig
 from .garbage import settle
-from .sglang_config import SGLangConfig
-from .tokenizer import ModelTokenizer
+from .sglang.config import SGLangConfig
+from .text.tokenizer import ModelTokenizer
 from .worker import Worker
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ async def settled_once_up(worker: Worker) -> None:
 
 
 async def _run(config: WorkerConfig, engine: SGLangConfig) -> None:
-    from .sglang_engine import SGLangEngine  # noqa: PLC0415 – seconds of imports, after the settings were checked
+    from .sglang.engine import SGLangEngine  # noqa: PLC0415 – seconds of imports, after the settings were checked
 
     worker = Worker(config, SGLangEngine(engine), ModelTokenizer(engine.model))
     loop = asyncio.get_running_loop()

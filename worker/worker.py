@@ -13,36 +13,36 @@ import time
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from ..messages.bell import Bell, Ring
-from ..messages.command_channel import CommandBox
-from ..messages.connection import connect, ping
+from ..messages.broker.command_channel import CommandBox
+from ..messages.broker.lease import Beat, Claim, Finished, Lease, Release
 from ..messages.errors import EngineError, LeaseLost, RequestRefused
-from ..messages.lease import Beat, Claim, Finished, Lease, Release
-from ..messages.pool import WorkerState, WorkerStatus
-from ..sync.ledger import Ledger
-from .adapters import AdapterMissing
-from .checkpoints import Checkpoints
-from .claims import ClaimLoop
-from .commands import Commands, beside
-from .commands_gate import Service
-from .commands_table import worker_commands
+from ..messages.model.workers import WorkerState, WorkerStatus
+from ..messages.redis.bell import Bell, Ring
+from ..messages.redis.connection import connect, ping
+from ..sync.transfer.ledger import Ledger
+from .commands.gate import Service
+from .commands.queue import Commands, beside
+from .commands.table import worker_commands
 from .config import WorkerConfig
-from .deadlines import Deadlines
-from .engine import Engine
-from .engine_keeper import EngineKeeper
-from .finished import as_result
-from .from_disk import Snapshots
+from .engine.protocol import Engine
 from .generation import Generation
-from .handback import Handback
-from .held import HeldJob, HeldJobs
-from .intake import admit_all
-from .membership import Membership
-from .outbox import Outbox
-from .peer import Peer
-from .streaming import Streaming
-from .task_run import Run
-from .tokenizer import Tokenizer
-from .weights import WeightFollower
+from .jobs.held import HeldJob, HeldJobs
+from .jobs.intake import admit_all
+from .jobs.result import as_result
+from .jobs.task import Run
+from .keeper import EngineKeeper
+from .lease.claims import ClaimLoop
+from .lease.deadlines import Deadlines
+from .lease.handback import Handback
+from .lease.membership import Membership
+from .lease.outbox import Outbox
+from .lease.saving import Checkpoints
+from .lease.streaming import Streaming
+from .text.tokenizer import Tokenizer
+from .weights.adapters import AdapterMissing
+from .weights.follower import WeightFollower
+from .weights.peer import Peer
+from .weights.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.2

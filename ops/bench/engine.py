@@ -22,15 +22,15 @@ from rich.console import Console
 
 from ...messages.errors import ConfigError
 from ...worker.config import WorkerConfig
-from ...worker.engine import Engine, EngineRequest
+from ...worker.engine.protocol import Engine, EngineRequest
 from ...worker.garbage import settle
-from ...worker.sglang_config import SGLangConfig
-from ...worker.tokenizer import NoTokenizer
+from ...worker.sglang.config import SGLangConfig
+from ...worker.text.tokenizer import NoTokenizer
 from ...worker.worker import Worker
-from ..embedded_redis import EmbeddedRedis
-from ..options import as_config
+from ..cli.options import as_config
+from ..redis.embedded import EmbeddedRedis
 from ..tiny_model import write_tiny_model
-from .sync_shapes import one_shape
+from .sync.shapes import one_shape
 from .workload import Workload
 
 
@@ -94,7 +94,7 @@ async def _compare(
     rounds: int,
     console: Console,
 ) -> dict[str, Any]:
-    from ...worker.sglang_engine import SGLangEngine  # noqa: PLC0415 – imports SGLang
+    from ...worker.sglang.engine import SGLangEngine  # noqa: PLC0415 – imports SGLang
 
     engine = SGLangEngine(config)
     worker = Worker(worker_config, engine, NoTokenizer())

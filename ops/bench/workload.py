@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from ...messages.jobs import GenerateJob
-from ...messages.sampling import SamplingParams
+from ...messages.model.jobs import GenerateJob
+from ...messages.model.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

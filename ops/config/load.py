@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...messages.dialect_names import Rule
-from ...messages.dialects import Fate
+from ...messages.dialects.names import Rule
+from ...messages.dialects.translate import Fate
 from ...messages.errors import ConfigError
 from ...messages.nearest import nearest
-from . import skyrl, verl
-from .document import read_document
-from .interpolation import Resolver
+from .foreign import skyrl, verl
+from .foreign.translate import Translation
+from .read.document import read_document
+from .read.interpolation import Resolver
+from .read.sources import apply, from_environment, from_flags
 from .settings import PLAIN_JOB, SECTIONS, Settings, hidden
-from .sources import apply, from_environment, from_flags
-from .translate import Translation
 
 OWN = "rolloutmq"
 """Top-level key of our own sections in somebody else's file."""

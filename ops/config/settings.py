@@ -13,17 +13,17 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from ...messages.base import as_invalid_field
-from ...messages.connection import DEFAULT_URL
 from ...messages.errors import ConfigError, InvalidField
-from ...messages.jobs import GenerateJob
+from ...messages.model.base import as_invalid_field
+from ...messages.model.jobs import GenerateJob
+from ...messages.model.sampling import LogprobOptions, SamplingParams
+from ...messages.model.weights import NonFinitePolicy, TransferPath, UpdateMode
 from ...messages.nearest import nearest
-from ...messages.sampling import LogprobOptions, SamplingParams
-from ...messages.url import parse, redacted
-from ...messages.weights import NonFinitePolicy, TransferPath, UpdateMode
+from ...messages.redis.connection import DEFAULT_URL
+from ...messages.redis.url import parse, redacted
 from ...worker.config import WorkerConfig
-from ...worker.sglang_config import OWNED_ARGUMENTS, SGLangConfig
-from ...worker.sglang_parallel import check_parallelism
+from ...worker.sglang.config import OWNED_ARGUMENTS, SGLangConfig
+from ...worker.sglang.parallel import check_parallelism
 
 Model = TypeVar("Model", bound=BaseModel)
 SECTIONS = ("worker", "engine", "job", "eval", "publisher")

@@ -15,7 +15,7 @@ from typing import Self
 import psutil
 
 from ...messages.errors import EngineError
-from .. import parent_bound
+from ..redis import parent_bound
 
 DRAIN_S = 5.0
 _ON_GPU = (  # two engines and the trainer may share a GPU, and nobody waits for kernels to be tuned

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...messages.jobs import GenerateJob
-from ...messages.results import RolloutResult
-from ...messages.sampling import SamplingParams
+from ...messages.model.jobs import GenerateJob
+from ...messages.model.results import RolloutResult
+from ...messages.model.sampling import SamplingParams
 from ...producer.blocking import BlockingRolloutClient
 from ...producer.client import Group
-from ...sync.publisher import PublishHandle, WeightPublisher
+from ...sync.publish.publisher import PublishHandle, WeightPublisher
 from .batch import make_batch
 from .learner import Learner
 from .tally import Tally

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from redis.asyncio import Redis
 
-from ...messages.base import as_invalid_field
 from ...messages.errors import InvalidField
+from ...messages.model.base import as_invalid_field
 
 PROGRESS_EVERY_S = 0.5
 """Progress is written at most this often."""

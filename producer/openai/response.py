@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...messages.jobs import GenerateJob
-from ...messages.results import RolloutResult
+from ...messages.model.jobs import GenerateJob
+from ...messages.model.results import RolloutResult
 from .logprobs import Tokens, chat_logprobs, completion_logprobs
 from .request import Request
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ...messages.base import as_invalid_field
 from ...messages.errors import InvalidField
-from ...messages.results import RolloutResult
-from ...messages.tools import Tool
+from ...messages.model.base import as_invalid_field
+from ...messages.model.results import RolloutResult
+from ...messages.model.tools import Tool
 
 
 @dataclass(frozen=True, slots=True)

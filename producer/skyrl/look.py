@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from ...messages.broker import Broker
-from ...messages.connection import connect
-from ...messages.pool import WorkerStatus
+from ...messages.broker.broker import Broker
+from ...messages.model.workers import WorkerStatus
+from ...messages.redis.connection import connect
 
 LOOK_S = 5.0
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...messages.chat import MediaKind
 from ...messages.errors import InvalidField
-from ...messages.media import Medium
-from ..media import from_openai, medium
+from ...messages.model.chat import MediaKind
+from ...messages.model.media import Medium
+from ..data.media import from_openai, medium
 
 KINDS: Mapping[str, MediaKind] = {"image_data": "image", "video_data": "video", "audio_data": "audio"}
 

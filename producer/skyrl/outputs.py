@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...messages.jobs import GenerateJob
-from ...messages.results import RolloutResult, Segment
+from ...messages.model.jobs import GenerateJob
+from ...messages.model.results import RolloutResult, Segment
 from .requests import Wishes
 from .texts import Texts
 from .types import InferenceEngineOutput, VersionSpan, newest_version

@@ -19,9 +19,9 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from ...messages.errors import ConfigError, InvalidField, TransferTimeout
-from ...sync.bounded_store import begin
-from ...sync.group import MARGIN_S, _nccl_environment, settle
-from ...sync.rendezvous import local_end
+from ...sync.wire.bounded_store import begin
+from ...sync.wire.group import MARGIN_S, _nccl_environment, settle
+from ...sync.wire.rendezvous import local_end
 from .updates import Update
 
 BACKENDS = ("gloo", "nccl")

@@ -8,10 +8,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...messages.dialects import job_fields
+from ...messages.dialects.translate import job_fields
 from ...messages.errors import InvalidField
-from ...messages.jobs import GenerateJob
-from ...messages.sampling import LogprobOptions
+from ...messages.model.jobs import GenerateJob
+from ...messages.model.sampling import LogprobOptions
 from .texts import Texts
 from .types import InferenceEngineInput
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...messages.errors import InvalidField
-from ...messages.jobs import GenerateJob
-from ...messages.results import RolloutResult
+from ...messages.model.jobs import GenerateJob
+from ...messages.model.results import RolloutResult
 from .calls import run_jobs
 from .history import Base, History, Turn
 from .outputs import output_of, request_id

@@ -62,8 +62,8 @@ class Staging:
             return
         if not checkpoint:
             return
-        from ...sync.layout import TIED  # noqa: PLC0415 – torch
-        from ...sync.names import check_names  # noqa: PLC0415
+        from ...sync.receive.layout import TIED  # noqa: PLC0415 – torch
+        from ...sync.receive.names import check_names  # noqa: PLC0415
 
         if missing := sorted(checkpoint.keys() - shapes.keys() - set(TIED)):
             raise IncompleteWeights(missing)

@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from ...messages.errors import JobFailed
-from ...messages.jobs import GenerateJob
+from ...messages.model.jobs import GenerateJob
+from ..calls.delta import Delta
 from ..client import RolloutClient
-from ..delta import Delta
+from ..inbox.outcomes import JobHandle
 from ..openai.incremental import GrowingText
-from ..outcomes import JobHandle
 from .calls import Call
 from .generation import GenerationMethods
 from .requests import read_batch

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...messages.errors import FeatureUnavailable, InvalidField
-from .. import tasks
+from ..calls import tasks
 from .sessions import SessionMethods
 
 EMBED, REWARD, SCORE = "task:embed", "task:reward", "task:score"

@@ -16,7 +16,7 @@ from pool import eventually
 
 from rolloutmq import GenerateJob, RolloutClient, SamplingParams
 from rolloutmq.messages import Broker, Lease, connect
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 from . import aof, journal, ledger
 from .baseline import Rest, judge_rest, look

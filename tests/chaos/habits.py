@@ -49,7 +49,7 @@ def adopt(options: Options, tell: Tell) -> None:
 
 
 def _another_version(options: Options) -> None:
-    from rolloutmq.messages import codec  # noqa: PLC0415
+    from rolloutmq.messages.wire import codec  # noqa: PLC0415
 
     original = codec.msgpack
 
@@ -75,7 +75,7 @@ def _another_version(options: Options) -> None:
 
 
 def _count_refusals(tell: Tell) -> None:
-    from rolloutmq.messages.lease import Lease  # noqa: PLC0415
+    from rolloutmq.messages.broker.lease import Lease  # noqa: PLC0415
 
     original = Lease.complete
 
@@ -91,9 +91,9 @@ def _count_refusals(tell: Tell) -> None:
 def _sleepwalk() -> None:
     """It believes in its lease, whatever its clock or Redis says, until a publish of its is refused: the script alone
     stands between it and the results."""
+    from rolloutmq.messages.broker.lease import Lease  # noqa: PLC0415
     from rolloutmq.messages.errors import LeaseLost  # noqa: PLC0415
-    from rolloutmq.messages.lease import Lease  # noqa: PLC0415
-    from rolloutmq.worker.membership import Membership  # noqa: PLC0415
+    from rolloutmq.worker.lease.membership import Membership  # noqa: PLC0415
 
     awake: set[str] = set()
     complete, claim = Lease.complete, Lease.claim
@@ -127,7 +127,7 @@ def _sleepwalk() -> None:
 
 def engine(options: Options, tell: Tell) -> Any:
     """The scripted engine, with the habits asked for."""
-    from rolloutmq.worker.scripted_engine import ScriptedEngine  # noqa: PLC0415
+    from rolloutmq.worker.scripted.engine import ScriptedEngine  # noqa: PLC0415
 
     class Engine(ScriptedEngine):
         async def generate(self, request: Any) -> Any:

@@ -7,12 +7,10 @@ import contextlib
 from collections import Counter
 from functools import cache
 from hashlib import sha1
-from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-import rolloutmq.messages
-from rolloutmq.messages.lua import script_source
+from rolloutmq.messages.scripts.runner import FOLDER, script_source
 
 from .resp import Requests
 
@@ -25,8 +23,7 @@ EMPTY = (b"-", b"*-1", b"$-1", b"*0")
 
 def script_names() -> list[str]:
     """Every script of the package."""
-    folder = Path(rolloutmq.messages.__file__).parent / "scripts"
-    return sorted(path.stem for path in folder.glob("*.lua") if path.stem != "lib")
+    return sorted(path.stem for path in FOLDER.rglob("*.lua") if path.stem != "lib")
 
 
 @cache

@@ -13,7 +13,7 @@ from own_processors import OWN
 from remote_engine import RemoteEngine
 
 from rolloutmq.worker.cpu_support import prepare_transformers
-from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
 
 VOCAB_SIZE = 512
 MAX_RUNNING = 8

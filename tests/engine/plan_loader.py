@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from rolloutmq.sync.digest import digest
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.sync.plan import CopyPlan, PlanImpossible
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.plan.plan import CopyPlan, PlanImpossible
+from rolloutmq.sync.tensors.digest import digest
 
 BUCKET_BYTES = 100_000
 """Small, so that fused parameters are put together from several buckets."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rolloutmq.worker.cpu_support import prepare_transformers
-from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
 
 DENSE = {
     "hidden_size": 64,
@@ -46,7 +46,7 @@ def write_models(folder: Path, kind: str, dtype: str = "float32", **changes: Any
 
 async def findings(folder: Path, **config: Any) -> list[dict[str, Any]]:
     """What the hook found on every rank."""
-    from rolloutmq.worker import sglang_compat  # noqa: PLC0415
+    from rolloutmq.worker.sglang import compat as sglang_compat  # noqa: PLC0415
 
     engine = PlanEngine(
         SGLangConfig(model=str(folder / "a"), max_running=4, max_total_tokens=1024, random_seed=1, **config)

@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
-from rolloutmq.worker.engine import EngineInfo, EngineOutput, EngineRequest
-from rolloutmq.worker.sglang_engine import SGLangConfig
+from rolloutmq.worker.engine.protocol import EngineInfo, EngineOutput, EngineRequest
+from rolloutmq.worker.sglang.engine import SGLangConfig
 
 START_S = 180.0
 
@@ -71,7 +71,7 @@ def _run(config: SGLangConfig, pipe: Connection) -> None:
 
 
 async def _serve(config: SGLangConfig, pipe: Connection) -> None:
-    from rolloutmq.worker.sglang_engine import SGLangEngine  # noqa: PLC0415
+    from rolloutmq.worker.sglang.engine import SGLangEngine  # noqa: PLC0415
 
     engine = SGLangEngine(config)
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rolloutmq.sync.layout import Loading
-from rolloutmq.worker.sglang_control import commit
+from rolloutmq.sync.receive.layout import Loading
+from rolloutmq.worker.sglang.inside.control import commit
 
 TAMPERED = 666
 """A load of this version ends with one bit of lm_head.weight flipped, before it is read back."""

@@ -33,10 +33,10 @@ from rolloutmq import (
     WeightPublisher,
 )
 from rolloutmq.messages.errors import RequestRefused
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
-from rolloutmq.worker.engine import Wanted
-from rolloutmq.worker.samples import sample_seed
-from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.worker.engine.protocol import Wanted
+from rolloutmq.worker.jobs.sample import sample_seed
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 PROMPT = [11, 23, 5, 301, 42, 7]
@@ -165,7 +165,7 @@ async def test_what_sglang_takes_back_and_prefills_again_goes_on_in_its_place(
     engine: Kept, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the states and logprobs of the tokens before and after."""
-    from rolloutmq.worker import sglang_compat  # noqa: PLC0415
+    from rolloutmq.worker.sglang import compat as sglang_compat  # noqa: PLC0415
 
     retractions, logprobs_of = [], sglang_compat.logprobs_of
 
@@ -328,7 +328,7 @@ async def test_the_hash_that_draws_is_murmur_hash_3(engine: Kept) -> None:
     """As SGLang's kernels have it: the four words of seed, position and column, and their 16 bytes."""
     import torch  # noqa: PLC0415
 
-    from rolloutmq.worker.cpu_sampling import murmur_hash32  # noqa: PLC0415
+    from rolloutmq.worker.sglang.inside.cpu_sampling import murmur_hash32  # noqa: PLC0415
 
     def expected(words: list[int]) -> int:
         state = 0

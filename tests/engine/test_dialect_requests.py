@@ -10,10 +10,10 @@ import pytest
 from asking import judged
 
 from rolloutmq import GenerateJob
-from rolloutmq.messages.dialects import Dialect, job_fields
-from rolloutmq.messages.sampling import LogprobOptions
-from rolloutmq.worker.engine import EngineOutput, EngineRequest, Wanted
-from rolloutmq.worker.sglang_engine import SGLangEngine
+from rolloutmq.messages.dialects.translate import Dialect, job_fields
+from rolloutmq.messages.model.sampling import LogprobOptions
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest, Wanted
+from rolloutmq.worker.sglang.engine import SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="session")]
 PROMPT = [11, 23, 5, 301, 42, 7]

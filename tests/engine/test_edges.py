@@ -11,8 +11,8 @@ import pytest
 from remote_engine import RemoteEngine
 from text_requests import EOS, request
 
-from rolloutmq.messages.sampling import MAX_BIAS, LogprobOptions
-from rolloutmq.worker.engine import Wanted
+from rolloutmq.messages.model.sampling import MAX_BIAS, LogprobOptions
+from rolloutmq.worker.engine.protocol import Wanted
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 PLAIN: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 30}

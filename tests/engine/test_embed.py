@@ -13,11 +13,11 @@ from worker_process import WorkerProcess
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, JobFailed, WeightPublisher
 from rolloutmq.messages.errors import FeatureUnavailable
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.producer.tasks import similarity
+from rolloutmq.producer.calls.tasks import similarity
 from rolloutmq.worker.cpu_support import prepare_transformers
-from rolloutmq.worker.reward_head import checkpoint_names
+from rolloutmq.worker.sglang.reward_head import checkpoint_names
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 TOLERANCE = 2e-5

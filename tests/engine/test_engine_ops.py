@@ -18,10 +18,10 @@ import pytest
 from worker_process import WorkerProcess
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, JobHandle, RolloutResult, SamplingParams, WeightPublisher
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.producer.control import PoolControl
-from rolloutmq.sync.disk import SnapshotStore
+from rolloutmq.sync.disk.store import SnapshotStore
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 RUNNING = 12

@@ -14,7 +14,7 @@ import pytest
 from gpu_pool import Pool, running
 
 from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.worker import sglang_ops
+from rolloutmq.worker.sglang import operations as sglang_ops
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
 LONG = 1500

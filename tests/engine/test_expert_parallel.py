@@ -8,8 +8,8 @@ import pytest
 from plan_models import EXPERTS, write_models
 from test_own_ranks import OwnLine
 
-from rolloutmq.worker.sglang_config import SGLangConfig
-from rolloutmq.worker.sglang_engine import SGLangEngine
+from rolloutmq.worker.sglang.config import SGLangConfig
+from rolloutmq.worker.sglang.engine import SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"

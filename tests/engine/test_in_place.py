@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 from in_place import InPlaceEngine, Judge, check_crossing, greedy, prompts, until, write_versions
 
-from rolloutmq.worker.engine import EngineOutput, EngineRequest
-from rolloutmq.worker.sglang_engine import SGLangConfig
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
+from rolloutmq.worker.sglang.engine import SGLangConfig
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 RUNNING = 8

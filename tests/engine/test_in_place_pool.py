@@ -11,7 +11,7 @@ from in_place import Judge, check_crossing, prompts, write_versions
 from worker_process import WorkerProcess
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, JobHandle, SamplingParams, WeightPublisher
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 RUNNING = 6

@@ -11,7 +11,7 @@ import pytest
 from worker_process import WorkerProcess
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, RolloutResult, SamplingParams, WeightPublisher
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.worker.cpu_support import prepare_transformers
 

@@ -11,9 +11,9 @@ import pytest
 from remote_engine import RemoteEngine
 from text_requests import EOS, PROMPT, Engine, in_legs, request
 
-from rolloutmq.messages.sampling import SamplingParams
-from rolloutmq.worker.engine import EngineOutput, EngineRequest
-from rolloutmq.worker.sglang_engine import SGLangEngine
+from rolloutmq.messages.model.sampling import SamplingParams
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
+from rolloutmq.worker.sglang.engine import SGLangEngine
 
 pytestmark = [
     pytest.mark.sglang,
@@ -145,7 +145,7 @@ async def test_the_least_length_may_be_the_greatest(text_engine: RemoteEngine, e
 async def test_what_sglang_takes_back_and_computes_anew_keeps_penalties_lengths_and_stops(
     engine: SGLangEngine, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rolloutmq.worker import sglang_compat  # noqa: PLC0415
+    from rolloutmq.worker.sglang import compat as sglang_compat  # noqa: PLC0415
 
     retractions, logprobs_of = [], sglang_compat.logprobs_of
 

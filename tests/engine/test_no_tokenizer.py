@@ -6,7 +6,7 @@ import pytest
 from text_requests import in_legs, request
 
 from rolloutmq.messages.errors import RequestRefused
-from rolloutmq.worker.sglang_engine import SGLangEngine
+from rolloutmq.worker.sglang.engine import SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 

@@ -9,12 +9,12 @@ import pytest
 from in_place import Judge, greedy, prompts, until, write_versions
 from stock_line import carry_out
 
-from rolloutmq.messages.weights import UpdateMode, WeightAnnouncement
-from rolloutmq.sync.broadcaster import Broadcaster
-from rolloutmq.sync.ledger import Join
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.sync.transfer import TransferReport
-from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
+from rolloutmq.messages.model.weights import UpdateMode, WeightAnnouncement
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.transfer.ledger import Join
+from rolloutmq.sync.transfer.order import TransferReport
+from rolloutmq.sync.wire.broadcaster import Broadcaster
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 RANKS = 2

@@ -26,8 +26,8 @@ from rolloutmq import (
     SamplingParams,
     WeightPublisher,
 )
-from rolloutmq.messages.weights import UpdateMode
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.messages.model.weights import UpdateMode
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.worker.cpu_support import prepare_transformers
 

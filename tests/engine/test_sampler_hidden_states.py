@@ -10,10 +10,10 @@ import pytest
 from asking import ask, judged_states
 
 from rolloutmq.messages.errors import RequestRefused
-from rolloutmq.messages.sampling import SamplingParams
-from rolloutmq.worker.engine import EngineOutput, EngineRequest, Wanted
-from rolloutmq.worker.sglang_arrays import Shapes, hidden_arrays
-from rolloutmq.worker.sglang_engine import SGLangEngine
+from rolloutmq.messages.model.sampling import SamplingParams
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest, Wanted
+from rolloutmq.worker.sglang.arrays import Shapes, hidden_arrays
+from rolloutmq.worker.sglang.engine import SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="session")]
 PROMPT = [11, 23, 5, 301, 42, 7]

@@ -10,9 +10,9 @@ import pytest
 from asking import ask, judged
 
 from rolloutmq.messages.errors import RequestRefused
-from rolloutmq.messages.sampling import LogprobOptions, SamplingParams
-from rolloutmq.worker.engine import EngineOutput, EngineRequest, Wanted
-from rolloutmq.worker.sglang_engine import SGLangEngine
+from rolloutmq.messages.model.sampling import LogprobOptions, SamplingParams
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest, Wanted
+from rolloutmq.worker.sglang.engine import SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="session")]
 PROMPT = [11, 23, 5, 301, 42, 7]

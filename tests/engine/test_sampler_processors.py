@@ -10,10 +10,10 @@ import pytest
 from asking import ask, judged, processor
 
 from rolloutmq.messages.errors import RequestRefused
-from rolloutmq.messages.sampling import LogitProcessor, LogprobOptions
-from rolloutmq.worker.engine import EngineOutput, EngineRequest, Wanted
+from rolloutmq.messages.model.sampling import LogitProcessor, LogprobOptions
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest, Wanted
 from rolloutmq.worker.logit_processors import known_processors
-from rolloutmq.worker.sglang_engine import SGLangEngine
+from rolloutmq.worker.sglang.engine import SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="session")]
 PROMPT = [11, 23, 5, 301, 42, 7]

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolloutmq.messages.codec import encode
+from rolloutmq.messages.broker.lease import Claim
 from rolloutmq.messages.errors import RequestRefused
-from rolloutmq.messages.jobs import GenerateJob
-from rolloutmq.messages.lease import Claim
-from rolloutmq.messages.score import ScoreJob
-from rolloutmq.worker.intake import admit
-from rolloutmq.worker.sglang_engine import SGLangEngine
-from rolloutmq.worker.task_requests import TaskRequest
-from rolloutmq.worker.task_run import TaskRun
-from rolloutmq.worker.tokenizer import NoTokenizer
+from rolloutmq.messages.model.jobs import GenerateJob
+from rolloutmq.messages.model.score import ScoreJob
+from rolloutmq.messages.wire.codec import encode
+from rolloutmq.worker.engine.tasks import TaskRequest
+from rolloutmq.worker.jobs.intake import admit
+from rolloutmq.worker.jobs.task import TaskRun
+from rolloutmq.worker.sglang.engine import SGLangEngine
+from rolloutmq.worker.text.tokenizer import NoTokenizer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="session")]
 PROMPT = list(range(5, 25))

@@ -9,8 +9,8 @@ import pytest
 
 from rolloutmq.messages.errors import ConfigError
 from rolloutmq.worker.cpu_support import prepare_engine
-from rolloutmq.worker.sglang_config import SGLangConfig, server_arguments
-from rolloutmq.worker.sglang_engine import SGLangEngine
+from rolloutmq.worker.sglang.config import SGLangConfig, server_arguments
+from rolloutmq.worker.sglang.engine import SGLangEngine
 
 
 def told(device: Any = "cuda", **fields: Any) -> dict[str, Any]:

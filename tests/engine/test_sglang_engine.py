@@ -22,10 +22,10 @@ from peers import Line
 from remote_engine import descendants, own_children
 
 from rolloutmq.messages.errors import EngineDead, EngineError, RequestRefused
-from rolloutmq.messages.sampling import SamplingParams
-from rolloutmq.sync.transfer import TransferOrder, TransferReport
-from rolloutmq.worker.engine import EngineOutput, EngineRequest
-from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
+from rolloutmq.messages.model.sampling import SamplingParams
+from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="session")]
 PROMPT = (11, 23, 5, 301, 42, 7)
@@ -67,7 +67,7 @@ class Update:
 async def update(
     engine: SGLangEngine, line: Line, version: int, tensors: dict[str, Any], *, commit: bool = True
 ) -> Update:
-    from rolloutmq.sync.packing import PackedWeights  # noqa: PLC0415
+    from rolloutmq.sync.packing.packing import PackedWeights  # noqa: PLC0415
 
     snapshot = PackedWeights(version, tensors, 100_000).snapshot()
     sending = line.begin(snapshot, [""], timeout_s=10.0)
@@ -223,7 +223,7 @@ async def test_refused_with_the_reason(engine: SGLangEngine, bad: dict[str, Any]
 
 
 async def test_what_sglang_refuses_is_refused(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rolloutmq.worker.sglang_engine.check_request", lambda *_: None)
+    monkeypatch.setattr("rolloutmq.worker.sglang.engine.check_request", lambda *_: None)
     with pytest.raises(RequestRefused, match="SGLang refused the request"):
         await engine.generate(request(max_new_tokens=1 << 20))
     assert not engine._run.manager.rid_to_state
@@ -344,8 +344,8 @@ async def test_a_killed_scheduler_is_noticed_and_the_engine_starts_again(
     engine: SGLangEngine, reference: Any, line: Line, weights: dict[str, Any]
 ) -> None:
     """It comes back in bfloat16, so that this start serves two tests."""
-    from rolloutmq.sync.group import here  # noqa: PLC0415
-    from rolloutmq.sync.packing import PackedWeights  # noqa: PLC0415
+    from rolloutmq.sync.packing.packing import PackedWeights  # noqa: PLC0415
+    from rolloutmq.sync.wire.group import here  # noqa: PLC0415
 
     others = descendants() - {p.pid for p in psutil.Process(own_children()[0].pid).children(recursive=True)}
     others -= {child.pid for child in own_children()}

@@ -16,7 +16,7 @@ import skyrl_trainer
 from worker_process import WorkerProcess
 
 from rolloutmq.messages import SamplingParams
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.producer.skyrl import InferenceEngineOutput, SkyRLEngine, group_outputs_by_prompt
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]

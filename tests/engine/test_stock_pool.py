@@ -17,7 +17,8 @@ from worker_process import WorkerProcess
 
 from rolloutmq import BlockingRolloutClient, WeightPublisher
 from rolloutmq.messages import WeightSyncError
-from rolloutmq.sync import broadcaster, stock
+from rolloutmq.sync.publish import stock
+from rolloutmq.sync.wire import broadcaster
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
 

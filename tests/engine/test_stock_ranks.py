@@ -9,9 +9,9 @@ import torch
 from in_place import Judge, greedy, prompts, write_versions
 from stock_line import StockLine, flip
 
-from rolloutmq.sync import stock
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.publish import stock
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
 WHOLE = "model.layers.1.input_layernorm.weight"

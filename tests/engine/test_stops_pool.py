@@ -18,9 +18,9 @@ from worker_process import WorkerProcess
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, SamplingParams, WeightPublisher
 from rolloutmq.messages.errors import RolloutMQError
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.worker.sglang_tokenizer import FILES
+from rolloutmq.worker.sglang.inside.tokenizer import FILES
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 POOLS = {"default": "text", "tokens": "tokens"}

@@ -16,11 +16,11 @@ from remote_engine import RemoteEngine
 from worker_process import WorkerProcess
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, JobFailed, RolloutResult, SamplingParams
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
-from rolloutmq.producer.delta import Delta
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.producer.calls.delta import Delta
 from rolloutmq.worker.config import WorkerConfig
-from rolloutmq.worker.engine import EngineInfo, EngineOutput, EngineRequest, Progress
-from rolloutmq.worker.tokenizer import ModelTokenizer
+from rolloutmq.worker.engine.protocol import EngineInfo, EngineOutput, EngineRequest, Progress
+from rolloutmq.worker.text.tokenizer import ModelTokenizer
 from rolloutmq.worker.worker import Worker
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]

@@ -13,9 +13,9 @@ from remote_engine import RemoteEngine
 from text_requests import EOS, ids_of, in_legs, request, text_of
 
 from rolloutmq.messages.errors import RequestRefused
-from rolloutmq.messages.sampling import LogitProcessor
-from rolloutmq.worker.engine import Wanted
-from rolloutmq.worker.sglang_grammar import nothing_left
+from rolloutmq.messages.model.sampling import LogitProcessor
+from rolloutmq.worker.engine.protocol import Wanted
+from rolloutmq.worker.sglang.inside.grammar import nothing_left
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 SCHEMA = json.dumps(

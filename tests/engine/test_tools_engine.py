@@ -9,12 +9,12 @@ import pytest
 from remote_engine import RemoteEngine
 
 from rolloutmq.messages import GenerateJob, RolloutResult, SamplingParams
-from rolloutmq.messages.codec import decode, encode
-from rolloutmq.messages.lease import Claim
-from rolloutmq.worker.finished import as_result
-from rolloutmq.worker.intake import admit
-from rolloutmq.worker.samples import SampleRun
-from rolloutmq.worker.tokenizer import ModelTokenizer
+from rolloutmq.messages.broker.lease import Claim
+from rolloutmq.messages.wire.codec import decode, encode
+from rolloutmq.worker.jobs.intake import admit
+from rolloutmq.worker.jobs.result import as_result
+from rolloutmq.worker.jobs.sample import SampleRun
+from rolloutmq.worker.text.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.sglang
 WEATHER = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rolloutmq.sync.copies import Copies
+from rolloutmq.sync.tensors.copies import Copies
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from rolloutmq.sync.copies_cuda import BLOCK_WORDS, STEP_WORDS
+from rolloutmq.sync.tensors.copies_cuda import BLOCK_WORDS, STEP_WORDS
 
 STEP, BLOCK = 4 * STEP_WORDS, 4 * BLOCK_WORDS
 SIZES = [0, 1, 2, 3, 4, 16, 4096, STEP - 4, STEP, STEP + 4, BLOCK - 4, BLOCK, BLOCK + 20, 3 * BLOCK + 5, 40 * BLOCK]

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rolloutmq.sync import digest as module
-from rolloutmq.sync.digest import Digester, digest, digests, hex_of
+from rolloutmq.sync.tensors import digest as module
+from rolloutmq.sync.tensors.digest import Digester, digest, digests, hex_of
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from rolloutmq.sync import digest_cuda
+from rolloutmq.sync.tensors import digest_cuda
 
 BLOCK = digest_cuda.BLOCK_CHUNKS * module.CHUNK_WORDS * 4  # bytes of one program
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

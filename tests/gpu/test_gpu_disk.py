@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from rolloutmq.sync import disk_write  # noqa: E402
-from rolloutmq.sync.disk import SnapshotStore  # noqa: E402
-from rolloutmq.sync.packing import PackedWeights  # noqa: E402
+from rolloutmq.sync.disk import write as disk_write  # noqa: E402
+from rolloutmq.sync.disk.store import SnapshotStore  # noqa: E402
+from rolloutmq.sync.packing.packing import PackedWeights  # noqa: E402
 
 
 def test_from_a_gpu_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from asking import ask
 from in_place import Judge
 from moe import check_routes, routes, write_experts
 
-from rolloutmq.worker.engine import Wanted
-from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
+from rolloutmq.worker.engine.protocol import Wanted
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

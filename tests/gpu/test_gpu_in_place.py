@@ -10,7 +10,7 @@ import pytest
 import torch
 from in_place import InPlaceEngine, Judge, check_crossing, greedy, prompts, until, write_versions
 
-from rolloutmq.worker.sglang_engine import SGLangConfig
+from rolloutmq.worker.sglang.engine import SGLangConfig
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -9,7 +9,7 @@ import torch
 from peers import SLACK_S, Line, Peer, expected, line, version
 
 from rolloutmq.messages.errors import TransferTimeout
-from rolloutmq.sync.staging import ROTATING
+from rolloutmq.sync.tensors.staging import ROTATING
 
 TIMEOUT_S = 6.0
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
@@ -35,7 +35,7 @@ def test_every_bit_arrives_and_the_group_stays(pair: Line) -> None:
 
 
 def test_a_copy_in_host_memory_is_sent_all_the_same(pair: Line) -> None:
-    from rolloutmq.sync.packing import PackedWeights  # noqa: PLC0415
+    from rolloutmq.sync.packing.packing import PackedWeights  # noqa: PLC0415
 
     tensors = dict(version(1, "cuda:0").tensors())
     snapshot = PackedWeights(1, tensors, 512, keep="host").snapshot()

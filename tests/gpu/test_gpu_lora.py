@@ -23,11 +23,11 @@ from rolloutmq import GenerateJob, RolloutResult, WeightPublisher
 from rolloutmq.messages import Broker, SamplingParams, Segment, connect
 from rolloutmq.messages.errors import EngineError
 from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.sync.adapter_format import Adapter, check_config
+from rolloutmq.sync.adapters.format import Adapter, check_config
 from rolloutmq.worker.config import WorkerConfig
-from rolloutmq.worker.engine import EngineOutput, EngineRequest
-from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
-from rolloutmq.worker.tokenizer import NoTokenizer
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
+from rolloutmq.worker.text.tokenizer import NoTokenizer
 from rolloutmq.worker.worker import Worker
 
 pytestmark = [
@@ -336,7 +336,7 @@ async def _serve(url: str, model: Path, judge: Judge, newer: dict[str, torch.Ten
 def test_a_pool_takes_adapters_and_weights(model: Path, tmp_path: Path) -> None:
     from safetensors.torch import save_file  # noqa: PLC0415
 
-    from rolloutmq.ops.embedded_redis import EmbeddedRedis  # noqa: PLC0415
+    from rolloutmq.ops.redis.embedded import EmbeddedRedis  # noqa: PLC0415
 
     base = checkpoint(model)
     torch.manual_seed(9)

@@ -12,13 +12,13 @@ import torch
 from tiny_vision import write_tiny_vision
 
 from rolloutmq.messages import GenerateJob, SamplingParams, encode
+from rolloutmq.messages.broker.lease import Claim
 from rolloutmq.messages.errors import RequestRefused
-from rolloutmq.messages.lease import Claim
-from rolloutmq.producer.media import chat_job
-from rolloutmq.worker.engine import EngineOutput
-from rolloutmq.worker.intake import admit
-from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
-from rolloutmq.worker.tokenizer import ModelTokenizer
+from rolloutmq.producer.data.media import chat_job
+from rolloutmq.worker.engine.protocol import EngineOutput
+from rolloutmq.worker.jobs.intake import admit
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
+from rolloutmq.worker.text.tokenizer import ModelTokenizer
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

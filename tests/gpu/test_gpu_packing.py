@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rolloutmq.sync.buckets import release_host_memory
-from rolloutmq.sync.digest import digest
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.sync.snapshot import Snapshot
+from rolloutmq.sync.packing.buckets import release_host_memory
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.tensors.digest import digest
+from rolloutmq.sync.tensors.snapshot import Snapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 KEEPS = ["device", "host"]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from rolloutmq.sync.digest import digest
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.sync.plan import CopyPlan
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.plan.plan import CopyPlan
+from rolloutmq.sync.tensors.digest import digest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from plan_models import EXPERTS, assert_exact, findings, write_models

@@ -17,9 +17,9 @@ from asking import ask, judged, judged_states, processor
 from in_place import Judge, prompts, write_versions
 from own_processors import OWN
 
-from rolloutmq.messages.sampling import LogprobOptions
-from rolloutmq.worker.engine import EngineOutput, EngineRequest, Wanted
-from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
+from rolloutmq.messages.model.sampling import LogprobOptions
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest, Wanted
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

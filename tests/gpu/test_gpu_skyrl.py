@@ -13,7 +13,7 @@ from pool import worker
 from skyrl_pool import engine
 from skyrl_trainer import NAMES, SHAPES, weights
 
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="takes a GPU"),

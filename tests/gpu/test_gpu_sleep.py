@@ -13,7 +13,7 @@ import pytest
 import torch
 from gpu_pool import Pool, check_greedy, running
 
-from rolloutmq.messages.command_params import MEMORY_TAGS
+from rolloutmq.messages.model.command_params import MEMORY_TAGS
 from rolloutmq.ops.tiny_model import write_tiny_model
 
 pytestmark = [

@@ -10,10 +10,10 @@ import torch
 from in_place import Judge, greedy, prompts, write_versions
 from stock_line import StockLine, flip
 
-from rolloutmq.sync import stock
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.sync.snapshot import Snapshot
-from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.publish import stock
+from rolloutmq.sync.tensors.snapshot import Snapshot
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs: the engine's, and the trainer's"),

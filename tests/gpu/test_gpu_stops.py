@@ -11,7 +11,7 @@ import torch
 from text_requests import EOS, in_legs, request, text_of
 
 from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -11,8 +11,8 @@ import torch
 from in_place import greedy, prompts
 
 from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.worker.engine import EngineRequest, Wanted
-from rolloutmq.worker.sglang_engine import SGLangConfig, SGLangEngine
+from rolloutmq.worker.engine.protocol import EngineRequest, Wanted
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

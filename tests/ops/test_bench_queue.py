@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from rolloutmq.messages import ConfigError
 from rolloutmq.ops.bench.peers.load import Load, Tally
-from rolloutmq.ops.bench.queue_bench import Plan, run_queue_bench
-from rolloutmq.ops.bench.queue_environments import PEERS_PATH, parse_peers, peer_systems, pins
-from rolloutmq.ops.bench.queue_turn import BenchFailed, System, take_turn
-from rolloutmq.ops.cli import app
+from rolloutmq.ops.bench.queue.bench import Plan, run_queue_bench
+from rolloutmq.ops.bench.queue.environments import PEERS_PATH, parse_peers, peer_systems, pins
+from rolloutmq.ops.bench.queue.turn import BenchFailed, System, take_turn
+from rolloutmq.ops.cli.main import app
 
 KEYS = {
     "rolloutmq", "rq", "arq", "taskiq", "raw", "ratio_rq", "ratio_best_peer", "ratio_raw", "p50_ms", "p99_ms",

@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rolloutmq.messages import ConfigError
-from rolloutmq.ops.bench.sync_bench import PATHS, make_plan, run_sync_bench
-from rolloutmq.ops.bench.sync_child import Child, ChildFailed
-from rolloutmq.ops.bench.sync_figures import best, gb_s, ratios, span_ms, stall_ms, steps, summary, table
-from rolloutmq.ops.bench.sync_session import together
-from rolloutmq.ops.bench.sync_shapes import SHAPES, parse_shapes
+from rolloutmq.ops.bench.sync.bench import PATHS, make_plan, run_sync_bench
+from rolloutmq.ops.bench.sync.child import Child, ChildFailed
+from rolloutmq.ops.bench.sync.figures import best, gb_s, ratios, span_ms, stall_ms, steps, summary, table
+from rolloutmq.ops.bench.sync.session import together
+from rolloutmq.ops.bench.sync.shapes import SHAPES, parse_shapes
 
 KEYS = {
     "raw_gb_s", "stock_tensor_gb_s", "stock_bucket_gb_s", "ours_gb_s", "ours_unverified_gb_s", "raw_ms",
@@ -62,7 +62,7 @@ def test_a_small_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 async def test_a_child_tells_why_a_call_failed_and_that_it_is_gone() -> None:
-    child = Child("rolloutmq.ops.bench.sync_trainer", "trainer")
+    child = Child("rolloutmq.ops.bench.sync.trainer", "trainer")
     await child.start()
     try:
         with pytest.raises(ChildFailed, match="KeyError: 'huge'"):
@@ -169,7 +169,7 @@ def test_the_command_line_is_checked() -> None:
 def test_the_command_is_there() -> None:
     import typer  # noqa: PLC0415
 
-    from rolloutmq.ops.cli_bench import bench_sync  # noqa: PLC0415
+    from rolloutmq.ops.cli.bench import bench_sync  # noqa: PLC0415
 
     app = typer.Typer()
     app.command()(bench_sync)

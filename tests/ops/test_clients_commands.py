@@ -9,7 +9,7 @@ from specimens import job
 from typer.testing import CliRunner
 
 from rolloutmq.messages import Broker, connect
-from rolloutmq.ops.cli import app
+from rolloutmq.ops.cli.main import app
 
 
 def run(url: str, *arguments: str, answer: str = "") -> tuple[int, str]:

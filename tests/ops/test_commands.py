@@ -15,7 +15,7 @@ from rich.console import Console
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, connect
 from rolloutmq.messages.errors import ConfigError, InvalidField
-from rolloutmq.ops.options import as_config, parse_extra
+from rolloutmq.ops.cli.options import as_config, parse_extra
 from rolloutmq.ops.status import _table, pool_state, show_status
 from rolloutmq.worker.config import WorkerConfig
 

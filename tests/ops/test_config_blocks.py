@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from rolloutmq import GenerateJob, SamplingParams
 from rolloutmq.messages.errors import ConfigError, InvalidField
-from rolloutmq.messages.sampling import LogprobOptions
-from rolloutmq.ops.config import skyrl, verl
+from rolloutmq.messages.model.sampling import LogprobOptions
+from rolloutmq.ops.config.foreign import skyrl, verl
 from rolloutmq.ops.config.load import explain, load_settings
 from rolloutmq.ops.config.settings import PUBLISHER
-from rolloutmq.worker.sglang_parallel import check_parallelism
+from rolloutmq.worker.sglang.parallel import check_parallelism
 
 CONFIGS = Path(__file__).parent / "configs"
 ROOT = Path(__file__).parents[2]

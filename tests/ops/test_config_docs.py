@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rolloutmq.messages.dialect_names import NESTED, RULES
+from rolloutmq.messages.dialects.names import NESTED, RULES
 from rolloutmq.ops.config.load import explain, load_settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()

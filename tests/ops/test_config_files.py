@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolloutmq.messages.errors import ConfigError
-from rolloutmq.ops.config.document import read_document
-from rolloutmq.ops.config.interpolation import CannotResolve, Resolver
+from rolloutmq.ops.config.read.document import read_document
+from rolloutmq.ops.config.read.interpolation import CannotResolve, Resolver
 
 
 def write(path: Path, text: str) -> Path:

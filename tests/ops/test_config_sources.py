@@ -15,11 +15,11 @@ import typer
 from typer.testing import CliRunner
 
 from rolloutmq.messages.errors import ConfigError, InvalidField
-from rolloutmq.ops.cli import worker
-from rolloutmq.ops.cli_config import app as config
+from rolloutmq.ops.cli.config import app as config
+from rolloutmq.ops.cli.main import worker
 from rolloutmq.ops.config.load import load_settings
+from rolloutmq.ops.config.read.sources import NO_SETTINGS, WORKER_FLAGS, from_flags
 from rolloutmq.ops.config.settings import check_name, known_names
-from rolloutmq.ops.config.sources import NO_SETTINGS, WORKER_FLAGS, from_flags
 
 CONFIGS = Path(__file__).parent / "configs"
 POOL = CONFIGS / "pool.toml"

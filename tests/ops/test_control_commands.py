@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rolloutmq.messages.command_params import ACTIONS
 from rolloutmq.messages.errors import InvalidField
-from rolloutmq.ops.cli_control import _file_name, app
+from rolloutmq.messages.model.command_params import ACTIONS
+from rolloutmq.ops.cli.control import _file_name, app
 from rolloutmq.producer.control_blocking import BlockingPoolControl
 from rolloutmq.worker.config import WorkerConfig
-from rolloutmq.worker.scripted_engine import ScriptedEngine
-from rolloutmq.worker.tokenizer import NoTokenizer
+from rolloutmq.worker.scripted.engine import ScriptedEngine
+from rolloutmq.worker.text.tokenizer import NoTokenizer
 from rolloutmq.worker.worker import Worker
 
 

@@ -10,8 +10,8 @@ from click.testing import Result
 from operations_pool import DEAD, load_jobs, write_letters
 from typer.testing import CliRunner
 
-from rolloutmq.messages.dead_letters import successor_id
-from rolloutmq.ops.cli import app
+from rolloutmq.messages.broker.dead_letters import successor_id
+from rolloutmq.ops.cli.main import app
 from rolloutmq.ops.operations.rq_queue import OperationQueue
 
 

@@ -12,8 +12,8 @@ from byte_tokenizer import Bytes
 from pool import worker
 from typer.testing import CliRunner
 
-from rolloutmq.ops.cli_generate import generate
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.ops.cli.generate import generate
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 app = typer.Typer()
 app.command()(generate)

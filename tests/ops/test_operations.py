@@ -15,7 +15,7 @@ from operations_pool import DEAD, WorkerProcess, alive, call, children, load_job
 from typer.testing import CliRunner
 
 from rolloutmq.messages import Broker, InvalidField, RedisUnavailable, connect
-from rolloutmq.ops.cli import app
+from rolloutmq.ops.cli.main import app
 from rolloutmq.ops.operations.operation import Context, Operation, checked, operation, operations
 from rolloutmq.ops.operations.rq_job import ENTRY, MsgpackSerializer, OperationJob, Surroundings
 from rolloutmq.ops.operations.rq_queue import OperationQueue

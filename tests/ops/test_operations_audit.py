@@ -19,7 +19,7 @@ from rolloutmq.messages import Broker, Finished, GenerateJob, Lease, Release, co
 from rolloutmq.ops.operations.audit.layout import KINDS
 from rolloutmq.ops.operations.audit.look import Looker
 from rolloutmq.ops.operations.audit.sweep import Sweep
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 Damage = Callable[["Pool"], Awaitable[Any]]
 

@@ -18,11 +18,11 @@ from pool import eventually, worker
 
 from rolloutmq import RolloutClient, RolloutResult
 from rolloutmq.messages import Broker, connect
-from rolloutmq.messages.broker import Reply
+from rolloutmq.messages.broker.broker import Reply
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.ops import submit as module
 from rolloutmq.ops.submit import Defaults, submit_file
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 COMMAND = [sys.executable, "-m", "rolloutmq.ops.entry", "submit"]
 

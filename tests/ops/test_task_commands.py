@@ -11,8 +11,8 @@ from click.testing import Result
 from pool import worker
 from typer.testing import CliRunner
 
-from rolloutmq.ops.cli import app
-from rolloutmq.worker.scripted_engine import ScriptedEngine, scripted_logprob
+from rolloutmq.ops.cli.main import app
+from rolloutmq.worker.scripted.engine import ScriptedEngine, scripted_logprob
 
 
 class Pooling(ScriptedEngine):

@@ -16,12 +16,12 @@ from pool import status
 from typer.testing import CliRunner
 
 from rolloutmq.messages import WeightAnnouncement, connect
-from rolloutmq.messages.lease import Lease
-from rolloutmq.ops.cli import app
-from rolloutmq.sync.disk import SnapshotStore
-from rolloutmq.sync.ledger import Join, Ledger
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.sync.transfer import TransferReport
+from rolloutmq.messages.broker.lease import Lease
+from rolloutmq.ops.cli.main import app
+from rolloutmq.sync.disk.store import SnapshotStore
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.transfer.ledger import Join, Ledger
+from rolloutmq.sync.transfer.order import TransferReport
 
 DONE = TransferReport(ok=True, phase="done", tensors=3, nbytes=2048, receive_s=0.25, readback=True)
 UNREAD = replace(DONE, readback=False)

@@ -1,6 +1,6 @@
 """The ways people run Redis, small, private and on loopback: replicas, sentinels, clusters, TLS.
 
-Everything dies with the test process (see ops/parent_bound.py) and is gone when its block is left.
+Everything dies with the test process (see ops/redis/parent_bound.py) and is gone when its block is left.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 import redis
 
 from rolloutmq.messages.errors import RedisUnavailable
-from rolloutmq.ops import embedded_redis
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
-from rolloutmq.ops.redis_binary import find_server
+from rolloutmq.ops.redis import embedded as embedded_redis
+from rolloutmq.ops.redis.binary import find_server
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 # A replica's first sync starts at once; by default the primary waits 5 s for others to come along.
 FAST_SYNC = {"repl-diskless-sync-delay": "0", "repl-ping-replica-period": "1"}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 from model import CLASSES, Job, Model, State
 
-from rolloutmq.messages.lua import script_source
+from rolloutmq.messages.scripts.runner import script_source
 
 PREFIX = "rmq:{m}:"
 CLIENTS = ("ca", "cb")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
-from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -17,16 +16,17 @@ from specimens import SHORT, job, specimens, tokens
 
 from rolloutmq import JobFailed, JobFailure, RolloutClient
 from rolloutmq.messages import Broker, Lease, WeightAnnouncement
-from rolloutmq.messages.bell import Bell
-from rolloutmq.messages.command_channel import CommandSender
-from rolloutmq.messages.connection import connect, ping
-from rolloutmq.messages.dead_letters import DeadLetters
+from rolloutmq.messages.broker.command_channel import CommandSender
+from rolloutmq.messages.broker.dead_letters import DeadLetters
 from rolloutmq.messages.errors import RedisUnavailable
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.messages.redis.bell import Bell
+from rolloutmq.messages.redis.connection import connect, ping
+from rolloutmq.messages.scripts.runner import script_path
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.status import pool_state
 from rolloutmq.producer.control import PoolControl
-from rolloutmq.sync.ledger import Join, Ledger
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.sync.transfer.ledger import Join, Ledger
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 Url = Callable[..., str]
 
@@ -80,10 +80,9 @@ def test_no_script_can_be_refused_half_way(role: str) -> None:
     """Whatever branch it takes: all commands that stand in a role's scripts, and those of the shared functions that
     they call, are in its line."""
     allowed = set(re.findall(r"\+(\w+)(?!\|)\b", LINES[role]))
-    folder = files("rolloutmq.messages") / "scripts"
-    shared = _functions((folder / "lib.lua").read_text())
+    shared = _functions(script_path("lib").read_text())
     for name in ROLES[role]:
-        text = (folder / f"{name}.lua").read_text()
+        text = script_path(name).read_text()
         needed = {command.lower() for command in _commands(_with_what_it_calls(text, shared))} | {"del", "exists"}
         if role == "producer":
             needed -= ONLY_OPERATORS

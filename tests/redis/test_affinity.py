@@ -12,7 +12,7 @@ from specimens import job, tokens
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, GenerateJob, InvalidField, Lease, Release
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 def sticky(to: str = "w1", seconds: float = 30.0, **fields: Any) -> GenerateJob:

@@ -11,7 +11,7 @@ from specimens import SHORT, job, result
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, Finished, PoolBusy, RolloutResult, encode
-from rolloutmq.messages.broker import Caps
+from rolloutmq.messages.broker.broker import Caps
 
 
 def large(**fields: object) -> object:

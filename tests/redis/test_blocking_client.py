@@ -14,14 +14,7 @@ import redis
 from pool import eventually, short_retries, worker
 from specimens import SHORT, tokens
 
-from rolloutmq import (
-    BlockingRolloutClient,
-    InvalidField,
-    JobFailed,
-    RedisUnavailable,
-    RolloutMQError,
-    WaitTimeout,
-)
+from rolloutmq import BlockingRolloutClient, InvalidField, JobFailed, RedisUnavailable, RolloutMQError, WaitTimeout
 from rolloutmq.messages import Keys
 
 

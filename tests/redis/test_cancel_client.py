@@ -8,8 +8,8 @@ from specimens import SHORT, job
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, JobFailure, RolloutResult
-from rolloutmq.messages.sampling import SamplingParams
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.messages.model.sampling import SamplingParams
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 LONG = SamplingParams(max_new_tokens=100_000)
 

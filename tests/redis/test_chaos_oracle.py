@@ -16,12 +16,12 @@ from chaos.oracle import Terms, Verdict, judge
 from pool import status
 
 from rolloutmq.messages import Broker, Finished, GenerateJob, Lease, RolloutResult, SamplingParams, Segment, connect
-from rolloutmq.messages import lua as messages_lua
-from rolloutmq.messages.codec import decode, encode
+from rolloutmq.messages.broker.lease import Claim
 from rolloutmq.messages.errors import LeaseLost
-from rolloutmq.messages.lease import Claim
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
-from rolloutmq.worker.scripted_engine import scripted_token
+from rolloutmq.messages.scripts import runner as messages_lua
+from rolloutmq.messages.wire.codec import decode, encode
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.worker.scripted.engine import scripted_token
 
 MAX_LOST = 3
 

@@ -22,11 +22,11 @@ from rolloutmq.messages import (
     RolloutResult,
     SamplingParams,
     Segment,
-    codec,
     decode,
 )
-from rolloutmq.worker.engine import Progress
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.messages.wire import codec
+from rolloutmq.worker.engine.protocol import Progress
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 SLOW = 200.0
 FORGET = (

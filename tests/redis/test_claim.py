@@ -10,8 +10,8 @@ from redis.asyncio import Redis
 from specimens import job, result
 
 from rolloutmq.messages import Broker, Claim, Finished, GenerateJob, Lease, LeaseLost, Release, decode
-from rolloutmq.messages.weights import WeightAnnouncement
-from rolloutmq.sync.ledger import Ledger
+from rolloutmq.messages.model.weights import WeightAnnouncement
+from rolloutmq.sync.transfer.ledger import Ledger
 
 
 async def commit(db: Redis, version: int) -> None:

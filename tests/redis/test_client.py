@@ -23,8 +23,8 @@ from rolloutmq import (
     WaitTimeout,
 )
 from rolloutmq.messages import Broker, Caps
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 async def test_wait_gives_all_samples_in_order(client: RolloutClient, serving: None) -> None:

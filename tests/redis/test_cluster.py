@@ -13,10 +13,10 @@ from specimens import job, tokens
 
 from rolloutmq import GenerateJob, RolloutClient
 from rolloutmq.messages import Broker, RolloutResult
-from rolloutmq.messages.connection import connect, ping
 from rolloutmq.messages.errors import ConfigError, RedisUnavailable
+from rolloutmq.messages.redis.connection import connect, ping
 from rolloutmq.ops.status import pool_state
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 POOLS = ("a", "b", "c")
 

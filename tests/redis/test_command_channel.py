@@ -13,14 +13,15 @@ from commanded import worker
 from pool import eventually, status
 from redis.asyncio import Redis
 
-from rolloutmq.messages import Broker, Lease, command_channel
-from rolloutmq.messages.command_channel import CommandBox, CommandSender
-from rolloutmq.messages.command_params import ACTIONS
-from rolloutmq.messages.commands import Command, CommandReply
+from rolloutmq.messages import Broker, Lease
+from rolloutmq.messages.broker import command_channel
+from rolloutmq.messages.broker.command_channel import CommandBox, CommandSender
 from rolloutmq.messages.errors import InvalidField
+from rolloutmq.messages.model.command_params import ACTIONS
+from rolloutmq.messages.model.commands import Command, CommandReply
 from rolloutmq.producer.control import CommandFailed, PoolControl
-from rolloutmq.worker.commands import LANES
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.commands.queue import LANES
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 async def test_every_worker_answers_and_one_that_does_not_is_told_of(
@@ -229,7 +230,7 @@ async def test_a_worker_answers_what_it_has_not_begun_when_it_leaves(
 
 
 def test_every_action_has_a_handler_and_a_lane() -> None:
-    from rolloutmq.worker.commands_table import worker_commands  # noqa: PLC0415
+    from rolloutmq.worker.commands.table import worker_commands  # noqa: PLC0415
     from rolloutmq.worker.generation import Generation  # noqa: PLC0415
     from rolloutmq.worker.worker import Worker  # noqa: PLC0415,F401
 

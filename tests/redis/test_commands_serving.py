@@ -18,7 +18,7 @@ from specimens import SHORT, job
 
 from rolloutmq.messages import Broker, JobFailure, Lease, RolloutResult, SamplingParams
 from rolloutmq.producer.control import PoolControl
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 # --- pausing ---------------------------------------------------------------------------------------------------------
 

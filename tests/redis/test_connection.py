@@ -10,10 +10,10 @@ import pytest
 import redis.exceptions
 from redis.asyncio.connection import SSLConnection
 
-from rolloutmq.messages import connection
-from rolloutmq.messages.connection import connect, ping, redacted
 from rolloutmq.messages.errors import ConfigError, RedisUnavailable
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.messages.redis import connection
+from rolloutmq.messages.redis.connection import connect, ping, redacted
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from specimens import job
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, Caps, GenerateJob, InvalidField, PoolBusy, decode, encode, new_id
-from rolloutmq.messages.dead_letters import DeadFilter, DeadLetters, successor, successor_id
+from rolloutmq.messages.broker.dead_letters import DeadFilter, DeadLetters, successor, successor_id
 from rolloutmq.messages.errors import CannotRequeue, NoSuchDeadLetter
 from rolloutmq.messages.ids import is_id
-from rolloutmq.messages.lua import Scripts
+from rolloutmq.messages.scripts.runner import Scripts
 
 
 @pytest.fixture

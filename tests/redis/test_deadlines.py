@@ -9,9 +9,9 @@ from pool import eventually, worker
 from specimens import tokens
 
 from rolloutmq import JobFailed, RolloutClient, SamplingParams
+from rolloutmq.messages.broker.lease import Lease
 from rolloutmq.messages.errors import RedisUnavailable
-from rolloutmq.messages.lease import Lease
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 LONG = SamplingParams(max_new_tokens=1000)
 

@@ -13,10 +13,10 @@ from specimens import job, tokens
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, RolloutResult
-from rolloutmq.messages.connection import connect
 from rolloutmq.messages.errors import RedisUnavailable
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.messages.redis.connection import connect
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 Pair = tuple[EmbeddedRedis, EmbeddedRedis]
 

@@ -12,9 +12,9 @@ from specimens import job
 
 from rolloutmq.messages import Broker, Lease, LogprobOptions, SamplingParams
 from rolloutmq.messages.errors import FeatureUnavailable
-from rolloutmq.messages.jobs import FEATURES
-from rolloutmq.producer import features
-from rolloutmq.producer.features import FeatureCheck
+from rolloutmq.messages.model.jobs import FEATURES
+from rolloutmq.producer.inbox import features
+from rolloutmq.producer.inbox.features import FeatureCheck
 
 Joined = Callable[..., Awaitable[Lease]]
 STOPS = SamplingParams(stop=("</answer>",))

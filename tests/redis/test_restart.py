@@ -14,10 +14,10 @@ from specimens import job, result, tokens
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, Finished, Lease, Release
-from rolloutmq.messages.connection import connect, ping
 from rolloutmq.messages.errors import PoolBusy, RedisRefused, RedisUnavailable
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.messages.redis.connection import connect, ping
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 COMMANDS = 20_000
 SLOW_TO_LOAD = {"key-load-delay": "100"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -12,19 +11,15 @@ from redis.asyncio import Redis
 from specimens import job, result
 
 from rolloutmq.messages import Broker, Finished, Lease, Partial, Piece, Release, Segment, WeightAnnouncement
-from rolloutmq.messages.command_channel import CommandBox, CommandSender
-from rolloutmq.messages.commands import CommandReply
-from rolloutmq.messages.lua import Scripts
-from rolloutmq.sync.ledger import Join, Ledger
-from rolloutmq.sync.transfer import TransferReport
+from rolloutmq.messages.broker.command_channel import CommandBox, CommandSender
+from rolloutmq.messages.model.commands import CommandReply
+from rolloutmq.messages.scripts.runner import FOLDER, Scripts
+from rolloutmq.sync.transfer.ledger import Join, Ledger
+from rolloutmq.sync.transfer.order import TransferReport
 
 ELSEWHERE = ("lib", "audit_", "dead_page")
 """Scripts that only read, and the one that is tried with the dead letters."""
-ALL = {
-    entry.name.removesuffix(".lua")
-    for entry in files("rolloutmq.messages").joinpath("scripts").iterdir()
-    if not entry.name.startswith(ELSEWHERE)
-}
+ALL = {path.stem for path in FOLDER.rglob("*.lua") if not path.name.startswith(ELSEWHERE)}
 SAYS_LOOK = ("bell", "wake", "news:client")
 LASTING = {"load", "bell", "weights", "dead"}
 """The only keys that may outlive everything: counters, the bounded bell, the newest version, dead letters."""

@@ -13,10 +13,10 @@ from specimens import tokens
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import RolloutResult
-from rolloutmq.messages.connection import connect, ping
 from rolloutmq.messages.errors import ConfigError, RedisUnavailable
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.messages.redis.connection import connect, ping
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 Pair = tuple[EmbeddedRedis, EmbeddedRedis]
 

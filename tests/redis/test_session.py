@@ -11,7 +11,7 @@ from byte_tokenizer import END, START, Bytes
 from pool import check_scripted, eventually, worker
 
 from rolloutmq import InvalidField, JobFailed, RolloutClient, RolloutMQError, SamplingParams, WaitTimeout
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 SHORT = SamplingParams(max_new_tokens=4)
 

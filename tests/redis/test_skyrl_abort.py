@@ -10,7 +10,7 @@ from pool import eventually, worker
 from skyrl_pool import check_output, engine
 
 from rolloutmq.messages import JobFailed
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 LONG: Any = {"max_tokens": 100_000, "logprobs": 0}
 

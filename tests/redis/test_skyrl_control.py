@@ -18,7 +18,7 @@ from skyrl_trainer import NAMES, weights
 from rolloutmq.messages import InvalidField
 from rolloutmq.messages.errors import FeatureUnavailable, RolloutMQError
 from rolloutmq.producer.skyrl import IncompleteWeights, SkyRLEngine, control
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 PROMPT: Any = {"prompt_token_ids": [[1]], "sampling_params": {"max_tokens": 3}}
 

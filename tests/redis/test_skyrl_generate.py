@@ -19,8 +19,8 @@ from rolloutmq.producer.skyrl import SkyRLEngine
 from rolloutmq.producer.skyrl.outputs import output_of
 from rolloutmq.producer.skyrl.requests import Wishes, read_batch
 from rolloutmq.producer.skyrl.texts import Texts
-from rolloutmq.worker.engine import EngineInfo, EngineOutput, EngineRequest
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.engine.protocol import EngineInfo, EngineOutput, EngineRequest
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 SHORT = {"max_generate_length": 5}
 

@@ -11,7 +11,7 @@ from skyrl_pool import check_output, engine
 
 from rolloutmq.messages import InvalidField
 from rolloutmq.producer.skyrl import InferenceEngineOutput, SkyRLEngine
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 TOKENS = 4
 

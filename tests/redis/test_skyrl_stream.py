@@ -13,7 +13,7 @@ from skyrl_pool import check_output, engine, joined
 
 from rolloutmq.messages import Broker, JobFailed
 from rolloutmq.producer.skyrl import StreamingChunk
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 async def test_chunks_of_several_prompts_and_samples(redis_db: str) -> None:

@@ -23,7 +23,7 @@ from rolloutmq import WeightPublisher
 from rolloutmq.messages import InvalidField
 from rolloutmq.messages.errors import TransferTimeout, WeightSyncError
 from rolloutmq.producer.skyrl import IncompleteWeights, SkyRLEngine
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 PROMPT: Any = {"prompt_token_ids": [[1, 2]], "sampling_params": {"max_tokens": 4}}
 

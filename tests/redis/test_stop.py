@@ -13,21 +13,11 @@ from redis.asyncio import Redis
 from specimens import job, result
 
 from rolloutmq import RolloutClient
-from rolloutmq.messages import (
-    Broker,
-    Finished,
-    JobFailure,
-    Lease,
-    Partial,
-    Piece,
-    Release,
-    SamplingParams,
-    Segment,
-)
+from rolloutmq.messages import Broker, Finished, JobFailure, Lease, Partial, Piece, Release, SamplingParams, Segment
 from rolloutmq.messages.errors import WaitTimeout
 from rolloutmq.worker.generation import Generation
-from rolloutmq.worker.samples import SampleRun
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.jobs.sample import SampleRun
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 LONG = SamplingParams(max_new_tokens=100_000)
 Joined = Callable[..., Awaitable[Lease]]

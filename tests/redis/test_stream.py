@@ -15,9 +15,9 @@ from specimens import job, tokens
 
 from rolloutmq import GenerateJob, JobFailed, RolloutClient, RolloutMQError, RolloutResult, SamplingParams, WaitTimeout
 from rolloutmq.messages import Broker, Lease, Partial, Piece, Release, Segment
-from rolloutmq.producer.delta import Delta
-from rolloutmq.worker import streaming
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.producer.calls.delta import Delta
+from rolloutmq.worker.lease import streaming
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 RATE = 400.0
 

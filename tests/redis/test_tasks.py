@@ -13,12 +13,12 @@ from specimens import tokens
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, GenerateJob, JobFailed, WaitTimeout
-from rolloutmq.messages.broker import Caps
-from rolloutmq.messages.embed import EmbedJob
+from rolloutmq.messages.broker.broker import Caps
 from rolloutmq.messages.errors import FeatureUnavailable, InvalidField
-from rolloutmq.messages.score import ScoreJob
-from rolloutmq.producer.tasks import embed, reward, score, similarity
-from rolloutmq.worker.scripted_engine import ScriptedEngine, scripted_logprob
+from rolloutmq.messages.model.embed import EmbedJob
+from rolloutmq.messages.model.score import ScoreJob
+from rolloutmq.producer.calls.tasks import embed, reward, score, similarity
+from rolloutmq.worker.scripted.engine import ScriptedEngine, scripted_logprob
 
 
 class Pooling(ScriptedEngine):

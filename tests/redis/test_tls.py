@@ -12,9 +12,9 @@ from pool import short_retries, worker
 from specimens import tokens
 
 from rolloutmq import RolloutClient
-from rolloutmq.messages import connection
-from rolloutmq.messages.connection import connect, ping
 from rolloutmq.messages.errors import ConfigError, RedisUnavailable
+from rolloutmq.messages.redis import connection
+from rolloutmq.messages.redis.connection import connect, ping
 
 
 @pytest.fixture(scope="module")

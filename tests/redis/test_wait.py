@@ -16,11 +16,12 @@ from redis.asyncio import Redis
 from specimens import job, result, specimens, tokens
 
 from rolloutmq import RolloutClient
-from rolloutmq.messages import Broker, Finished, Lease, Release, WeightAnnouncement, lua
-from rolloutmq.messages.connection import connect
+from rolloutmq.messages import Broker, Finished, Lease, Release, WeightAnnouncement
 from rolloutmq.messages.errors import ConfigError, NotReplicated, RedisRefused
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
-from rolloutmq.sync.ledger import Ledger
+from rolloutmq.messages.redis.connection import connect
+from rolloutmq.messages.scripts import runner as lua
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.sync.transfer.ledger import Ledger
 
 Pair = tuple[EmbeddedRedis, EmbeddedRedis]
 ACCEPTED = (["new"], ["q"])

@@ -24,8 +24,8 @@ from rolloutmq.messages import (
     Segment,
     encode,
 )
-from rolloutmq.messages.broker import Reply
-from rolloutmq.worker.scripted_engine import CONTEXT, ScriptedEngine
+from rolloutmq.messages.broker.broker import Reply
+from rolloutmq.worker.scripted.engine import CONTEXT, ScriptedEngine
 
 SLOW = SamplingParams(max_new_tokens=1000)
 SHORT = SamplingParams(max_new_tokens=5)

@@ -14,18 +14,10 @@ from pool import check_scripted, eventually, replies, short_retries, wait_replie
 from redis.asyncio import Redis
 from specimens import job, result
 
-from rolloutmq.messages import (
-    Broker,
-    EngineError,
-    Finished,
-    JobFailure,
-    RolloutResult,
-    SamplingParams,
-    connect,
-)
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
-from rolloutmq.worker.membership import Membership
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.messages import Broker, EngineError, Finished, JobFailure, RolloutResult, SamplingParams, connect
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.worker.lease.membership import Membership
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 SHORT = SamplingParams(max_new_tokens=5)
 SOME = SamplingParams(max_new_tokens=40)

@@ -11,9 +11,9 @@ from specimens import job
 
 from rolloutmq.messages import Broker, EngineError, Lease, RolloutResult, SamplingParams
 from rolloutmq.worker.config import WorkerConfig
-from rolloutmq.worker.engine import EngineOutput, EngineRequest
-from rolloutmq.worker.scripted_engine import ScriptedEngine
-from rolloutmq.worker.tokenizer import NoTokenizer
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
+from rolloutmq.worker.scripted.engine import ScriptedEngine
+from rolloutmq.worker.text.tokenizer import NoTokenizer
 from rolloutmq.worker.worker import Worker
 
 SHORT = SamplingParams(max_new_tokens=5)
@@ -93,7 +93,7 @@ async def test_a_drain_ends_an_engines_start(redis_db: str) -> None:
 
 
 async def test_transfers_are_followed_after_redis_lost_its_numbers(redis_db: str, broker: Broker) -> None:
-    publisher_module = pytest.importorskip("rolloutmq.sync.publisher")
+    publisher_module = pytest.importorskip("rolloutmq.sync.publish.publisher")
     torch = pytest.importorskip("torch")
     async with worker(redis_db) as running:
         assert running.worker._follower is not None

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from disk_weights import check_versions, leftovers, snapshot
 
-from rolloutmq.sync.disk import NoSuchSnapshot, SnapshotStore
+from rolloutmq.sync.disk.store import NoSuchSnapshot, SnapshotStore
 
 CALLS = ((os, "open"), (os, "mkdir"), (os, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir"), (fcntl, "flock"))
 FIRST, THEN, LAST = 1, 2, 3

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from rolloutmq.sync.disk import SnapshotStore
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.sync.snapshot import Snapshot
+from rolloutmq.sync.disk.store import SnapshotStore
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.tensors.snapshot import Snapshot
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:

@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rolloutmq.messages import InvalidField
-from rolloutmq.sync import buckets
-from rolloutmq.sync.digest import digest
-from rolloutmq.sync.packing import PackedWeights
+from rolloutmq.sync.packing import buckets
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.tensors.digest import digest
 
 CASES: list[Callable[[int], Any]] = []
 

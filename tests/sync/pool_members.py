@@ -62,11 +62,11 @@ def worker_main(pipe: Connection, told: dict[str, Any]) -> None:
 
 
 async def _work(pipe: Connection, told: dict[str, Any]) -> None:
-    from rolloutmq.sync.digest import digest  # noqa: PLC0415
-    from rolloutmq.sync.ledger import Ledger  # noqa: PLC0415
+    from rolloutmq.sync.tensors.digest import digest  # noqa: PLC0415
+    from rolloutmq.sync.transfer.ledger import Ledger  # noqa: PLC0415
     from rolloutmq.worker.config import WorkerConfig  # noqa: PLC0415
-    from rolloutmq.worker.scripted_engine import ScriptedEngine  # noqa: PLC0415
-    from rolloutmq.worker.tokenizer import NoTokenizer  # noqa: PLC0415
+    from rolloutmq.worker.scripted.engine import ScriptedEngine  # noqa: PLC0415
+    from rolloutmq.worker.text.tokenizer import NoTokenizer  # noqa: PLC0415
     from rolloutmq.worker.worker import Worker  # noqa: PLC0415
 
     fault = peer_process.Fault()
@@ -115,9 +115,9 @@ async def _work(pipe: Connection, told: dict[str, Any]) -> None:
 def trainer_main(pipe: Connection, told: dict[str, Any]) -> None:
     """Publish what is asked for, until the pipe is closed."""
     from rolloutmq import WeightPublisher  # noqa: PLC0415
-    from rolloutmq.sync import broadcaster, group  # noqa: PLC0415
-    from rolloutmq.sync.ledger import Ledger  # noqa: PLC0415
-    from rolloutmq.sync.transfers import Transfer  # noqa: PLC0415
+    from rolloutmq.sync.transfer.ledger import Ledger  # noqa: PLC0415
+    from rolloutmq.sync.transfer.rounds import Transfer  # noqa: PLC0415
+    from rolloutmq.sync.wire import broadcaster, group  # noqa: PLC0415
 
     peer_process.end_with_parent()
     torch.set_num_threads(1)

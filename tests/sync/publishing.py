@@ -14,7 +14,7 @@ from specimens import job
 
 from rolloutmq import WeightPublisher
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams
-from rolloutmq.sync.ledger import Ledger
+from rolloutmq.sync.transfer.ledger import Ledger
 
 WEIGHTS = {"first": torch.arange(10.0), "second": torch.ones(5, dtype=torch.int8), "third": torch.zeros(3)}
 

@@ -12,11 +12,11 @@ from adapters import CONFIG, HEAD, RANK, lora, tensors
 
 from rolloutmq import InvalidField
 from rolloutmq.messages import Partial, Segment
-from rolloutmq.sync.adapter_format import Adapter, check_config, check_tensors
-from rolloutmq.worker.adapters import LoadedAdapters
-from rolloutmq.worker.engine import EngineOutput
-from rolloutmq.worker.samples import SampleRun
-from rolloutmq.worker.sglang_lora import complete
+from rolloutmq.sync.adapters.format import Adapter, check_config, check_tensors
+from rolloutmq.worker.engine.protocol import EngineOutput
+from rolloutmq.worker.jobs.sample import SampleRun
+from rolloutmq.worker.sglang.lora import complete
+from rolloutmq.worker.weights.adapters import LoadedAdapters
 
 
 class _Kind(enum.Enum):

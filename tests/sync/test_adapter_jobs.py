@@ -14,10 +14,10 @@ from specimens import job
 
 from rolloutmq import InvalidField
 from rolloutmq.messages import Broker, JobFailure, Lease, SamplingParams, Segment, connect
-from rolloutmq.messages.jobs import GenerateJob
-from rolloutmq.messages.weights import WeightAnnouncement
-from rolloutmq.sync.ledger import Ledger
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.messages.model.jobs import GenerateJob
+from rolloutmq.messages.model.weights import WeightAnnouncement
+from rolloutmq.sync.transfer.ledger import Ledger
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 @pytest.fixture

@@ -17,16 +17,16 @@ from redis.asyncio import Redis
 from rolloutmq import InvalidField
 from rolloutmq.messages import Broker, Lease, connect
 from rolloutmq.messages.errors import EngineError, TransferTimeout
-from rolloutmq.messages.lua import Scripts
-from rolloutmq.messages.weights import WeightAnnouncement
-from rolloutmq.sync import adapters as wire
-from rolloutmq.sync.adapter_format import Adapter
-from rolloutmq.sync.disk import SnapshotStore
-from rolloutmq.sync.ledger import Ledger
-from rolloutmq.sync.rendezvous import serve_store
-from rolloutmq.sync.transfer import TransferReport
-from rolloutmq.worker.adapters import NOT_ENABLED
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.messages.model.weights import WeightAnnouncement
+from rolloutmq.messages.scripts.runner import Scripts
+from rolloutmq.sync.adapters import transfer as wire
+from rolloutmq.sync.adapters.format import Adapter
+from rolloutmq.sync.disk.store import SnapshotStore
+from rolloutmq.sync.transfer.ledger import Ledger
+from rolloutmq.sync.transfer.order import TransferReport
+from rolloutmq.sync.wire.rendezvous import serve_store
+from rolloutmq.worker.scripted.engine import ScriptedEngine
+from rolloutmq.worker.weights.adapters import NOT_ENABLED
 
 Q = f"{HEAD}.q_proj"
 

@@ -13,8 +13,8 @@ import torch
 from pool import eventually
 
 from rolloutmq.messages.errors import TransferTimeout
-from rolloutmq.sync import group
-from rolloutmq.sync.arriving import Arriving
+from rolloutmq.sync.receive.arriving import Arriving
+from rolloutmq.sync.wire import group
 
 BUCKETS, BUFFERS = 5, 2
 CURRENT: list[Stream] = []

@@ -7,8 +7,8 @@ import torch
 from peers import version
 
 from rolloutmq.messages.errors import DigestMismatch
-from rolloutmq.messages.weights import WeightManifest
-from rolloutmq.sync.brief import Told, layout_name
+from rolloutmq.messages.model.weights import WeightManifest
+from rolloutmq.sync.wire.brief import Told, layout_name
 
 
 def manifest(number: int) -> WeightManifest:

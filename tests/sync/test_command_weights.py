@@ -21,14 +21,14 @@ from safetensors.torch import load_file, save_file
 from specimens import SHORT, job
 
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams
-from rolloutmq.messages.connection import connect
 from rolloutmq.messages.errors import ConfigError, InvalidField
+from rolloutmq.messages.redis.connection import connect
 from rolloutmq.producer.control import PoolControl
-from rolloutmq.sync.disk import SnapshotStore
-from rolloutmq.sync.disk_checkpoint import Checkpoint, checkpoint_format
-from rolloutmq.sync.disk_errors import NoSuchSnapshot
-from rolloutmq.worker.commands_remote import UploadFailed, check_url, upload
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.sync.disk.checkpoint import Checkpoint, checkpoint_format
+from rolloutmq.sync.disk.errors import NoSuchSnapshot
+from rolloutmq.sync.disk.store import SnapshotStore
+from rolloutmq.worker.commands.upload import UploadFailed, check_url, upload
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 @asynccontextmanager

@@ -6,8 +6,8 @@ from interpreter import interpreted
 
 INTERPRETED = """
 import json, torch
-from rolloutmq.sync.copies import fits
-from rolloutmq.sync.copies_cuda import BLOCK_WORDS, STEP_WORDS, Launch
+from rolloutmq.sync.tensors.copies import fits
+from rolloutmq.sync.tensors.copies_cuda import BLOCK_WORDS, STEP_WORDS, Launch
 
 torch.manual_seed(0)
 step, block = 4 * STEP_WORDS, 4 * BLOCK_WORDS

@@ -12,13 +12,13 @@ import torch
 from peer_process import Linear, flip
 from peers import SHAPES, Line, Sending, expected, version
 
-from rolloutmq.sync.digest import digest
-from rolloutmq.sync.layout import Arrival, Loading
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.sync.receiver import CPU, Receiver
-from rolloutmq.sync.snapshot import Snapshot
-from rolloutmq.sync.staging import Staging
-from rolloutmq.sync.transfer import TransferReport
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.receive.layout import Arrival, Loading
+from rolloutmq.sync.receive.receiver import CPU, Receiver
+from rolloutmq.sync.tensors.digest import digest
+from rolloutmq.sync.tensors.snapshot import Snapshot
+from rolloutmq.sync.tensors.staging import Staging
+from rolloutmq.sync.transfer.order import TransferReport
 
 TIMEOUT_S = 10.0
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from interpreter import interpreted
 
 from rolloutmq.messages.errors import InvalidField
-from rolloutmq.sync.digest import (
+from rolloutmq.sync.tensors.digest import (
     CHUNK_WORDS,
     Digester,
     chunk_factors,
@@ -224,8 +224,8 @@ def test_what_it_refuses() -> None:
 
 INTERPRETED = """
 import json, torch
-from rolloutmq.sync.digest import Digester
-from rolloutmq.sync.digest_cuda import Launch
+from rolloutmq.sync.tensors.digest import Digester
+from rolloutmq.sync.tensors.digest_cuda import Launch
 
 torch.manual_seed(0)
 packed = torch.randint(0, 256, (600_000,), dtype=torch.uint8)

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 
 from rolloutmq.messages import DigestMismatch, InvalidField, TensorSpec, WeightManifest
 from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.sync.disk import SnapshotStore
-from rolloutmq.sync.disk_errors import BrokenSnapshot, NoSuchSnapshot, SnapshotConflict, SnapshotError
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.sync.snapshot import Snapshot
+from rolloutmq.sync.disk.errors import BrokenSnapshot, NoSuchSnapshot, SnapshotConflict, SnapshotError
+from rolloutmq.sync.disk.store import SnapshotStore
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.tensors.snapshot import Snapshot
 from rolloutmq.worker.cpu_support import prepare_transformers
 
 
@@ -212,7 +212,7 @@ def test_listing_and_collecting_need_no_torch(store: SnapshotStore, tmp_path: Pa
         store.save(snapshot(version))
     script = (
         "import sys; sys.modules['torch'] = None\n"
-        "from rolloutmq.sync.disk import SnapshotStore\n"
+        "from rolloutmq.sync.disk.store import SnapshotStore\n"
         f"store = SnapshotStore({str(tmp_path / 'versions')!r}, keep=1)\n"
         "print(store.versions(), store.load().manifest.version, store.collect())"
     )

@@ -12,9 +12,9 @@ import pytest
 from disk_weights import snapshot
 
 from rolloutmq.messages import DigestMismatch
-from rolloutmq.sync import disk_index
-from rolloutmq.sync.disk import SnapshotStore
-from rolloutmq.sync.disk_errors import BrokenSnapshot
+from rolloutmq.sync.disk import index as disk_index
+from rolloutmq.sync.disk.errors import BrokenSnapshot
+from rolloutmq.sync.disk.store import SnapshotStore
 
 
 @pytest.fixture

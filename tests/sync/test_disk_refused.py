@@ -16,8 +16,8 @@ import pytest
 from disk_weights import check_versions, leftovers, snapshot
 
 from rolloutmq.messages import WeightSyncError
-from rolloutmq.sync.disk import SnapshotStore
-from rolloutmq.sync.disk_errors import SnapshotError
+from rolloutmq.sync.disk.errors import SnapshotError
+from rolloutmq.sync.disk.store import SnapshotStore
 
 
 @pytest.fixture

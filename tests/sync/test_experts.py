@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rolloutmq.messages import InvalidField
-from rolloutmq.sync.experts import CHECKPOINT_NAMES, unfuse_experts
-from rolloutmq.sync.gather import strip_wrappers
-from rolloutmq.sync.packing import PackedWeights
+from rolloutmq.sync.packing.experts import CHECKPOINT_NAMES, unfuse_experts
+from rolloutmq.sync.packing.gather import strip_wrappers
+from rolloutmq.sync.packing.packing import PackedWeights
 from rolloutmq.worker.cpu_support import prepare_transformers
 
 GATE_UP, DOWN = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"

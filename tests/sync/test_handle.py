@@ -14,10 +14,10 @@ from publishing import patient as publisher
 from publishing import weights
 
 from rolloutmq.messages import connect
-from rolloutmq.sync import broadcaster
-from rolloutmq.sync import publisher as module
-from rolloutmq.sync.ledger import Ledger
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.sync.publish import publisher as module
+from rolloutmq.sync.transfer.ledger import Ledger
+from rolloutmq.sync.wire import broadcaster
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 NBYTES = sum(tensor.numel() * tensor.element_size() for tensor in weights(1).values())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rolloutmq.messages.errors import MalformedMessage
-from rolloutmq.sync.ipc import open_handles
+from rolloutmq.sync.wire.ipc import open_handles
 
 CPU = torch.device("cpu")
 SHARED = [0, b"handle", 64, 0, b"counter", 0, b"event", True]

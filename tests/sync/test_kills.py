@@ -20,12 +20,12 @@ from specimens import job
 
 from rolloutmq import WeightPublisher
 from rolloutmq.messages import Broker, Lease, RolloutResult, SamplingParams, WeightSyncError, connect
-from rolloutmq.messages.weights import UpdateMode
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
-from rolloutmq.sync.digest import digest
-from rolloutmq.sync.ledger import Ledger
-from rolloutmq.sync.publisher import PublishReport
-from rolloutmq.sync.transfers import ATTEMPTS, GLANCE_S, GRACE_S
+from rolloutmq.messages.model.weights import UpdateMode
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.sync.publish.publisher import PublishReport
+from rolloutmq.sync.tensors.digest import digest
+from rolloutmq.sync.transfer.ledger import Ledger
+from rolloutmq.sync.transfer.rounds import ATTEMPTS, GLANCE_S, GRACE_S
 
 LEASE_S = 1.0
 JOIN_S = 3.0

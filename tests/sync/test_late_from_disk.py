@@ -15,12 +15,12 @@ from pool import eventually
 
 from rolloutmq import WeightPublisher
 from rolloutmq.messages import InvalidField, connect
-from rolloutmq.sync import held
-from rolloutmq.sync.disk import SnapshotStore
-from rolloutmq.sync.ledger import Ledger
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.sync.transfer import TransferOrder, TransferReport
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.sync.disk.store import SnapshotStore
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.receive import held
+from rolloutmq.sync.transfer.ledger import Ledger
+from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ async def test_reading_stops_for_a_transfer(redis_db: str, tmp_path: Path, monke
 
         honest(opened, buckets, asked)
 
-    monkeypatch.setattr("rolloutmq.sync.receiver.read_into", slowly)
+    monkeypatch.setattr("rolloutmq.sync.receive.receiver.read_into", slowly)
     async with joined(redis_db, snapshots=str(tmp_path)) as late, publisher(redis_db) as source:
         await asyncio.to_thread(reading.wait, 10)
         began = time.monotonic()

@@ -26,9 +26,9 @@ from pool import eventually
 
 from rolloutmq.messages import connect
 from rolloutmq.ops.status import pool_state
-from rolloutmq.sync.ledger import Ledger
-from rolloutmq.sync.transfer import TransferOrder, TransferReport
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.sync.transfer.ledger import Ledger
+from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 @pytest.fixture

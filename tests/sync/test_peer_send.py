@@ -11,9 +11,9 @@ import torch
 from peer_sender import Holder, order_of
 from peers import SHAPES, Peer, expected, version
 
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.sync.peer import send_held
-from rolloutmq.worker.sglang_weights import send_weights
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.receive.lend import send_held
+from rolloutmq.worker.sglang.weights import send_weights
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from rolloutmq.messages import InvalidField
-from rolloutmq.messages.weights import TensorSpec
-from rolloutmq.sync.digest import digest
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.sync.plan import CopyPlan, PlanImpossible, Source
+from rolloutmq.messages.model.weights import TensorSpec
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.plan.plan import CopyPlan, PlanImpossible, Source
+from rolloutmq.sync.tensors.digest import digest
 
 WIDTH, INNER, EXPERTS, ROWS, PADDED = 8, 6, 3, 10, 12
 Tensors = dict[str, torch.Tensor]

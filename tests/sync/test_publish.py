@@ -16,9 +16,9 @@ from specimens import job
 
 from rolloutmq import InvalidField, WaitTimeout, WeightPublisher
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams, WeightSyncError, connect
-from rolloutmq.sync.ledger import Ledger
-from rolloutmq.sync.transfer import TransferOrder, TransferReport
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.sync.transfer.ledger import Ledger
+from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 async def publish(source: WeightPublisher, version: int, timeout: float = 20.0) -> Any:
@@ -284,7 +284,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    from rolloutmq.sync.packing import PackedWeights  # noqa: PLC0415
+    from rolloutmq.sync.packing.packing import PackedWeights  # noqa: PLC0415
 
     made = Gate()
     monkeypatch.setattr(PackedWeights, "snapshot", made.around(PackedWeights.snapshot))

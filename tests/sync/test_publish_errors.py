@@ -19,8 +19,8 @@ from publishing import WEIGHTS, publish, publisher
 
 from rolloutmq import InvalidField, WeightPublisher
 from rolloutmq.messages import WeightSyncError
-from rolloutmq.sync import packing
-from rolloutmq.sync.disk_errors import SnapshotError
+from rolloutmq.sync.disk.errors import SnapshotError
+from rolloutmq.sync.packing import packing
 
 LAYER = torch.nn.Linear(2, 3)
 PAIRS = r"\(name, tensor\) pairs, such as model\.named_parameters\(\)"
@@ -79,7 +79,7 @@ async def test_a_folder_that_cannot_be_written_any_more(
         folder.touch()
         assert (await publish(source, 1)).state == "committed"
         await eventually(lambda: source.snapshots_failed == 1)
-    (record,) = [each for each in caplog.records if each.name == "rolloutmq.sync.saver"]
+    (record,) = [each for each in caplog.records if each.name == "rolloutmq.sync.publish.saver"]
     assert record.getMessage().startswith("version 1 could not be saved: ")
     assert str(folder) in record.getMessage()
     assert (record.levelno, record.exc_info) == (logging.ERROR, None)
@@ -166,6 +166,6 @@ async def test_an_adapter_that_is_not_sent_is_named(
         monkeypatch.setattr(source._sender.adapters, "send", broken)
         with pytest.raises(WeightSyncError, match=r"^version 2 of adapter math: no way$"):
             await adapters.publish(source, "math", 2)
-    told = [each.getMessage() for each in caplog.records if each.name == "rolloutmq.sync.publisher"]
+    told = [each.getMessage() for each in caplog.records if each.name == "rolloutmq.sync.publish.publisher"]
     assert told[0].startswith("version 1 of adapter math is not sent: tensor ")
     assert told[1] == "version 2 of adapter math could not be sent"

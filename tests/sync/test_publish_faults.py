@@ -13,21 +13,14 @@ import torch
 from pool import eventually, status, worker
 from publishing import WEIGHTS, publish, publisher, serve_some
 
-from rolloutmq.messages import (
-    Lease,
-    TensorSpec,
-    WeightAnnouncement,
-    WeightManifest,
-    WeightSyncError,
-    connect,
-)
-from rolloutmq.sync.broadcaster import Broadcaster
-from rolloutmq.sync.ledger import Join, Ledger
-from rolloutmq.sync.rendezvous import serve_store
-from rolloutmq.sync.sender import GRACE_S, Sender
-from rolloutmq.sync.snapshot import Snapshot
-from rolloutmq.sync.transfer import TransferOrder, TransferReport
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.messages import Lease, TensorSpec, WeightAnnouncement, WeightManifest, WeightSyncError, connect
+from rolloutmq.sync.publish.sender import GRACE_S, Sender
+from rolloutmq.sync.tensors.snapshot import Snapshot
+from rolloutmq.sync.transfer.ledger import Join, Ledger
+from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
+from rolloutmq.sync.wire.broadcaster import Broadcaster
+from rolloutmq.sync.wire.rendezvous import serve_store
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from publishing import publish, publisher, serve_some
 from specimens import job
 
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams, connect
-from rolloutmq.messages.weights import UpdateMode
-from rolloutmq.sync.ledger import Ledger
-from rolloutmq.sync.transfer import TransferOrder, TransferReport
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.messages.model.weights import UpdateMode
+from rolloutmq.sync.transfer.ledger import Ledger
+from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import pytest
 from peers import expected, version
 from test_corruption import TIMEOUT_S, Rank, Stream
 
-from rolloutmq.sync import receiver as module
-from rolloutmq.sync.arriving import Arriving
-from rolloutmq.sync.broadcaster import Broadcaster
-from rolloutmq.sync.receiver import Receiver
-from rolloutmq.sync.rendezvous import EpochKeys
-from rolloutmq.sync.snapshot import Snapshot
-from rolloutmq.sync.transfer import TransferReport
+from rolloutmq.sync.receive import receiver as module
+from rolloutmq.sync.receive.arriving import Arriving
+from rolloutmq.sync.receive.receiver import Receiver
+from rolloutmq.sync.tensors.snapshot import Snapshot
+from rolloutmq.sync.transfer.order import TransferReport
+from rolloutmq.sync.wire.broadcaster import Broadcaster
+from rolloutmq.sync.wire.rendezvous import EpochKeys
 
 
 class Gone:

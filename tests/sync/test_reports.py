@@ -8,10 +8,10 @@ import pytest
 from redis.asyncio import Redis
 
 from rolloutmq.messages.errors import MalformedMessage
-from rolloutmq.messages.weights import WeightAnnouncement
-from rolloutmq.sync.ledger import Ledger
-from rolloutmq.sync.transfer import TransferReport
-from rolloutmq.sync.transfers import TransferResult
+from rolloutmq.messages.model.weights import WeightAnnouncement
+from rolloutmq.sync.transfer.ledger import Ledger
+from rolloutmq.sync.transfer.order import TransferReport
+from rolloutmq.sync.transfer.rounds import TransferResult
 
 
 def test_a_report_of_a_newer_worker_is_read_and_nonsense_is_not() -> None:

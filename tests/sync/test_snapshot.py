@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from rolloutmq.messages import ConfigError, InvalidField, TensorSpec, WeightManifest, decode, encode
-from rolloutmq.sync import buckets, packing
-from rolloutmq.sync.digest import digest
-from rolloutmq.sync.gather import strip_wrappers
-from rolloutmq.sync.packing import PackedWeights
-from rolloutmq.sync.places import ALIGN, Place
-from rolloutmq.sync.snapshot import Snapshot, unpack
+from rolloutmq.sync.packing import buckets, packing
+from rolloutmq.sync.packing.gather import strip_wrappers
+from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.tensors.digest import digest
+from rolloutmq.sync.tensors.places import ALIGN, Place
+from rolloutmq.sync.tensors.snapshot import Snapshot, unpack
 
 SIGNALLING_NAN = torch.tensor([0x7FA00001, 1], dtype=torch.int32).view(torch.float32)
 MAPPED = torch.frombuffer(bytearray(range(64)), dtype=torch.bfloat16, offset=2)

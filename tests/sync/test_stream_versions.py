@@ -10,7 +10,7 @@ from publishing import patient, publish
 from specimens import tokens
 
 from rolloutmq import RolloutClient, SamplingParams
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 @pytest.mark.parametrize("mode", ["resume", "in_place"])

@@ -16,7 +16,7 @@ from pool import Running, check_scripted, eventually, wait_replies, worker
 from specimens import job
 
 from rolloutmq.messages import Broker, RolloutResult, connect
-from rolloutmq.sync.ledger import Ledger
+from rolloutmq.sync.transfer.ledger import Ledger
 
 
 @asynccontextmanager

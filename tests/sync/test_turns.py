@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from rolloutmq.sync.receiver import Receiver
-from rolloutmq.sync.transfer import TransferOrder
-from rolloutmq.sync.turns import SHORT_S, short_turns
+from rolloutmq.sync.receive.receiver import Receiver
+from rolloutmq.sync.tensors.turns import SHORT_S, short_turns
+from rolloutmq.sync.transfer.order import TransferOrder
 
 ORDER = TransferOrder(
     version=1,

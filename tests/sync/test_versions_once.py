@@ -13,10 +13,10 @@ from redis.asyncio import Redis
 
 from rolloutmq import InvalidField
 from rolloutmq.messages import Lease
-from rolloutmq.messages.weights import WeightAnnouncement
-from rolloutmq.sync.ledger import Join, Ledger
-from rolloutmq.sync.transfer import TransferOrder, TransferReport
-from rolloutmq.worker.scripted_engine import ScriptedEngine
+from rolloutmq.messages.model.weights import WeightAnnouncement
+from rolloutmq.sync.transfer.ledger import Join, Ledger
+from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 @pytest.fixture

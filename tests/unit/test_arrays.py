@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from specimens import specimens
 
 from rolloutmq.messages import InvalidField, Partial, RolloutResult, Segment, decode, encode
-from rolloutmq.messages.arrays import DTYPES, MAX_BYTES
+from rolloutmq.messages.model.arrays import DTYPES, MAX_BYTES
 
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=5)
 ARRAYS = st.sampled_from(DTYPES).flatmap(lambda dtype: hnp.arrays(np.dtype(dtype), SHAPES))

@@ -6,8 +6,8 @@ from itertools import permutations
 
 import pytest
 
-from rolloutmq.sync.transfer import TransferReport
-from rolloutmq.worker.sglang_weights import combine
+from rolloutmq.sync.transfer.order import TransferReport
+from rolloutmq.worker.sglang.weights import combine
 
 DONE = TransferReport(ok=True, phase="done", readback=True)
 STAGED = TransferReport(ok=True, phase="staged")

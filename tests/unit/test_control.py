@@ -13,10 +13,10 @@ import torch
 from pool import eventually
 
 from rolloutmq.messages.errors import EngineError
-from rolloutmq.sync.receiver import Receiver
-from rolloutmq.sync.transfer import TransferReport
-from rolloutmq.worker.sglang_channel import Channel
-from rolloutmq.worker.sglang_control import ControlServer
+from rolloutmq.sync.receive.receiver import Receiver
+from rolloutmq.sync.transfer.order import TransferReport
+from rolloutmq.worker.sglang.channel import Channel
+from rolloutmq.worker.sglang.inside.control import ControlServer
 
 DONE = TransferReport(ok=True, phase="done")
 TORN = TransferReport(ok=False, phase="load", error="torn", intact=False)

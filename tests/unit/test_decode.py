@@ -13,7 +13,7 @@ from specimens import job, result
 from typer.testing import CliRunner
 
 from rolloutmq.messages.errors import ConfigError, InvalidField
-from rolloutmq.producer.decode import Decoder
+from rolloutmq.producer.data.decode import Decoder
 
 TEXT = "Größe: 3 < 4 — ok"
 
@@ -72,8 +72,9 @@ def test_a_folder_without_a_tokenizer_is_a_configuration_error(tmp_path: Path) -
 
 def test_the_producer_install_stays_light() -> None:
     code = (
-        "import sys; import rolloutmq, rolloutmq.producer.decode, rolloutmq.producer.tasks, rolloutmq.producer.media, "
-        "rolloutmq.producer.tool_registry; "
+        "import sys; import rolloutmq, rolloutmq.producer.data.decode, rolloutmq.producer.calls.tasks; import "
+        "rolloutmq.producer.data.media, "
+        "rolloutmq.producer.data.tools; "
         "print([n for n in ('tokenizers', 'transformers', 'torch', 'yaml', 'PIL', 'sglang') if n in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -81,7 +82,7 @@ def test_the_producer_install_stays_light() -> None:
 
 
 def test_the_command_decodes_arguments_and_files(model: Path, tmp_path: Path) -> None:
-    from rolloutmq.ops.cli import app  # noqa: PLC0415
+    from rolloutmq.ops.cli.main import app  # noqa: PLC0415
 
     runner = CliRunner()
     given = [str(one) for one in ids(model)]

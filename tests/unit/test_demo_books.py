@@ -19,7 +19,7 @@ from rolloutmq.ops.demo.task import ANSWER_TOKENS, EOS, PAD, PROMPT_TOKENS, ZERO
 from rolloutmq.ops.demo.trainer import Step
 from rolloutmq.ops.demo.warmup import Warmup
 from rolloutmq.producer import Group
-from rolloutmq.sync.publisher import PublishReport
+from rolloutmq.sync.publish.publisher import PublishReport
 
 PROBLEM = Problem((3, 1, 0, 2))
 

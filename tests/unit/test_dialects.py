@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from rolloutmq import GenerateJob, SamplingParams
-from rolloutmq.messages.dialect_names import DIALECTS, OTHERS, OWN, RULES
-from rolloutmq.messages.dialects import Dialect, job_fields, sampling_from
+from rolloutmq.messages.dialects.names import DIALECTS, OTHERS, OWN, RULES
+from rolloutmq.messages.dialects.translate import Dialect, job_fields, sampling_from
 from rolloutmq.messages.errors import InvalidField
-from rolloutmq.messages.sampling import LogitProcessor, LogprobOptions
+from rolloutmq.messages.model.sampling import LogitProcessor, LogprobOptions
 
 SAME = {
     "ours": {"sampling": {"max_new_tokens": 64, "min_new_tokens": 3, "stop": ["x"], "temperature": 0.5, "top_p": 0.9}},

@@ -16,8 +16,8 @@ import pytest
 import redis
 
 from rolloutmq.messages.errors import RedisUnavailable
-from rolloutmq.ops import redis_binary
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.ops.redis import binary as redis_binary
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -106,7 +106,7 @@ def test_stop_ends_a_frozen_server() -> None:
 
 PARENT = """
 import os, sys, threading, time
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 server = EmbeddedRedis()
 thread = threading.Thread(target=server.start)
 thread.start(); thread.join()

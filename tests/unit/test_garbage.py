@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.worker import main, sglang_scheduler
+from rolloutmq.worker import main
+from rolloutmq.worker.sglang.inside import scheduler as sglang_scheduler
 
 
 def test_what_is_there_is_left_out_and_what_comes_later_is_not() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rolloutmq.messages import JobFailure, new_id
-from rolloutmq.messages.broker import Reply
-from rolloutmq.producer.inbox import Inbox
-from rolloutmq.producer.inboxes import Inboxes
+from rolloutmq.messages.broker.broker import Reply
+from rolloutmq.producer.inbox.inbox import Inbox
+from rolloutmq.producer.inbox.inboxes import Inboxes
 
 
 def failure(job_id: str) -> Reply:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from rolloutmq.messages import GenerateJob, encode
+from rolloutmq.messages.broker.lease import Claim
 from rolloutmq.messages.errors import RequestRefused
-from rolloutmq.messages.lease import Claim
-from rolloutmq.producer.media import medium
-from rolloutmq.worker.engine import EngineInfo
-from rolloutmq.worker.held import HeldJob
-from rolloutmq.worker.intake import FETCHES, admit_all
-from rolloutmq.worker.tokenizer import NoTokenizer
+from rolloutmq.producer.data.media import medium
+from rolloutmq.worker.engine.protocol import EngineInfo
+from rolloutmq.worker.jobs.held import HeldJob
+from rolloutmq.worker.jobs.intake import FETCHES, admit_all
+from rolloutmq.worker.text.tokenizer import NoTokenizer
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
 HERE = frozenset({"127.0.0.1"})

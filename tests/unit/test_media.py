@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 from rolloutmq.messages import GenerateJob, decode, encode, new_id
-from rolloutmq.messages.chat import ChatMessage
 from rolloutmq.messages.errors import InvalidField, RequestRefused
 from rolloutmq.messages.fetch import fetch
-from rolloutmq.messages.media import MAX_MEDIUM_BYTES, Medium
-from rolloutmq.producer.media import chat_job, from_openai, medium
-from rolloutmq.worker.engine import EngineOutput
-from rolloutmq.worker.media import arguments, with_media_here
-from rolloutmq.worker.samples import SampleRun
+from rolloutmq.messages.model.chat import ChatMessage
+from rolloutmq.messages.model.media import MAX_MEDIUM_BYTES, Medium
+from rolloutmq.producer.data.media import chat_job, from_openai, medium
+from rolloutmq.worker.engine.protocol import EngineOutput
+from rolloutmq.worker.jobs.media import arguments, with_media_here
+from rolloutmq.worker.jobs.sample import SampleRun
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
@@ -271,7 +271,7 @@ def test_a_worker_fetches_only_from_hosts_that_its_operator_names(server: str) -
 
 
 def test_all_urls_of_a_job_have_one_deadline(dripping: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rolloutmq.worker.media.FETCH_S", 0.3)
+    monkeypatch.setattr("rolloutmq.worker.jobs.media.FETCH_S", 0.3)
     job = GenerateJob(text="a", media=[Medium(kind="image", url=dripping)] * 20)
     began = time.monotonic()
     with pytest.raises(RequestRefused, match=r"media\.0: .*can be fetched"):

@@ -12,10 +12,10 @@ from specimens import job
 
 from rolloutmq.messages.errors import EngineDead, EngineError
 from rolloutmq.worker import generation as module
-from rolloutmq.worker.engine import EngineRequest
+from rolloutmq.worker.engine.protocol import EngineRequest
 from rolloutmq.worker.generation import Generation
+from rolloutmq.worker.jobs.sample import SampleRun
 from rolloutmq.worker.pressure import RETRIES_S, Pressure, is_out_of_memory
-from rolloutmq.worker.samples import SampleRun
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rolloutmq.messages.errors import EngineError, RequestRefused
-from rolloutmq.worker import sglang_ops
+from rolloutmq.worker.sglang import operations as sglang_ops
 
 
 class Busy:

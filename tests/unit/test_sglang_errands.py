@@ -16,11 +16,11 @@ from pool import eventually
 from test_sglang_scheduler import Scheduler
 
 from rolloutmq.messages.errors import EngineError
-from rolloutmq.sync.transfer import TransferReport
-from rolloutmq.worker import sglang_scheduler
-from rolloutmq.worker.sglang_channel import Channel, socket_path
-from rolloutmq.worker.sglang_control import LONGEST_ERROR, ControlServer
-from rolloutmq.worker.sglang_errands import Errands
+from rolloutmq.sync.transfer.order import TransferReport
+from rolloutmq.worker.sglang.channel import Channel, socket_path
+from rolloutmq.worker.sglang.inside import scheduler as sglang_scheduler
+from rolloutmq.worker.sglang.inside.control import LONGEST_ERROR, ControlServer
+from rolloutmq.worker.sglang.inside.errands import Errands
 
 
 class Sleeper:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from rolloutmq.messages.errors import ConfigError, RequestRefused
-from rolloutmq.messages.sampling import LogitProcessor, LogprobOptions, SamplingParams
-from rolloutmq.worker.engine import NOTHING_MORE, EngineRequest, Wanted
+from rolloutmq.messages.model.sampling import LogitProcessor, LogprobOptions, SamplingParams
+from rolloutmq.worker.engine.protocol import NOTHING_MORE, EngineRequest, Wanted
 from rolloutmq.worker.logit_processors import Registry, known_processors
-from rolloutmq.worker.sglang_params import generate_arguments
+from rolloutmq.worker.sglang.params import generate_arguments
 
 BUILT_IN = ["action_mask", "disallowed_tokens", "min_new_tokens", "temperature_schedule"]
 MASK = LogitProcessor(name="action_mask", params={"token_ids": [1]})

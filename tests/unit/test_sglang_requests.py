@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from rolloutmq.messages.errors import EngineError, RequestRefused
-from rolloutmq.messages.sampling import LogitProcessor, SamplingParams
-from rolloutmq.worker.engine import EngineRequest, Wanted
-from rolloutmq.worker.sglang_arrays import Shapes
-from rolloutmq.worker.sglang_requests import engine_output
+from rolloutmq.messages.model.sampling import LogitProcessor, SamplingParams
+from rolloutmq.worker.engine.protocol import EngineRequest, Wanted
+from rolloutmq.worker.sglang.arrays import Shapes
+from rolloutmq.worker.sglang.requests import engine_output
 
 SHAPES = Shapes(hidden=4, dtype="float16", layers=2, experts=3)
 STATES = np.arange(12.0).reshape(3, 4).tolist()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rolloutmq.messages.errors import EngineError, WeightSyncError
-from rolloutmq.worker import sglang_scheduler
-from rolloutmq.worker.sglang_scheduler import check, current, install, switch
+from rolloutmq.worker.sglang.inside import scheduler as sglang_scheduler
+from rolloutmq.worker.sglang.inside.scheduler import check, current, install, switch
 
 
 def request(rid: str, key: str | None = "1", tokens: int = 0, lora: str | None = None, kv: Any = None) -> Any:

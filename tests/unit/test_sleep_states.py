@@ -7,9 +7,9 @@ from itertools import chain, combinations
 
 import pytest
 
-from rolloutmq.messages.command_params import MEMORY_TAGS, MemoryTag
 from rolloutmq.messages.errors import RequestRefused
-from rolloutmq.worker.sleep_states import SleepState
+from rolloutmq.messages.model.command_params import MEMORY_TAGS, MemoryTag
+from rolloutmq.worker.commands.sleep import SleepState
 
 SETS = [frozenset(some) for some in chain.from_iterable(combinations(MEMORY_TAGS, n) for n in range(4))]
 STATES = [SleepState(asleep, stale) for asleep in SETS for stale in (False, True)]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rolloutmq.messages.errors import RequestRefused
-from rolloutmq.messages.sampling import SamplingParams
-from rolloutmq.worker.stops import Match, StopMatcher, Stops, _Characters, _RegexStop, check_stops
-from rolloutmq.worker.stops_regex import MEMORY, Automaton, Step, UnsupportedRegex
-from rolloutmq.worker.stops_text import Windowed
+from rolloutmq.messages.model.sampling import SamplingParams
+from rolloutmq.worker.stops.matcher import Match, StopMatcher, Stops, _Characters, _RegexStop, check_stops
+from rolloutmq.worker.stops.pieces import Windowed
+from rolloutmq.worker.stops.regex import MEMORY, Automaton, Step, UnsupportedRegex
 
 ALPHABET = "abE\u20ac\n_ "
 TEXTS = st.text(ALPHABET, min_size=1, max_size=4)

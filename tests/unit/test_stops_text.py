@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rolloutmq.messages.sampling import SamplingParams
-from rolloutmq.worker.stops_text import Windowed, pieces_of
+from rolloutmq.messages.model.sampling import SamplingParams
+from rolloutmq.worker.stops.pieces import Windowed, pieces_of
 
 TEXTS = ("Hello there", "a b", " 5€ ", "😀x", "naïve\n\ttext", "日本")
 

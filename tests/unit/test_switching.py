@@ -10,13 +10,13 @@ import pytest
 from pool import eventually
 
 from rolloutmq.messages.errors import EngineDead
-from rolloutmq.messages.jobs import GenerateJob
-from rolloutmq.messages.results import Segment
-from rolloutmq.messages.sampling import SamplingParams
-from rolloutmq.worker.engine import EngineOutput, EngineRequest, Progress
+from rolloutmq.messages.model.jobs import GenerateJob
+from rolloutmq.messages.model.results import Segment
+from rolloutmq.messages.model.sampling import SamplingParams
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest, Progress
 from rolloutmq.worker.generation import Generation
-from rolloutmq.worker.legs import Leg
-from rolloutmq.worker.samples import SampleRun
+from rolloutmq.worker.jobs.legs import Leg
+from rolloutmq.worker.jobs.sample import SampleRun
 
 
 def tokens(count: int) -> tuple[np.ndarray, np.ndarray]:

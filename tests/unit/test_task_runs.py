@@ -10,19 +10,19 @@ import pytest
 from byte_tokenizer import Bytes
 from pool import eventually
 
-from rolloutmq.messages.chat import ChatMessage
-from rolloutmq.messages.codec import encode
-from rolloutmq.messages.embed import EmbedJob, RewardJob
+from rolloutmq.messages.broker.lease import Claim
 from rolloutmq.messages.errors import EngineDead, EngineError, RequestRefused
-from rolloutmq.messages.lease import Claim
-from rolloutmq.messages.score import ScoreJob, ScoreResult
-from rolloutmq.messages.tasks import TaskJob
-from rolloutmq.worker.engine import EngineInfo
+from rolloutmq.messages.model.chat import ChatMessage
+from rolloutmq.messages.model.embed import EmbedJob, RewardJob
+from rolloutmq.messages.model.score import ScoreJob, ScoreResult
+from rolloutmq.messages.model.tasks import TaskJob
+from rolloutmq.messages.wire.codec import encode
+from rolloutmq.worker.engine.protocol import EngineInfo
+from rolloutmq.worker.engine.tasks import TaskOutput, TaskRequest
 from rolloutmq.worker.generation import Generation
-from rolloutmq.worker.intake import admit
-from rolloutmq.worker.scripted_engine import ScriptedEngine
-from rolloutmq.worker.task_requests import TaskOutput, TaskRequest
-from rolloutmq.worker.task_run import TaskRun
+from rolloutmq.worker.jobs.intake import admit
+from rolloutmq.worker.jobs.task import TaskRun
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 class Held(ScriptedEngine):

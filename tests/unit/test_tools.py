@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from rolloutmq.messages import GenerateJob, decode, encode
-from rolloutmq.messages.chat import MAX_CALLS, MAX_TEXT, ChatMessage
 from rolloutmq.messages.errors import ConfigError, InvalidField, RequestRefused
-from rolloutmq.messages.tools import Tool, ToolCall, why_invalid
-from rolloutmq.producer.tool_registry import ToolRegistry, run_tool_calls
+from rolloutmq.messages.model.chat import MAX_CALLS, MAX_TEXT, ChatMessage
+from rolloutmq.messages.model.tools import Tool, ToolCall, why_invalid
+from rolloutmq.producer.data.tools import ToolRegistry, run_tool_calls
 
 WEATHER = {
     "type": "function",
@@ -41,7 +41,7 @@ def find_calls() -> Any:
     from rolloutmq.worker.cpu_support import prepare_engine  # noqa: PLC0415
 
     prepare_engine()
-    from rolloutmq.worker.tool_calls import find_calls  # noqa: PLC0415
+    from rolloutmq.worker.text.tool_calls import find_calls  # noqa: PLC0415
 
     return find_calls
 
@@ -139,7 +139,7 @@ def test_a_name_no_tool_could_have_can_stand_in_the_next_prompt(find_calls: Any)
 
 
 def test_a_turn_has_as_many_calls_as_a_message_can_hold(find_calls: Any) -> None:
-    from rolloutmq.worker.tool_calls import calls_in  # noqa: PLC0415
+    from rolloutmq.worker.text.tool_calls import calls_in  # noqa: PLC0415
 
     job = GenerateJob(token_ids=[1], tools=(TOOL,))
     text = tag('{"name": "get_weather", "arguments": {"city": "Rome"}}')
@@ -151,7 +151,7 @@ def test_a_turn_has_as_many_calls_as_a_message_can_hold(find_calls: Any) -> None
 
 
 def test_a_parser_that_fails_costs_no_sample(find_calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rolloutmq.worker import tool_calls  # noqa: PLC0415
+    from rolloutmq.worker.text import tool_calls  # noqa: PLC0415
 
     def fails(*_: Any) -> None:
         raise RecursionError("too deep")
@@ -170,7 +170,7 @@ def test_a_schema_that_is_none_checks_nothing() -> None:
 
 
 def test_a_parser_that_does_not_exist_is_refused_with_those_that_do(find_calls: Any) -> None:
-    from rolloutmq.worker.tool_calls import check_parser  # noqa: PLC0415
+    from rolloutmq.worker.text.tool_calls import check_parser  # noqa: PLC0415
 
     check_parser("xml")
     with pytest.raises(RequestRefused, match=r"tool_parser='yaml': json, xml, function, or one of .*qwen25"):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rolloutmq.messages import GenerateJob, SamplingParams
-from rolloutmq.messages.results import RolloutResult
-from rolloutmq.worker.engine import EngineInfo, EngineOutput
-from rolloutmq.worker.samples import SampleRun
+from rolloutmq.messages.model.results import RolloutResult
+from rolloutmq.worker.engine.protocol import EngineInfo, EngineOutput
+from rolloutmq.worker.jobs.sample import SampleRun
 
 INFO = EngineInfo("none", "0", "m", "float32", "cpu", 100, 100)
 TEXT = {1: "one ", 2: "two", 3: " th", 4: "ree E", 5: "ND", 9: "<eos>"}

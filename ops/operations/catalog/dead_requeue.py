@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import Field
 
-from ....messages.broker import Broker
-from ....messages.dead_letters import DeadFilter, DeadLetters
+from ....messages.broker.broker import Broker
+from ....messages.broker.dead_letters import DeadFilter, DeadLetters
 from ....messages.errors import CannotRequeue, InvalidField, NoSuchDeadLetter, PoolBusy
 from ..operation import Context, Operation, Params, operation
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rolloutmq import WaitTimeout
 from rolloutmq.messages import Keys, connect
-from rolloutmq.ops.embedded_redis import EmbeddedRedis
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 from .. import aof, ledger
 from ..context import POOL, Chaos, Trainer, until

@@ -9,8 +9,8 @@ from redis.exceptions import RedisError
 
 from rolloutmq import GenerateJob
 from rolloutmq.messages import Broker
-from rolloutmq.messages.base import MAX_TOKENS
-from rolloutmq.messages.command_channel import CommandSender
+from rolloutmq.messages.broker.command_channel import CommandSender
+from rolloutmq.messages.model.base import MAX_TOKENS
 
 from ..context import POOL, Chaos, Trainer, running, until
 from ..processes import WorkerProcess

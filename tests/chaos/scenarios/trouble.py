@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from rolloutmq import ChatMessage, GenerateJob, InvalidField, JobFailure, SamplingParams
 from rolloutmq.messages import Broker, Keys
-from rolloutmq.messages.dead_letters import DeadLetters
+from rolloutmq.messages.broker.dead_letters import DeadLetters
 
 from ..context import Chaos, Trainer, until
 from ..habits import POISON

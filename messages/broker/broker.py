@@ -1,0 +1,361 @@
+"""The producer's side of a pool: put jobs in, cancel them, read what comes back, look at what is there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from redis.asyncio import Redis
+
+from ..errors import InvalidField, MessageError, PoolBusy, RedisRefused
+from ..model.jobs import PRIORITIES
+from ..model.results import JobFailure
+from ..model.workers import WorkerStatus
+from ..redis.keys import Keys
+from ..scripts.runner import Scripts
+from ..wire.codec import MAX_MESSAGE_BYTES, decode, decode_one_of, encode
+from ..wire.kinds import RESULTS, Job, Result
+
+BATCH_JOBS = 512
+BATCH_BYTES = 4 << 20
+"""One script call accepts at most this much, so that Redis is never busy with one client for long."""
+
+
+NEWS_COUNT = 128
+PIECES_COUNT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """Where a pool starts to answer PoolBusy: what it may take of Redis' memory.
+
+    jobs: open (queued or running) jobs.
+    nbytes: payloads of open jobs, and results that no client has taken yet.
+    unread: results that one client may leave untaken before it can submit more.
+    payload: one job, encoded; a larger one is refused before it is sent.
+    """
+
+    jobs: int = 1_000_000
+    nbytes: int = 4 << 30
+    unread: int = 1 << 30
+    payload: int = MAX_MESSAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One entry of a reply stream; it stays there until `Broker.ack`.
+
+    last: nothing more comes of its job. nbytes: what it was counted for.
+    """
+
+    entry_id: str
+    outcome: Result | JobFailure
+    last: bool
+    nbytes: int = 0
+
+
+class News(NamedTuple):
+    """place: where to read on. jobs: that have new pieces. more: there may be other news, perhaps lost already."""
+
+    place: str
+    jobs: frozenset[str]
+    more: bool
+
+
+class Receipt(NamedTuple):
+    """What an acknowledgement needs of a Reply, without the outcome."""
+
+    entry_id: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLoad:
+    """How much is in a pool. queued: jobs per priority class, highest first. suspects: jobs on their last chance.
+
+    A job cancelled while it was queued is counted as queued until a worker comes across it.
+    """
+
+    queued: tuple[int, ...]
+    suspects: int
+    open_jobs: int
+    open_bytes: int
+    unread_bytes: int
+    accepted: int
+    done: int
+    cancelled: int
+    expired: int
+    dead: int
+
+
+class Broker:
+    """What a producer or an operator does with a pool."""
+
+    def __init__(self, redis: Redis, pool: str, caps: Caps | None = None) -> None:
+        # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
+        self.redis: Any = redis
+        self.keys = Keys(pool)
+        self.caps = caps or Caps()
+        self._scripts = Scripts(redis, self.keys)
+
+    async def enqueue(self, jobs: Sequence[Job], letter: str = "") -> list[str]:
+        """Accept `jobs` in order; returns per job "new", or the state an earlier submission of the same id is in
+        (q queued, r running, or done, cancelled, expired, dead).
+
+        letter: entry id of the dead letter that the one job replaces; it is deleted with the acceptance. If it is gone
+        already, nothing is accepted, and the state is the job's, or "gone".
+        Raises PoolBusy (with how many were accepted) or InvalidField for a job over the payload limit.
+        """
+        states: list[str] = []
+        # All encoded before the first is sent: a job that is refused leaves none of the others in the pool.
+        for batch in list(self._batches(jobs)):
+            caps = (self.caps.jobs, self.caps.nbytes, self.caps.unread)
+            try:
+                answer = await self._scripts.run("enqueue", *caps, letter, *batch)
+            except RedisRefused as refused:
+                if refused.reason != "memory":
+                    raise
+                raise PoolBusy(f"pool {self.keys.pool}: {refused}", states, "memory") from refused
+            if len(answer) >= 5 and answer[-5] == b"BUSY":
+                states.extend(state.decode() for state in answer[:-5])
+                raise self._busy(answer[-4:], states)
+            states.extend(state.decode() for state in answer)
+        return states
+
+    def _busy(self, why: Sequence[Any], states: list[str]) -> PoolBusy:
+        reason, caps = why[0].decode(), self.caps
+        text = {
+            "jobs": f"{why[1]} jobs are open, at most {caps.jobs}",
+            "bytes": f"open jobs and results not taken yet hold {why[2]} bytes, at most {caps.nbytes}",
+            "unread": f"this client has not taken {why[3]} bytes of results, at most {caps.unread}: take some first",
+        }[reason]
+        return PoolBusy(f"pool {self.keys.pool}: {text}", states, reason)
+
+    def _batches(self, jobs: Sequence[Job]) -> Iterator[list[str | int | bytes]]:
+        batch: list[str | int | bytes] = []
+        count = size = 0
+        for job in jobs:
+            if not job.reply_to:
+                raise InvalidField("reply_to", job.reply_to, "the id of the client that reads the results")
+            payload = encode(job)
+            if len(payload) > self.caps.payload:
+                raise InvalidField("job", f"{len(payload)} bytes", f"at most {self.caps.payload} bytes encoded")
+            if batch and (count >= BATCH_JOBS or size + len(payload) > BATCH_BYTES):
+                yield batch
+                batch, count, size = [], 0, 0
+            staleness = "" if job.max_staleness is None else job.max_staleness
+            deadline = "" if job.deadline_s is None else max(1, round(job.deadline_s * 1000))
+            batch += [job.id, payload, job.n, PRIORITIES.index(job.priority)]
+            batch += [job.reply_to, job.min_version, staleness, deadline, job.group_id]
+            batch.append("" if job.lora is None else f"{job.lora}@{job.min_adapter_version}")
+            batch.append(_preference(job))
+            count += 1
+            size += len(payload)
+        if batch:
+            yield batch
+
+    async def cancel(self, job_ids: Sequence[str], cause: str = "cancelled by the client") -> list[str]:
+        """Cancel jobs; returns per job "ok", or the state it had already ended in, or "unknown"."""
+        states: list[str] = []
+        for start in range(0, len(job_ids), BATCH_JOBS):
+            answer = await self._scripts.run("cancel", cause, *job_ids[start : start + BATCH_JOBS])
+            states += [state.decode() for state in answer]
+        return states
+
+    async def stop(self, job_ids: Sequence[str], cause: str = "stopped before it ran") -> list[str]:
+        """End jobs with what they have: their unfinished samples are published with finish_reason "abort".
+
+        Returns per job "ok"; "unbegun" for one that had nothing yet, which ends as a cancelled job; or the state it had
+        already ended in, or "unknown". A worker that is not listening at that moment goes on: say it again until no job
+        is "ok". One that dies meanwhile changes nothing: who claims the job next only ends it.
+        """
+        states: list[str] = []
+        for start in range(0, len(job_ids), BATCH_JOBS):
+            answer = await self._scripts.run("stop", cause, *job_ids[start : start + BATCH_JOBS])
+            states += [state.decode() for state in answer]
+        return states
+
+    async def cancel_client(
+        self, client_id: str, group_id: str | None = None, cause: str = "cancelled with all its client's jobs"
+    ) -> int:
+        """Cancel what a client has open, or the jobs of one of its groups; returns how many.
+
+        From anywhere: the client need not be there, and may find the outcomes when it is back. A job without a group
+        is one by itself, under its own id. Raises InvalidField for an empty group.
+        """
+        if group_id == "":
+            raise InvalidField("group_id", group_id, "a group's name, a job's id, or None for all jobs")
+        cursor, cancelled = 0, 0
+        while True:
+            answer = await self._scripts.run("cancel_client", client_id, group_id or "", cause, cursor, BATCH_JOBS)
+            cursor, cancelled = int(answer[0]), cancelled + int(answer[1])
+            if cursor == 0:
+                return cancelled
+
+    async def open_jobs(self, client_id: str) -> dict[str, str]:
+        """A client's queued and running jobs, each with its group."""
+        ids = [job.decode() for job in await self.redis.smembers(self.keys.client(client_id))]
+        groups: list[bytes | None] = []
+        for start in range(0, len(ids), BATCH_JOBS):
+            async with self.redis.pipeline(transaction=False) as pipe:
+                for job_id in ids[start : start + BATCH_JOBS]:
+                    pipe.hget(self.keys.job(job_id), "G")
+                groups += await pipe.execute()
+        return {job: group.decode() if group else job for job, group in zip(ids, groups, strict=True)}
+
+    async def end_overdue(self, budget: int = 256) -> int:
+        """End jobs past their deadline; returns how many. Workers do it too, but a pool may have none."""
+        return int(await self._scripts.run("overdue", budget))
+
+    async def read_replies(
+        self, client_id: str, after: str, *, count: int = 256, block_ms: int | None = None, redis: Redis | None = None
+    ) -> list[Reply]:
+        """Entries of a client's reply stream after entry id `after` ("0" for the first); they stay in the stream.
+
+        block_ms: how long to wait for the first one; None does not wait. redis: a connection for blocking reads.
+        An entry that cannot be decoded becomes a JobFailure, never an exception that hides the others.
+        """
+        key = self.keys.reply(client_id)
+        reader: Any = redis or self.redis
+        answer = await reader.xread({key: after}, count=count, block=block_ms)
+        entries: list[tuple[bytes, dict[bytes, bytes]]] = answer[0][1] if answer else []
+        return [
+            Reply(entry_id.decode(), _outcome(fields), fields.get(b"l") != b"0", _counted(fields))
+            for entry_id, fields in entries
+        ]
+
+    async def read_news(self, client_id: str, after: str, *, block_ms: int, redis: Redis) -> News:
+        """What has new pieces since entry `after` of the client's news ("0": whatever is there); waits `block_ms`.
+
+        redis: a connection for blocking reads.
+        """
+        reader: Any = redis
+        answer = await reader.xread({self.keys.news(client_id): after}, count=NEWS_COUNT, block=block_ms)
+        entries: list[tuple[bytes, dict[bytes, bytes]]] = answer[0][1] if answer else []
+        jobs = frozenset(fields.get(b"j", b"").decode() for _, fields in entries)
+        return News(entries[-1][0].decode() if entries else after, jobs, len(entries) >= NEWS_COUNT)
+
+    async def read_pieces(self, job_id: str, wanted: Mapping[int, int]) -> dict[int, list[bytes]]:
+        """What is saved of unfinished samples, each from a piece on: sample -> number of the first.
+
+        Per sample the encoded pieces there are, in order, all of one moment and at most PIECES_COUNT of them.
+        """
+        samples = list(wanted)
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for sample in samples:
+                numbers = range(wanted[sample], wanted[sample] + PIECES_COUNT)
+                pipe.hmget(self.keys.job(job_id), [f"k{sample}.{i}" if i else f"k{sample}" for i in numbers])
+            rows = await pipe.execute()
+        return {it: list(takewhile(lambda one: one is not None, row)) for it, row in zip(samples, rows, strict=True)}
+
+    async def newest_reply(self, client_id: str) -> str | None:
+        """Entry id of the newest entry on a client's reply stream."""
+        found = await self.redis.xrevrange(self.keys.reply(client_id), count=1)
+        return found[0][0].decode() if found else None
+
+    async def count_replies(self, client_id: str) -> int:
+        """Entries on a client's reply stream."""
+        return int(await self.redis.xlen(self.keys.reply(client_id)))
+
+    async def ack(self, client_id: str, receipts: Sequence[Receipt | Reply]) -> None:
+        """Drop entries from a reply stream: the client has them safe."""
+        for start in range(0, len(receipts), BATCH_JOBS):
+            pairs = [part for it in receipts[start : start + BATCH_JOBS] for part in (it.entry_id, it.nbytes)]
+            await self._scripts.run("ack", client_id, *pairs)
+
+    async def unread(self) -> dict[str, int]:
+        """Bytes of results that wait to be taken, by client."""
+        found = await self.redis.hgetall(self.keys.unread)
+        return {client.decode(): int(nbytes) for client, nbytes in found.items()}
+
+    async def drop_replies(self, client_id: str) -> int:
+        """Throw away what waits for a client that will not come back; returns how many outcomes that were."""
+        dropped = 0
+        while replies := await self.read_replies(client_id, "0", count=BATCH_JOBS):
+            await self.ack(client_id, replies)
+            dropped += len(replies)
+        return dropped
+
+    async def load(self) -> PoolLoad:
+        """How much is queued, open and finished."""
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for queue, later in zip(self.keys.queues, self.keys.later, strict=True):
+                pipe.llen(queue)
+                pipe.zcard(later)
+            pipe.llen(self.keys.suspects)
+            pipe.hgetall(self.keys.load)
+            *counts, suspects, counters = await pipe.execute()
+
+        def count(name: str) -> int:
+            return int(counters.get(name.encode(), 0))
+
+        return PoolLoad(
+            queued=tuple(counts[i] + counts[i + 1] for i in range(0, len(counts), 2)),
+            suspects=suspects,
+            open_jobs=count("jobs"),
+            open_bytes=count("bytes"),
+            unread_bytes=count("unread"),
+            accepted=count("accepted"),
+            done=count("done"),
+            cancelled=count("cancelled"),
+            expired=count("expired"),
+            dead=count("dead"),
+        )
+
+    async def workers(self) -> list[WorkerStatus]:
+        """The workers whose lease has not been taken back, as of their last heartbeat, as far as they can be read."""
+        ids = [worker.decode() for worker in await self.redis.zrange(self.keys.workers, 0, -1)]
+        if not ids:
+            return []
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for worker in ids:
+                pipe.hget(self.keys.worker(worker), "status")
+            blobs = await pipe.execute()
+        statuses: list[WorkerStatus] = []
+        for blob in blobs:
+            # One of another major version, in the middle of an upgrade, does not hide the others.
+            with contextlib.suppress(MessageError):
+                statuses += [decode(blob, WorkerStatus)] if blob else []
+        return statuses
+
+
+ENTRY_BYTES = 64
+"""As in lib.lua."""
+
+
+def _preference(job: Any) -> str:
+    worker = getattr(job, "prefer_worker", None)  # only of jobs that generate
+    return "" if worker is None else f"{max(1, round(job.prefer_s * 1000))}@{worker}"
+
+
+def _counted(fields: dict[bytes, bytes]) -> int:
+    return ENTRY_BYTES + sum(len(fields.get(name, b"")) for name in (b"m", b"c", b"h", b"e"))
+
+
+def _outcome(fields: dict[bytes, bytes]) -> Result | JobFailure:
+    job_id = fields.get(b"j", b"").decode(errors="replace")
+    if b"m" in fields:
+        try:
+            return decode_one_of(fields[b"m"], RESULTS)
+        except MessageError as error:
+            return JobFailure(job_id=job_id, outcome="dead", cause="a result cannot be read", error=str(error))
+    raw: dict[str, Any] = {name: fields.get(short, b"").decode(errors="replace") for name, short in _FAILURE.items()}
+    try:
+        return JobFailure(job_id=job_id, **raw)
+    except ValidationError as error:
+        return JobFailure(job_id=job_id, outcome="dead", cause="an outcome cannot be read", error=str(error))
+
+
+_FAILURE = {
+    "group_id": b"G",
+    "outcome": b"o",
+    "cause": b"c",
+    "host": b"h",
+    "error": b"e",
+    "attempts": b"a",
+    "published": b"d",
+}

@@ -1,0 +1,143 @@
+"""Commands to workers, with an answer from each: what a sender says, what a worker makes of it, and how both travel.
+
+A command is a record in Redis with a time to live, which is its deadline, and the workers that were alive when it was
+sent; the bell says that it is there. A worker takes it once, however often it hears of it, and only while it lasts, so
+that nobody does late what nobody waits for any more. Answers are fields of a second record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+
+from ..errors import InvalidField, MessageError
+from ..ids import new_id
+from ..model.commands import Command, CommandReply
+from ..redis.keys import Keys
+from ..scripts.runner import Scripts
+from ..wire.codec import decode, encode
+
+ANSWERS_TTL_S = 600
+"""Answers are kept so long after the first one; late ones are of use to nobody but people."""
+MAX_ANSWER_BYTES = 16 << 20
+FIRST_LOOK_S = 0.005
+SLOWEST_LOOK_S = 0.2
+LOOK_FOR_THEM_S = 1.0
+GONE_S = 3.0
+"""A worker that is away for longer is not waited for; one that Redis was taken from may come back in that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A command on its way. workers: who was alive when it was sent; those, and no others, answer."""
+
+    command: Command
+    workers: tuple[str, ...]
+    deadline: float  # of time.monotonic
+
+
+class CommandSender:
+    """The side that asks."""
+
+    def __init__(self, redis: Redis, pool: str) -> None:
+        # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
+        self._redis: Any = redis
+        self.keys = Keys(pool)
+        self._scripts = Scripts(redis, self.keys)
+
+    async def send(
+        self, action: str, params: dict[str, Any] | None = None, *, worker_id: str = "", timeout_s: float = 30.0
+    ) -> Sent:
+        """Say it to the workers that are alive now. Raises InvalidField, RedisUnavailable or RedisRefused."""
+        command = Command.build(
+            id=new_id(),
+            action=action,
+            timeout_s=timeout_s,
+            **({"worker_id": worker_id} if worker_id else {}),
+            **({"params": params} if params else {}),
+        )
+        deadline = time.monotonic() + timeout_s
+        lasts_ms = max(1, round(timeout_s * 1000))
+        roster = await self._scripts.run("command", command.id, worker_id, encode(command), lasts_ms)
+        return Sent(command, tuple(sorted(worker.decode() for worker in roster)), deadline)
+
+    async def answers(self, sent: Sent) -> dict[str, CommandReply]:
+        """Answers by worker: all of them, or those that came by the deadline, or before the others had been gone for
+        a while."""
+        key, look_s, gone_since = self.keys.answers(sent.command.id), FIRST_LOOK_S, 0.0
+        looked = time.monotonic()
+        while True:
+            count, now = await self._redis.hlen(key), time.monotonic()
+            if count >= len(sent.workers) or now >= sent.deadline:
+                break
+            if now - looked > LOOK_FOR_THEM_S:
+                looked = now
+                silent = set(sent.workers) - (await self._read(key, sent)).keys()
+                gone_since = (gone_since or now) if silent == await self.gone(sorted(silent)) else 0.0
+                if gone_since and now - gone_since > GONE_S:
+                    break
+            await asyncio.sleep(min(look_s, sent.deadline - now))
+            look_s = min(SLOWEST_LOOK_S, look_s * 1.5)
+        return await self._read(key, sent) if sent.workers else {}
+
+    async def _read(self, key: str, sent: Sent) -> dict[str, CommandReply]:
+        raw = {worker.decode(): frame for worker, frame in (await self._redis.hgetall(key)).items()}
+        return {worker: _reply(sent.command.id, worker, raw[worker]) for worker in sent.workers if worker in raw}
+
+    async def gone(self, workers: Sequence[str]) -> set[str]:
+        """Those of these workers whose lease is over, or that have left."""
+        seconds, micros = await self._redis.time()
+        now = seconds * 1000 + micros // 1000
+        alive = await self._redis.zrangebyscore(self.keys.workers, now, "+inf")
+        return set(workers) - {worker.decode() for worker in alive}
+
+
+class CommandBox:
+    """The side that is asked: one incarnation of a worker."""
+
+    def __init__(self, redis: Redis, pool: str, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self._scripts = Scripts(redis, Keys(pool))
+
+    async def take(self, command_id: str) -> Command | None:
+        """The command, if it is for this worker, lasts, and was not taken before; timeout_s is then what is left.
+
+        Raises MessageError for one that cannot be read.
+        """
+        # The same token gets it again: redis-py sends a command whose reply was lost once more.
+        answer = await self._scripts.run("take_command", command_id, self.worker_id, secrets.token_hex(8))
+        if not answer:
+            return None
+        command = decode(answer[0], Command)
+        return command.model_copy(update={"timeout_s": max(0.001, int(answer[1]) / 1000)})
+
+    async def answer(self, reply: CommandReply) -> None:
+        """Tell the sender. An answer that is too large becomes an error that says so."""
+        try:
+            frame = encode(reply)
+            if len(frame) > MAX_ANSWER_BYTES:
+                raise InvalidField("result", f"{len(frame)} bytes", f"at most {MAX_ANSWER_BYTES} bytes encoded")
+        except InvalidField as error:
+            frame = encode(self.failure(reply.id, error))
+        await self._scripts.run("answer_command", reply.id, self.worker_id, frame, ANSWERS_TTL_S)
+
+    def failure(self, command_id: str, error: BaseException) -> CommandReply:
+        """The answer that tells of an error."""
+        text = (str(error) or type(error).__name__).encode(errors="replace").decode()  # names of files can be any bytes
+        return CommandReply(
+            id=command_id, worker_id=self.worker_id, ok=False, kind=type(error).__name__[:64], error=text[:8192]
+        )
+
+
+def _reply(command_id: str, worker_id: str, frame: bytes) -> CommandReply:
+    try:
+        return decode(frame, CommandReply)
+    except MessageError as error:
+        text = f"its answer cannot be read: {error}"
+        return CommandReply(id=command_id, worker_id=worker_id, ok=False, kind=type(error).__name__, error=text)

@@ -1,0 +1,229 @@
+"""The worker's side of a pool: a lease for everything it holds, and what it does with jobs under that lease."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.asyncio import Redis
+
+from ..errors import LeaseLost
+from ..model.jobs import PRIORITIES
+from ..model.results import Partial
+from ..model.workers import WorkerStatus
+from ..redis.keys import Keys
+from ..scripts.runner import Scripts
+from ..wire.codec import encode
+from ..wire.kinds import Result
+
+MAX_CALL_TOKENS = 1 << 19
+"""So many tokens with their logprobs (4 MiB) are enough for one call of checkpoint or release: callers send batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One claimed job, still encoded: a payload that cannot be read must not take its neighbours down.
+
+    attempt: the fencing token. n: its samples, as it was accepted. queued_s: how long it had waited. left_s: seconds to
+    its deadline, None if it has none. published: samples that are out. partials: per sample that is to be continued the
+    encoded pieces of what there is of it, in order. ending: it is to be published as it is, see Broker.stop.
+    """
+
+    job_id: str
+    attempt: int
+    n: int
+    queued_s: float
+    left_s: float | None
+    payload: bytes
+    published: frozenset[int] = frozenset()
+    partials: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
+    ending: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a heartbeat brought back: jobs Redis thinks this worker holds, newest committed version, open epoch or 0."""
+
+    held: int
+    committed: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A sample ready to be published. Raises InvalidField if its result is larger than a message may be."""
+
+    job_id: str
+    attempt: int
+    sample: int
+    result: Result
+    payload: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Here, where one sample fails alone, and not when it is in a batch with others.
+        object.__setattr__(self, "payload", encode(self.result))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a sample has generated since it was last saved. number: 0 for the first; saving 0 again starts it over.
+
+    streamed: the client is told of it. Raises InvalidField if it is larger than a message may be.
+    """
+
+    job_id: str
+    attempt: int
+    sample: int
+    number: int
+    partial: Partial
+    streamed: bool = False
+    payload: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "payload", encode(self.partial))  # as in Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A job to be given back. lost: it was in an engine that died, which counts against it like a lost lease."""
+
+    job_id: str
+    attempt: int
+    pieces: tuple[Piece, ...] = ()
+    lost: bool = False
+
+
+class Lease:
+    """One incarnation of a worker. After LeaseLost it is over: join again under a new id."""
+
+    def __init__(self, redis: Redis, pool: str, worker_id: str, lease_s: float = 10.0) -> None:
+        # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
+        self.redis: Any = redis
+        self.keys = Keys(pool)
+        self.worker_id = worker_id
+        self.lease_s = lease_s
+        self._scripts = Scripts(redis, self.keys)
+        self._claims = 0
+
+    async def join(self, status: WorkerStatus) -> Beat:
+        """Register; from here on the worker may claim, for `lease_s` seconds at a time."""
+        return await self._beat(status, join=True)
+
+    async def heartbeat(self, status: WorkerStatus) -> Beat:
+        """Renew. Cost does not depend on how much is held. Raises LeaseLost if others have the jobs by now."""
+        return await self._beat(status, join=False)
+
+    async def _beat(self, status: WorkerStatus, join: bool) -> Beat:
+        lease_ms = round(self.lease_s * 1000)
+        answer = await self._scripts.run("heartbeat", self.worker_id, lease_ms, encode(status), int(join))
+        if answer[0] == b"FENCED":
+            raise LeaseLost(f"worker {self.worker_id} was not heard of for {self.lease_s} s")
+        return Beat(*answer[1:])
+
+    async def claim(
+        self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None
+    ) -> list[Claim]:
+        """Take queued jobs of together about `max_samples` samples (the last one may go over), highest class first.
+
+        Only jobs that can run on weights `version` and on these versions of these adapters; and those for an adapter
+        that the pool does not have.
+        A claim whose reply was lost is given again by the next call. Raises LeaseLost.
+        """
+        number = self._claims + 1
+        has = [part for adapter in (adapters or {}).items() for part in adapter]
+        answer = await self._scripts.run(
+            "claim", self.worker_id, number, max_jobs, max_samples, version, len(PRIORITIES), *has
+        )
+        if answer and answer[0] == b"NOLEASE":
+            raise LeaseLost(f"worker {self.worker_id} holds no lease")
+        self._claims = number
+        return [_claim(answer[i : i + 7]) for i in range(0, len(answer), 7)]
+
+    async def complete(self, finished: Sequence[Finished]) -> list[str]:
+        """Publish samples; per sample "ok", "again" (was out already) or "fenced" (refused: another has the job)."""
+        args: list[str | int | bytes] = []
+        for item in finished:
+            args += [item.job_id, item.attempt, item.sample, item.payload]
+        return [state.decode() for state in await self._scripts.run("complete", self.worker_id, *args)]
+
+    async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:
+        """Save what unfinished samples have generated; per piece "ok", "fenced", or "gap".
+
+        Sending one again is harmless. A gap: an earlier piece is missing and this one was not kept; begin with 0 again.
+        """
+        args: list[str | int | bytes] = []
+        for piece in pieces:
+            args += [piece.job_id, piece.attempt, piece.sample, piece.number, piece.payload]
+            args.append(1 if piece.streamed else "")
+        return [state.decode() for state in await self._scripts.run("checkpoint", self.worker_id, *args)]
+
+    async def release(self, jobs: Sequence[Release], max_lost: int) -> list[str]:
+        """Give jobs back unfinished; per job "ok", "dead" (lost once too often) or "fenced"."""
+        args: list[str | int | bytes] = [max_lost]
+        for job in jobs:
+            args += [job.job_id, job.attempt, int(job.lost), len(job.pieces)]
+            for piece in job.pieces:
+                args += [piece.sample, piece.number, piece.payload]
+        return [state.decode() for state in await self._scripts.run("release", self.worker_id, *args)]
+
+    async def bury(self, job_id: str, attempt: int, cause: str, host: str, error: str) -> bool:
+        """Dead-letter a job. False if it is not this worker's any more."""
+        answer: bytes = await self._scripts.run("dead", self.worker_id, job_id, attempt, cause, host, error[:2000])
+        return answer == b"ok"
+
+    async def expire(self, job_id: str, attempt: int) -> bool:
+        """End a running job whose deadline passed. False if it is not this worker's any more."""
+        answer: bytes = await self._scripts.run("expire", self.worker_id, job_id, attempt)
+        return answer == b"ok"
+
+    async def leave(self) -> int:
+        """Unregister; returns how many jobs are still held (0: gone)."""
+        return int(await self._scripts.run("leave", self.worker_id))
+
+    async def reap(self, max_lost: int, budget: int = 256) -> tuple[int, int, int, int]:
+        """Take back the jobs of dead workers: (requeued, dead-lettered, expired, workers removed)."""
+        requeued, dead, expired, removed = await self._scripts.run("reap", max_lost, budget)
+        return requeued, dead, expired, removed
+
+    async def attempts(self, job_ids: Sequence[str]) -> dict[str, int]:
+        """The present attempt of each job; 0 for one that Redis does not have."""
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.hget(self.keys.job(job_id), "a")
+            found = await pipe.execute()
+        return {job_id: int(attempt or 0) for job_id, attempt in zip(job_ids, found, strict=True)}
+
+    async def held(self) -> frozenset[str]:
+        """Ids of the jobs Redis has under this worker's name."""
+        return frozenset(job.decode() for job in await self.redis.smembers(self.keys.held(self.worker_id)))
+
+
+def _claim(raw: list[Any]) -> Claim:
+    job_id, attempt, n, queued_ms, left_ms, payload, progress = raw
+    published: set[int] = set()
+    ending = False
+    pieces: dict[int, dict[int, bytes]] = {}
+    for name, content in zip(progress[::2], progress[1::2], strict=True):
+        sample, _, number = name[1:].decode().partition(".")
+        if name == b"x":
+            ending = True
+        elif name[:1] == b"s":
+            published.add(int(sample))
+        else:
+            pieces.setdefault(int(sample), {})[int(number or 0)] = content
+    return Claim(
+        job_id=job_id.decode(),
+        attempt=int(attempt),
+        n=int(n),
+        queued_s=int(queued_ms) / 1000,
+        left_s=int(left_ms) / 1000 if left_ms else None,
+        payload=payload,
+        published=frozenset(published),
+        ending=ending,
+        partials={
+            sample: tuple(found[number] for number in sorted(found))
+            for sample, found in pieces.items()
+            if sample not in published
+        },
+    )

@@ -1,0 +1,97 @@
+"""What Redis answers when it will not do something, as one exception per meaning, whatever its version's wording."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+
+from ..errors import RedisRefused, RedisUnavailable
+from .retry import NOT_READY
+
+# Redis 6.2 wraps what a script's command was answered into text: "Error running script (call to f_…): … -OOM command
+# not allowed …", which redis-py cannot tell from a mistake in the script. 7.x hands it on with its code in front.
+_IN_SCRIPT = re.compile(r"^(?:ERR )?Error running script .*?: -([A-Z]+) ", re.DOTALL)
+_CLASSES: dict[str, type[ResponseError]] = {
+    "READONLY": ReadOnlyError,
+    "MASTERDOWN": MasterDownError,
+    "CLUSTERDOWN": ClusterDownError,
+    "NOSCRIPT": NoScriptError,
+    "UNBLOCKED": ReadOnlyError,  # a blocked read is thrown out when its primary becomes a replica
+}
+_CUT_OFF: dict[type[RedisError], str] = {
+    BusyLoadingError: "LOADING",
+    ReadOnlyError: "READONLY",
+    MovedError: "MOVED",
+    AskError: "ASK",
+    TryAgainError: "TRYAGAIN",
+    MasterDownError: "MASTERDOWN",
+    ClusterDownError: "CLUSTERDOWN",
+}
+_REFUSALS = {
+    "OOM": ("memory", "its memory limit (maxmemory) is reached"),
+    "MISCONF": ("disk", "it cannot save its data to disk, see its log"),
+    "NOREPLICAS": ("replicas", "fewer replicas than its min-replicas-to-write are connected"),
+}
+
+
+def meaning(error: ResponseError) -> ResponseError:
+    """The exception for what `error` says; itself where redis-py found the right one."""
+    text = str(error)
+    if isinstance(error, OutOfMemoryError):
+        code = "OOM"
+    elif type(error) is not ResponseError:
+        return error
+    elif inside := _IN_SCRIPT.search(text):
+        code = inside[1]
+    else:
+        code = text.partition(" ")[0]
+    if code in _REFUSALS:
+        reason, why = _REFUSALS[code]
+        return RedisRefused(f"Redis takes no writes: {why}", reason)
+    if code in _CLASSES:
+        return _CLASSES[code](text)
+    if "cript attempted to access a non local key" in text:
+        return TryAgainError(f"the pool's slot is being moved to another node: {text}")
+    if "The user executing the script can't" in text:
+        return NoPermissionError(text)
+    return error
+
+
+@contextmanager
+def told_as_ours(where: str) -> Iterator[None]:
+    """Whatever says that Redis is not there or not ready leaves the block as RedisUnavailable with the address.
+
+    Refused credentials and permissions, and answers about the command itself, stay what they are.
+    """
+    try:
+        yield
+    except (RedisUnavailable, AuthenticationError, AuthorizationError):
+        raise
+    except NOT_READY as error:
+        raise RedisUnavailable(f"no answer from Redis at {where}: {said(error)}") from error
+
+
+def said(error: RedisError | OSError) -> str:
+    """The error's text, with the kind of answer where the text alone does not tell it."""
+    text = str(error)
+    # redis-py cuts the code off, and only since 8 keeps it anywhere.
+    code = next((code for kind, code in _CUT_OFF.items() if isinstance(error, kind)), "")
+    return f"{code} {text}" if code and not text.startswith(code) else text or type(error).__name__

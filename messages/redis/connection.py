@@ -1,0 +1,142 @@
+"""Connections to Redis: one way to open them, with every wait bounded.
+
+RESP2 on purpose: replies have the same shape in every redis-py from 6.2 to 8.x, proxies that do not know HELLO work,
+and no push message can ever sit between a command and its reply. Nothing here decodes: keys and values stay bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable
+from typing import Any, cast
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
+
+from ..errors import ConfigError, RedisRefused, RedisUnavailable
+from .answers import said, told_as_ours
+from .retry import REPLY_TIMEOUT_S, RETRY_BUDGET_S, BoundedRetry, reply_within
+from .topology import link
+from .url import Durability, first_node_url, parse, redacted
+
+__all__ = [
+    "CONNECT_TIMEOUT_S",
+    "DEFAULT_URL",
+    "MAX_BLOCK_S",
+    "MAX_CONNECTIONS",
+    "REPLY_TIMEOUT_S",
+    "RETRY_BUDGET_S",
+    "BoundedRetry",
+    "PoolRedis",
+    "connect",
+    "default_url",
+    "first_node_url",
+    "ping",
+    "redacted",
+]
+
+DEFAULT_URL = "redis://127.0.0.1:6379/0"
+CONNECT_TIMEOUT_S = 3.0
+# The longest BLOCK a `blocking=True` client may ask for. Longer, and its own timeout takes the server for dead.
+MAX_BLOCK_S = 30.0
+MAX_CONNECTIONS = 64
+
+
+class PoolRedis(Redis):
+    """redis-py's client, plus what the URL said about the pool's Redis.
+
+    What says that Redis is gone or not ready is raised as RedisUnavailable, a refusal to write as RedisRefused; both
+    are RedisErrors. Pipelines raise redis-py's own ConnectionError or TimeoutError.
+
+    where: the address, for people. durability: see url.Durability. clustered: whether the pool's slot can move.
+    """
+
+    where = "an unknown address"
+    durability = Durability()
+    clustered = False
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        token = reply_within.set(_reply_within(args))
+        try:
+            with told_as_ours(self.where):
+                return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        finally:
+            reply_within.reset(token)
+
+
+def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> PoolRedis:
+    """A client for any of these URLs; nothing is sent before the first command. docs/redis.md says more about each.
+
+        redis://[USER:PASSWORD@]HOST[:PORT][/DB]       rediss://… the same through TLS       unix:///PATH[?db=0]
+        redis+sentinel://[USER:PASSWORD@]HOST[:PORT],…/SERVICE[/DB]       the primary that these sentinels know
+        redis+cluster://[USER:PASSWORD@]HOST[:PORT],…       the node of this cluster that has the slot of `pool`
+        rediss+sentinel://…, rediss+cluster://…       the same, everything through TLS
+
+    Commands are sent again after a connection error and when Redis is not ready (it loads, was demoted, a failover is
+    under way, the slot has moved), so only idempotent ones may go through it (the broker's scripts are). Waiting for a
+    reply, a connection or a free pooled connection is bounded; all of it ends in RedisUnavailable within about 10 s.
+
+    `blocking=True` gives a client for blocking reads, to be used for nothing else: it waits for a reply as long as the
+    command says (at most MAX_BLOCK_S seconds) and a bit, and never re-sends, because a re-sent XREADGROUP returns the
+    entry *after* the one whose reply was lost. Its user handles the error and reads its own pending entries again.
+    BLOCK 0 ends in an error, too. At most MAX_CONNECTIONS such reads can wait at once.
+
+    Raises ConfigError for a URL that cannot be used, without showing its password.
+    """
+    target = parse(url)
+    if target.kind == "cluster" and pool is None:
+        raise ConfigError(f"Redis URL {redacted(url)!r}: connect() has to be told the pool, whose slot one node has")
+    settings: dict[str, Any] = {
+        "max_connections": MAX_CONNECTIONS,
+        **target.options,
+        **link(target, pool),
+        "protocol": 2,
+        "decode_responses": False,
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "socket_timeout": None,  # BoundedRetry does this
+        # A pooled connection that idled this long is tried with a PING first: NATs and load balancers forget silently.
+        "health_check_interval": 15,
+        "retry": BoundedRetry(0.0, MAX_BLOCK_S + REPLY_TIMEOUT_S) if blocking else BoundedRetry(),
+        "timeout": REPLY_TIMEOUT_S,  # for a free connection, when all are in use
+    }
+    client = cast("PoolRedis", PoolRedis.from_pool(BlockingConnectionPool(**settings)))
+    client.where, client.durability, client.clustered = target.where, target.durability, target.kind == "cluster"
+    return client
+
+
+def default_url() -> str:
+    """Where Redis is if nobody says: $ROLLOUTMQ_REDIS, else redis://127.0.0.1:6379/0; as on the command line."""
+    return os.environ.get("ROLLOUTMQ_REDIS") or DEFAULT_URL
+
+
+async def ping(client: Redis) -> None:
+    """Return if Redis answers; else RedisUnavailable saying which address, what happened and what to do about it."""
+    where = getattr(client, "where", "its address")
+    try:
+        await cast("Awaitable[Any]", client.ping())
+    except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
+        raise RedisUnavailable(
+            f"Redis at {where} refused these credentials ({error}). Give user and password in the URL: "
+            "redis://USER:PASSWORD@HOST:PORT/0"
+        ) from error
+    except RedisRefused:  # it answers; what does not write works
+        return
+    except (RedisError, OSError) as error:
+        cause = error.__cause__ if isinstance(error.__cause__, RedisError) else error
+        raise RedisUnavailable(
+            f"no Redis at {where}: {said(cause)}. Is it running there, and is the port open from here? "
+            "TLS servers need rediss://. `rolloutmq redis` runs one on this machine."
+        ) from error
+
+
+def _reply_within(args: tuple[Any, ...]) -> float | None:
+    """Seconds that the reply to a command that blocks may take; None for other commands and for those without end."""
+    name = str(args[0]).upper()
+    if name in {"XREAD", "XREADGROUP"}:
+        at = next((i for i, word in enumerate(args) if word in (b"BLOCK", "BLOCK")), None)
+        block_s = float(args[at + 1]) / 1000 if at is not None else 0.0
+    elif name in {"BLPOP", "BRPOP"}:
+        block_s = float(args[-1])
+    else:
+        return None
+    return min(block_s, MAX_BLOCK_S) + REPLY_TIMEOUT_S if block_s > 0 else None

@@ -1,0 +1,157 @@
+"""Every Redis key name, in one place.
+
+All keys of a pool carry the same hash tag `{pool}`, so a pool lives in one slot of a Redis Cluster and one script may
+touch several of its keys. The Lua scripts build per-job, per-worker and per-client names from `prefix` the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..errors import InvalidField
+from ..model.jobs import PRIORITIES
+
+_POOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The key names of one pool. Raises InvalidField for a pool name that could not be a hash tag."""
+
+    pool: str
+
+    def __post_init__(self) -> None:
+        if not _POOL.fullmatch(self.pool):
+            raise InvalidField("pool", self.pool, "1 to 64 letters, digits, '_', '.', '-'")
+
+    @property
+    def prefix(self) -> str:
+        """Start of every key of the pool."""
+        return f"rmq:{{{self.pool}}}:"
+
+    @property
+    def queues(self) -> tuple[str, ...]:
+        """LIST of job ids per priority class, next at the left end, highest class first."""
+        return tuple(f"{self.prefix}queue:{index}" for index in range(len(PRIORITIES)))
+
+    @property
+    def later(self) -> tuple[str, ...]:
+        """ZSET of job ids per priority class that wait for newer weights, or for an adapter.
+
+        Score: the version they need; of an adapter with its number in the pool, times 2^40, added to it. Those that are
+        left to the worker they prefer: minus its number in the pool.
+        """
+        return tuple(f"{self.prefix}later:{index}" for index in range(len(PRIORITIES)))
+
+    @property
+    def prefers(self) -> str:
+        """ZSET job id -> until when it is left to the worker it prefers, Redis milliseconds; it is in `later`."""
+        return f"{self.prefix}prefers"
+
+    @property
+    def suspects(self) -> str:
+        """LIST of job ids on their last chance: each of them runs alone."""
+        return f"{self.prefix}suspects"
+
+    @property
+    def ward(self) -> str:
+        """STRING with a TTL: the worker whose turn it is to run suspects."""
+        return f"{self.prefix}ward"
+
+    def job(self, job_id: str) -> str:
+        """HASH, the one record of a job: payload, state, owner, attempt, published samples, partials."""
+        return f"{self.prefix}job:{job_id}"
+
+    def held(self, worker_id: str) -> str:
+        """SET of the job ids a worker holds."""
+        return f"{self.prefix}held:{worker_id}"
+
+    def client(self, client_id: str) -> str:
+        """SET of the ids of a client's open jobs."""
+        return f"{self.prefix}client:{client_id}"
+
+    def worker(self, worker_id: str) -> str:
+        """HASH of a worker's encoded status and its last claim."""
+        return f"{self.prefix}worker:{worker_id}"
+
+    def reply(self, client_id: str) -> str:
+        """STREAM of results for one client; entries leave it only when the client has taken them."""
+        return f"{self.prefix}reply:{client_id}"
+
+    def news(self, client_id: str) -> str:
+        """STREAM (bounded, with a TTL) of the samples of streamed jobs that have a new piece in their job's record."""
+        return f"{self.prefix}news:{client_id}"
+
+    def version(self, version: int | str) -> str:
+        """HASH of one weights version in the ledger; an adapter's versions are <name>@<number>."""
+        return f"{self.prefix}version:{version}"
+
+    def epoch(self, epoch: int) -> str:
+        """HASH of one weight transfer: announcement, joins, reports."""
+        return f"{self.prefix}epoch:{epoch}"
+
+    def command(self, command_id: str) -> str:
+        """HASH of a command, until its deadline: itself, and which of its workers have taken it."""
+        return f"{self.prefix}command:{command_id}"
+
+    def answers(self, command_id: str) -> str:
+        """HASH worker id -> its answer to a command."""
+        return f"{self.prefix}answers:{command_id}"
+
+    @property
+    def workers(self) -> str:
+        """ZSET worker id -> lease end, Redis milliseconds."""
+        return f"{self.prefix}workers"
+
+    @property
+    def deadlines(self) -> str:
+        """ZSET job id -> deadline, Redis milliseconds."""
+        return f"{self.prefix}deadlines"
+
+    @property
+    def load(self) -> str:
+        """HASH of counters: jobs and bytes open now, unread bytes, turns owed to lower classes, and totals."""
+        return f"{self.prefix}load"
+
+    @property
+    def unread(self) -> str:
+        """HASH client id -> bytes of results on its reply stream."""
+        return f"{self.prefix}unread"
+
+    @property
+    def wake(self) -> str:
+        """LIST with at most one token: work is there for whoever blocks on it."""
+        return f"{self.prefix}wake"
+
+    def token(self, worker_id: str) -> str:
+        """LIST with at most one token: work is there that is left to this worker."""
+        return f"{self.prefix}token:{worker_id}"
+
+    @property
+    def bell(self) -> str:
+        """STREAM (bounded) that says something changed: weights, cancellations, controls; see bell.py."""
+        return f"{self.prefix}bell"
+
+    @property
+    def dead(self) -> str:
+        """STREAM of dead letters."""
+        return f"{self.prefix}dead"
+
+    @property
+    def mark(self) -> str:
+        """STRING with a TTL, written before WAIT; see lua.py."""
+        return f"{self.prefix}mark"
+
+    @property
+    def weights(self) -> str:
+        """HASH: newest committed version and its tensors' digest, last epoch, the epoch under way.
+
+        By adapter: its newest committed version, and its number in the pool.
+        """
+        return f"{self.prefix}weights"
+
+    @property
+    def wanted(self) -> str:
+        """HASH worker id, or adapter@worker id -> version it has: workers that wait for a catch-up transfer."""
+        return f"{self.prefix}wanted"

@@ -1,0 +1,127 @@
+"""How long one goes on trying when Redis does not answer, or answers that it is not ready."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import ssl
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from redis.asyncio.retry import Retry
+from redis.backoff import EqualJitterBackoff
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    AuthorizationError,
+    ClusterDownError,
+    ConnectionError,
+    ReadOnlyError,
+    TimeoutError,
+    TryAgainError,
+)
+
+from ..errors import RedisRefused
+
+T = TypeVar("T")
+
+REPLY_TIMEOUT_S = 5.0
+# No new attempt is started this long after the first; with one attempt under way, a caller hears within about
+# RETRY_BUDGET_S + REPLY_TIMEOUT_S = 10 s that Redis is gone.
+RETRY_BUDGET_S = 5.0
+
+NOT_READY = (
+    ConnectionError,  # LOADING is one of these
+    TimeoutError,
+    ReadOnlyError,  # a primary that was just demoted: the next connection finds the new one
+    ClusterDownError,  # a failover under way; MASTERDOWN is one of these
+    AskError,  # MOVED and ASK: the slot is, or will be, with another node
+    TryAgainError,
+)
+"""Answers of a Redis that another attempt, on a new connection, may find ready."""
+
+_deadline: ContextVar[float | None] = ContextVar("rolloutmq_redis_deadline", default=None)
+reply_within: ContextVar[float | None] = ContextVar("rolloutmq_redis_reply", default=None)
+"""For a command that blocks: how long its reply may take, instead of the connection's own bound."""
+
+
+class BoundedRetry(Retry):
+    """Retries with capped exponential backoff until RETRY_BUDGET_S seconds have passed, not for a number of attempts.
+
+    redis-py nests its retries (a command's retry reconnects, which retries too), so counted attempts multiply; here the
+    outermost call sets the deadline and the nested ones keep to it. Refused credentials and certificates are never
+    retried, and of the other refusals only that of a primary that waits for its replicas.
+
+    It also bounds each attempt to `reply_s`, in place of redis-py's socket_timeout: under that one redis-py sends
+    through asyncio.wait_for, which on Python 3.11 loses a cancellation that comes just as the send completes
+    (python/cpython#86296), and a cancelled task in a loop then runs on.
+    """
+
+    def __init__(self, budget_s: float = RETRY_BUDGET_S, reply_s: float = REPLY_TIMEOUT_S) -> None:
+        super().__init__(EqualJitterBackoff(cap=0.5, base=0.01), -1, (*NOT_READY, RedisRefused))
+        self.budget_s = budget_s
+        self.reply_s = reply_s
+
+    async def _in_time(self, do: Callable[[], Awaitable[T]], limit: float) -> T:
+        try:
+            async with asyncio.timeout(limit):
+                return await do()
+        except builtins.TimeoutError as error:
+            raise TimeoutError(f"no reply within {limit:g} s") from error
+
+    async def call_with_retry(
+        self,
+        do: Callable[[], Awaitable[T]],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> T:
+        now = asyncio.get_running_loop().time
+        outer = _deadline.get()
+        deadline = outer if outer is not None else now() + self.budget_s
+        token = _deadline.set(deadline)
+        failures = 0
+        try:
+            while True:
+                try:
+                    return await self._in_time(do, reply_within.get() or self.reply_s)
+                except self._supported_errors as error:
+                    # A refusal that lasts is an answer like any other: the connection it came through stays open.
+                    if (is_retryable and not is_retryable(error)) or (isinstance(error, RedisRefused) and final(error)):
+                        raise
+                    failures += 1
+                    await (fail(error, failures) if with_failure_count else fail(error))
+                    pause = self._backoff.compute(failures)
+                    if final(error) or now() + pause >= deadline:
+                        raise
+                    await asyncio.sleep(pause)
+        finally:
+            _deadline.reset(token)
+
+
+class Once(BoundedRetry):
+    """One attempt, bounded in time, whatever the caller's own budget: for asking one of several."""
+
+    async def call_with_retry(
+        self,
+        do: Callable[[], Awaitable[T]],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> T:
+        try:
+            return await self._in_time(do, self.reply_s)
+        except self._supported_errors as error:
+            await (fail(error, 1) if with_failure_count else fail(error))
+            raise
+
+
+def final(error: BaseException) -> bool:
+    """Whether trying again soon cannot help: credentials, certificates, and refusals that last."""
+    if isinstance(error, RedisRefused):
+        return error.reason != "replicas"
+    if isinstance(error, AuthenticationError | AuthorizationError):
+        return True
+    # redis-py reports any OSError of a connect as its ConnectionError, with the cause beside it.
+    return isinstance(error, ConnectionError) and isinstance(error.__context__, ssl.SSLCertVerificationError)

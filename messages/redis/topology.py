@@ -1,0 +1,191 @@
+"""Which server a connection goes to, asked anew for every connection: sentinels, or nodes of a cluster, know it.
+
+Why not redis-py's own: its SentinelManagedConnection asks only in `connect`, but a command that is sent again after an
+error reconnects by another way, to the old primary. Its RedisCluster brings timeouts and retries of its own (with
+asyncio.wait_for, see BoundedRetry), opens connections to every node, and splits pipelines, all for spreading keys over
+nodes; a pool's keys are all in one slot, so all that is needed is the one node that has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.sentinel import Sentinel
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
+
+from ..errors import RedisRefused
+from .answers import meaning, said
+from .keys import Keys
+from .retry import REPLY_TIMEOUT_S, RETRY_BUDGET_S, Once
+from .url import Target
+
+ASK_TIMEOUT_S = 1.0
+"""How long one sentinel or node may take to connect, and to answer, before the next one is asked."""
+Node = tuple[str, int]
+
+
+class Finder(ABC):
+    """Finds the server that takes writes now."""
+
+    def __init__(self, target: Target, login: dict[str, Any]) -> None:
+        self._nodes = list(target.nodes)
+        tls = {name: value for name, value in target.options.items() if name.startswith("ssl_")}
+        self._options: dict[str, Any] = {
+            **login,
+            **(tls | {"ssl": True} if target.tls else {}),
+            "protocol": 2,
+            "socket_timeout": None,
+            "socket_connect_timeout": ASK_TIMEOUT_S,
+            "retry": Once(0.0, ASK_TIMEOUT_S),
+        }
+
+    @abstractmethod
+    async def find(self) -> Node:
+        """Its host and port. Raises ConnectionError if nobody knows one now."""
+
+
+class SentinelFinder(Finder):
+    """Asks the sentinels one after the other for the primary of a service."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target, target.sentinel_login)
+        self._service = target.service
+
+    async def find(self) -> Node:
+        sentinel: Any = Sentinel(self._nodes, sentinel_kwargs=self._options)  # type: ignore[no-untyped-call]
+        asked = list(zip(sentinel.sentinels, self._nodes, strict=True))
+        try:
+            host, port = await sentinel.discover_master(self._service)
+        finally:
+            for client, _ in asked:
+                await client.aclose()
+        # The one that answered is asked first next time, not one that may be down.
+        self._nodes.sort(key=lambda node: node != next(n for client, n in asked if client is sentinel.sentinels[0]))
+        return str(host), int(port)
+
+
+class ClusterFinder(Finder):
+    """Asks the nodes of a cluster, those it was told of and those it has learned about, who has the pool's slot."""
+
+    def __init__(self, target: Target, pool: str) -> None:
+        login = {name: value for name, value in target.options.items() if name in {"username", "password"}}
+        super().__init__(target, login)
+        self._seeds = target.nodes
+        self._slot = key_slot(Keys(pool).prefix.encode())
+
+    async def find(self) -> Node:
+        failures: list[str] = []
+        for host, port in self._nodes:
+            client: Any = Redis(host=host, port=port, **self._options)
+            try:
+                ranges = _ranges(await client.execute_command("CLUSTER SLOTS"), host)
+            except (RedisError, OSError) as error:
+                failures.append(f"{host}:{port}: {said(error)}")
+                continue
+            finally:
+                await client.aclose()
+            owner = next((nodes[0] for first, last, nodes in ranges if first <= self._slot <= last), None)
+            if owner is None:
+                failures.append(f"{host}:{port}: nobody has slot {self._slot}")
+                continue
+            known = [node for _, _, nodes in ranges for node in nodes]
+            self._nodes = list(dict.fromkeys([owner, *known, *self._seeds]))
+            return owner
+        raise ConnectionError(f"no node of the cluster tells who has slot {self._slot}: {'; '.join(failures)}")
+
+
+def _ranges(answer: Any, asked: str) -> list[tuple[int, int, list[Node]]]:
+    """CLUSTER SLOTS as (first slot, last slot, nodes with the primary first), as redis-py parses it or raw."""
+    if isinstance(answer, dict):
+        entries = [(first, last, [of["primary"], *of["replicas"]]) for (first, last), of in answer.items()]
+    else:
+        entries = [(entry[0], entry[1], entry[2:]) for entry in answer]
+    # An empty host: the node does not know its own address, but we have just reached it.
+    return [(int(a), int(b), [(_text(n[0]) or asked, int(n[1])) for n in nodes]) for a, b, nodes in entries]
+
+
+def _text(value: Any) -> str:
+    text = value.decode() if isinstance(value, bytes) else value or ""
+    return "" if text == "?" else str(text)
+
+
+class _Plain(AbstractConnection):
+    """A connection that tells apart what redis-py takes for one ResponseError."""
+
+    async def connect(self) -> None:
+        # redis-py before 8 has the handshake outside its retries, where nothing else bounds it.
+        try:
+            async with asyncio.timeout(RETRY_BUDGET_S + REPLY_TIMEOUT_S):
+                await super().connect()  # type: ignore[no-untyped-call]
+        except builtins.TimeoutError as error:
+            raise TimeoutError(f"no connection within {RETRY_BUDGET_S + REPLY_TIMEOUT_S:g} s") from error
+
+    async def check_health(self) -> None:
+        # A server that cannot save to disk refuses PING, too; what it holds can still be read.
+        with suppress(RedisRefused):
+            await super().check_health()  # type: ignore[no-untyped-call]
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().read_response(*args, **options)
+        except ResponseError as error:
+            raise meaning(error) from None
+
+
+class TcpLink(_Plain, Connection):
+    """To one address."""
+
+
+class TlsLink(_Plain, SSLConnection):
+    """To one address, through TLS."""
+
+
+class SocketLink(_Plain, UnixDomainSocketConnection):
+    """To a unix socket."""
+
+
+class _Found(Connection):
+    """A connection that asks a Finder where to go every time it connects."""
+
+    def __init__(self, *, finder: Finder, **options: Any) -> None:
+        self._finder = finder
+        super().__init__(**options)
+        if isinstance(finder, SentinelFinder):
+            self.register_connect_callback(self._check_role)  # type: ignore[no-untyped-call]
+
+    async def _connect(self) -> None:
+        self.host, self.port = await self._finder.find()
+        await super()._connect()  # type: ignore[no-untyped-call]
+
+    async def _check_role(self, _: AbstractConnection) -> None:
+        """A sentinel may not have noticed yet that its primary has become a replica, which would answer reads."""
+        await self.send_command("ROLE", check_health=False)
+        role = (await self.read_response())[0]
+        if role != b"master":
+            await self.disconnect()
+            raise ConnectionError(f"{self.host}:{self.port} is no primary any more ({role.decode()})")
+
+
+class FoundTcpLink(_Plain, _Found):
+    """To wherever the Finder says."""
+
+
+class FoundTlsLink(_Plain, _Found, SSLConnection):
+    """To wherever the Finder says, through TLS."""
+
+
+def link(target: Target, pool: str | None) -> dict[str, Any]:
+    """The connection class for `target`, and the arguments that only it needs."""
+    if target.kind == "single":
+        if not target.nodes:
+            return {"connection_class": SocketLink}
+        return {"connection_class": TlsLink if target.tls else TcpLink}
+    finder = SentinelFinder(target) if target.kind == "sentinel" else ClusterFinder(target, pool or "")
+    return {"connection_class": FoundTlsLink if target.tls else FoundTcpLink, "finder": finder}

@@ -1,0 +1,187 @@
+"""What a Redis URL says: one server, sentinels that know it, or a cluster; the login; what a write has to survive."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import SplitResult, parse_qs, urlsplit
+
+from redis.asyncio.connection import parse_url
+
+from ..errors import ConfigError
+
+MAX_REPLICA_TIMEOUT_MS = 3000
+"""The longest one WAIT may take: with its script it has to fit into the time one reply may take."""
+_SENTINEL_PORT, _PORT = 26379, 6379
+# What a URL's query may say. Everything else there is either unknown to redis-py, which would complain only at the
+# first command, or would change what this package relies on (protocol, decode_responses, timeouts).
+_QUERY = {"db", "username", "password", "client_name", "max_connections"}
+_OURS = {"min_replicas", "replica_timeout_ms"}
+_SENTINELS = {"sentinel_username", "sentinel_password"}
+_SCHEME = re.compile(r"(rediss?)\+(sentinel|cluster)://(.*)", re.DOTALL)
+_NODE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::(\d{1,5}))?")
+_EXAMPLES = {
+    "sentinel": "redis+sentinel://host1:26379,host2:26379/SERVICE/0",
+    "cluster": "redis+cluster://host1:6379,host2:6379",
+}
+Kind = Literal["single", "sentinel", "cluster"]
+
+
+@dataclass(frozen=True, slots=True)
+class Durability:
+    """How many replicas have to confirm a write that matters, and how long one asks them. 0: none."""
+
+    min_replicas: int = 0
+    timeout_ms: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parsed URL. nodes: (host, port) of the server, the sentinels, or some nodes of the cluster; empty for a socket.
+
+    options: for redis-py's connections. sentinel_login: for the sentinels themselves.
+    """
+
+    kind: Kind
+    nodes: tuple[tuple[str, int], ...]
+    tls: bool
+    options: dict[str, Any] = field(repr=False)
+    service: str = ""
+    sentinel_login: dict[str, str] = field(default_factory=dict, repr=False)
+    durability: Durability = Durability()
+
+    @property
+    def where(self) -> str:
+        """The address, for people."""
+        nodes = ",".join(f"{host}:{port}" for host, port in self.nodes)
+        if self.kind == "sentinel":
+            return f"the primary of {self.service!r}, as sentinels {nodes} know it"
+        return f"cluster {nodes}" if self.kind == "cluster" else nodes or str(self.options.get("path"))
+
+
+def parse(url: str) -> Target:
+    """Take a URL apart. Raises ConfigError, without showing a password, for one that cannot be used."""
+    if not isinstance(url, str):
+        raise ConfigError(f"Redis URL must be a string such as redis://127.0.0.1:6379/0, not {type(url).__name__}")
+    try:
+        several = _SCHEME.fullmatch(url)
+        if several is None:
+            return _single(url)
+        return _several(several[1], "sentinel" if several[2] == "sentinel" else "cluster", several[3])
+    except _Flaw as flaw:
+        raise ConfigError(f"Redis URL {redacted(url)!r}: {flaw}") from None
+
+
+def redacted(url: str) -> str:
+    """`url` as it may be logged: without the passwords, wherever in it they stand."""
+    hidden = re.sub(r"^([\w+]+://[^/@:]*:).*@", r"\1***@", url, flags=re.DOTALL)
+    return re.sub(r"([?&]\w*pas\w*=)[^&]*", r"\1***", hidden)  # misspelt ones, too
+
+
+def first_node_url(url: str) -> str:
+    """A plain URL of the first host that `url` names, without credentials: what a route to its Redis leads to."""
+    target = parse(url)
+    if not target.nodes:
+        return "unix:///"
+    host, port = target.nodes[0]
+    return f"redis://[{host}]:{port}" if ":" in host else f"redis://{host}:{port}"
+
+
+class _Flaw(Exception):
+    """What is wrong with a URL, in words that quote no part of it where a password might stand."""
+
+
+def _single(url: str) -> Target:
+    options = _options(url)
+    parts = urlsplit(url)
+    _check_query(parts, _QUERY | _OURS)
+    if parts.scheme == "unix":
+        if not options.get("path"):
+            raise _Flaw("the path of the socket is missing, as in unix:///run/redis.sock?db=0")
+        return Target("single", (), False, _plain(options), durability=_durability(options))
+    if not parts.hostname:
+        raise _Flaw("the host is missing, as in redis://127.0.0.1:6379/0")
+    if not re.fullmatch(r"/?\d*", parts.path):
+        raise _Flaw("after host and port only the database's number may follow, as in redis://127.0.0.1:6379/0")
+    node = (options["host"], options.get("port", _PORT))
+    return Target("single", (node,), parts.scheme == "rediss", _plain(options), durability=_durability(options))
+
+
+def _several(scheme: str, kind: Literal["sentinel", "cluster"], rest: str) -> Target:
+    parts = urlsplit(f"{scheme}://{rest}")
+    login, at, hosts = parts.netloc.rpartition("@")
+    nodes = tuple(_node(text, kind) for text in hosts.split(",")) if hosts else ()
+    if not nodes:
+        raise _Flaw(f"the hosts are missing, as in {_EXAMPLES[kind]}")
+    path = parts.path.strip("/").split("/") if parts.path.strip("/") else []
+    service = path.pop(0) if path and kind == "sentinel" else ""
+    if kind == "sentinel" and not re.fullmatch(r"[\w.-]+", service):
+        raise _Flaw(f"the name under which the sentinels know the primary is missing, as in {_EXAMPLES[kind]}")
+    db = path.pop(0) if path else "0"
+    if path or not db.isdecimal() or (kind == "cluster" and int(db)):
+        rest_may_be = "only the service and the database's number" if kind == "sentinel" else "nothing (or /0)"
+        raise _Flaw(f"after the hosts {rest_may_be} may follow, as in {_EXAMPLES[kind]}")
+    # The rest is redis-py's to read, as if there were one host.
+    options = _options(f"{scheme}://{login}{at}h:1/{db}?{parts.query}")
+    _check_query(parts, (_QUERY | _OURS | _SENTINELS) if kind == "sentinel" else (_QUERY | _OURS) - {"db"})
+    sentinel_login = {name.removeprefix("sentinel_"): options.pop(name) for name in _SENTINELS if name in options}
+    durability = _durability(options)
+    for name in ("host", "port"):
+        options.pop(name)
+    return Target(kind, nodes, scheme == "rediss", _plain(options), service, sentinel_login, durability)
+
+
+def _node(text: str, kind: Literal["sentinel", "cluster"]) -> tuple[str, int]:
+    found = _NODE.fullmatch(text)
+    port = int(found[2] or (_SENTINEL_PORT if kind == "sentinel" else _PORT)) if found else 0
+    if found is None or not 0 < port < 1 << 16:
+        raise _Flaw(
+            f"each host must be a name or address and a port up to 65535, as in {_EXAMPLES[kind]}; "
+            "special characters in a password need percent-encoding"
+        )
+    return found[1].strip("[]"), port
+
+
+def _options(url: str) -> dict[str, Any]:
+    try:
+        return dict(parse_url(url))
+    except ValueError as error:
+        if "Port" in str(error):  # its text quotes what it took for a port
+            raise _Flaw(
+                "the port must be a number up to 65535; special characters in a password need percent-encoding"
+            ) from None
+        if "scheme" in str(error):
+            raise _Flaw(
+                "its scheme must be one of redis://, rediss:// (TLS), unix://, redis+sentinel://, redis+cluster://, "
+                "rediss+sentinel://, rediss+cluster://"
+            ) from None
+        raise _Flaw(str(error)) from None
+
+
+def _check_query(parts: SplitResult, allowed: set[str]) -> None:
+    for name, values in parse_qs(parts.query).items():
+        if name in {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"} and not Path(values[0]).is_file():
+            raise _Flaw(f"{name}: there is no such file")
+    if unknown := {name for name in parse_qs(parts.query) if name not in allowed and not name.startswith("ssl_")}:
+        raise _Flaw(f"unknown option {', '.join(sorted(unknown))}; allowed are {', '.join(sorted(allowed))} and ssl_*")
+
+
+def _durability(options: dict[str, Any]) -> Durability:
+    return Durability(
+        _number(options, "min_replicas", 0, 16, 0),
+        _number(options, "replica_timeout_ms", 1, MAX_REPLICA_TIMEOUT_MS, 1000),
+    )
+
+
+def _number(options: dict[str, Any], name: str, low: int, high: int, default: int) -> int:
+    text = str(options.get(name, default))
+    if not text.isascii() or not text.isdecimal() or not low <= int(text) <= high:
+        raise _Flaw(f"{name} must be a number from {low} to {high}")
+    return int(text)
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """What is for redis-py; its connection class follows from the rest."""
+    return {name: value for name, value in options.items() if name not in _OURS | {"connection_class"}}

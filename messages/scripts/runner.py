@@ -1,0 +1,120 @@
+"""Runs the Lua scripts: every change to a pool's state is one of them, so it happens whole or not at all.
+
+Every script is idempotent: redis-py re-sends a command whose reply was lost, and the second run must change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError
+
+from ..errors import NotReplicated, RedisRefused
+from ..redis.answers import told_as_ours
+from ..redis.keys import Keys
+from ..redis.retry import RETRY_BUDGET_S
+from ..redis.url import Durability
+
+FOLDER = Path(__file__).parent
+
+WAITS = frozenset({"enqueue", "complete", "close", "cancel", "cancel_client", "release", "dead", "expire"})
+"""What a failover must not take back: with `min_replicas` these return once that many replicas have it."""
+
+GROWS = frozenset({"enqueue", "checkpoint", "announce"})
+"""What a Redis at its memory limit refuses. Everything else is about work it has accepted already, and goes on: else
+no lease could be renewed, no result be published, and nothing would ever be freed."""
+
+LOADS = 3
+"""How often a script is loaded for one call: the server may change, or forget, between the loading and the call."""
+
+# Redis refuses the first command of a script that may need memory, and only if the script has written nothing yet
+# (measured on 6.2 and 7.0; 7's `#!lua flags=allow-oom` is a syntax error to 6.2). Deleting nothing counts as a write.
+_PAST_THE_LIMIT = "redis.call('DEL', prefix .. 'none')\n"
+
+# While a slot moves to another node, a key that is not there any more, or not yet, is an error in the middle of a
+# script, when half of it is done. This key is never there: the whole script is refused before it has begun.
+_SLOT_IS_HERE = "redis.call('EXISTS', prefix .. 'none')\n"
+
+# From 7.2 on WAIT counts the replicas that have what *this connection* wrote last; after a re-sent script that had
+# nothing left to do, or on a new connection, that is nothing, and WAIT would answer "all" at once. So something is
+# written. (Up to 7.0 it is what anybody has written by then.)
+_MARK = "redis.call('DEL', KEYS[1]) redis.call('SET', KEYS[1], 1, 'EX', 60)"
+
+
+@cache
+def script_source(name: str, *preamble: str) -> str:
+    """The text sent to Redis: the shared functions, `preamble`, then the script."""
+    return (FOLDER / "lib.lua").read_text() + "\n" + "".join(preamble) + script_path(name).read_text()
+
+
+@cache
+def script_path(name: str) -> Path:
+    """Where the script of that name is: each kind has a folder of its own. Raises KeyError."""
+    return {path.stem: path for path in FOLDER.rglob("*.lua")}[name]
+
+
+@cache
+def _sha(source: str) -> str:
+    return hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+class Scripts:
+    """The scripts of one pool over one connection pool. Loaded by SHA, sent whole again after a Redis restart.
+
+    How `min_replicas` is kept, see `messages.url.Durability`, is said by the client that `connect` made of the URL.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._redis: Any = redis
+        self._keys = keys
+        self._durability: Durability = getattr(redis, "durability", Durability())
+        self._preamble = (_SLOT_IS_HERE,) if getattr(redis, "clustered", False) else ()
+        self._address = getattr(redis, "where", "its address")
+
+    async def run(self, name: str, *args: str | int | float | bytes) -> Any:
+        """Run `<name>.lua` with the pool's prefix before `args`.
+
+        Raises RedisUnavailable, RedisRefused (nothing was written) or NotReplicated; it may be run again after any.
+        """
+        try:
+            return await self._run(name, script_source(name, *self._preamble), args)
+        except RedisRefused as refused:
+            if refused.reason != "memory" or name in GROWS:
+                raise
+        return await self._run(name, script_source(name, *self._preamble, _PAST_THE_LIMIT), args)
+
+    async def _run(self, name: str, source: str, args: tuple[str | int | float | bytes, ...]) -> Any:
+        call = ("EVALSHA", _sha(source), 1, self._keys.load, self._keys.prefix, *args)
+        wait = self._durability.min_replicas > 0 and name in WAITS
+        for _ in range(LOADS):
+            try:
+                return await (self._replicated(name, call) if wait else self._redis.execute_command(*call))
+            except NoScriptError:  # a new server, a restarted one, or a new owner of the slot
+                await self._redis.script_load(source)
+        return await (self._replicated(name, call) if wait else self._redis.execute_command(*call))
+
+    async def _replicated(self, name: str, call: tuple[Any, ...]) -> Any:
+        """The script's answer once enough replicas have what it wrote. All on one connection: WAIT is about it."""
+        wanted = self._durability
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + RETRY_BUDGET_S
+        while True:
+            with told_as_ours(self._address):
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    pipe.execute_command(*call)
+                    pipe.execute_command("EVAL", _MARK, 1, self._keys.mark)
+                    pipe.execute_command("WAIT", wanted.min_replicas, wanted.timeout_ms)
+                    answer, _, confirmed = await pipe.execute()
+            if confirmed >= wanted.min_replicas:
+                return answer
+            if clock() >= deadline:
+                raise NotReplicated(
+                    f"{name}: {confirmed} of {wanted.min_replicas} replicas confirmed it within {RETRY_BUDGET_S:g} s. "
+                    "The primary has it, and loses it if it is lost itself before they do. Doing the same again "
+                    "(the same jobs, with their ids) is safe"
+                )

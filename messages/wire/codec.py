@@ -1,0 +1,123 @@
+"""The wire form: three header bytes, then one msgpack map.
+
+    byte 0   major version: another major is refused
+    byte 1   minor version: a newer minor decodes, fields unknown here are dropped
+    byte 2   kind of message
+    bytes 3… msgpack map, str keys; arrays of tokens and logprobs as packed little-endian bin;
+             a field nobody set is left out, so a changed default is a new major version
+
+Decoding never trusts a length, never creates anything but plain data, and raises only MessageError subclasses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgpack
+from pydantic import ValidationError
+
+from ..errors import InvalidField, MalformedMessage, UnsupportedVersion
+from ..model.base import Message, as_invalid_field
+from ..model.commands import Command, CommandReply
+from ..model.results import Partial
+from ..model.weights import WeightAnnouncement, WeightManifest
+from ..model.workers import WorkerStatus
+from .kinds import JOBS, RESULTS
+
+MAJOR = 1
+MINOR = 0
+HEADER = 3
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_STR = 8 << 20
+MAX_BIN = 16 << 20
+MAX_ITEMS = 1 << 17
+MAX_MAPS = MAX_ITEMS + 1024
+
+KINDS: dict[int, type[Message]] = {
+    cls.KIND: cls
+    for cls in (
+        *JOBS,
+        *RESULTS,
+        Partial,
+        WeightManifest,
+        WeightAnnouncement,
+        WorkerStatus,
+        Command,
+        CommandReply,
+    )
+}
+M = TypeVar("M", bound=Message)
+
+
+def encode(message: Message) -> bytes:
+    """The message's frame. Raises InvalidField if it is larger than any decoder accepts or holds what cannot travel."""
+    try:
+        body: bytes = msgpack.packb(message.model_dump(exclude_unset=True, exclude_none=True), use_bin_type=True)
+    except (OverflowError, TypeError, ValueError) as error:
+        # An integer over 64 bits, an object in free parameters, nesting without end.
+        raise InvalidField(type(message).__name__, str(error), "plain data, integers of 64 bits") from None
+    if len(body) + HEADER > MAX_MESSAGE_BYTES:
+        raise InvalidField(type(message).__name__, f"{len(body)} bytes", f"at most {MAX_MESSAGE_BYTES} bytes encoded")
+    return bytes((MAJOR, MINOR, message.KIND)) + body
+
+
+def decode(data: bytes, expect: type[M]) -> M:
+    """The message in a frame.
+
+    Raises MalformedMessage, UnsupportedVersion, or InvalidField if `data` is not a well-formed `expect`.
+    """
+    if len(data) <= HEADER:
+        raise MalformedMessage(f"{len(data)} bytes are too short for a {expect.__name__}")
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MalformedMessage(f"{len(data)} bytes, at most {MAX_MESSAGE_BYTES} are accepted")
+    major, minor, kind = data[0], data[1], data[2]
+    if major != MAJOR:
+        raise UnsupportedVersion(f"message version {major}.{minor}; this side speaks {MAJOR}.x: upgrade the older side")
+    if kind != expect.KIND:
+        known = KINDS.get(kind)
+        raise MalformedMessage(f"a {known.__name__ if known else f'message of kind {kind}'}, not a {expect.__name__}")
+    fields = _unpack(data[HEADER:], expect)
+    if minor > MINOR:
+        fields = {name: value for name, value in fields.items() if name in expect.model_fields}
+    try:
+        return expect.model_validate(fields)
+    except ValidationError as error:
+        raise as_invalid_field(error) from None
+
+
+def decode_one_of(data: bytes, expected: Sequence[type[M]]) -> M:
+    """The message in a frame that may hold any of `expected`; raises what `decode` raises."""
+    found = next((kind for kind in expected if len(data) > HEADER and data[2] == kind.KIND), expected[0])
+    return decode(data, found)
+
+
+def _unpack(body: bytes, expect: type[Message]) -> dict[str, Any]:
+    maps = 0
+
+    def count(fields: dict[Any, Any]) -> dict[Any, Any]:
+        nonlocal maps
+        maps += 1
+        if maps > MAX_MAPS:  # an empty map is one byte there and 64 here
+            raise ValueError(f"more than {MAX_MAPS} maps")
+        return fields
+
+    try:
+        fields = msgpack.unpackb(
+            body,
+            raw=False,
+            use_list=False,
+            object_hook=count,
+            strict_map_key=False,  # logit_bias is keyed by token id; the models check every key
+            max_str_len=MAX_STR,
+            max_bin_len=MAX_BIN,
+            max_array_len=MAX_ITEMS,
+            max_map_len=MAX_ITEMS,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        # ValueError covers ExtraData, FormatError, StackError and every length limit; TypeError an unhashable key.
+        raise MalformedMessage(f"{expect.__name__} is not valid msgpack: {error or type(error).__name__}") from None
+    if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
+        raise MalformedMessage(f"{expect.__name__} is not a map of named fields")
+    return fields

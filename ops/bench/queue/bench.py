@@ -1,0 +1,151 @@
+"""`rolloutmq bench queue`: what the queue does by itself, beside other queues on the same Redis in the same run.
+
+docs/benchmarks.md says what is measured, and how the others are used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ...redis.embedded import EmbeddedRedis
+from ..peers.load import Load
+from .environments import CACHE, peer_systems
+from .growth import Cost, growth
+from .host import describe_host
+from .turn import System, take_turn
+
+LARGE = 256 << 10
+LATENCY_LOAD = 0.1
+FEWER = 3
+"""Latency and large payloads are measured in at most this many rounds."""
+TASKIQ = ("taskiq_list", "taskiq_stream")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """seconds: of a turn, after a warm-up of a quarter of it. workers: counts for the growth of costs; lifecycles:
+    measured at each of them. out: where to write the result, beside printing it."""
+
+    peers: list[str] = field(default_factory=list)
+    rounds: int = 5
+    seconds: float = 5.0
+    workers: tuple[int, ...] = (1, 10, 100, 1000)
+    lifecycles: int = 8192
+    cache: Path = CACHE
+    out: Path | None = None
+
+    @property
+    def load(self) -> Load:
+        return Load(seconds=self.seconds, warmup_s=self.seconds / 4)
+
+
+def run_queue_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
+    """Run it and print the last line; returns what that line says. Raises ConfigError, BenchFailed."""
+    console = Console(stderr=True, quiet=quiet)
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True, highlight=False)
+
+    package = f"{__package__}"
+    systems = [
+        System("rolloutmq", sys.executable, f"{package}.ours", 2048, 64),
+        System("raw", sys.executable, f"{package}.raw", 1024, 64),
+        *peer_systems(plan.peers, plan.cache, say),
+    ]
+    with EmbeddedRedis() as server:
+        host = describe_host(server.url, plan.peers)
+        figures = _throughput(systems, server.url, plan, say)
+        figures |= _latency(systems[0], server.url, plan, figures["rolloutmq"], say)
+        figures["payload_256k"] = _large(systems, server.url, plan, say)
+        costs = asyncio.run(growth(server.url, plan.workers, plan.lifecycles, say))
+    figures |= _growth_figures(costs)
+    figures["host"] = host
+    figures["command"] = " ".join(["rolloutmq", *sys.argv[1:]])
+    if plan.out is not None:
+        plan.out.parent.mkdir(parents=True, exist_ok=True)
+        plan.out.write_text(json.dumps(figures, indent=2) + "\n")
+    print(json.dumps(figures))
+    return figures
+
+
+def _rounds(
+    systems: list[System], url: str, load: Load, count: int, say: Callable[[str], None]
+) -> dict[str, list[float]]:
+    """Jobs per second of each system in each round. They take turns, and another one begins each time."""
+    rates: dict[str, list[float]] = {system.name: [] for system in systems}
+    for number in range(count):
+        start = number % len(systems)
+        for system in [*systems[start:], *systems[:start]]:
+            large = load.payload_bytes >= LARGE
+            if large:
+                turn = replace(load, window=system.window_large, variant=system.variant)
+            else:
+                turn = replace(load, window=system.window, variant=system.variant, poll_s=system.poll_s)
+            measured = take_turn(system, url, turn)
+            rates[system.name].append(round(measured["jobs"] / measured["seconds"], 1))
+        say(f"round {number + 1}: " + ", ".join(f"{name} {rate[-1]:,.0f}/s" for name, rate in rates.items()))
+    return rates
+
+
+def _throughput(systems: list[System], url: str, plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+    rates = _rounds(systems, url, plan.load, plan.rounds, say)
+    figures: dict[str, Any] = {name: statistics.median(found) for name, found in rates.items()}
+    taskiq = max((figures[name] for name in TASKIQ if name in figures), default=None)
+    figures = {name: figures.get(name) for name in ("rolloutmq", "rq", "arq")} | {"taskiq": taskiq} | figures
+    others = [rate for rate in (figures["arq"], taskiq) if rate is not None]
+    ours = figures["rolloutmq"]
+    return figures | {
+        "ratio_rq": round(ours / figures["rq"], 2) if figures["rq"] else None,
+        "ratio_best_peer": round(ours / max(others), 2) if others else None,
+        "ratio_raw": round(ours / figures["raw"], 4),
+        "rounds": rates,
+    }
+
+
+def _latency(system: System, url: str, plan: Plan, most: float, say: Callable[[str], None]) -> dict[str, Any]:
+    load = replace(plan.load, seconds=2 * plan.seconds, rate=most * LATENCY_LOAD)
+    turns = [take_turn(system, url, load) for _ in range(min(plan.rounds, FEWER))]
+    names = ("p50_ms", "p99_ms")
+    figures: dict[str, Any] = {name: round(statistics.median(turn[name] for turn in turns), 2) for name in names}
+    say(f"at {load.rate:,.0f} jobs/s: p50 {figures['p50_ms']} ms, p99 {figures['p99_ms']} ms")
+    rounds = [{name: round(value, 2) for name, value in turn.items()} for turn in turns]
+    return figures | {"latency": {"jobs_per_s": round(load.rate, 1), "rounds": rounds}}
+
+
+def _large(systems: list[System], url: str, plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+    load = replace(plan.load, payload_bytes=LARGE)
+    rates = _rounds(systems, url, load, min(plan.rounds, FEWER), say)
+    return {
+        name: {
+            "per_s": statistics.median(found),
+            "mb_per_s": round(statistics.median(found) * LARGE / 1e6, 1),
+            "rounds": found,
+        }
+        for name, found in rates.items()
+    }
+
+
+def _growth_figures(costs: dict[int, Cost]) -> dict[str, Any]:
+    return {
+        "redis_us_per_lifecycle": {str(workers): cost.lifecycle for workers, cost in costs.items()},
+        "redis_us_per_heartbeat": {str(workers): cost.heartbeat for workers, cost in costs.items()},
+        "growth": {
+            str(workers): {
+                "jobs_held": cost.held,
+                "redis_us_per_lifecycle_with_heartbeats": cost.total,
+                "heartbeats_per_s": cost.beats_per_s,
+                "lifecycles_per_s": cost.lifecycles_per_s,
+                "redis_memory_mb": cost.memory_mb,
+            }
+            for workers, cost in costs.items()
+        },
+    }

@@ -1,0 +1,177 @@
+"""What Redis spends on a job and on a heartbeat while 1, 10, 100, 1,000 workers hold 256 jobs each.
+
+Real leases, all of them in two processes over a few connections: only Redis' own CPU time (`INFO cpu`) counts, so
+a slow driver does not matter. The pool is filled first. Then, with everybody's jobs held and every worker's heartbeat
+(and reap, which goes with it) at its real rate of one a second, workers in turn claim, publish and the client takes
+what came. All counts of workers are measured with the same batches, so what differs is what the pool holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....messages.broker.broker import Broker, Caps
+from ....messages.broker.lease import Claim, Finished
+from ....messages.model.results import RolloutResult, Segment
+from ....messages.redis.connection import connect
+from ..peers.load import Load
+from .beats import POOL, Beater, beat, fleet, status
+from .ours import TOKENS, job_of
+
+CLIENT = "growth-client"
+BATCH = 16
+"""Jobs per claim, publish and acknowledgement: what one worker of many has ready at a time."""
+BACKLOG = 2048
+"""Jobs that wait in the queue all the while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Redis CPU microseconds, server's housekeeping taken off.
+
+    lifecycle: submit, claim, publish, read, acknowledge, without the heartbeats meanwhile. heartbeat: with its reap.
+    total: everything in the measured interval, per lifecycle. beats_per_s, lifecycles_per_s: in that interval; of beats
+    there should be one per worker. held: jobs held by all.
+    """
+
+    lifecycle: float
+    heartbeat: float
+    total: float
+    beats_per_s: float
+    lifecycles_per_s: float
+    held: int
+    memory_mb: float
+
+
+async def measure_growth(url: str, workers: int, *, held_each: int = 256, lifecycles: int = 8192) -> Cost:
+    """The cost with `workers` workers of `held_each` jobs; the Redis at `url` is emptied before and after."""
+    async with connect(url) as redis:
+        await redis.flushall()
+        await redis.script_flush()
+        crowd = _Crowd(redis, workers, held_each)
+        await crowd.join()
+        async with Beater(url, workers) as beater:
+            await crowd.fill()
+            await crowd.turn_over(lifecycles // 4)  # scripts loaded, allocators warm
+            beaten, began, used = await beater.count(), time.perf_counter(), await _cpu_us(redis)
+            await crowd.turn_over(lifecycles)
+            spent, seconds = await _cpu_us(redis) - used, time.perf_counter() - began
+            meanwhile = await beater.count() - beaten
+        idle, beats = await _idle_us_per_s(redis), max(16, lifecycles // 2)
+        began, used = time.perf_counter(), await _cpu_us(redis)
+        for number in range(beats):
+            await beat(crowd.leases[number % workers])
+        heartbeat = (await _cpu_us(redis) - used - idle * (time.perf_counter() - began)) / beats
+        spent -= idle * seconds
+        memory = (await redis.info("memory"))["used_memory"] / 1e6
+        await redis.flushall()
+    return Cost(
+        lifecycle=round((spent - meanwhile * heartbeat) / lifecycles, 2),
+        heartbeat=round(heartbeat, 2),
+        total=round(spent / lifecycles, 2),
+        beats_per_s=round(meanwhile / seconds, 1),
+        lifecycles_per_s=round(lifecycles / seconds, 1),
+        held=workers * held_each,
+        memory_mb=round(memory, 1),
+    )
+
+
+async def _cpu_us(redis: Any) -> float:
+    used = await redis.info("cpu")
+    return float(used["used_cpu_user"] + used["used_cpu_sys"]) * 1e6
+
+
+async def _idle_us_per_s(redis: Any, seconds: float = 1.0) -> float:
+    """What the server spends by itself."""
+    began, used = time.perf_counter(), await _cpu_us(redis)
+    await asyncio.sleep(seconds)
+    return (await _cpu_us(redis) - used) / (time.perf_counter() - began)
+
+
+class _Crowd:
+    """The workers' leases, what each holds, and the client they work for."""
+
+    def __init__(self, redis: Any, workers: int, held_each: int) -> None:
+        self._broker = Broker(redis, POOL, Caps(jobs=1 << 24, nbytes=1 << 36))
+        self.leases = fleet(redis, workers)
+        self._held: list[deque[Claim]] = [deque() for _ in self.leases]
+        self._held_each = held_each
+        self._load = Load()
+        self._submitted = 0
+        self._last = "0"
+        self._turn = 0
+
+    async def join(self) -> None:
+        for lease in self.leases:
+            await lease.join(status(lease))
+
+    async def _submit(self, count: int) -> None:
+        jobs = []
+        for _ in range(count):
+            self._submitted += 1
+            jobs.append(job_of(self._load.payload(self._submitted)).model_copy(update={"reply_to": CLIENT}))
+        await self._broker.enqueue(jobs)
+
+    async def fill(self) -> None:
+        """A backlog in the queue, and every worker holding its share."""
+        await self._submit(BACKLOG)
+        for lease, held in zip(self.leases, self._held, strict=True):
+            while len(held) < self._held_each:
+                await self._submit(min(self._held_each - len(held), 256))
+                held.extend(await lease.claim(min(self._held_each - len(held), 256), 1 << 20, 0))
+
+    async def turn_over(self, lifecycles: int) -> None:
+        """Whole lifecycles, a batch per worker in turn; each is replaced, so that as many stay held and queued."""
+        done = 0
+        while done < lifecycles:
+            lease, held = self.leases[self._turn], self._held[self._turn]
+            self._turn = (self._turn + 1) % len(self.leases)
+            batch = [held.popleft() for _ in range(min(BATCH, lifecycles - done, len(held)))]
+            await self._submit(len(batch))
+            await lease.complete([_finished(claim, lease.worker_id) for claim in batch])
+            held.extend(await lease.claim(len(batch), len(batch), 0))
+            replies = await self._broker.read_replies(CLIENT, self._last, count=512)
+            if len(replies) != len(batch):
+                raise SystemExit(f"{len(replies)} results of {len(batch)} jobs")
+            await self._broker.ack(CLIENT, replies)
+            self._last = replies[-1].entry_id
+            done += len(batch)
+
+
+_ANSWER = np.arange(TOKENS, dtype=np.int32)
+_LOGPROBS = np.full(TOKENS, -1.0, np.float32)
+
+
+def _finished(claim: Claim, worker_id: str) -> Finished:
+    result = RolloutResult(
+        job_id=claim.job_id,
+        sample=0,
+        n=1,
+        group_id=claim.job_id,
+        token_ids=_ANSWER,
+        logprobs=_LOGPROBS,
+        finish_reason="length",
+        segments=(Segment(0, TOKENS),),
+        worker_id=worker_id,
+        attempt=claim.attempt,
+    )
+    return Finished(claim.job_id, claim.attempt, 0, result)
+
+
+async def growth(url: str, counts: Sequence[int], lifecycles: int, say: Callable[[str], None]) -> dict[int, Cost]:
+    """The cost at each number of workers, smallest first."""
+    costs: dict[int, Cost] = {}
+    for workers in sorted(counts):
+        costs[workers] = cost = await measure_growth(url, workers, lifecycles=lifecycles)
+        say(
+            f"{workers} workers, {cost.held} jobs held: {cost.lifecycle} µs of Redis per lifecycle, "
+            f"{cost.heartbeat} µs per heartbeat"
+        )
+    return costs

@@ -1,0 +1,143 @@
+"""RolloutMQ under the load of the queue benchmark: the real client, the real worker, an engine that answers at once.
+
+`python -m rolloutmq.ops.bench.queue.ours worker|client URL LOAD-JSON`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from ....messages.model.jobs import GenerateJob
+from ....messages.model.results import RolloutResult
+from ....messages.model.sampling import SamplingParams
+from ....producer.client import Outcome, RolloutClient
+from ....worker.config import WorkerConfig
+from ....worker.scripted.engine import ScriptedEngine
+from ....worker.text.tokenizer import NoTokenizer
+from ....worker.worker import Worker
+from ..peers.load import Load, Tally, main
+
+POOL = "bench"
+TOKENS = 16
+"""Generated per job: with their logprobs 128 bytes, what the peers' jobs return."""
+MAX_RUNNING = 512
+TIMEOUT_S = 60.0
+_SAMPLING = SamplingParams(max_new_tokens=TOKENS)
+_LOGPROBS = np.full(TOKENS, -1.0, np.float32).tobytes()
+
+
+def work(url: str, _load: Load) -> None:
+    """Serve until SIGTERM."""
+    asyncio.run(_work(url))
+
+
+async def _work(url: str) -> None:
+    config = WorkerConfig(redis_url=url, pool=POOL, max_running=MAX_RUNNING, drain_s=2.0)
+    worker = Worker(config, ScriptedEngine(echo=True), NoTokenizer())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.drain)
+    await worker.run()
+
+
+def drive(url: str, load: Load) -> dict[str, float]:
+    return asyncio.run(_latency(url, load) if load.rate else _throughput(url, load))
+
+
+def job_of(payload: bytes) -> GenerateJob:
+    """The payload as a prompt of int32 tokens, which is how a trainer has it."""
+    return GenerateJob(token_ids=np.frombuffer(payload, "<i4"), sampling=_SAMPLING)
+
+
+def check(tally: Tally, outcome: Outcome) -> None:
+    """Exits unless `outcome` is the right answer to a job that is open."""
+    if not isinstance(outcome, RolloutResult) or outcome.logprobs is None:
+        raise SystemExit(f"not a whole result: {outcome}")
+    if outcome.logprobs.tobytes() != _LOGPROBS:
+        raise SystemExit(f"job {outcome.job_id}: wrong logprobs {outcome.logprobs}")
+    tally.answered(outcome.job_id, outcome.token_ids.tobytes(), size=4 * TOKENS)
+
+
+async def _throughput(url: str, load: Load) -> dict[str, float]:
+    tally = Tally(load)
+
+    def jobs(seconds: float) -> Iterator[GenerateJob]:
+        for number, payload in tally.payloads(seconds):
+            job = job_of(payload)
+            tally.sent(job.id, number)
+            yield job
+
+    async def phase(seconds: float) -> dict[str, float]:
+        async for outcome in client.map(jobs(seconds), window=load.window, timeout=TIMEOUT_S):
+            check(tally, outcome)
+        return tally.figures()
+
+    async with RolloutClient(url, POOL) as client:
+        await phase(load.warmup_s)
+        figures = await phase(load.seconds)
+        return figures | {"repeats": client.repeats}
+
+
+async def _latency(url: str, load: Load) -> dict[str, float]:
+    """Jobs arrive at random (Poisson) times, `load.rate` a second, whatever became of those before them.
+
+    Counted from when a job was to arrive, not from when this process got round to it, until the caller has its result.
+    """
+    tally, arrivals = Tally(load), random.Random(0)
+    due: dict[str, float] = {}
+    taken: list[float] = []
+    sending: set[asyncio.Task[object]] = set()
+
+    def sent(task: asyncio.Task[object]) -> None:
+        sending.discard(task)
+        fresh.set()
+
+    async def take() -> None:
+        while True:
+            async for outcome in client.results(timeout=TIMEOUT_S):
+                taken.append(time.perf_counter() - due.pop(outcome.job_id))
+                check(tally, outcome)
+            await asyncio.sleep(0)
+            if over.is_set() and not tally.open:
+                return
+            await fresh.wait()
+            fresh.clear()
+
+    async def phase(seconds: float) -> None:
+        at = time.perf_counter()
+        for number, payload in tally.payloads(seconds):
+            at += arrivals.expovariate(load.rate)
+            if (pause := at - time.perf_counter()) > 0:
+                await asyncio.sleep(pause)
+            job = job_of(payload)
+            tally.sent(job.id, number)
+            due[job.id] = at
+            task: asyncio.Task[object] = asyncio.create_task(client.submit(job))
+            sending.add(task)
+            task.add_done_callback(sent)
+        await asyncio.gather(*sending)
+
+    async with RolloutClient(url, POOL) as client:
+        over, fresh = asyncio.Event(), asyncio.Event()
+        taking = asyncio.create_task(take())
+        await phase(load.warmup_s)
+        skip = len(taken)
+        await phase(load.seconds)
+        over.set()
+        fresh.set()
+        await taking
+    measured = np.sort(np.array(taken[skip:])) * 1000
+    return {
+        "jobs": float(len(measured)),
+        "p50_ms": float(np.percentile(measured, 50)),
+        "p99_ms": float(np.percentile(measured, 99)),
+        "max_ms": float(measured[-1]),
+    }
+
+
+if __name__ == "__main__":
+    main(work, drive)

@@ -1,0 +1,90 @@
+"""One turn of one system: its worker in one process, its client in another, both gone afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from ....messages.errors import RolloutMQError
+from ..peers.load import Load
+
+GRACE_S = 180.0
+"""How much longer than its load a client may take: start, warm-up, and what was outstanding at the end."""
+END_S = 2.0
+"""What a worker gets to leave by itself: nothing depends on it any more."""
+
+
+class BenchFailed(RolloutMQError):
+    """A system did not get through its turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """name: its key among the results. python, module: what runs as `python -m module worker|client URL LOAD`.
+
+    window, window_large: jobs outstanding that suit it, at 1 KB and at 256 KB payloads. path: put on PYTHONPATH.
+    poll_s: how long its client waits before it asks for a result again, if it is one that polls (at 1 KB).
+    """
+
+    name: str
+    python: str
+    module: str
+    window: int
+    window_large: int
+    variant: str = ""
+    path: str = ""
+    poll_s: float = 0.02
+
+
+def take_turn(system: System, url: str, load: Load) -> dict[str, Any]:
+    """What the client of `system` measured under `load`, on the emptied Redis at `url`. Raises BenchFailed."""
+    with redis.Redis.from_url(url) as admin:
+        admin.flushall()
+    env = {**os.environ, "BENCH_URL": url, "BENCH_VARIANT": system.variant, "PYTHONWARNINGS": "ignore"}
+    if system.path:
+        env["PYTHONPATH"] = system.path
+    command = [system.python, "-m", system.module]
+    with tempfile.TemporaryFile() as log:
+        worker = subprocess.Popen(
+            [*command, "worker", url, load.to_json()],
+            env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        try:
+            client = subprocess.run(
+                [*command, "client", url, load.to_json()],
+                env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+                timeout=load.warmup_s + load.seconds + GRACE_S,
+            )  # fmt: skip
+            if client.returncode or worker.poll() is not None:
+                log.seek(0)
+                said = log.read().decode(errors="replace")[-1500:]
+                raise BenchFailed(
+                    f"{system.name}: client ended with {client.returncode}: {client.stderr[-1500:]}\nworker: {said}"
+                )
+        except subprocess.TimeoutExpired as error:
+            raise BenchFailed(f"{system.name}: the client was not done within {error.timeout:g} s") from None
+        finally:
+            _end(worker)
+    figures: dict[str, Any] = json.loads(client.stdout.splitlines()[-1])
+    return figures
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a worker and what it started: some are a supervisor with children."""
+    group = process.pid
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(group, how)
+            process.wait(END_S)
+        except ProcessLookupError:
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait(END_S)

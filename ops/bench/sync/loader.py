@@ -1,0 +1,59 @@
+"""Runs inside the benchmark's engines: the project's own loader, and a few orders more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....sync.tensors.staging import Staging
+from ....worker.sglang.engine import SGLangEngine
+from ....worker.sglang.inside import control as sglang_control
+
+STAGING = "rolloutmq-bench-staging-"
+"""A tensor with this in its name, and a policy after it, asks to stage, or not, from now on: so that one engine can be
+measured both ways."""
+
+
+def receive(model: Any, named_tensors: Any) -> Any:
+    """SGLang's hook; the project's own, for everything but that name."""
+    named = list(named_tensors)
+    what = named[0][0] if len(named) == 1 else ""
+    if what.startswith(STAGING):
+        return _stage(what.removeprefix(STAGING))
+    module, _, function = SGLangEngine._weight_loader.rpartition(".")
+    return getattr(__import__(module, fromlist=[function]), function)(model, named)
+
+
+def _stage(policy: Any) -> None:
+    """Another staging policy for this process's receiver, as if the engine had been started with it."""
+    server = sglang_control._server
+    if server is None or server.receiver.device.type == "cpu":
+        return
+    receiver = server.receiver
+    receiver._memory[receiver.device] = Staging(receiver.device, policy)
+    receiver.kept.drop_buffers()
+
+
+class BenchEngine(SGLangEngine):
+    """The project's engine with that hook in place of its own."""
+
+    _weight_loader = f"{__name__}.receive"
+
+    @property
+    def manager(self) -> Any:
+        """SGLang's tokenizer manager, for the stock path."""
+        return self._current().manager
+
+    async def settle(self) -> None:
+        """Until everything queued on the engine's device is done: SGLang's "success" says that copies are queued."""
+        for rank in range(self.config.tp_size):
+            await self._current().channel.operate(rank, "synchronize")
+
+    async def stage(self, policy: str) -> None:
+        """Stage from now on, or not ("on", "off", "auto"); nothing on a CPU, which always does."""
+        await self._ask(STAGING + policy)
+
+    async def _ask(self, what: str) -> None:
+        from ....worker.sglang import compat as sglang_compat  # noqa: PLC0415  (sglang itself: only where an engine runs)
+
+        self.manager.auto_create_handle_loop()  # else nobody receives the answer of an engine's very first request
+        await sglang_compat.run_loader(self.manager, self._weight_loader, what, self.config.tp_size)

@@ -1,0 +1,106 @@
+"""A receiver without an engine: the same transfers into a model's parameters, and nothing that generates.
+
+It is up in seconds, where an engine compiles kernels for a minute. What it leaves out is SGLang's part of an update:
+one request between two batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ....messages.errors import ConfigError
+from ....messages.model.weights import StagingPolicy
+from ....sync.receive.receiver import Receiver
+from ....sync.tensors.staging import Staging
+from ....sync.transfer.order import TransferOrder, TransferReport
+from ....worker.engine.protocol import EngineInfo
+from .shapes import SHAPES
+
+FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
+    ("gate_proj", "up_proj"), "gate_up_proj"
+)
+
+
+class PlainModel(torch.nn.Module):  # type: ignore[misc]
+    """Parameters of a shape as an engine lays them out: q, k and v in one, gate and up in one."""
+
+    def __init__(self, tensors: Iterable[tuple[str, tuple[int, ...]]], device: torch.device) -> None:
+        super().__init__()
+        self._rows: dict[str, tuple[str, int, int]] = {}
+        sizes: dict[str, list[int]] = {}
+        for name, shape in tensors:
+            stem, _, kind = name.removesuffix(".weight").rpartition(".")
+            home = f"{stem}.{FUSED.get(kind, kind)}"
+            start = sizes[home][0] if home in sizes else 0
+            self._rows[name] = home, start, start + shape[0]
+            sizes[home] = [start + shape[0], *shape[1:]]
+        flat = torch.zeros(sum(math.prod(shape) for shape in sizes.values()), dtype=torch.bfloat16, device=device)
+        pieces = flat.split([math.prod(shape) for shape in sizes.values()])
+        for (home, size), piece in zip(sizes.items(), pieces, strict=True):
+            parameter = torch.nn.Parameter(piece.view(size), requires_grad=False)
+            self.register_parameter(home.replace(".", "/"), parameter)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As SGLang's models do it: find the parameter, cut the slice, copy."""
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            home, start, end = self._rows[name]
+            parameters[home.replace(".", "/")].data[start:end].copy_(tensor)
+
+
+class PlainEngine:
+    """What the benchmark asks of an engine, without one."""
+
+    def __init__(self, shape: str, device: str) -> None:
+        self._shape, self._device = SHAPES[shape], torch.device(device)
+        self._model: PlainModel | None = None
+        self._receiver: Receiver | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """See Engine."""
+        return EngineInfo("none", "", self._shape.name, "bfloat16", self._device.type, self._shape.vocab, 0)
+
+    @property
+    def manager(self) -> Any:
+        """There is none: the stock path takes an engine."""
+        raise ConfigError("--plain: stock paths take an engine")
+
+    async def start(self) -> None:
+        """Make the parameters."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._model = PlainModel(self._shape.tensors(), self._device)
+        await self.stage("on")
+
+    async def prepare_weights(self, order: TransferOrder) -> TransferReport:
+        """See Engine."""
+        assert self._receiver is not None
+        return await asyncio.to_thread(self._receiver.prepare, order)
+
+    async def commit_weights(self, order: TransferOrder) -> TransferReport:
+        """See Engine."""
+        assert self._receiver is not None
+        assert self._model is not None
+        return await asyncio.to_thread(self._receiver.commit, order.epoch, self._model, idle=True)
+
+    async def settle(self) -> None:
+        """Until the device is done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    async def stage(self, policy: StagingPolicy) -> None:
+        """Stage from now on, or not."""
+        if self._receiver is None:
+            self._receiver = Receiver(self._device, staging=policy)
+        elif self._device.type == "cuda":
+            self._receiver._memory[self._device] = Staging(self._device, policy)
+            self._receiver.kept.drop_buffers()
+
+    async def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,289 @@
+"""The processes of one shape's measurement, and one update over each path.
+
+A process that misses a deadline is ended. The next step starts all of them anew: what is left of a broken process group
+is no base for the next figure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+from ....messages.errors import ConfigError, RolloutMQError
+from .child import Child, ChildFailed
+from .figures import Span, span_ms
+from .shapes import Shape
+
+PACKAGE = __package__ or ""
+START_S = 240.0
+STEP_S = 25.0
+MOST_LIVES = 4
+FIRST_VERSION = 1_000_000
+"""Versions given to the engine directly; those of a pool begin at 1."""
+MIB = 1 << 20
+
+
+class Session:
+    """A trainer on device 0 and receivers i on devices 1 + i, each in a process of its own."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        device: str,
+        receivers: int,
+        folder: Path,
+        running: int,
+        graphs: bool = True,
+        number: int = 0,
+        plain: bool = False,
+    ) -> None:
+        """graphs: decode with CUDA graphs. plain: no engines, only their parameters. number: of this session among
+        those that run at the same time."""
+        self.shape, self.device, self.count, self.running = shape, device, receivers, running
+        self._graphs, self._number, self._plain = graphs, number, plain
+        self.facts: dict[str, Any] = {}
+        self._folder = folder
+        self._children: list[Child] = []
+        self._opened: set[str] = set()
+        self._version = FIRST_VERSION
+        self._lives = self._groups = 0
+
+    @property
+    def trainer(self) -> Child:
+        """The one that sends."""
+        return self._children[0]
+
+    @property
+    def receivers(self) -> list[Child]:
+        """Those that receive."""
+        return self._children[1:]
+
+    async def ensure(self) -> bool:
+        """Start the processes, unless all of them run; whether that was necessary. Raises what a start raised."""
+        if self._children and all(child.alive for child in self._children):
+            return False
+        await self.close()
+        if self._lives == MOST_LIVES:
+            raise ConfigError(f"the processes had to be started {MOST_LIVES} times already")
+        self._lives += 1
+        self.shape.write(self._folder)
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
+        environment = {"TOKENIZERS_PARALLELISM": "false"} | hidden
+        trainer = Child(f"{PACKAGE}.trainer", "trainer", environment)
+        receivers = [Child(f"{PACKAGE}.receiver", f"receiver {i}", environment) for i in range(self.count)]
+        self._children = [trainer, *receivers]
+        for child in self._children:
+            await child.start()
+        opened, *engines = await together(
+            trainer.call("open", START_S, shape=self.shape.name, device=self._device_of(0)),
+            *(
+                child.call("start", START_S, config=self._config(i), plain=self._stand_in(i))
+                for i, child in enumerate(receivers)
+            ),
+        )
+        self.facts |= opened
+        self.facts |= {"engine": engines[0]["version"], "engine_start_s": round(engines[0]["seconds"], 1)}
+        return True
+
+    async def close(self) -> None:
+        """End all processes."""
+        children, self._children = self._children, []
+        self._opened.clear()
+        await asyncio.gather(*(child.close() for child in children))
+
+    # --- one update over one path, "name" or "name:variant" ----------------------------------------------------------
+
+    async def update(self, path: str, *, mode: str = "resume") -> float:
+        """Milliseconds. Raises ChildFailed, WaitTimeout. The first of a path also sets its group up, and warms it."""
+        return span_ms((await self.update_spans(path, mode=mode))[0])
+
+    async def update_spans(self, path: str, *, mode: str = "resume") -> tuple[list[Span], list[dict[str, Any]]]:
+        """When it began and ended at every receiver, and what the receivers say of it."""
+        await self.ensure()
+        name, _, variant = path.partition(":")
+        if name.startswith("ours"):
+            return await self._ours(variant, mode=mode, verify=name == "ours")
+        size = int(variant) * MIB if variant else None
+        try:
+            return await (self._raw(size or self.facts["nbytes"]) if name == "raw" else self._stock(path, size)), []
+        except RolloutMQError:
+            await self.close()  # its group is no base for another figure, and stock has no way out of it
+            raise
+
+    async def _open(self, what: str, trainer: Awaitable[Any], *receivers: Awaitable[Any]) -> None:
+        await together(trainer, *receivers)
+        self._opened.add(what)
+
+    async def _raw(self, bucket_bytes: int) -> list[Span]:
+        if "raw" not in self._opened:
+            where = {"name": f"raw-{self._lives}", "world": self.count + 1, "timeout_s": STEP_S}
+            await self._open(
+                "raw",
+                self.trainer.call("raw_open", 2 * STEP_S, **where),
+                *(
+                    child.call("raw_open", 2 * STEP_S, rank=1 + i, device=self._device_of(1 + i), **self._at, **where)
+                    for i, child in enumerate(self.receivers)
+                ),
+            )
+        size = {"bucket_bytes": min(bucket_bytes, self.facts["nbytes"]), "timeout_s": STEP_S}
+        _, *spans = await together(
+            self.trainer.call("raw", 2 * STEP_S, **size),
+            *(child.call("raw", 2 * STEP_S, nbytes=self.facts["nbytes"], **size) for child in self.receivers),
+        )
+        return spans
+
+    async def raw_done(self) -> None:
+        """Give the memory of raw broadcasts back."""
+        if "raw" in self._opened:
+            await together(*(child.call("raw_free", STEP_S) for child in self._children))
+
+    async def _stock(self, path: str, bucket_bytes: int | None) -> list[Span]:
+        if "stock" not in self._opened:
+            name, world = f"stock{self._lives}", self.count + 1
+            backend = "gloo" if self.device == "cpu" else "nccl"
+            where = {"name": name, "world": world, "backend": backend, "timeout_s": STEP_S, **self._at}
+            await self._open(
+                "stock",
+                self.trainer.call("stock_open", 2 * STEP_S, name=name, world=world, timeout_s=STEP_S),
+                *(
+                    child.call("stock_join", 2 * STEP_S, rank_offset=1 + i, **where)
+                    for i, child in enumerate(self.receivers)
+                ),
+            )
+        if path not in self._opened:
+            requests = await self.trainer.call("stock_requests", STEP_S, bucket_bytes=bucket_bytes)
+            await together(*(c.call("stock_learn", STEP_S, key=path, requests=requests) for c in self.receivers))
+            self._opened.add(path)
+        _, *spans = await together(
+            self.trainer.call("stock_send", 2 * STEP_S, bucket_bytes=bucket_bytes, timeout_s=STEP_S),
+            *(child.call("stock", 2 * STEP_S, key=path, timeout_s=STEP_S) for child in self.receivers),
+        )
+        return spans
+
+    async def _ours(self, variant: str, *, mode: str, verify: bool) -> tuple[list[Span], list[dict[str, Any]]]:
+        if "ours" not in self._opened:
+            facts = await self.trainer.call("ours_open", START_S)
+            self.facts |= {f"trainer_{what}_ms": round(facts[f"{what}_s"] * 1e3, 2) for what in ("pack", "digest")}
+            self._opened.add("ours")
+        if fresh := f"staging:{variant}" not in self._opened:
+            policy = "off" if variant == "direct" else "on"
+            await together(*(child.call("staging", STEP_S, policy=policy) for child in self.receivers))
+            self._opened -= {opened for opened in self._opened if opened.startswith("staging:")}
+            self._opened.add(f"staging:{variant}")
+        self._version += 1
+        order = await self.trainer.call(
+            "ours_announce", STEP_S, epoch=self._version, group=f"ours-{self._lives}-{self._groups}",
+            world=self.count + 1, mode=mode, verify=verify, timeout_s=STEP_S,
+        )  # fmt: skip
+        orders = [order | {"rank_offset": 1 + i} for i in range(self.count)]
+        try:
+            _, *reports = await together(
+                self.trainer.call("ours_send", 2 * STEP_S, timeout_s=STEP_S),
+                *(child.call("ours", 2 * STEP_S, order=one) for child, one in zip(self.receivers, orders, strict=True)),
+            )
+        except RolloutMQError:
+            self._groups += 1  # both ends have left this one
+            raise
+        if fresh:  # buffers and bindings were made just now, which is not what is measured
+            return await self._ours(variant, mode=mode, verify=verify)
+        return [report["span"] for report in reports], reports
+
+    # --- under load --------------------------------------------------------------------------------------------------
+
+    async def stall(self, path: str, *, mode: str, each: int = 16) -> tuple[float, float]:
+        """Milliseconds without a token around one update of busy engines (the worst of them), and of a usual step."""
+        await self.ensure()
+        try:
+            await self._load_start(streamed=True, timeout_s=START_S)  # kernels are compiled at the first request
+            _, reports = spans_of = await self.update_spans(path, mode=mode)
+            # prepare serves on; what can stall begins with the commit, but whatever stalls is to be seen
+            spans = [report["span"] for report in reports] or spans_of[0]
+            found = await together(
+                *(
+                    child.call("load_stall", 2 * STEP_S, span=span, each=each, timeout_s=STEP_S)
+                    for child, span in zip(self.receivers, spans, strict=True)
+                )
+            )
+        finally:
+            await self._load_stop()
+        return max(one["stall_ms"] for one in found), statistics.median(one["step_ms"] for one in found)
+
+    async def tokens_per_s(self, seconds: float, every_s: float | None, path: str, mode: str) -> tuple[float, int]:
+        """Of all engines together, with an update every so often (None: without); and how many updates there were."""
+        await self.ensure()
+        clock, updates = asyncio.get_running_loop(), 0
+        try:
+            await self._load_start(streamed=False)
+            before = await together(*(child.call("load_tokens", STEP_S) for child in self.receivers))
+            began = clock.time()
+            while (left := began + seconds - clock.time()) > 0:
+                if every_s is None:
+                    await asyncio.sleep(left)
+                    continue
+                await asyncio.sleep(min(left, max(0.0, began + (updates + 0.5) * every_s - clock.time())))
+                if clock.time() < began + seconds:
+                    await self.update_spans(path, mode=mode)
+                    updates += 1
+            after = await together(*(child.call("load_tokens", STEP_S) for child in self.receivers))
+        finally:
+            await self._load_stop()
+        pairs = zip(before, after, strict=True)
+        return sum((late[1] - early[1]) / (late[0] - early[0]) for early, late in pairs), updates
+
+    async def _load_start(self, *, streamed: bool, timeout_s: float = STEP_S) -> None:
+        room = self.shape.kv_tokens // self.running - 80
+        load = {"running": self.running, "prompt": 64, "new": min(room, 900 if streamed else 256), "streamed": streamed}
+        calls = (child.call("load_start", 2 * timeout_s, timeout_s=timeout_s, **load) for child in self.receivers)
+        await together(*calls)
+
+    async def _load_stop(self) -> None:
+        if all(child.alive for child in self._children):
+            await together(*(child.call("load_stop", 2 * STEP_S, timeout_s=STEP_S) for child in self.receivers))
+
+    # --- how it is set up --------------------------------------------------------------------------------------------
+
+    @property
+    def _at(self) -> dict[str, Any]:
+        return {"host": self.facts["host"], "port": self.facts["port"]}
+
+    def _device_of(self, number: int) -> str:
+        return "cpu" if self.device == "cpu" else f"cuda:{number}"
+
+    def _stand_in(self, receiver: int) -> dict[str, str] | None:
+        return {"shape": self.shape.name, "device": self._device_of(1 + receiver)} if self._plain else None
+
+    def _config(self, receiver: int) -> dict[str, Any]:
+        """SGLangConfig of a receiver's engine."""
+        config: dict[str, Any] = {
+            "model": str(self._folder),
+            "dtype": "bfloat16",
+            "load_format": "dummy",
+            "max_running": self.running,
+            "max_total_tokens": self.shape.kv_tokens,
+            "random_seed": 1,
+        }
+        if self.device == "cpu":
+            return config
+        return config | {
+            "mem_fraction": 0.5,  # the rest is for staging, and for the copies that stock makes
+            "prefill_cuda_graph": False,
+            "attention_backend": "triton",
+            "sampling_backend": "pytorch",
+            "cuda_graph": self._graphs,
+            "extra": {"base_gpu_id": 1 + receiver, "port": 31000 + 1000 * (receiver + self.count * self._number)},
+        }
+
+
+async def together(*calls: Awaitable[Any]) -> list[Any]:
+    """All results; each call keeps its own deadline. Raises the first error once all have ended, the cause before its
+    consequences: a child that is gone only tells that it is gone."""
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    errors = [error for error in ended if isinstance(error, BaseException)]
+    if errors:
+        telling = [error for error in errors if not (isinstance(error, ChildFailed) and str(error).endswith("ended"))]
+        raise (telling or errors)[0]
+    return list(ended)

@@ -1,0 +1,185 @@
+"""The trainer's process of `rolloutmq bench sync`: random weights of a shape, and every way to send them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ....sync.publish.stock import Lot, StockGroup, request_of, split
+from ....sync.wire.rendezvous import serve_store
+from .child import Call, serve
+from .ours import OursSender
+from .raw import Raw
+from .shapes import SHAPES
+
+HOST = "127.0.0.1"
+
+
+class Trainer:
+    """State of the process. Every public method is a call of the parent's."""
+
+    def __init__(self) -> None:
+        self._device = "cpu"
+        self._store: Any = None
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._raw: Raw | None = None
+        self._stock: StockGroup | None = None
+        self._ours: OursSender | None = None
+        self._publisher: Any = None
+
+    async def open(self, shape: str, device: str) -> dict[str, Any]:
+        """Make the weights, one behind the other in one piece of memory, and the rendezvous store."""
+        return await asyncio.to_thread(self._open, shape, device)
+
+    def _open(self, shape: str, device: str) -> dict[str, Any]:
+        self._device = device
+        if device != "cpu":
+            torch.cuda.set_device(device)
+        self._store = serve_store(HOST)
+        names = list(SHAPES[shape].tensors())
+        counts = [math.prod(extents) for _, extents in names]
+        values = torch.empty(sum(counts), dtype=torch.bfloat16, device=device)
+        values.normal_(0.0, 0.02)
+        pieces = values.split(counts)
+        self._tensors = [(name, piece.view(size)) for (name, size), piece in zip(names, pieces, strict=True)]
+        self._flat = values.view(torch.uint8)
+        return {"host": HOST, "port": self._store.port, "nbytes": self._flat.numel(), "tensors": len(names)}
+
+    async def raw_open(self, name: str, world: int, timeout_s: float) -> None:
+        """Join the group of raw broadcasts."""
+
+        def join() -> Raw:
+            return Raw(
+                name,
+                rank=0,
+                world=world,
+                host=HOST,
+                port=0,
+                device=self._device,
+                timeout_s=timeout_s,
+                store=self._store,
+            )
+
+        self._raw = await asyncio.to_thread(join)
+
+    async def raw(self, bucket_bytes: int, timeout_s: float) -> Any:
+        """One round."""
+        assert self._raw is not None
+        return await asyncio.to_thread(self._raw.run, self._flat.numel(), bucket_bytes, timeout_s)
+
+    async def raw_free(self) -> None:
+        """Give the buffers back."""
+        if self._raw is not None:
+            self._raw.free()
+
+    async def stock_open(self, name: str, world: int, timeout_s: float) -> None:
+        """Make the update group; the engines join meanwhile."""
+
+        def make() -> StockGroup:
+            device = torch.device(self._device)
+            return StockGroup(self._store, name, world=world, host=HOST, device=device, timeout_s=timeout_s)
+
+        self._stock = await asyncio.to_thread(make)
+
+    async def stock_requests(self, bucket_bytes: int | None) -> list[dict[str, Any]]:
+        """What the engines are to be told; None: per tensor."""
+        bucketed = bucket_bytes is not None
+        return [request_of(lot, bucketed=bucketed).to_dict() for lot in split(self._tensors, bucket_bytes)]
+
+    async def stock_send(self, bucket_bytes: int | None, timeout_s: float) -> None:
+        """One version."""
+        assert self._stock is not None
+        await asyncio.to_thread(self._stock.send, list(self._stock_buffers(bucket_bytes)), timeout_s)
+
+    def _stock_buffers(self, bucket_bytes: int | None) -> Iterator[torch.Tensor]:
+        """Flattened buckets are slices of the memory the weights are in: stock is spared the copy that makes them."""
+        if bucket_bytes is None:
+            yield from (tensor for _, tensor in self._tensors)
+            return
+        place = 0
+        for lot in split(self._tensors, bucket_bytes):
+            size = _nbytes(lot)
+            yield self._flat[place : place + size]
+            place += size
+
+    async def ours_open(self) -> dict[str, Any]:
+        """Pack and digest."""
+
+        def flipped(negate: bool) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in self._tensors:
+                yield name, -tensor if negate else tensor
+
+        def make() -> OursSender:
+            return OursSender(flipped, host=HOST, device=self._device)
+
+        self._ours = await asyncio.to_thread(make)
+        return {"pack_s": self._ours.pack_s, "digest_s": self._ours.digest_s, "buckets": self._ours.buckets}
+
+    async def ours_announce(self, **order: Any) -> dict[str, Any]:
+        """See OursSender.announce."""
+        assert self._ours is not None
+        return self._ours.announce(**order)
+
+    async def ours_send(self, timeout_s: float) -> None:
+        """The version that was announced."""
+        assert self._ours is not None
+        await asyncio.to_thread(self._ours.send, timeout_s)
+
+    async def publisher_open(self, redis_url: str, pool: str, timeout_s: float) -> int:
+        """A WeightPublisher; the last version it knows of."""
+        from ....sync.publish.publisher import WeightPublisher  # noqa: PLC0415 – starts threads and connections of its own
+
+        def make() -> WeightPublisher:
+            return WeightPublisher(redis_url, pool, host=HOST, transfer_timeout_s=timeout_s)
+
+        self._ours = None  # its memory is wanted
+        self._publisher = await asyncio.to_thread(make)
+        return int(self._publisher.last_version)
+
+    async def publish(self, version: int, timeout_s: float) -> dict[str, Any]:
+        """Publish and wait for the commit: milliseconds of the call until it returns, and until the commit."""
+        return await asyncio.to_thread(self._publish, version, timeout_s)
+
+    def _publish(self, version: int, timeout_s: float) -> dict[str, Any]:
+        if self._device != "cpu":
+            torch.cuda.synchronize()
+        began = time.monotonic()
+        handle = self._publisher.publish(version, iter(self._tensors))
+        returned = time.monotonic()
+        report = handle.wait(timeout_s)
+        ended = time.monotonic()
+        return {
+            "state": report.state,
+            "workers": len(report.workers),
+            "failures": dict(report.failures),
+            "call_ms": (returned - began) * 1e3,
+            "ms": (ended - began) * 1e3,
+        }
+
+    async def publisher_close(self) -> None:
+        """End it."""
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            await asyncio.to_thread(publisher.close)
+
+    def calls(self) -> dict[str, Call]:
+        """What the parent may ask for."""
+        names = (
+            "open", "raw_open", "raw", "raw_free", "stock_open", "stock_requests", "stock_send", "ours_open",
+            "ours_announce", "ours_send", "publisher_open", "publish", "publisher_close",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+
+def _nbytes(lot: Lot) -> int:
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in lot)
+
+
+if __name__ == "__main__":
+    serve(Trainer().calls())

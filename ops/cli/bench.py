@@ -1,0 +1,75 @@
+"""`rolloutmq bench queue` and `rolloutmq bench sync`, in a file of their own: cli.py registers them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...messages.errors import ConfigError
+from .errors import plain_errors
+
+
+def bench_queue(
+    peers: Annotated[str, typer.Option(help="Measured beside it: some of rq,arq,taskiq; or none.")] = "rq,arq,taskiq",
+    rounds: Annotated[int, typer.Option(help="Turns of each system; the median counts.", min=1)] = 5,
+    seconds: Annotated[float, typer.Option(help="Length of a turn, after a quarter of it to warm up.", min=0.1)] = 5.0,
+    workers: Annotated[str, typer.Option(help="Simulated workers for the growth of Redis' costs.")] = "1,10,100,1000",
+    lifecycles: Annotated[int, typer.Option(help="Jobs measured at each number of workers.", min=16)] = 8192,
+    out: Annotated[Path | None, typer.Option(help="Write the result here, too.")] = None,
+    cache: Annotated[Path, typer.Option(help="Where peers' environments are made.")] = Path("out/bench-peers"),
+    json: Annotated[bool, typer.Option("--json", help="Nothing but the last line.")] = False,
+) -> None:
+    """Jobs/s, latency, large payloads and Redis' CPU per job, beside RQ, arq, taskiq and the bare scripts."""
+    from ..bench.queue.bench import Plan, run_queue_bench
+    from ..bench.queue.environments import parse_peers
+
+    with plain_errors():
+        try:
+            counts = tuple(int(count) for count in workers.split(","))
+        except ValueError:
+            raise ConfigError(f"--workers {workers!r}: numbers with commas between them, such as 1,10,100") from None
+        if min(counts) < 1:
+            raise ConfigError(f"--workers {workers!r}: at least 1 each")
+        plan = Plan(parse_peers(peers), rounds, seconds, counts, lifecycles, cache, out)
+        run_queue_bench(plan, quiet=json)
+
+
+def bench_sync(
+    shapes: Annotated[
+        str | None,
+        typer.Option(help="Some of tiny,tiny-moe,0.6b,4b,8b,moe. Default: tiny on a CPU, else 0.6b,8b,moe."),
+    ] = None,
+    paths: Annotated[
+        str | None,
+        typer.Option(
+            help="Some of raw,stock_tensor,stock_bucket,ours,ours_unverified,stall,tokens,pool. Default: all."
+        ),
+    ] = None,
+    receivers: Annotated[int | None, typer.Option(help="Engines, each on a GPU of its own. Default: 1.", min=1)] = None,
+    rounds: Annotated[int, typer.Option(help="Updates over each path, in turns; the median counts.", min=1)] = 8,
+    seconds: Annotated[
+        float, typer.Option(help="How long tokens/s is measured, without and with updates.", min=1)
+    ] = 15.0,
+    every: Annotated[float, typer.Option(help="Seconds between those updates.", min=0.1)] = 5.0,
+    running: Annotated[
+        int | None, typer.Option(help="Requests in a busy engine. Default: 64, on a CPU 16.", min=1)
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto (GPUs, if there are two), cpu or cuda.")] = "auto",
+    graphs: Annotated[bool, typer.Option(help="Decode with CUDA graphs; without, engines start sooner.")] = True,
+    together: Annotated[bool, typer.Option("--together", help="Start the engines of all shapes at once.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Parameters without engines: the wire, checks and copies alone.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the result here, too, after every step.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One line of JSON instead of a table.")] = False,
+) -> None:
+    """Weights from a trainer into engines: raw broadcast, SGLang's own ways and ours, stalls, tokens/s kept, joins."""
+    from ..bench.sync.bench import make_plan, run_sync_bench
+
+    with plain_errors():
+        settings = {"rounds": rounds, "seconds": seconds, "every_s": every, "out": out}
+        settings |= {"graphs": graphs, "together": together, "plain": plain}
+        plan = make_plan(shapes, paths, device, receivers, **settings, running=running)
+        run_sync_bench(plan, quiet=json)

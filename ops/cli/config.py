@@ -1,0 +1,64 @@
+"""`rolloutmq config`: what a configuration file means here, and what holds in the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .errors import plain_errors
+
+app = typer.Typer(help="Configuration: SkyRL's and VERL's files, too.", no_args_is_help=True)
+
+
+@app.command("explain")
+def explain_file(
+    file: Annotated[Path, typer.Argument(help="YAML, TOML or JSON: ours, or with SkyRL's or VERL's settings in it.")],
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Each key of a file: what it became, or why it is ignored or refused. Exit code 1 if something is refused."""
+    from ..config.load import explain
+    from ..config.report import explained_json, print_explained
+
+    with plain_errors():
+        explained = explain(file)
+        if json:
+            typer.echo(explained_json(explained))
+        else:
+            print_explained(explained)
+    raise typer.Exit(1 if explained.refused else 0)
+
+
+@app.command("show", context_settings={"ignore_unknown_options": True})
+def show(
+    context: typer.Context,
+    flags: Annotated[
+        list[str] | None, typer.Argument(help="After --: flags of `rolloutmq worker`, as it would be started with.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="The file that --config of the worker would name.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Every setting a worker would have, and where it comes from: flag, environment, file or default."""
+    from ..config.load import load_settings
+    from ..config.report import print_settings, settings_json
+
+    with plain_errors():
+        settings = load_settings(config, context=worker_context(context, flags or []))
+        if json:
+            typer.echo(settings_json(settings))
+        else:
+            print_settings(settings)
+        settings.worker()
+        settings.job()
+        if "engine.model" in settings.said:
+            settings.engine()
+
+
+def worker_context(context: typer.Context, flags: list[str]) -> Any:
+    """The context that `rolloutmq worker FLAGS` would have. It ends the command for a flag that there is not."""
+    root: Any = context.find_root().command
+    worker = root.get_command(context, "worker")
+    for parameter in worker.params:  # what is required may stand in the file
+        parameter.required = False
+    return worker.make_context("rolloutmq worker", list(flags))

@@ -1,0 +1,125 @@
+"""`rolloutmq generate`: ask the pool something from a terminal, at once, as a stream, or turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from ...messages.errors import ConfigError
+from ...messages.model.results import RolloutResult
+from ...messages.model.sampling import SamplingParams
+from ...messages.redis.connection import DEFAULT_URL
+from ...producer.calls.session import Session
+from ...producer.client import RolloutClient
+from .errors import plain_errors, printable
+from .options import Pool, RedisUrl, as_config
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="A text; with --session also the lines of stdin.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="Instead of a text: ids, separated by commas.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message; makes it a chat.")] = None,
+    chat: Annotated[bool, typer.Option(help="The text is a user's message, in the model's chat template.")] = False,
+    stream: Annotated[bool, typer.Option(help="Print as it is generated.")] = False,
+    session: Annotated[bool, typer.Option(help="Every further line of stdin is a turn, until it ends.")] = False,
+    n: Annotated[int, typer.Option(help="Samples; more than one only at once.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="For each sample, or turn.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends it; repeatable.")] = None,
+    lora: Annotated[str | None, typer.Option(help="LoRA adapter to sample with.")] = None,
+    timeout: Annotated[float, typer.Option(help="Give up when nothing comes for so many seconds.")] = 300.0,
+    redis: RedisUrl = DEFAULT_URL,
+    pool: Pool = "default",
+) -> None:
+    """Generate in the pool and print it: text, or ids where the prompt is ids."""
+    with plain_errors():
+        fields: dict[str, Any] = {
+            "sampling": as_config(
+                SamplingParams, max_new_tokens=max_new_tokens, temperature=temperature, stop=tuple(stop or ())
+            )
+        }
+        if lora is not None:
+            fields["lora"] = lora
+        if n != 1 and (stream or session):
+            raise ConfigError(f"--n {n}: with --stream and --session only 1")
+        turns = _turns(prompt, _ids(token_ids), session)
+        asyncio.run(_converse(RolloutClient(redis, pool), turns, system, chat, stream, n, timeout, fields))
+
+
+def _ids(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--token-ids {text!r}: numbers, separated by commas") from None
+
+
+def _turns(prompt: str | None, ids: list[int] | None, session: bool) -> Iterator[Any]:
+    first = [given for given in (prompt, ids) if given is not None]
+    if len(first) > 1 or not (first or session):
+        raise ConfigError("give a text, or --token-ids")
+    return itertools.chain(first, filter(None, (line.rstrip("\n") for line in sys.stdin)) if session else ())
+
+
+async def _converse(
+    client: RolloutClient,
+    turns: Iterator[Any],
+    system: str | None,
+    chat: bool,
+    stream: bool,
+    n: int,
+    timeout: float,
+    fields: dict[str, Any],
+) -> None:
+    async with client:
+        if n > 1:
+            await _samples(client, next(turns), system, chat, n, timeout, fields)
+            return
+        async with client.session(system=system, chat=chat, **fields) as session:
+            while (turn := await asyncio.to_thread(next, turns, None)) is not None:
+                if stream:
+                    await _stream(session, turn, timeout)
+                else:
+                    typer.echo(_shown(await session.generate(turn, timeout=timeout)))
+
+
+async def _samples(
+    client: RolloutClient, prompt: Any, system: str | None, chat: bool, n: int, timeout: float, fields: dict[str, Any]
+) -> None:
+    if isinstance(prompt, str) and (chat or system is not None):
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        prompt = [*opening, {"role": "user", "content": prompt}]
+    (group,) = await client.generate([prompt], n=n, timeout=timeout, **fields)
+    for result in group.results:
+        typer.echo(f"[{result.sample}] {_shown(result)}")
+    for failure in group.failures:
+        raise ConfigError(str(failure))
+
+
+async def _stream(session: Session, turn: Any, timeout: float) -> None:
+    shown = False
+    async for delta in session.stream(turn, timeout=timeout):
+        if delta.restarted:
+            typer.echo("\n[begins again]")
+        if delta.text is not None:
+            typer.echo(_clean(delta.text), nl=False)
+        elif len(delta.token_ids):
+            typer.echo((" " if shown else "") + " ".join(map(str, delta.token_ids)), nl=False)
+            shown = True
+        sys.stdout.flush()
+    typer.echo()
+
+
+def _shown(result: RolloutResult) -> str:
+    return _clean(result.text) if result.text is not None else " ".join(map(str, result.token_ids))
+
+
+def _clean(text: str) -> str:
+    """Line by line: a model may say what would steer a terminal."""
+    return "\n".join(printable(line) for line in text.split("\n"))

@@ -1,0 +1,168 @@
+"""`rolloutmq ops`: long operator work as jobs of RQ."""
+
+from __future__ import annotations
+
+import json as json_module
+import logging
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...messages.errors import ConfigError
+from ...messages.redis.connection import DEFAULT_URL
+from ..operations.operation import checked, operations
+from ..progress_line import ProgressLine
+from .errors import plain_errors, printable
+from .options import Pool, RedisUrl, parse_extra
+
+if TYPE_CHECKING:
+    from ..operations.rq_queue import OperationQueue, OperationRun
+
+app = typer.Typer(help="Long operator work, in the background.", no_args_is_help=True)
+
+OpsRedis = Annotated[
+    str | None,
+    typer.Option(envvar="ROLLOUTMQ_OPS_REDIS", help="Redis for the operations' own queue; default: the pool's."),
+]
+Wait = Annotated[float | None, typer.Option(min=0, help="Seconds to wait at most; default: until it is over.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+LOOK_S = 0.2
+
+
+@app.command()
+def run(
+    name: Annotated[str, typer.Argument(help="Of the operation; `ops list` shows them.")],
+    param: Annotated[list[str] | None, typer.Option(help="NAME=VALUE; repeatable.")] = None,
+    redis: RedisUrl = DEFAULT_URL,
+    ops_redis: OpsRedis = None,
+    pool: Pool = "default",
+    wait: Annotated[bool, typer.Option("--wait", help="Show progress until it is over, then the result.")] = False,
+    timeout: Wait = None,
+    here: Annotated[bool, typer.Option("--here", help="In this process, without RQ and a worker.")] = False,
+) -> None:
+    """Submit an operation and print its id. With --wait: exit code 1 if it failed or found trouble."""
+    with plain_errors():
+        params = parse_extra(param or [])
+        if here:
+            raise typer.Exit(_run_here(name, params, redis, pool))
+        checked(name, params)  # before anything is connected to
+        with _queue(ops_redis or redis, pool) as queue:
+            run_id = queue.submit(name, params)
+            if not wait:
+                typer.echo(run_id)
+                return
+            typer.secho(f"operation {run_id}", err=True)
+            raise typer.Exit(_follow(queue, run_id, timeout))
+
+
+@app.command()
+def watch(
+    run_id: Annotated[str, typer.Argument(metavar="ID", help="As `ops run` printed it.")],
+    redis: RedisUrl = DEFAULT_URL,
+    ops_redis: OpsRedis = None,
+    pool: Pool = "default",
+    timeout: Wait = None,
+) -> None:
+    """Show an operation's progress until it is over, then its result. Exit code 1 if it failed or found trouble."""
+    with plain_errors(), _queue(ops_redis or redis, pool) as queue:
+        raise typer.Exit(_follow(queue, run_id, timeout))
+
+
+@app.command("list")
+def list_operations(
+    redis: RedisUrl = DEFAULT_URL, ops_redis: OpsRedis = None, pool: Pool = "default", json: Json = False
+) -> None:
+    """The operations there are, and those that are queued, under way, or were over within the last days."""
+    kinds: list[dict[str, Any]] = [
+        {"name": name, "help": kind.help(), "params": _described(kind.params.model_json_schema())}
+        for name, kind in operations().items()
+    ]
+    with plain_errors(), _queue(ops_redis or redis, pool) as queue:
+        runs = queue.runs()
+    if json:
+        typer.echo(json_module.dumps({"operations": kinds, "runs": [run.as_dict() for run in runs]}))
+        return
+    for kind in kinds:
+        typer.echo(f"{kind['name']:16}{kind['help']}")
+        for param, allowed in kind["params"].items():
+            typer.echo(f"{'':16}  {param}: {allowed}")
+    for run in runs:
+        typer.echo(printable(f"{run.id}  {run.operation:16}{run.state:10}{_progress(run)}"))
+
+
+@app.command()
+def worker(
+    redis: RedisUrl = DEFAULT_URL,
+    ops_redis: OpsRedis = None,
+    pool: Pool = "default",
+    burst: Annotated[bool, typer.Option(help="Run what is queued, then end.")] = False,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Run a pool's operations, one at a time, until SIGTERM or Ctrl-C (the one under way is finished first)."""
+    logging.basicConfig(
+        level=getattr(logging, log_level.upper(), logging.INFO),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    with plain_errors(), _queue(ops_redis or redis, pool) as queue:
+        from ..operations.rq_job import Surroundings
+        from ..operations.rq_worker import OperationWorker
+
+        operations()
+        OperationWorker(queue.redis, Surroundings(redis, pool)).work(burst=burst, logging_level=None)
+
+
+def _queue(redis_url: str, pool: str) -> OperationQueue:
+    try:
+        from ..operations.rq_queue import OperationQueue
+    except ModuleNotFoundError as error:
+        if error.name != "rq":
+            raise
+        raise ConfigError("operations need rq: pip install 'rolloutmq[ops]'") from None
+    return OperationQueue(redis_url, pool)
+
+
+def _run_here(name: str, params: dict[str, Any], redis_url: str, pool: str) -> int:
+    from ..operations.run import run_here
+
+    with ProgressLine() as line:
+        result = run_here(name, params, redis_url, pool, line.report)
+    typer.echo(json_module.dumps(result))
+    return int(operations()[name].found_trouble(result))
+
+
+def _follow(queue: OperationQueue, run_id: str, timeout: float | None) -> int:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    lonely = False
+    with ProgressLine() as line:
+        while not (run := queue.run(run_id)).over:
+            if run.state == "queued" and not lonely and not queue.has_worker():
+                lonely = True
+                typer.secho("nobody runs operations here: start one with  rolloutmq ops worker", fg="yellow", err=True)
+            if deadline is not None and time.monotonic() >= deadline:
+                typer.secho(f"still {run.state}; it goes on: rolloutmq ops watch {run_id}", err=True)
+                return 3
+            line.show(run.done, run.total, f"{run.state}: {run.message}" if run.message else run.state)
+            time.sleep(LOOK_S)
+    if run.state != "finished":
+        typer.secho(f"{run.state}: {printable(run.error)}", fg="red", err=True)
+        return 1
+    typer.echo(json_module.dumps(run.result))
+    kind = operations().get(run.operation)
+    return int(kind is not None and run.result is not None and kind.found_trouble(run.result))
+
+
+def _progress(run: OperationRun) -> str:
+    if run.error:
+        return run.error
+    return f"{run.done} of {run.total}  {run.message}" if run.total is not None else f"{run.done}  {run.message}"
+
+
+def _described(schema: dict[str, Any]) -> dict[str, str]:
+    """What each parameter takes, in a few words."""
+    said: dict[str, str] = {}
+    for name, field in schema.get("properties", {}).items():
+        kinds = [one.get("type", "") for one in field.get("anyOf", [field])]
+        default = "" if field.get("default") in (None, "") else f", default {field['default']}"
+        said[name] = " or ".join(kind for kind in kinds if kind != "null") + default
+    return said

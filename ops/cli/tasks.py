@@ -1,0 +1,145 @@
+"""`rolloutmq embed`, `score`, `reward` and `decode`: what a pool says about texts that are there already."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...messages.errors import ConfigError, InvalidField
+from ...messages.redis.connection import DEFAULT_URL
+from .errors import plain_errors
+from .options import Pool, RedisUrl
+
+Inputs = Annotated[
+    Path,
+    typer.Argument(
+        help='JSONL: a string, {"text": …}, {"token_ids": […]} or {"messages": […]}, all of one form.', exists=True
+    ),
+]
+Timeout = Annotated[float | None, typer.Option(help="Seconds to wait for all of it; default: as long as it takes.")]
+
+
+def embed(
+    file: Inputs,
+    out: Annotated[Path, typer.Option(help="NumPy file (.npy) for the (n, d) float32 array.")],
+    dimensions: Annotated[int | None, typer.Option(help="Keep so many components (Matryoshka).")] = None,
+    normalize: Annotated[bool, typer.Option(help="To length 1.")] = True,
+    redis: RedisUrl = DEFAULT_URL,
+    pool: Pool = "default",
+    timeout: Timeout = None,
+) -> None:
+    """Embed every line of a file, on workers started with --task embed."""
+    import numpy as np
+
+    from ...producer.blocking import BlockingRolloutClient
+
+    with plain_errors():
+        if out.suffix != ".npy" or not out.parent.is_dir():
+            raise ConfigError(f"--out {out}: a name that ends with .npy, in a folder that there is")
+        inputs = list(_lines(file).values())
+        with BlockingRolloutClient(redis, pool) as client:
+            vectors = client.embed(inputs, dimensions=dimensions, normalize=normalize, timeout=timeout)
+        np.save(out, vectors)
+        typer.echo(f"{out}: {vectors.shape[0]} embeddings of {vectors.shape[1]} components")
+
+
+def reward(file: Inputs, redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", timeout: Timeout = None) -> None:
+    """Score every line of a file with a reward model, on workers started with --task reward; one JSON line for each."""
+    from ...producer.blocking import BlockingRolloutClient
+
+    with plain_errors():
+        inputs = _lines(file)
+        with BlockingRolloutClient(redis, pool) as client:
+            results = client.reward(list(inputs.values()), timeout=timeout)
+    for line, result in zip(inputs, results, strict=True):
+        scores = [float(value) for value in result.scores]
+        typer.echo(jsonlib.dumps({"line": line, "score": scores[0], "scores": scores, "version": result.version}))
+
+
+def score(
+    continuations: Annotated[list[str], typer.Argument(help="What may come next; several to compare.")],
+    prompt: Annotated[str, typer.Option(help="The text before.")],
+    ids: Annotated[bool, typer.Option("--ids", help="Prompt and continuations are ids, such as '5 17 3'.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="The log-probability of each token, too.")] = False,
+    redis: RedisUrl = DEFAULT_URL,
+    pool: Pool = "default",
+    timeout: Timeout = None,
+) -> None:
+    """How likely each continuation of a prompt is; one JSON line for each, in the order they are given."""
+    from ...producer.blocking import BlockingRolloutClient
+
+    with plain_errors():
+        given: Any = _ids("prompt", prompt) if ids else prompt
+        parts: list[Any] = [_ids("continuation", part) for part in continuations] if ids else list(continuations)
+        with BlockingRolloutClient(redis, pool) as client:
+            results = client.score(given, parts, timeout=timeout)
+    for text, result in zip(continuations, results, strict=True):
+        line = {"continuation": text, "logprob": result.sum, "per_token": result.mean, "tokens": result.logprobs.size}
+        more = {"logprobs": [float(value) for value in result.logprobs]} if tokens else {}
+        typer.echo(jsonlib.dumps(line | more | {"version": result.version}, ensure_ascii=False))
+
+
+def decode(
+    model: Annotated[str, typer.Option(help="Folder or hub name of the model, or a tokenizer.json.")],
+    ids: Annotated[list[str] | None, typer.Argument(help="Token ids.")] = None,
+    file: Annotated[Path | None, typer.Option(help="JSONL with token_ids, as `submit` writes.", exists=True)] = None,
+    special: Annotated[bool, typer.Option("--special", help="Keep special tokens.")] = False,
+) -> None:
+    """Text of token ids; of a file, one JSON string per line. Asks no pool."""
+    from ...producer.data.decode import Decoder
+
+    with plain_errors():
+        if bool(ids) == (file is not None):
+            raise ConfigError("give token ids, or --file")
+        decoder = Decoder(model)
+        if file is None:
+            typer.echo(decoder.decode(_ids("ids", " ".join(ids or ())), special=special))
+            return
+        with file.open(encoding="utf-8") as source:
+            for number, raw in enumerate(source, start=1):
+                line = _json(number, raw)
+                if not isinstance(line, dict) or not isinstance(line.get("token_ids"), list):
+                    raise InvalidField(f"line {number}", raw.strip(), "an object with token_ids")
+                text = decoder.decode(line["token_ids"], special=special)
+                typer.echo(jsonlib.dumps(text, ensure_ascii=False))
+
+
+def _lines(file: Path) -> dict[int, Any]:
+    """By the number of its line; empty ones count and say nothing."""
+    inputs: dict[int, Any] = {}
+    with file.open(encoding="utf-8") as source:
+        for number, raw in enumerate(source, start=1):
+            if raw.strip():
+                inputs[number] = _input(number, raw)
+    if not inputs:
+        raise ConfigError(f"{file} has no line")
+    return inputs
+
+
+def _input(number: int, raw: str) -> Any:
+    given = _json(number, raw)
+    if isinstance(given, dict) and len(found := [given[name] for name in _FORMS if name in given]) == 1:
+        given = found[0]
+    if not isinstance(given, str | list) or not given:
+        raise InvalidField(f"line {number}", raw.strip(), "a string, or an object with text, token_ids or messages")
+    return given
+
+
+_FORMS = ("text", "token_ids", "messages")
+
+
+def _json(number: int, raw: str) -> Any:
+    try:
+        return jsonlib.loads(raw)
+    except ValueError as error:
+        raise InvalidField(f"line {number}", raw.strip(), f"JSON: {error}") from None
+
+
+def _ids(field: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise InvalidField(field, text, "token ids, such as '5 17 3'") from None

@@ -1,0 +1,115 @@
+"""`rolloutmq weights`: versions in the pool's ledger, and on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_module
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...messages.redis.connection import DEFAULT_URL
+from .errors import plain_errors, printable
+from .options import Pool, RedisUrl
+
+app = typer.Typer(help="Weights versions: in the pool's ledger, and as snapshots on disk.", no_args_is_help=True)
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that a SnapshotStore has.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+
+
+@app.command("list")
+def list_versions(
+    redis: RedisUrl = DEFAULT_URL,
+    pool: Pool = "default",
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many versions.")] = 10,
+    json: Json = False,
+) -> None:
+    """The newest versions, newest first: their transfers, who has them, adapters, and what each worker serves."""
+    from ..weights_ledger import ledger_state, list_lines
+
+    with plain_errors():
+        state = asyncio.run(ledger_state(redis, pool, limit))
+    _print(state, list_lines(state), json)
+
+
+@app.command()
+def show(
+    version: Annotated[int, typer.Argument(help="Number of the version.")],
+    redis: RedisUrl = DEFAULT_URL,
+    pool: Pool = "default",
+    json: Json = False,
+) -> None:
+    """One version: every transfer of it, who took part, and how it went there."""
+    from ..weights_ledger import show_lines, version_state
+
+    with plain_errors():
+        record = asyncio.run(version_state(redis, pool, version))
+    _print(record, show_lines(record), json)
+
+
+@app.command()
+def snapshots(
+    folder: Folder,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every byte with its digest.")] = False,
+    json: Json = False,
+) -> None:
+    """Versions on disk, oldest first. Exit code 1 if one cannot be used."""
+    from ..weights_disk import as_plain, lines
+    from ..weights_disk import snapshots as look
+
+    with plain_errors():
+        found = look(folder, verify=verify)
+    _print(as_plain(found), map(printable, lines(found)), json)
+    raise typer.Exit(int(any(one.problem for one in found)))
+
+
+@app.command()
+def gc(
+    folder: Folder,
+    keep: Annotated[int, typer.Option(min=1, help="Newest versions that stay, besides pinned ones.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: Json = False,
+) -> None:
+    """Remove old versions from disk, but for those that are pinned or being read."""
+    from ..weights_disk import store
+
+    with plain_errors():
+        versions = store(folder, keep)
+        if not yes:
+            count = len(versions.versions())
+            typer.confirm(f"of {count} versions in {folder}, remove all but the newest {keep}?", abort=True, err=True)
+        removed = versions.collect()
+        left = versions.versions()
+    _print({"removed": removed, "left": left}, [f"removed {_list(removed)}; left {_list(left)}"], json)
+
+
+@app.command()
+def pin(
+    folder: Folder,
+    version: Annotated[int, typer.Argument(help="Number of the version.")],
+    remove: Annotated[bool, typer.Option("--remove", help="Take the pin away.")] = False,
+) -> None:
+    """Keep a version on disk, however old it gets."""
+    from ..weights_disk import store
+
+    with plain_errors():
+        versions = store(folder)
+        if remove:
+            versions.unpin(version)
+        else:
+            versions.pin(version)
+        pinned = sorted(versions.pinned())
+    typer.echo(f"pinned: {_list(pinned)}")
+
+
+def _print(state: object, lines: Iterable[str], json: bool) -> None:
+    """As JSON for programs, as lines for people."""
+    for line in [json_module.dumps(state)] if json else lines:
+        typer.echo(line)
+
+
+def _list(versions: list[int]) -> str:
+    return ", ".join(map(str, versions)) or "none"

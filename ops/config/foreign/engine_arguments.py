@@ -1,0 +1,197 @@
+"""What other programs set on an engine, as engine.* settings: sizes, memory, dtypes, SGLang's and vLLM's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ....messages.dialects.names import Rule
+from ....messages.dialects.readers import logprob_kind
+from ....worker.sglang.config import OWNED_ARGUMENTS, SGLangConfig
+from ....worker.sglang.parallel import DP_REASON, PP_REASON
+
+Told = dict[str, Any]
+DTYPES = {
+    "auto": "auto",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+}
+
+
+def engine_setting(name: str) -> str:
+    """The setting for an SGLang argument: this package's field of that name where there is one, else extra."""
+    return f"engine.{name}" if name in SGLangConfig.model_fields else f"engine.extra.{name}"
+
+
+def engine(name: str, why: str = "") -> Rule:
+    """One value, as it is."""
+    return Rule(lambda value: {engine_setting(name): value}, why)
+
+
+def when(wanted: bool, told: Told, why: str = "") -> Rule:
+    """A switch that says something in one position only."""
+
+    def read(value: Any) -> Told:
+        if not isinstance(value, bool):
+            raise ValueError("true or false")
+        return dict(told) if value is wanted else {}
+
+    return Rule(read, why)
+
+
+def dtype(value: Any) -> Told:
+    """Everybody's names of dtypes."""
+    if not isinstance(value, str) or value.removeprefix("torch.") not in DTYPES:
+        raise ValueError(f"one of {', '.join(DTYPES)}")
+    return {"engine.dtype": DTYPES[value.removeprefix("torch.")]}
+
+
+def eager(value: Any) -> Told:
+    """True: no CUDA graphs."""
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return {"engine.cuda_graph": False, "engine.prefill_cuda_graph": False} if value else {"engine.cuda_graph": True}
+
+
+def max_running(value: Any) -> Told:
+    """Sequences decoded at the same time: the worker claims as many as its engine runs."""
+    return {"worker.max_running": value, "engine.max_running": value}
+
+
+def load_format(value: Any) -> Told:
+    """VERL's dummy_* are its dummy; the names of trainers' own formats are SGLang's choice."""
+    if not isinstance(value, str):
+        raise ValueError("auto, dummy, or a format that SGLang loads")
+    if value.startswith("dummy"):
+        return {"engine.load_format": "dummy"}
+    return {"engine.load_format": "auto" if value in {"hf", "megatron", "dtensor"} else value}
+
+
+def _one(reason: str) -> Rule:
+    def read(value: Any) -> Told:
+        if value != 1 or isinstance(value, bool):
+            raise ValueError(reason)
+        return {}
+
+    return Rule(read)
+
+
+def _not(setting: str) -> Callable[[Any], Told]:
+    def read(value: Any) -> Told:
+        if not isinstance(value, bool):
+            raise ValueError("true or false")
+        return {setting: not value}
+
+    return read
+
+
+def _experts(value: Any) -> Told:
+    return {} if value == 1 else {engine_setting("ep_size"): value}
+
+
+def _overrides(value: Any) -> Told:
+    if not isinstance(value, Mapping):
+        raise ValueError("a mapping of changes to the model's configuration")
+    return {f"engine.override.{name}": item for name, item in value.items()}
+
+
+def _logprob_kind(value: Any) -> Told:
+    return {f"job.{path}": item for path, item in logprob_kind(value).items()}
+
+
+def _model(value: Any) -> Told:
+    return {"engine.model": str(Path(value).expanduser()) if isinstance(value, str) and value[:1] == "~" else value}
+
+
+def _memory_saver(value: Any) -> Told:
+    if not isinstance(value, bool):
+        raise ValueError("true or false; engine.memory_saver can be backup, too")
+    return {"engine.memory_saver": "on" if value else "off"}
+
+
+MODEL = Rule(_model)
+TP, PP, DP, EP = engine("tp_size"), _one(PP_REASON), _one(DP_REASON), Rule(_experts)
+MEMORY = engine("mem_fraction", "of weights and KV cache together")
+DTYPE, EAGER, MAX_RUNNING, LOAD_FORMAT = Rule(dtype), Rule(eager), Rule(max_running), Rule(load_format)
+PREFIX_CACHING = when(False, {"engine.extra.disable_radix_cache": True})
+CHUNKED_PREFILL = when(False, {"engine.extra.chunked_prefill_size": -1})
+BATCHED_TOKENS = engine("max_prefill_tokens", "tokens of one prefill batch")
+ROUTED_EXPERTS = when(True, {"job.routed_experts": True, "engine.routed_experts": True})
+ROPE_SCALING = Rule(lambda value: {"engine.override.rope_scaling": value})
+ROPE_THETA = Rule(lambda value: {"engine.override.rope_theta": value})
+
+_COMMON: Mapping[str, Rule] = {
+    "tensor_parallel_size": TP,
+    "pipeline_parallel_size": PP,
+    "data_parallel_size": DP,
+    "expert_parallel_size": EP,
+    "dtype": DTYPE,
+    "served_model_name": Rule(why="the gateway says by which names models are known"),
+    "max_lora_rank": engine("max_lora_rank"),
+    "load_format": LOAD_FORMAT,
+}
+SGLANG: Mapping[str, Rule] = {
+    **_COMMON,
+    **{name: Rule(refuse="RolloutMQ sets this argument of SGLang itself") for name in OWNED_ARGUMENTS},
+    **{name: engine(name) for name in SGLangConfig.model_fields if name not in {"model", "extra"}},
+    **_COMMON,
+    "model_path": MODEL,
+    "skip_tokenizer_init": Rule(why="ids go in and out of the engine; text is the worker's edge"),
+    "tp_size": TP,
+    "pp_size": PP,
+    "dp_size": DP,
+    "ep_size": EP,
+    "mem_fraction_static": MEMORY,
+    "max_running_requests": MAX_RUNNING,
+    "enable_deterministic_inference": engine("deterministic"),
+    "enable_return_routed_experts": engine("routed_experts"),
+    "enable_return_hidden_states": engine("hidden_states"),
+    "enable_memory_saver": Rule(_memory_saver),
+    "disable_cuda_graph": Rule(_not("engine.cuda_graph")),
+    "disable_prefill_cuda_graph": Rule(_not("engine.prefill_cuda_graph")),
+    "disable_overlap_schedule": Rule(_not("engine.overlap_schedule")),
+    "enable_lora": Rule(why="LoRA is on where engine.max_lora_rank is set"),
+    "host": Rule(why="the engine has no port"),
+    "port": Rule(why="the engine has no port"),
+}
+"""SGLang's own arguments that have a setting of this package, or none. All others are passed on."""
+VLLM: Mapping[str, Rule] = {
+    **_COMMON,
+    "model": MODEL,
+    "max_model_len": engine("context_length"),
+    "max_num_seqs": MAX_RUNNING,
+    "max_num_batched_tokens": BATCHED_TOKENS,
+    "gpu_memory_utilization": MEMORY,
+    "enforce_eager": EAGER,
+    "enable_prefix_caching": PREFIX_CACHING,
+    "enable_chunked_prefill": CHUNKED_PREFILL,
+    "enable_return_routed_experts": ROUTED_EXPERTS,
+    "seed": engine("random_seed"),
+    "max_loras": Rule(lambda value: {"engine.max_loras_per_batch": value + 1}, "the model alone counts as one"),
+    "trust_remote_code": engine("trust_remote_code"),
+    "quantization": engine("quantization"),
+    "kv_cache_dtype": engine("kv_cache_dtype"),
+    "revision": engine("revision"),
+    "hf_overrides": Rule(_overrides),
+    "rope_scaling": ROPE_SCALING,
+    "rope_theta": ROPE_THETA,
+    "enable_lora": Rule(why="LoRA is on where engine.max_lora_rank is set"),
+    "enable_sleep_mode": Rule(why="an engine sleeps when it is told to"),
+    "disable_log_stats": Rule(why="the pool counts for itself"),
+    "disable_log_requests": Rule(why="requests are not logged"),
+    "distributed_executor_backend": Rule(why="SGLang starts its own processes"),
+    "skip_tokenizer_init": Rule(why="ids go in and out of the engine; text is the worker's edge"),
+    "tokenizer": Rule(refuse="the tokenizer is the one beside the model"),
+    "chat_template": Rule(refuse="the template is the one beside the model: render the text, or the ids, yourself"),
+    "scheduling_policy": Rule(refuse="priority is a field of the job", unless=("fcfs",)),
+    "logprobs_mode": Rule(_logprob_kind),
+}
+"""vLLM's arguments that mean something to SGLang."""
+VLLM_OTHER = "an argument of vLLM without a counterpart here; SGLang's go into engine.extra"

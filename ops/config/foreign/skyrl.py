@@ -1,0 +1,136 @@
+"""SkyRL's `generator:` block: the present one (engine settings in `inference_engine`) and the older flat one.
+
+Keys are those of GeneratorConfig, InferenceEngineConfig and SamplingParams in skyrl/train/config/config.py, and of
+ppo_base_config.yaml and the inference_engine fields that were directly under `generator` before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ....messages.dialects.names import Rule
+from . import engine_arguments as engine
+from .engine_arguments import SGLANG, VLLM, VLLM_OTHER, Told
+from .translate import Arguments, Sampling, Table, Whole
+
+_EPISODES = Rule(why="how episodes are played and trained on is the trainer's")
+_CLUSTER = Rule(why="workers are started by you, and find the pool on Redis")
+_GATEWAY = Rule(why="HTTP is the gateway's")
+_SGLANG = Rule(why="engines are SGLang")
+_VLLM = Rule(why="about vLLM's processes")
+
+
+def _backend(value: Any) -> Told:
+    """How weights travel."""
+    if value == "gloo":
+        return {"publisher.gpu_direct": False}
+    if value in {"nccl", "cuda_ipc", "broadcast"}:
+        return {}
+    raise ValueError("nccl, cuda_ipc or gloo; whole versions are sent (publisher.snapshots saves them on disk, too)")
+
+
+def _gigabytes(value: Any) -> Told:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError("gigabytes, more than 0")
+    return {"publisher.bucket_bytes": int(value * (1 << 30))}
+
+
+def _engine(*, vllm: bool) -> dict[str, Any]:
+    return {
+        "model_dtype": engine.DTYPE,
+        "serialized_weight_sync_mode": Rule(refuse="weights travel in the dtype that the trainer gives them"),
+        "run_engines_locally": _CLUSTER,
+        "num_engines": Rule(why="as many workers as you start; they may come and go"),
+        "backend": _SGLANG,
+        "weight_sync_backend": Rule(_backend, "NCCL, CUDA IPC or gloo, as the hosts have it"),
+        "weight_transfer_threshold_cuda_ipc_GB": Rule(_gigabytes),
+        "delta_weight_sync": Whole(Rule(refuse="whole versions are sent, not differences")),
+        "tensor_parallel_size": engine.TP,
+        "pipeline_parallel_size": engine.PP,
+        "data_parallel_size": engine.DP,
+        "expert_parallel_size": engine.EP,
+        "vllm_v1_disable_multiproc": _VLLM,
+        "enable_prefix_caching": engine.PREFIX_CACHING,
+        "enable_chunked_prefill": engine.CHUNKED_PREFILL,
+        "enable_return_routed_experts": engine.ROUTED_EXPERTS,
+        "max_num_batched_tokens": engine.BATCHED_TOKENS,
+        "enforce_eager": engine.EAGER,
+        "fully_sharded_loras": Rule(why="how vLLM lays adapters out"),
+        "enable_ray_prometheus_stats": Rule(why="the pool counts for itself"),
+        "gpu_memory_utilization": engine.MEMORY,
+        "offload_kv_for_weight_sync": Rule(why="what becomes of the KV cache at an update is publisher.mode"),
+        "use_expandable_segments": Rule(why="set PYTORCH_CUDA_ALLOC_CONF where the worker starts"),
+        "max_num_seqs": engine.MAX_RUNNING,
+        "served_model_name": _GATEWAY,
+        "distributed_executor_backend": _VLLM,
+        "language_model_only": Rule(why="which parts of a model are loaded is SGLang's choice"),
+        "engine_init_kwargs": Arguments(VLLM, VLLM_OTHER) if vllm else Arguments(SGLANG),
+        "speculative_config": Whole(Rule(refuse="the weights of a draft model would not be updated")),
+        "external_proxy_url": _CLUSTER,
+        "external_server_urls": _CLUSTER,
+        "enable_pd": Rule(refuse="prefill and decoding run in one engine here", unless=(False,)),
+        "num_prefill": Rule(refuse="prefill and decoding run in one engine here", unless=(0,)),
+        "router_init_kwargs": Whole(_CLUSTER),
+        "async_engine": Rule(why="clients are asynchronous or not, as they like"),
+        "remote_urls": _CLUSTER,
+        "enable_http_endpoint": _GATEWAY,
+        "http_endpoint_host": _GATEWAY,
+        "http_endpoint_port": _GATEWAY,
+        "override_existing_update_group": Rule(why="groups are kept or made anew as the roster needs it"),
+    }
+
+
+_RENAMED = {
+    "num_inference_engines": "num_engines",
+    "inference_engine_tensor_parallel_size": "tensor_parallel_size",
+    "inference_engine_pipeline_parallel_size": "pipeline_parallel_size",
+    "inference_engine_expert_parallel_size": "expert_parallel_size",
+    "inference_engine_data_parallel_size": "data_parallel_size",
+    "remote_inference_engine_urls": "remote_urls",
+}
+
+
+def table(block: Mapping[str, Any]) -> Table:
+    """The rules for a `generator:` block; engine_init_kwargs are of the backend it names, vLLM if it names none."""
+    inside = block.get("inference_engine")
+    backend = block.get("backend") or (inside.get("backend") if isinstance(inside, Mapping) else None) or "vllm"
+    now = _engine(vllm=backend != "sglang")
+    before = {old: now[new] for old, new in _RENAMED.items()}
+    before |= {name: rule for name, rule in now.items() if name not in _RENAMED.values()}
+    return {
+        **before,
+        "inference_engine": now,
+        "model_name": engine.MODEL,
+        "n_samples_per_prompt": Rule(lambda value: {"job.n": value}),
+        "eval_n_samples_per_prompt": Rule(lambda value: {"eval.n": value}),
+        "sampling_params": Sampling("job", "skyrl"),
+        "eval_sampling_params": Sampling("eval", "skyrl"),
+        "batched": Rule(why="requests are batched by the engine, as they come"),
+        "max_turns": _EPISODES,
+        "max_input_length": Rule(
+            why="how long prompts get is the trainer's; the engine's limit is engine.context_length"
+        ),
+        "chat_template": Whole(Rule(why="SkyRL's generator renders conversations itself, and sends ids")),
+        "chat_template_kwargs": Whole(Rule(why="SkyRL's generator renders conversations itself, and sends ids")),
+        "use_conversation_multi_turn": _EPISODES,
+        "append_eos_token_after_stop_str_in_multi_turn": _EPISODES,
+        "zero_reward_on_non_stop": _EPISODES,
+        "apply_overlong_filtering": _EPISODES,
+        "step_wise_trajectories": _EPISODES,
+        "merge_stepwise_output": _EPISODES,
+        "vision_language_generator": _EPISODES,
+        "use_cache_salt": Rule(why="prefixes are never shared across weights versions"),
+        "rope_scaling": engine.ROPE_SCALING,
+        "rope_theta": engine.ROPE_THETA,
+    }
+
+
+BESIDE: Mapping[tuple[str, ...], Rule] = {
+    ("trainer", "policy", "model", "path"): engine.MODEL,
+    ("trainer", "policy", "model", "lora", "rank"): Rule(
+        lambda value: {"engine.max_lora_rank": value} if value else {}
+    ),
+}
+"""Keys outside of the block that an engine needs."""

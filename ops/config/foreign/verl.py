@@ -1,0 +1,193 @@
+"""VERL's `rollout:` block (actor_rollout_ref.rollout).
+
+Keys are those of verl/trainer/config/rollout/rollout.yaml, of the generated trainer configurations, and of the
+dataclasses in verl/workers/config/rollout.py; some are older and no longer there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ....messages.dialects.names import RULES, Rule
+from . import engine_arguments as engine
+from .engine_arguments import SGLANG, Told, when
+from .translate import Arguments, Sampling, Table, Whole
+
+_EPISODES = Rule(why="how episodes are played and trained on is the trainer's")
+_TRAINER = Rule(why="about the trainer's own forward passes")
+_CLUSTER = Rule(why="workers are started by you, and find the pool on Redis")
+_TRACES = Rule(why="VERL's own traces and dumps are written by VERL")
+_SLEEP = Rule(why="an engine sleeps and wakes when it is told to, if engine.memory_saver is on")
+_SPLIT = "prefill and decoding run in one engine here"
+_TARGET = Rule(why="the class that Hydra would make of it")
+
+
+def job(name: str) -> Rule:
+    """A sampling parameter, read as everywhere."""
+
+    def read(value: Any) -> Told:
+        reader = RULES[name].read
+        assert reader is not None
+        told = reader(value)
+        if "greedy" in told:
+            return {"job.sampling.temperature": 0.0}
+        return {f"job.{path}": item for path, item in told.items()}
+
+    return Rule(read)
+
+
+def _megabytes(value: Any) -> Told:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError("megabytes, at least 1")
+    return {"publisher.bucket_bytes": value << 20}
+
+
+def _mtp(value: Any) -> Told:
+    if isinstance(value, Mapping) and value.get("enable") and value.get("enable_rollout"):
+        raise ValueError("enable_rollout=false: the weights of a draft model would not be updated")
+    return {}
+
+
+def _qat(value: Any) -> Told:
+    if isinstance(value, Mapping) and value.get("enable"):
+        raise ValueError("enable=false: engines serve weights in the dtype they are sent in")
+    return {}
+
+
+def _images(value: Any) -> Told:
+    return {"engine.extra.limit_mm_data_per_request": {"image": value}}
+
+
+def table(block: Mapping[str, Any]) -> Table:
+    """The rules for a `rollout:` block."""
+    greedy = block.get("do_sample") is False
+    return {
+        "_target_": _TARGET,
+        "name": Rule(why="engines are SGLang"),
+        "mode": Rule(why="clients are asynchronous or not, as they like"),
+        "nnodes": _CLUSTER,
+        "n_gpus_per_node": _CLUSTER,
+        # what is sampled
+        "temperature": Rule(why="do_sample=false is greedy, whatever this says") if greedy else job("temperature"),
+        "top_k": job("top_k"),
+        "top_p": job("top_p"),
+        "repetition_penalty": job("repetition_penalty"),
+        "do_sample": job("do_sample"),
+        "ignore_eos": job("ignore_eos"),
+        "n": job("n"),
+        "sampling_kwargs": Sampling("job", "verl"),
+        "response_length": job("response_length"),
+        "prompt_length": Rule(why="how long prompts get is the trainer's; the engine's limit is engine.context_length"),
+        "calculate_log_probs": job("return_logprob"),
+        "logprobs_mode": job("logprobs_mode"),
+        "enable_rollout_routing_replay": engine.ROUTED_EXPERTS,
+        "val_kwargs": Sampling("eval", "verl"),
+        # engines
+        "dtype": engine.DTYPE,
+        "gpu_memory_utilization": engine.MEMORY,
+        "enforce_eager": engine.EAGER,
+        "cudagraph_capture_sizes": Rule(why="for vLLM; SGLang captures what max_running needs"),
+        "tensor_model_parallel_size": engine.TP,
+        "data_parallel_size": engine.DP,
+        "expert_parallel_size": engine.EP,
+        "pipeline_model_parallel_size": engine.PP,
+        "moe_tensor_parallel_size": Rule(
+            refuse="for TensorRT-LLM; experts are spread by expert_parallel_size", unless=(1,)
+        ),
+        "max_num_batched_tokens": engine.BATCHED_TOKENS,
+        "max_model_len": engine.engine("context_length"),
+        "max_num_seqs": engine.MAX_RUNNING,
+        "enable_chunked_prefill": engine.CHUNKED_PREFILL,
+        "enable_prefix_caching": engine.PREFIX_CACHING,
+        "scheduling_policy": Rule(refuse="priority is a field of the job", unless=("fcfs",)),
+        "load_format": engine.LOAD_FORMAT,
+        "seed": engine.engine("random_seed"),
+        "full_determinism": when(True, {"engine.deterministic": True}),
+        "quantization": engine.engine("quantization"),
+        "quantization_config_file": Rule(refuse="say it as engine.extra, in SGLang's terms"),
+        "qat": Whole(Rule(_qat)),
+        "mtp": Whole(Rule(_mtp)),
+        "disaggregation": Whole(Rule(_disaggregation)),
+        "limit_images": Rule(_images),
+        "skip_tokenizer_init": Rule(why="ids go in and out of the engine; text is the worker's edge"),
+        "engine_kwargs": {
+            "sglang": Arguments(SGLANG),
+            "vllm": Whole(Rule(why="engines are SGLang")),
+            "trtllm": Whole(Rule(why="engines are SGLang")),
+        },
+        "disable_log_stats": Rule(why="the pool counts for itself"),
+        "prometheus": Whole(Rule(why="the pool counts for itself")),
+        "sglang_engine_mode": Rule(why="workers hold their engine in their own process"),
+        "server": Whole(Rule(why="there is no server between client and engine: retries are the broker's")),
+        "free_cache_engine": _SLEEP,
+        "enable_sleep_mode": _SLEEP,
+        "multi_stage_wake_up": _SLEEP,
+        "use_preprocessed_multimodal_input": Rule(why="for vLLM"),
+        # weights
+        "checkpoint_engine": {
+            "_target_": _TARGET,
+            "backend": Rule(why="NCCL, CUDA IPC or gloo, as the hosts have it"),
+            "update_weights_bucket_megabytes": Rule(_megabytes),
+            "engine_kwargs": Whole(Rule(why="for VERL's own checkpoint engine")),
+            "custom_backend_module": Rule(why="for VERL's own checkpoint engine"),
+        },
+        "update_weights_bucket_megabytes": Rule(_megabytes),
+        "checkpoint_manager_class": Rule(why="for VERL's own checkpoint engine"),
+        "layered_summon": Rule(why="tensors are gathered one at a time anyway"),
+        "layer_name_map": Whole(Rule(why="names are mapped by WeightPublisher(rename=...)")),
+        "use_shm": Rule(why="models are loaded from where they are"),
+        # the trainer's
+        "over_sample_rate": Rule(why="how many samples are enough is the trainer's: it cancels the rest"),
+        "log_prob_micro_batch_size": _TRAINER,
+        "log_prob_micro_batch_size_per_gpu": _TRAINER,
+        "log_prob_use_dynamic_bsz": _TRAINER,
+        "log_prob_max_token_len_per_gpu": _TRAINER,
+        "moe_load_balance_metrics_interval": _TRAINER,
+        "custom": Whole(_EPISODES),
+        "multi_turn": dict.fromkeys(MULTI_TURN, _EPISODES),
+        "agent": dict.fromkeys(AGENT, Whole(_EPISODES)),
+        "trace": Whole(_TRACES),
+        "skip": Whole(_TRACES),
+        "skip_rollout": _TRACES,
+        "skip_dump_dir": _TRACES,
+        "profiler": Whole(Rule(why="an engine is profiled when it is told to, it is no setting")),
+    }
+
+
+def _disaggregation(value: Any) -> Told:
+    if isinstance(value, Mapping) and value.get("enabled"):
+        raise ValueError(f"enabled=false: {_SPLIT}")
+    return {}
+
+
+MULTI_TURN = (
+    "_target_",
+    "enable",
+    "max_assistant_turns",
+    "tool_config_path",
+    "function_tool_path",
+    "interaction_config_path",
+    "max_user_turns",
+    "max_parallel_calls",
+    "max_tool_response_length",
+    "tool_response_truncate_side",
+    "use_inference_chat_template",
+    "tokenization_sanity_check_mode",
+    "format",
+    "num_repeat_rollouts",
+)
+AGENT = (
+    "_target_",
+    "num_workers",
+    "default_agent_loop",
+    "agent_loop_config_path",
+    "custom_async_server",
+    "agent_loop_manager_class",
+)
+BESIDE: Mapping[tuple[str, ...], Rule] = {
+    ("actor_rollout_ref", "model", "path"): engine.MODEL,
+    ("actor_rollout_ref", "model", "trust_remote_code"): when(True, {"engine.extra.trust_remote_code": True}),
+    ("actor_rollout_ref", "model", "lora_rank"): Rule(lambda value: {"engine.max_lora_rank": value} if value else {}),
+}
+"""Keys outside of the block that an engine needs."""

@@ -1,0 +1,263 @@
+"""A conversation with a model, kept as tokens: what was given, what was generated, and by which weights."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ...messages.errors import InvalidField, RolloutMQError, WaitTimeout
+from ...messages.ids import new_id
+from ...messages.model.chat import ChatMessage
+from ...messages.model.jobs import GenerateJob
+from ...messages.model.results import RolloutResult
+from ..inbox.inbox import Inbox
+from ..inbox.outcomes import JobHandle
+from .delta import Delta
+from .prompts import Prompt, prompt_fields
+
+if TYPE_CHECKING:
+    from ..client import RolloutClient
+
+GIVEN = -1
+"""The version of a token that no weights sampled."""
+SETTLE_S = 10.0
+"""A turn that is given up is cancelled; so long its outcome is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Columns of one length. ids: (n,) int32. mask: (n,) uint8. logprobs: (n,) float32. versions: (n,) int64."""
+
+    ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    mask: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    versions: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def given(self, ids: Sequence[int] | npt.NDArray[Any]) -> History:
+        """With tokens behind it that were not generated."""
+        n = len(ids)
+        logprobs = np.full(n, np.nan, np.float32)
+        return self._then(np.asarray(ids, np.int32), np.zeros(n, np.uint8), logprobs, np.full(n, GIVEN, np.int64))
+
+    def generated(self, result: RolloutResult) -> History:
+        """With a result behind it."""
+        n = len(result.token_ids)
+        logprobs = np.full(n, np.nan, np.float32) if result.logprobs is None else result.logprobs
+        versions = np.repeat([v for v, _ in result.segments], [c for _, c in result.segments]).astype(np.int64)
+        return self._then(result.token_ids, np.ones(n, np.uint8), logprobs, versions)
+
+    def upto(self, end: int) -> History:
+        """Its first `end` tokens."""
+        return History(self.ids[:end], self.mask[:end], self.logprobs[:end], self.versions[:end])
+
+    def _then(self, *more: npt.NDArray[Any]) -> History:
+        mine: tuple[npt.NDArray[Any], ...] = (self.ids, self.mask, self.logprobs, self.versions)
+        return History(*(np.concatenate([one, new]) for one, new in zip(mine, more, strict=True)))
+
+
+class Session:
+    """Made by `RolloutClient.session`. One turn at a time; branches go on at the same time as each other.
+
+    The history is here and nowhere else: a worker only has its prefix in a cache, and the next turn goes to that worker
+    if it is there and has room soon. If not, another one reads the history again, which costs time and nothing else. A
+    turn that failed leaves the history as it was.
+
+    No token is ever decoded and encoded again: a turn's prompt is the history's tokens as they are, and behind them
+    what the worker made of the new text or messages. For messages that takes a chat template that renders turns one
+    after the other; another one is refused. A template that leaves out old reasoning cannot do so here.
+    """
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        inbox: Inbox,
+        *,
+        session_id: str | None = None,
+        system: str | None = None,
+        token_ids: Sequence[int] | npt.NDArray[Any] | None = None,
+        chat: bool = False,
+        **fields: Any,
+    ) -> None:
+        if system is not None and token_ids is not None:
+            raise InvalidField("system", system, "no system message behind token_ids: put it into them")
+        self.session_id = session_id or new_id()
+        self.worker: str | None = None
+        """The worker that has the history in its cache, as far as is known."""
+        self._client, self._inbox, self._fields = client, inbox, fields
+        self._chat = chat or system is not None
+        self._opening = () if system is None else (ChatMessage(role="system", content=system),)
+        self._history = History().given([] if token_ids is None else token_ids)
+        self._turn: str | None = None  # the job under way
+        self._branches = itertools.count(1)
+        self._closed = False
+
+    # --- what it has -----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._history.ids)
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """(n,) int32: the whole conversation."""
+        return self._history.ids
+
+    @property
+    def mask(self) -> npt.NDArray[np.uint8]:
+        """(n,): 1 where the model generated the token, 0 where it was given: a loss mask."""
+        return self._history.mask
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        """(n,): as in RolloutResult where generated, else NaN."""
+        return self._history.logprobs
+
+    @property
+    def versions(self) -> npt.NDArray[np.int64]:
+        """(n,): of the weights that sampled each token, -1 where it was given."""
+        return self._history.versions
+
+    # --- turns -----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt: Prompt | None = None, *, timeout: float | None = None, **fields: Any
+    ) -> RolloutResult:
+        """The next turn: what is given, and what the model generates behind it; both become part of the history.
+
+        prompt: token ids, a text (of a chat: the user's message), messages, or None to go on from the history.
+        fields: those of GenerateJob for this turn, but for n. Raises InvalidField, JobFailed, what `submit` raises, and
+        WaitTimeout, all of which leave the history as it was.
+        """
+        job = self._job(prompt, fields)
+        with self._under_way(job), self._inbox.reserved(job.id):
+            handle = await self._client.submit(job)
+            try:
+                (result,) = await self._client.wait(handle, timeout)
+            except (WaitTimeout, asyncio.CancelledError):
+                await self._give_up(handle)
+                raise
+            self._take(job, result)
+        return result
+
+    async def stream(
+        self, prompt: Prompt | None = None, *, timeout: float | None = None, **fields: Any
+    ) -> AsyncGenerator[Delta]:
+        """Like `generate`, as deltas. With the last one the turn is in the history; left earlier, it is cancelled."""
+        job = self._job(prompt, fields)
+        with self._under_way(job):
+            done = False
+            try:
+                async with contextlib.aclosing(self._client.stream(job, timeout=timeout)) as deltas:
+                    async for delta in deltas:
+                        if delta.result is not None:
+                            self._take(job, delta.result)
+                            done = True
+                        yield delta
+            finally:
+                if not done:
+                    with self._inbox.reserved(job.id):
+                        await self._give_up(JobHandle(job.id, job.group, job.n))
+
+    def give(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Put tokens behind the history that nobody generated, such as an observation."""
+        self._check_idle()
+        self._history = self._history.given(token_ids)
+
+    def replace(self, start: int, token_ids: Sequence[int] | npt.NDArray[Any] = ()) -> None:
+        """Forget the tokens from `start` on, and have these given ones in their place."""
+        self._check_idle()
+        self._history = self._history.upto(self._place("start", start)).given(token_ids)
+
+    def branch(self, at: int | None = None) -> Session:
+        """A session of its own with the first `at` tokens, or all; both go on from there. The prefix stays shared."""
+        self._check_open()
+        other = Session(
+            self._client,
+            self._inbox,
+            session_id=f"{self.session_id[:100]}.{next(self._branches)}",
+            chat=self._chat,
+            **self._fields,
+        )
+        other._history = self._history.upto(len(self) if at is None else self._place("at", at))
+        other._opening = self._opening if not len(other) else ()
+        other.worker = self.worker
+        return other
+
+    async def close(self) -> None:
+        """Cancel the turn that is under way; nothing more can be generated. What there is stays readable."""
+        self._closed = True
+        if self._turn is not None:
+            await self._client.cancel([self._turn])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _job(self, prompt: Any, fields: dict[str, Any]) -> GenerateJob:
+        self._check_idle()
+        fields = {"session_id": self.session_id, **self._fields, **fields}
+        if fields.get("n", 1) != 1:
+            raise InvalidField("n", fields["n"], "1: a session is one conversation; branch() for more")
+        if self.worker is not None:
+            fields.setdefault("prefer_worker", self.worker)
+        history = self._history.ids
+        given = {} if prompt is None else prompt_fields(prompt)
+        if self._chat and "text" in given:
+            given = {"messages": (ChatMessage(role="user", content=given["text"]),)}
+        if self._opening and not len(history):
+            if "messages" not in given:
+                raise InvalidField("prompt", prompt, "messages, or a user's text, behind the system message")
+            given = {"messages": (*self._opening, *given["messages"])}
+        if not given and not len(history):
+            raise InvalidField("prompt", prompt, "something to go on from: the session is empty")
+        if not given or "token_ids" in given:
+            given = {"token_ids": np.concatenate([history, np.asarray(given.get("token_ids", ()), np.int32)])}
+        elif len(history):
+            given["context_ids"] = history
+        return GenerateJob.build(**fields | given)
+
+    async def _give_up(self, turn: JobHandle) -> None:
+        """Cancel a turn; what still comes of it is nobody's."""
+        await self._client.cancel([turn])
+        with contextlib.suppress(RolloutMQError):
+            await self._client.wait(turn, SETTLE_S)
+
+    def _take(self, job: GenerateJob, result: RolloutResult) -> None:
+        prompt = job.token_ids if job.token_ids is not None else result.prompt_ids
+        known = self._history.ids
+        if prompt is None or not np.array_equal(prompt[: len(known)], known):
+            raise RolloutMQError(f"session {self.session_id}: the worker's prompt does not begin with the history")
+        self._history = self._history.given(prompt[len(known) :]).generated(result)
+        self.worker = result.worker_id
+
+    @contextlib.contextmanager
+    def _under_way(self, job: GenerateJob) -> Iterator[None]:
+        self._turn = job.id
+        try:
+            yield
+        finally:
+            self._turn = None
+
+    def _place(self, name: str, value: int) -> int:
+        if not 0 <= value <= len(self):
+            raise InvalidField(name, value, f"0 to {len(self)}, the tokens there are")
+        return value
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutMQError(f"session {self.session_id} is closed")
+
+    def _check_idle(self) -> None:
+        self._check_open()
+        if self._turn is not None:
+            raise RolloutMQError(f"session {self.session_id} has a turn under way: one at a time, or branch()")

@@ -1,0 +1,202 @@
+"""Embeddings, scores and rewards from a pool, as calls that return arrays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+from redis.exceptions import RedisError
+
+from ...messages.errors import InvalidField, JobFailed, PoolBusy, WaitTimeout
+from ...messages.model.embed import EmbedJob, EmbedResult, PoolingJob, RewardJob, RewardResult
+from ...messages.model.results import JobFailure
+from ...messages.model.score import ScoreJob, ScoreResult
+from ...messages.model.tasks import TaskJob, TaskResult
+
+if TYPE_CHECKING:
+    from ..client import RolloutClient
+
+R = TypeVar("R", bound=TaskResult)
+INPUTS_PER_JOB = 64
+"""So many inputs make one job: enough to cost little in the queue, few enough to spread over workers."""
+Floats = npt.NDArray[np.float32]
+
+
+async def embed(
+    client: RolloutClient,
+    inputs: Sequence[Any],
+    *,
+    dimensions: int | None = None,
+    normalize: bool = True,
+    timeout: float | None = None,
+    **fields: Any,
+) -> Floats:
+    """(n, d) float32: the embedding of each input, in order.
+
+    inputs: texts, sequences of token ids, or conversations (sequences of chat messages), all of one kind.
+    dimensions, normalize: as EmbedJob has them. fields: of the queue, such as priority, deadline_s and min_version.
+    Raises InvalidField, FeatureUnavailable in a pool without a worker for it, JobFailed, or WaitTimeout, after which
+    the job is cancelled.
+    """
+    fields |= {"dimensions": dimensions} if dimensions is not None else {}
+    fields |= {} if normalize else {"normalize": False}
+    results = await _pooled(client, EmbedJob, EmbedResult, inputs, timeout=timeout, fields=fields)
+    return np.stack([result.embedding for result in results]).astype(np.float32, copy=False)
+
+
+async def reward(
+    client: RolloutClient, inputs: Sequence[Any], *, timeout: float | None = None, **fields: Any
+) -> list[RewardResult]:
+    """A reward model's scores of each input, in order; inputs, fields and errors as for `embed`.
+
+    An input of ids is prompt and response as one sequence.
+    """
+    return await _pooled(client, RewardJob, RewardResult, inputs, timeout=timeout, fields=fields)
+
+
+async def score(
+    client: RolloutClient,
+    prompt: Any,
+    continuations: Sequence[Any],
+    *,
+    timeout: float | None = None,
+    **fields: Any,
+) -> list[ScoreResult]:
+    """How likely each continuation of `prompt` is: log-probabilities per token, their sum and mean, and the version.
+
+    prompt: token ids, a text, or a conversation. continuations: sequences of ids, or texts. Fields and errors as for
+    `embed`.
+    """
+    fields[_PROMPTS[_form("prompt", [prompt])]] = prompt
+    form = _form("continuations", continuations)
+    if form == "conversations":
+        raise InvalidField("continuations", continuations, "sequences of token ids, or texts")
+    name = "texts" if form == "texts" else "continuations"
+    parts = [list(continuations[i : i + INPUTS_PER_JOB]) for i in range(0, len(continuations), INPUTS_PER_JOB)]
+    jobs = [ScoreJob.build(**{name: part}, **fields) for part in parts]
+    return await run_tasks(client, jobs, ScoreResult, timeout)
+
+
+def similarity(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """Cosine similarity, float32: (n, m) of (n, d) and (m, d); of single vectors (d,) that axis is left out.
+
+    0 with a vector of length 0. Raises InvalidField if the last axes differ.
+    """
+    left, right = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    if not (1 <= left.ndim <= 2 and 1 <= right.ndim <= 2) or left.shape[-1] != right.shape[-1]:
+        raise InvalidField("similarity", (left.shape, right.shape), "shapes (n, d) or (d,) with the same d")
+    return np.asarray(_unit(left) @ _unit(right).T, dtype=np.float32)
+
+
+def _unit(vectors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    length = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return np.asarray(vectors / np.where(length == 0.0, 1.0, length))
+
+
+_PROMPTS = {"token_ids": "token_ids", "texts": "text", "conversations": "messages"}
+
+
+def _form(field: str, inputs: Sequence[Any]) -> str:
+    """As what a job takes these: texts, token_ids or conversations."""
+    if isinstance(inputs, str) or not hasattr(inputs, "__len__") or not len(inputs):
+        raise InvalidField(field, inputs, "a sequence of at least one input")
+    forms = {_form_of(one) for one in inputs}
+    if len(forms) > 1 or None in forms:
+        raise InvalidField(field, inputs, "all texts, all sequences of token ids, or all sequences of chat messages")
+    return cast(str, forms.pop())
+
+
+def _form_of(one: Any) -> str | None:
+    if isinstance(one, str):
+        return "texts"
+    if not isinstance(one, Sequence | np.ndarray) or not len(one):
+        return None
+    return "token_ids" if isinstance(one[0], int | np.integer) else "conversations"
+
+
+async def _pooled(
+    client: RolloutClient,
+    kind: type[PoolingJob],
+    result: type[R],
+    inputs: Sequence[Any],
+    *,
+    timeout: float | None,
+    fields: dict[str, Any],
+) -> list[R]:
+    form = _form("inputs", inputs)
+    parts = [list(inputs[i : i + INPUTS_PER_JOB]) for i in range(0, len(inputs), INPUTS_PER_JOB)]
+    return await run_tasks(client, [kind.build(**{form: part}, **fields) for part in parts], result, timeout)
+
+
+async def run_tasks(
+    client: RolloutClient, jobs: Sequence[TaskJob], kind: type[R], timeout: float | None = None
+) -> list[R]:
+    """Submit `jobs` and return all their results, job by job and input by input; a full pool is waited for.
+
+    Results are taken while jobs are still being sent: it may be they that fill the pool. Raises WaitTimeout after
+    `timeout` seconds and JobFailed; what is still open is then cancelled, as it is when the caller is.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    mine = [job.model_copy(update={"reply_to": client.client_id}) for job in jobs]
+    await client.open()
+    await client._features.check(mine)
+    for job in mine:  # before they are sent: the first result may be here before the reply to the submission
+        client._inboxes.expect(job.id, job.group, job.n)
+    try:
+        async with asyncio.TaskGroup() as both:
+            both.create_task(_send(client, mine, deadline))
+            taking = both.create_task(_take(client, mine, kind, deadline))
+        return taking.result()
+    except BaseExceptionGroup as group:
+        await _abandon(client, mine)
+        raise group.exceptions[0] from None
+    except BaseException:
+        await _abandon(client, mine)
+        raise
+
+
+async def _take(client: RolloutClient, jobs: Sequence[TaskJob], kind: type[R], deadline: float | None) -> list[R]:
+    inbox = client._inboxes.tasks
+    results: list[R] = []
+    for job in jobs:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        await client._until(lambda job=job: (it := inbox.tracked(job.id)) is not None and it.ended, left)  # type: ignore[misc]
+        replies = inbox.take_job(job.id)
+        await client._reader.ack(replies)
+        for reply in replies:
+            if isinstance(reply.outcome, JobFailure):
+                raise JobFailed(reply.outcome)
+            assert isinstance(reply.outcome, kind)
+            results.append(reply.outcome)
+    return results
+
+
+async def _send(client: RolloutClient, jobs: list[Any], deadline: float | None) -> None:
+    accepted, pause = 0, 0.02
+    while True:
+        try:
+            await client.broker.enqueue(jobs[accepted:])
+            return
+        except PoolBusy as busy:
+            accepted += busy.accepted
+            if deadline is not None and time.monotonic() + pause >= deadline:
+                raise WaitTimeout(f"{len(jobs) - accepted} of {len(jobs)} jobs were not accepted: {busy}") from None
+        await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # submitters that wait do not come back in step
+        pause = min(0.5, pause * 2)
+
+
+async def _abandon(client: RolloutClient, jobs: Sequence[TaskJob]) -> None:
+    """Nobody waits for these any more: what comes of them is dropped where it arrives."""
+    inboxes = client._inboxes
+    left = [job.id for job in jobs if inboxes.tasks.tracked(job.id) is not None]
+    with contextlib.suppress(RedisError, OSError):  # the error that brought us here says more
+        for job_id in left:
+            await client._reader.ack(inboxes.abandon(job_id))
+        if left:
+            await asyncio.shield(client.broker.cancel(left, "its caller gave up"))

@@ -1,0 +1,79 @@
+"""Token ids to text where the results are: for pools that speak in tokens, without a worker being asked.
+
+Needs the small library `tokenizers` (`pip install 'rolloutmq[text]'`), or transformers where that is installed anyway;
+a trainer that never decodes needs neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...messages.errors import ConfigError, InvalidField
+from ...messages.model.results import RolloutResult
+
+Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+class Decoder:
+    """The tokenizer of one model, loaded when first used.
+
+    model: its folder, a tokenizer.json, or a name on the hub.
+    """
+
+    def __init__(self, model: str | Path) -> None:
+        self._model = str(model)
+        self._tokenizer: Any = None
+
+    def decode(self, token_ids: Ids | RolloutResult, *, special: bool = False) -> str:
+        """The text of these ids, or of what a result's sample generated. special: keep special tokens.
+
+        An id that the tokenizer does not know has no text. Raises ConfigError if neither library is installed or there
+        is no tokenizer, InvalidField for what are no ids.
+        """
+        return self.decode_many([token_ids], special=special)[0]
+
+    def decode_many(self, sequences: Iterable[Ids | RolloutResult], *, special: bool = False) -> list[str]:
+        """The texts of several, in order."""
+        ids = [_ids(one) for one in sequences]
+        if self._tokenizer is None:
+            self._tokenizer = _load(self._model)
+        return [str(self._tokenizer.decode(one, skip_special_tokens=not special)) for one in ids]
+
+
+def _ids(given: Ids | RolloutResult) -> list[int]:
+    array = np.asarray(given.token_ids if isinstance(given, RolloutResult) else given)
+    if array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or int(array.min()) < 0)):
+        raise InvalidField("token_ids", given, "a flat sequence of token ids, none of them negative")
+    return [int(one) for one in array]
+
+
+def _load(model: str) -> Any:
+    path = Path(model)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_dir() or file.exists():
+        try:
+            library = importlib.import_module("tokenizers").Tokenizer
+        except ImportError:
+            pass  # transformers cannot do without it, but may be a very old one
+        else:
+            try:
+                return library.from_file(str(file)) if file.exists() else library.from_pretrained(model)
+            except Exception as error:  # a plain Exception is what the library raises
+                raise ConfigError(f"no tokenizer could be loaded from {model}: {error}") from error
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        raise ConfigError(
+            f"decoding needs the library tokenizers (pip install 'rolloutmq[text]'), or transformers for {model}, "
+            "and neither is installed"
+        ) from None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer could be loaded from {model}: {error}") from error

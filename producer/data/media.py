@@ -1,0 +1,188 @@
+"""Images, videos and audio for a job: from files, URLs, data URLs, PIL or bytes, and out of OpenAI's messages.
+
+Everything is read here, where the job is made: a worker never opens a path, and fetches a URL only from hosts that its
+operator has named.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from pydantic import ValidationError
+
+from ...messages.errors import InvalidField
+from ...messages.fetch import fetch
+from ...messages.model.base import as_invalid_field
+from ...messages.model.chat import ChatMessage, MediaKind
+from ...messages.model.jobs import GenerateJob
+from ...messages.model.media import MAX_MEDIUM_BYTES, Medium, mime_of
+
+Urls = Literal["client", "worker"]
+
+
+def medium(
+    kind: MediaKind,
+    source: Any,
+    *,
+    urls: Urls = "client",
+    hosts: Collection[str] | None = None,
+    timeout_s: float = 10.0,
+) -> Medium:
+    """One medium from bytes, a path (str or Path), a file:// , data: or http(s) URL, or a PIL image.
+
+    urls: who fetches http(s); "worker" works only where the worker was started with the host among its --media-host.
+    hosts: those that the client may fetch from, private ones too; None for every public one.
+    Raises InvalidField for what cannot be read, is larger than 16 MiB, or is no file of this kind. May block.
+    """
+    if isinstance(source, Medium):
+        return source
+    if isinstance(source, str) and _scheme(source) in {"http", "https"}:
+        if urls == "worker":
+            try:
+                return Medium(kind=kind, url=source)
+            except ValidationError as error:
+                raise as_invalid_field(error) from None
+        data = fetch(source, max_bytes=MAX_MEDIUM_BYTES, timeout_s=timeout_s, hosts=hosts)
+    else:
+        data = _bytes_of(kind, source)
+    return _checked(kind, data, str(source)[:80] if isinstance(source, str | Path) else type(source).__name__)
+
+
+def _bytes_of(kind: MediaKind, source: Any) -> bytes:
+    """What is to be had here."""
+    if isinstance(source, bytes | bytearray | memoryview):
+        return bytes(source)
+    if isinstance(source, str) and _scheme(source) == "data":
+        return _data_url(source)
+    if isinstance(source, str | Path):
+        path = unquote(urlsplit(source).path) if isinstance(source, str) and _scheme(source) == "file" else source
+        return _read(Path(path))
+    if kind == "image" and callable(getattr(source, "save", None)):
+        encoded = io.BytesIO()
+        source.save(encoded, format="PNG")
+        return encoded.getvalue()
+    raise InvalidField(kind, source, "bytes, a path, a data: or http(s) URL, or (images) something of PIL")
+
+
+def _scheme(source: str) -> str:
+    try:
+        return urlsplit(source).scheme if ":" in source[:16] else ""
+    except ValueError as error:
+        raise InvalidField("url", source[:80], f"a path or a URL: {error}") from error
+
+
+def from_openai(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    files: Path | None = None,
+    urls: Urls = "client",
+    hosts: Collection[str] | None = None,
+    timeout_s: float = 10.0,
+) -> tuple[tuple[ChatMessage, ...], tuple[Medium, ...]]:
+    """Messages in OpenAI's form as a job takes them: with places for the media, and the media in order.
+
+    Parts may be text, image_url, video_url, audio_url, input_audio, and {"type": "image", "image": anything `medium`
+    takes}, the same for video and audio.
+    files: where paths in URLs may lead; None for nowhere, because messages are often written by somebody else.
+    urls, hosts, timeout_s: as for `medium`. Raises InvalidField naming the part. May block.
+    """
+    found: list[Medium] = []
+    chat: list[ChatMessage] = []
+    for place, message in enumerate(messages):
+        fields = dict(message)
+        if isinstance(content := fields.get("content"), list | tuple):
+            parts = []
+            for number, part in enumerate(content):
+                where = f"messages.{place}.content.{number}"
+                kind, source, written = _part(where, part)
+                if kind is None:
+                    parts.append({"type": "text", "text": source})
+                    continue
+                if written:
+                    source = _allowed(where, source, files)
+                try:
+                    found.append(medium(kind, source, urls=urls, hosts=hosts, timeout_s=timeout_s))
+                except InvalidField as error:
+                    raise InvalidField(f"{where}.{error.field}", error.value, error.allowed) from error
+                parts.append({"type": kind})
+            fields["content"] = parts
+        chat.append(_message(place, fields))
+    return tuple(chat), tuple(found)
+
+
+def chat_job(messages: Sequence[Mapping[str, Any]], *, files: Path | None = None, **fields: Any) -> GenerateJob:
+    """A GenerateJob of OpenAI messages with whatever media are in them; `fields` are the job's other fields."""
+    chat, media = from_openai(messages, files=files)
+    return GenerateJob.build(messages=chat, **({"media": media} if media else {}), **fields)
+
+
+def _message(place: int, fields: dict[str, Any]) -> ChatMessage:
+    try:
+        return ChatMessage(**{name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        invalid = as_invalid_field(error)
+        raise InvalidField(f"messages.{place}.{invalid.field}", invalid.value, invalid.allowed) from None
+
+
+def _part(where: str, part: Any) -> tuple[MediaKind | None, Any, bool]:
+    """Kind (None for text), source, and whether it was written as a URL into the message."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return None, part["text"], False
+    for name in ("image", "video", "audio"):
+        if kind == f"{name}_url":
+            given = part.get(kind)
+            url = given.get("url") if isinstance(given, Mapping) else given
+            if isinstance(url, str):
+                return name, url, True
+        if kind == name and name in part:
+            return name, part[name], isinstance(part[name], str)
+    if kind == "input_audio" and isinstance(given := part.get(kind), Mapping) and isinstance(given.get("data"), str):
+        return "audio", f"data:audio/{given.get('format', 'wav')};base64,{given['data']}", True
+    raise InvalidField(where, part, "a part of type text, image_url, video_url, audio_url or input_audio")
+
+
+def _allowed(where: str, url: Any, files: Path | None) -> Any:
+    """The path of a URL that is one, if it may be read."""
+    scheme = _scheme(url)
+    if scheme in {"data", "http", "https"}:
+        return url
+    if files is None:
+        raise InvalidField(where, url, "no path: say with `files` where paths may lead")
+    path = (files / (unquote(urlsplit(url).path) if scheme == "file" else url)).resolve()
+    if not path.is_relative_to(files.resolve()):
+        raise InvalidField(where, url, f"a path in {files}")
+    return path
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if (size := path.stat().st_size) > MAX_MEDIUM_BYTES:
+            raise InvalidField("path", str(path), f"at most {MAX_MEDIUM_BYTES} bytes, not {size}")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise InvalidField("path", str(path), f"a file that can be read: {error}") from error
+
+
+def _data_url(url: str) -> bytes:
+    head, comma, data = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise InvalidField("url", url[:80], "data:<type>;base64,<data>")
+    if len(data) > MAX_MEDIUM_BYTES * 4 // 3 + 4:
+        raise InvalidField("url", url[:80], f"at most {MAX_MEDIUM_BYTES} bytes")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidField("url", url[:80], f"base64: {error}") from error
+
+
+def _checked(kind: MediaKind, data: bytes, shown: str) -> Medium:
+    if not 0 < len(data) <= MAX_MEDIUM_BYTES:
+        raise InvalidField(kind, shown, f"1 to {MAX_MEDIUM_BYTES} bytes, not {len(data)}")
+    return Medium(kind=kind, data=data, mime=mime_of(kind, data, shown))

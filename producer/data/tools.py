@@ -1,0 +1,226 @@
+"""Tools that a trainer runs for its model, loaded from its own configuration, and the calls of a turn, run together."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ...messages.errors import ConfigError, InvalidField
+from ...messages.model.base import as_invalid_field
+from ...messages.model.chat import MAX_TEXT, ChatMessage
+from ...messages.model.tools import Tool, ToolCall
+
+Runner = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOutcome:
+    """What came of one call. content: what the tool said, or the error in words for the model. seconds: it took."""
+
+    call: ToolCall
+    content: str
+    error: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the tool ran and answered."""
+        return self.error is None
+
+    def as_message(self) -> ChatMessage:
+        """The answer in the next prompt."""
+        return ChatMessage(role="tool", content=self.content, tool_call_id=self.call.id, name=self.call.name)
+
+
+class ToolRegistry:
+    """Tools by name: what the model is told of each, and what runs it.
+
+    A runner is called with the arguments by name; it may be a coroutine function. Calls may come at the same time.
+    """
+
+    def __init__(self, tools: Mapping[str, tuple[Tool, Runner]] | None = None) -> None:
+        self._tools = dict(tools or {})
+
+    def add(self, tool: Tool | Mapping[str, Any], runner: Runner) -> None:
+        """One more. Raises InvalidField for a tool that is none, or a name that is taken."""
+        whole = tool if isinstance(tool, Tool) else _tool("tool", tool)
+        if whole.function.name in self._tools:
+            raise InvalidField("function.name", whole.function.name, "a name that no other tool has")
+        self._tools[whole.function.name] = whole, runner
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """For `GenerateJob.tools`."""
+        return tuple(tool for tool, _ in self._tools.values())
+
+    def runner(self, name: str | None) -> Runner | None:
+        """What runs the tool of that name, or None."""
+        return self._tools[name][1] if name in self._tools else None
+
+    @classmethod
+    def load(cls, path: str | Path) -> ToolRegistry:
+        """The tools of a YAML (or JSON) file:
+
+            tools:
+              - class_path: my_project.tools.Search   # a class, made with `config`, or a plain function
+                config: {index: /data/index}
+                schema: {type: function, function: {name: search, description: …, parameters: {…}}}
+
+        VERL's names for the same, class_name and tool_schema, are understood. The file decides what code runs here: it
+        is the trainer's own, and nothing of it ever comes from a message. Raises ConfigError.
+        """
+        registry = cls()
+        entries = _read(Path(path)).get("tools")
+        if not isinstance(entries, list) or not entries:
+            raise ConfigError(f"{path}: tools: a list of at least one tool is needed")
+        for place, entry in enumerate(entries):
+            where = f"{path}: tools.{place}"
+            if not isinstance(entry, dict):
+                raise ConfigError(f"{where}: a mapping with class_path and schema is needed")
+            if unknown := sorted(map(str, entry.keys() - _KEYS)):
+                raise ConfigError(f"{where}: {unknown[0]} is unknown; known are {', '.join(sorted(_KEYS))}")
+            class_path, schema = (entry.get(a, entry.get(b)) for a, b in _NAMES)
+            if not isinstance(class_path, str) or not isinstance(schema, dict):
+                raise ConfigError(f"{where}: class_path and schema are needed")
+            try:
+                registry.add(_tool("schema", schema), _runner(class_path, entry.get("config") or {}))
+            except (InvalidField, ConfigError) as error:
+                raise ConfigError(f"{where}: {error}") from error
+        return registry
+
+
+_NAMES = (("class_path", "class_name"), ("schema", "tool_schema"))
+_KEYS = {name for names in _NAMES for name in names} | {"config"}
+
+
+async def run_tool_calls(
+    calls: Sequence[ToolCall], registry: ToolRegistry, timeout_s: float | None = None
+) -> list[ToolOutcome]:
+    """Run the calls of a turn at the same time; their outcomes in the order of the calls.
+
+    timeout_s: of each. A plain function that is late is not waited for, but cannot be stopped: it goes on in its
+    thread, and its answer is dropped. Whatever a tool raises becomes an outcome with an error, as does an invalid call.
+    """
+    return list(await asyncio.gather(*(_run(call, registry, timeout_s) for call in calls)))
+
+
+async def _run(call: ToolCall, registry: ToolRegistry, timeout_s: float | None) -> ToolOutcome:
+    runner = registry.runner(call.name)
+    if call.error is not None or runner is None:
+        error = call.error or f"there is no tool {call.name!r}"
+        return ToolOutcome(call, f"Error: {error}", error)
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer = _as_text(await _call(runner, call.arguments or {}))
+    except TimeoutError:
+        error = f"{call.name} did not answer within {timeout_s:g} s" if timeout_s else f"{call.name}: TimeoutError"
+    except Exception as raised:  # a tool may raise anything; the other calls go on
+        error = f"{call.name}: {type(raised).__name__}: {raised}"
+    else:
+        return ToolOutcome(call, answer, None, time.monotonic() - began)
+    return ToolOutcome(call, f"Error: {error}", error, time.monotonic() - began)
+
+
+async def _call(runner: Runner, arguments: Mapping[str, Any]) -> Any:
+    if inspect.iscoroutinefunction(runner) or inspect.iscoroutinefunction(getattr(runner, "__call__", None)):  # noqa: B004
+        return await runner(**arguments)
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(answer: Any, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(answer)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        answer, error = None, None
+        try:
+            answer = runner(**arguments)
+        except Exception as raised:
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, answer, error)
+
+    # Not the loop's own pool: tools that hang would fill it, and the process could not end.
+    threading.Thread(target=work, name="rolloutmq-tool", daemon=True).start()
+    answer = await done
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+def _as_text(answer: Any) -> str:
+    """What a message can hold of it. Raises ValueError if that is too much."""
+    if isinstance(answer, str):
+        text = answer
+    else:
+        try:
+            text = json.dumps(answer, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            text = str(answer)
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"an answer of {len(text)} characters: at most {MAX_TEXT} fit a message")
+    return text.encode(errors="replace").decode()  # half a character cannot travel
+
+
+def _tool(field: str, schema: Mapping[str, Any]) -> Tool:
+    try:
+        return Tool(**schema)
+    except ValidationError as error:
+        invalid = as_invalid_field(error)
+        raise InvalidField(f"{field}.{invalid.field}", invalid.value, invalid.allowed) from None
+
+
+def _runner(class_path: str, config: Any) -> Runner:
+    module, _, name = class_path.replace(":", ".").rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"class_path={class_path!r}: cannot be imported: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"config={config!r}: a mapping of arguments")
+    if inspect.isclass(found):
+        try:
+            found = found(**config)
+        except TypeError as error:
+            raise ConfigError(f"class_path={class_path!r}: {error}") from error
+    elif config:
+        raise ConfigError(f"class_path={class_path!r}: a function takes no config")
+    if not callable(found):
+        raise ConfigError(f"class_path={class_path!r}: what it names, or an instance of it, has to be callable")
+    return found  # type: ignore[no-any-return]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    try:
+        if path.suffix == ".json":
+            found = json.loads(text)
+        else:
+            yaml: Any = importlib.import_module("yaml")
+            try:
+                found = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ConfigError(f"{path}: not YAML: {error}") from error
+    except ImportError:
+        raise ConfigError(f"{path}: reading YAML needs PyYAML; a .json file needs nothing") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: a mapping with tools is needed")
+    return found

@@ -1,0 +1,72 @@
+"""Hears, for a whole client, which of the jobs it streams have new pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from ...messages.broker.broker import Broker
+
+log = logging.getLogger(__name__)
+BLOCK_MS = 1000
+RETRY_S = 0.2
+
+
+class News:
+    """Reads nothing while nobody streams. changed(): called when something was heard.
+
+    News is short and not kept: what is not read in time is lost, and so may some be in a failover. So all that is
+    streamed counts as new where something may have been missed, and when nothing was heard for a second.
+    """
+
+    def __init__(self, broker: Broker, blocking: Redis, client_id: str, changed: Callable[[], Awaitable[None]]) -> None:
+        self._broker, self._blocking, self._client_id, self._changed = broker, blocking, client_id, changed
+        self._followed: dict[str, bool] = {}  # job -> whether there is something new of it
+        self._task: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def follow(self, job_id: str) -> Iterator[None]:
+        """Listen for news of this job; there is some to begin with."""
+        self._followed[job_id] = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._read())
+        try:
+            yield
+        finally:
+            self._followed.pop(job_id, None)
+
+    def fresh(self, job_id: str) -> bool:
+        """Whether there may be new pieces of a job that is followed."""
+        return self._followed[job_id]
+
+    def looked(self, job_id: str) -> None:
+        """They are about to be read."""
+        self._followed[job_id] = False
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _read(self) -> None:
+        place = "0"
+        while self._followed:
+            try:
+                news = await self._broker.read_news(self._client_id, place, block_ms=BLOCK_MS, redis=self._blocking)
+            except (RedisError, OSError) as error:
+                log.warning("news of what is streamed cannot be read: %s", error)
+                await asyncio.sleep(RETRY_S)
+                place, heard = "0", set(self._followed)  # another server may be there now
+            else:
+                place = news.place
+                heard = set(self._followed) if news.more or not news.jobs else self._followed.keys() & news.jobs
+            for job_id in heard:
+                self._followed[job_id] = True
+            if heard:
+                await self._changed()

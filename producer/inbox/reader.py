@@ -1,0 +1,171 @@
+"""From the reply stream into the inbox, and back: what was taken is acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from ...messages.broker.broker import Broker, Receipt, Reply
+from ...messages.errors import RolloutMQError, WaitTimeout
+from .inboxes import Inboxes
+
+log = logging.getLogger(__name__)
+READ_COUNT = 512
+READ_BYTES = 16 << 20
+"""What one read may bring, judged by the one before: results can be large."""
+BLOCK_MS = 1000
+RETRY_S = 0.2
+
+
+class ReplyReader:
+    """Reads one client's stream on a task of its own, in order, and without relying on the order.
+
+    After a failover the stream may be a little older than what was read: entries come again (known by job and sample),
+    or get ids below those seen (noticed by their number). Both are put right here.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        blocking: Redis,
+        client_id: str,
+        inbox: Inboxes,
+        before_ack: Callable[[bool], bool] | None = None,
+    ) -> None:
+        self._before_ack = before_ack
+        self._broker, self._blocking, self._client_id, self._inbox = broker, blocking, client_id, inbox
+        self._news = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+        self._acks: list[Receipt] = []
+        self._unacked: set[str] = set()  # entries on the stream that were read
+        self._last = "0"
+        self._count = 16
+        self._broken: BaseException | None = None
+        self._closed = False
+        self.repeats = 0
+
+    async def open(self) -> None:
+        """Take in what an earlier client of this id had not finished with, then read on in the background."""
+        open_jobs = await self._broker.open_jobs(self._client_id)
+        while replies := await self._broker.read_replies(self._client_id, self._last, count=self._count):
+            self._take_in(replies)
+        # In this order: what ended before the question has all its outcomes in what was read.
+        self._inbox.recover(open_jobs)
+        self.check_open()
+        self._task = asyncio.create_task(self._read())
+
+    @property
+    def reading(self) -> bool:
+        return self._task is not None
+
+    async def close(self) -> None:
+        """Stop reading, wake whoever waits, acknowledge what was taken."""
+        self._closed = True
+        await self.notify()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        await self._flush_acks()
+
+    def check_open(self) -> None:
+        """Raises RolloutMQError after `close`."""
+        if self._closed:
+            raise RolloutMQError(f"client {self._client_id} is closed")
+
+    async def notify(self) -> None:
+        """The inbox has changed from elsewhere."""
+        async with self._news:
+            self._news.notify_all()
+
+    async def until(self, ready: Callable[[], bool], timeout: float | None) -> None:
+        """Return once `ready`, looked at when something arrives. Raises WaitTimeout, or RolloutMQError if closed."""
+        try:
+            async with asyncio.timeout(timeout), self._news:
+                while True:
+                    self.check_open()
+                    if ready():
+                        return
+                    if self._broken is not None:
+                        raise RolloutMQError(f"the reader of client {self._client_id} stopped") from self._broken
+                    await self._news.wait()
+        except TimeoutError:
+            raise WaitTimeout(f"nothing arrived for client {self._client_id} within {timeout} s") from None
+
+    async def ahead(self) -> set[str]:
+        """Ids of the jobs that have outcomes on the stream which have not been read yet."""
+        place, found = self._last, set[str]()
+        while replies := await self._broker.read_replies(self._client_id, place, count=self._count):
+            found.update(reply.outcome.job_id for reply in replies)
+            place = replies[-1].entry_id
+        return found
+
+    async def ack(self, replies: list[Reply]) -> None:
+        """The code that took these has come back: they leave the stream, soon and in batches."""
+        self._acks += [Receipt(reply.entry_id, reply.nbytes) for reply in replies]
+        if len(self._acks) >= READ_COUNT:
+            await self._flush_acks()
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                await self._flush_acks()
+                try:
+                    replies = await self._broker.read_replies(
+                        self._client_id, self._last, count=self._count, block_ms=BLOCK_MS, redis=self._blocking
+                    )
+                    if not replies and self._inbox.jobs:
+                        await self._look_around()
+                except (RedisError, OSError) as error:
+                    log.warning("results cannot be read: %s", error)
+                    await asyncio.sleep(RETRY_S)
+                    self._last = "0"  # another server may be there now, on which what was acknowledged is not
+                    self._count = max(1, self._count // 2)  # it may have been too much to read in time
+                    continue
+                if replies:
+                    async with self._news:
+                        self._take_in(replies)
+                        self._news.notify_all()
+        except Exception as error:
+            async with self._news:
+                self._broken = error
+                self._news.notify_all()
+
+    async def _look_around(self) -> None:
+        # Deadlines pass, too, while the pool has no worker to notice it.
+        await self._broker.end_overdue()
+        newest = await self._broker.newest_reply(self._client_id)
+        behind = newest is not None and newest not in self._unacked
+        if behind or await self._broker.count_replies(self._client_id) > len(self._unacked):
+            self._last = "0"  # there are entries behind our back: go through all of them
+
+    def _take_in(self, replies: list[Reply]) -> None:
+        self._last = replies[-1].entry_id
+        mean = sum(reply.nbytes for reply in replies) // len(replies) + 1
+        self._count = max(1, min(READ_COUNT, READ_BYTES // mean))
+        for reply in replies:
+            if reply.entry_id in self._unacked:
+                continue
+            self._unacked.add(reply.entry_id)
+            if not self._inbox.put(reply):
+                self.repeats += 1
+                self._acks.append(Receipt(reply.entry_id, reply.nbytes))
+
+    async def _flush_acks(self) -> None:
+        if not self._acks or (self._before_ack is not None and not self._before_ack(self._closed)):
+            return
+        acks, self._acks = self._acks, []
+        try:
+            await self._broker.ack(self._client_id, acks)
+        except BaseException as error:  # cancelled, too: they are still to be sent
+            self._acks = acks + self._acks
+            if not isinstance(error, RedisError | OSError):
+                raise
+        else:
+            self._unacked.difference_update(reply.entry_id for reply in acks)

@@ -1,0 +1,158 @@
+"""A plain safetensors checkpoint as a version: what a model's folder holds, with digests made when it is opened.
+
+A `DiskVersion` has its digests from the trainer; here they say only that every tensor arrives in the engine as it was
+in the file. The files must not change while they are read: a tensor that does is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ...messages.errors import DigestMismatch, InvalidField
+from ...messages.model.weights import TensorSpec, WeightManifest
+from ..tensors.digest import Digester, digest, hex_of
+from ..tensors.places import BUCKET_BYTES, Place, Planner, dtype_name
+from .draft import INDEX
+from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
+from .index import WEIGHT_MAP
+
+CheckpointFormat = Literal["snapshot", "snapshots", "safetensors", "sharded"]
+VERSION_FOLDER = re.compile(r"v([0-9]{12})")
+SHARD = re.compile(r"model-rank-([0-9]+)-part-([0-9]+)\.safetensors")
+"""What SGLang calls the files of its sharded states."""
+_PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt"})
+
+
+def checkpoint_format(path: str | Path) -> CheckpointFormat:
+    """What a folder holds: one version of a SnapshotStore, a whole store, a checkpoint, or a sharded state.
+
+    Raises NoSuchSnapshot for no folder, InvalidField for one without anything that can be loaded.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise NoSuchSnapshot(f"{folder} is no folder on this host")
+    with disk_errors("listing", folder):
+        names = [entry.name for entry in folder.iterdir()]
+    if INDEX in names:
+        if not VERSION_FOLDER.fullmatch(folder.resolve().name):
+            raise InvalidField("path", str(folder), f"v000000000012 or the like: its {INDEX} is about such a version")
+        return "snapshot"
+    if any(SHARD.fullmatch(name) for name in names):
+        return "sharded"
+    if any(name.endswith(".safetensors") for name in names):
+        return "safetensors"
+    if any(VERSION_FOLDER.fullmatch(name) for name in names):
+        return "snapshots"
+    if pickled := sorted(name for name in names if Path(name).suffix in _PICKLED):
+        raise InvalidField("path", str(folder), f"safetensors files; {pickled[0]} may be a pickle, which is not read")
+    raise InvalidField("path", str(folder), "a snapshot, a safetensors checkpoint, or a sharded state of SGLang's")
+
+
+class Checkpoint:
+    """Opened for one reading after another; the same attributes as a `DiskVersion`.
+
+    manifest: names and dtypes as in the files, buckets as a trainer would have them. Reading it takes the time of one
+    reading of all files when it is opened.
+    """
+
+    def __init__(self, path: Path, version: int, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Raises NoSuchSnapshot, BrokenSnapshot, DigestMismatch for NaN and Inf, InvalidField."""
+        self.path, self.version = path, version
+        self._file_of = _files(path)
+        planner, values, self.nbytes = Planner(bucket_bytes, None), [], 0
+        places: list[Place] = []
+        for name, tensor in self._tensors():
+            places.append(planner.place(name, tensor))
+            values.append(_finite_digest(name, tensor))
+            self.nbytes += tensor.nbytes
+        sizes = planner.done().sizes
+        self.manifest = WeightManifest.build(
+            version=version,
+            bucket_nbytes=sizes,
+            tensors=tuple(_spec(place, value) for place, value in zip(places, values, strict=True)),
+        )
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        by_file: dict[str, list[str]] = {}
+        for name, file in self._file_of.items():
+            by_file.setdefault(file, []).append(name)
+        for file, names in by_file.items():
+            with disk_errors("reading", self.path / file):
+                try:
+                    with safe_open(self.path / file, framework="pt") as opened:
+                        for name in names:
+                            yield name, opened.get_tensor(name)
+                except SafetensorError as error:
+                    raise BrokenSnapshot(f"{self.path / file}: {error}") from error
+
+    def __iter__(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """Each tensor in host memory, compared with what it was when it was opened, in the manifest's order."""
+        for spec, (name, tensor) in zip(self.manifest.tensors, self._tensors(), strict=True):
+            if (spec.name, spec.digest) != (name, digest(tensor)):
+                file = self.path / self._file_of[name]
+                raise DigestMismatch(f"tensor {name} in {file} has changed since it was opened")
+            yield spec, tensor
+
+    def close(self) -> None:
+        """Nothing is held open between readings."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _files(path: Path) -> dict[str, str]:
+    """Tensor -> file, as the index says, or as the files have them."""
+    index = path / WEIGHT_MAP
+    with disk_errors("reading", index):
+        if index.is_file():
+            try:
+                told = dict(json.loads(index.read_bytes())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise BrokenSnapshot(f"{index}: no map of tensors to files: {error}") from None
+            for file in set(map(str, told.values())):
+                if "/" in file or not (path / file).is_file():
+                    raise BrokenSnapshot(f"{index}: names {file}, which is not beside it")
+            return {str(name): str(file) for name, file in told.items()}
+        found: dict[str, str] = {}
+        for each in sorted(path.glob("*.safetensors")):
+            try:
+                with safe_open(each, framework="pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118 – it is no mapping
+                        if name in found:
+                            raise BrokenSnapshot(f"{name} is in {found[name]} and in {each.name}")
+                        found[name] = each.name
+            except SafetensorError as error:
+                raise BrokenSnapshot(f"{each}: {error}") from error
+    if not found:
+        raise NoSuchSnapshot(f"no tensors in {path}")
+    return found
+
+
+def _finite_digest(name: str, tensor: torch.Tensor) -> str:
+    value, bad = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    Digester([tensor.contiguous()]).run(value, bad)
+    if int(bad):
+        raise DigestMismatch(f"tensor {name}: has NaN or Inf in it")
+    return hex_of(value)[0]
+
+
+def _spec(place: Place, value: str) -> TensorSpec:
+    return TensorSpec(
+        name=place.name,
+        dtype=dtype_name(place.dtype),
+        shape=place.shape,
+        bucket=place.bucket,
+        offset=place.offset,
+        nbytes=place.nbytes,
+        digest=value,
+    )

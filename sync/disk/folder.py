@@ -1,0 +1,208 @@
+"""A folder of weights versions: who may write, read and remove one, and when. Knows nothing of what is in them.
+
+    v000000000012/        a version, whole from the moment it has this name
+    v000000000012.pin     keeps it from being collected
+    .new-v…-3f2a91c0/     being written; its writer holds an exclusive lock on the rolloutmq.json in it
+    .gone-v…-77ab03de/    being deleted
+    .lock                 held for the moment in which one of these names is made or changed
+
+A version gets its name by one rename, after everything in it has been flushed to disk, and loses it by one rename
+before anything in it is deleted: a crash at any moment leaves it whole, or not there. A process's locks end with it, so
+what a dead writer has left can be told from what a live one is writing. Readers hold a shared lock on the version's
+rolloutmq.json.
+
+Assumed of the filesystem: atomic rename within a folder, fsync of files and folders, and flock that every host sees
+(local disks, NFS 4, Lustre mounted with `flock`). Not a bucket behind FUSE, nor NFS mounted with `nolock` or
+`local_lock`: there one host must do all writing and collecting, and no other may read what is collected.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ...messages.errors import InvalidField
+from .draft import INDEX, Draft, close_all, delete, folder_name, grave, sync_folder, try_lock
+from .errors import BrokenSnapshot, NoSuchSnapshot, SnapshotError, disk_errors
+
+LOCK_TIMEOUT_S = 30.0
+_POLL_S = 0.01
+_VERSION = re.compile(r"v([0-9]{12})")
+_PIN = re.compile(r"v([0-9]{12})\.pin")
+
+
+class VersionFolder:
+    """Names and locks. Methods raise SnapshotError (or one of its kinds) for whatever the filesystem refuses.
+
+    lock_timeout_s: how long to wait for another process that holds a lock; all of them are held for moments, but for
+    those of readers and writers, which nobody waits for.
+    """
+
+    def __init__(self, path: Path, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
+        self.path = path
+        self._lock_timeout_s = lock_timeout_s
+
+    def versions(self) -> list[int]:
+        """All that are there, oldest first; no folder has none."""
+        with disk_errors("listing", self.path):
+            return [version for version in self._numbers(_VERSION) if self._whole(version)]
+
+    def pinned(self) -> set[int]:
+        """Versions that are kept whatever their age."""
+        with disk_errors("listing", self.path):
+            return set(self._numbers(_PIN))
+
+    def pin(self, version: int) -> None:
+        """Keep a version until it is unpinned. Raises NoSuchSnapshot."""
+        pin = self.path / f"{folder_name(version)}.pin"
+        with disk_errors("pinning", pin):
+            if not self.path.is_dir():
+                raise NoSuchSnapshot(f"version {version} is not in {self.path}")
+            with self._mutex():
+                if not self._whole(version):
+                    raise NoSuchSnapshot(f"version {version} is not in {self.path}")
+                pin.touch()
+                sync_folder(self.path)
+
+    def unpin(self, version: int) -> None:
+        """The version may be collected. Nothing happens if it was not pinned."""
+        pin = self.path / f"{folder_name(version)}.pin"
+        with disk_errors("unpinning", pin):
+            pin.unlink(missing_ok=True)
+
+    @contextmanager
+    def draft(self, version: int) -> Iterator[Draft]:
+        """A folder of one's own to write `version` into; deleted at the end unless it was published."""
+        folder_name(version)
+        with disk_errors("writing into", self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            with self._mutex():
+                self._set_aside_dead_drafts()
+                draft = Draft(self.path, version, self._mutex)
+            self._empty_bin()
+        try:
+            yield draft
+        finally:
+            draft.close()
+
+    @contextmanager
+    def reading(self, version: int) -> Iterator[tuple[int, int]]:
+        """File descriptors of the version's folder and of its index; until the end nobody removes the version.
+
+        Raises NoSuchSnapshot; BrokenSnapshot if the index is no plain file.
+        """
+        path = self.path / folder_name(version)
+        folder, index = self._open_shared(path, version)
+        try:
+            yield folder, index
+        finally:
+            fcntl.flock(index, fcntl.LOCK_UN)  # said, not only closed: a child forked meanwhile has the descriptor too
+            os.close(index)
+            os.close(folder)
+
+    def collect(self, keep: int, spare: Collection[int] = ()) -> list[int]:
+        """Remove all but the newest `keep` versions, the pinned, those in `spare`, and those being read.
+
+        Returns what was removed. What dead writers have left goes too.
+        """
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise InvalidField("keep", keep, "an integer of at least 1")
+        removed: list[int] = []
+        if not self.path.is_dir():
+            return removed
+        with disk_errors("collecting in", self.path):
+            with self._mutex():
+                self._set_aside_dead_drafts()
+                kept = self.pinned() | set(spare)
+                for version in self.versions()[:-keep]:
+                    if version not in kept and self._set_aside(self.path / folder_name(version)):
+                        removed.append(version)
+                sync_folder(self.path)  # else a power cut could bring a name back, and not all that was in it
+            self._empty_bin()
+        return removed
+
+    def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
+        with suppress(FileNotFoundError):
+            return sorted(int(match[1]) for name in os.listdir(self.path) if (match := pattern.fullmatch(name)))
+        return []
+
+    def _whole(self, version: int) -> bool:
+        path = self.path / folder_name(version)
+        try:
+            return stat.S_ISDIR(path.lstat().st_mode) and stat.S_ISREG((path / INDEX).lstat().st_mode)
+        except FileNotFoundError:
+            return False
+
+    @contextmanager
+    def _mutex(self) -> Iterator[None]:
+        fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            deadline = time.monotonic() + self._lock_timeout_s
+            while not try_lock(fd, fcntl.LOCK_EX):
+                self._pause(deadline, self.path / ".lock")
+            try:
+                yield
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)
+        finally:
+            os.close(fd)
+
+    def _pause(self, deadline: float, what: Path) -> None:
+        if time.monotonic() >= deadline:
+            raise SnapshotError(f"{what} has been locked by another process for {self._lock_timeout_s:g} s")
+        time.sleep(_POLL_S)
+
+    def _open_shared(self, path: Path, version: int) -> tuple[int, int]:
+        deadline = time.monotonic() + self._lock_timeout_s
+        while True:
+            folder = index = -1
+            try:
+                folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                index = os.open(INDEX, flags, dir_fd=folder)
+                # It may have been removed between the opening and the lock: then the name leads nowhere, or elsewhere.
+                if try_lock(index, fcntl.LOCK_SH) and os.path.samestat(os.fstat(index), os.lstat(path / INDEX)):
+                    return folder, index
+            except FileNotFoundError:
+                close_all(folder, index)
+                raise NoSuchSnapshot(f"version {version} is not in {self.path}") from None
+            except OSError as error:
+                close_all(folder, index)
+                kind = BrokenSnapshot if error.errno in (errno.ELOOP, errno.ENOTDIR) else SnapshotError
+                raise kind(f"opening {path}: {error.strerror}") from error
+            close_all(folder, index)
+            self._pause(deadline, path / INDEX)
+
+    def _set_aside_dead_drafts(self) -> None:
+        for name in os.listdir(self.path):
+            if name.startswith(".new-"):
+                self._set_aside(self.path / name)
+
+    def _set_aside(self, path: Path) -> bool:
+        """Take a folder's name away, if nobody holds a lock in it. Only under the mutex."""
+        try:
+            fd = os.open(path / INDEX, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks only what may be written
+        except (FileNotFoundError, NotADirectoryError):
+            fd = -1  # its writer died before it could lock anything; a live one does both under the mutex
+        try:
+            if fd >= 0 and not try_lock(fd, fcntl.LOCK_EX):
+                return False
+            os.rename(path, grave(path))
+        except FileNotFoundError:
+            return False  # its writer has given it up meanwhile
+        finally:
+            close_all(fd)
+        return True
+
+    def _empty_bin(self) -> None:
+        """Delete what has been set aside. Whoever comes later does what could not be done now."""
+        for name in os.listdir(self.path):
+            if name.startswith(".gone-"):
+                delete(self.path / name)

@@ -1,0 +1,127 @@
+"""Writing a version's files: from buckets on any device, flushed to disk, with no more than a chunk in between."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...messages.errors import InvalidField
+from ..tensors.snapshot import Snapshot, check_places
+from .draft import Draft
+from .index import WEIGHT_MAP, Beside, FileEntry, Shard, SnapshotIndex, counts, is_ours, split, weight_map
+
+CHUNK = 64 << 20
+"""Bytes that are on their way from a GPU to the disk at a time."""
+_BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
+
+
+def write_version(draft: Draft, snapshot: Snapshot, base: Path | None, file_bytes: int) -> None:
+    """Everything of a version into its draft, the index last. Raises OSError; InvalidField for an unknown dtype."""
+    manifest = snapshot.manifest
+    check_places(manifest)
+    shards = split(manifest, counts(manifest, file_bytes))
+    beside = tuple(_copy(path, draft.path) for path in beside_weights(base)) if base else ()
+    chunks = _Chunks()
+    for shard in shards:
+        _write(draft.path / shard.name, partial(_write_shard, shard, snapshot, chunks))
+    _write(draft.path / WEIGHT_MAP, lambda put: put(weight_map(manifest, shards)))
+    index = SnapshotIndex(
+        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        libraries=_libraries(),
+        manifest=manifest,
+        nonfinite=snapshot.nonfinite,
+        files=tuple(FileEntry(name=s.name, nbytes=s.nbytes, tensors=len(s.specs)) for s in shards),
+        beside=beside,
+    )
+    draft.write_index(index.to_bytes())
+
+
+def beside_weights(base: Path) -> list[Path]:
+    """Configuration and tokenizer files of a model's folder. Raises InvalidField if it is none."""
+    if not base.is_dir():
+        raise InvalidField("base", str(base), "a model's folder, with config.json and tokenizer files")
+    return [
+        path
+        for path in sorted(base.iterdir())
+        if path.suffix in _BESIDE
+        and path.is_file()
+        and not path.name.startswith(".")
+        and not path.name.endswith(".index.json")
+        and not is_ours(path.name)
+    ]
+
+
+Put = Callable[[Any], None]
+
+
+def _write(path: Path, fill: Callable[[Put], None]) -> None:
+    """A new file, flushed to disk. `fill` gets a function that appends bytes."""
+    with open(path, "xb", buffering=0) as file:
+
+        def put(content: Any) -> None:
+            left = memoryview(content)
+            while left:
+                left = left[file.write(left) or 0 :]
+
+        fill(put)
+        os.fsync(file.fileno())
+
+
+def _write_shard(shard: Shard, snapshot: Snapshot, chunks: _Chunks, put: Put) -> None:
+    put(shard.header)
+    for spec in shard.specs:
+        for chunk in chunks.of(snapshot.buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes]):
+            put(chunk)
+
+
+class _Chunks:
+    """Bytes of flat uint8 tensors, in host memory. A GPU's go through one pinned buffer, on a stream of their own."""
+
+    def __init__(self) -> None:
+        self._pinned: torch.Tensor | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def of(self, flat: torch.Tensor) -> Iterator[memoryview]:
+        """Each must be used before the next is asked for."""
+        if flat.device.type == "cpu":
+            yield memoryview(flat.numpy())
+            return
+        if self._pinned is None:
+            self._pinned = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True)
+        stream = self._streams.get(flat.device)
+        if stream is None:
+            stream = self._streams[flat.device] = torch.cuda.Stream(flat.device)
+            stream.wait_stream(torch.cuda.current_stream(flat.device))  # what fills the buckets may still be queued
+        for piece in flat.split(CHUNK):
+            with torch.cuda.stream(stream):
+                self._pinned[: piece.numel()].copy_(piece, non_blocking=True)
+            stream.synchronize()
+            yield memoryview(self._pinned[: piece.numel()].numpy())
+
+
+def _copy(source: Path, folder: Path) -> Beside:
+    """A copy and not a link: what is linked changes with its original."""
+    target = folder / source.name
+    shutil.copyfile(source, target)
+    content = target.read_bytes()
+    with open(target, "rb") as file:
+        os.fsync(file.fileno())
+    return Beside(name=source.name, nbytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def _libraries() -> dict[str, str]:
+    try:
+        own = metadata.version("rolloutmq")
+    except metadata.PackageNotFoundError:
+        own = "unknown"
+    return {"rolloutmq": own, "torch": torch.__version__, "python": sys.version.split()[0]}

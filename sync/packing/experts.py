@@ -1,0 +1,112 @@
+"""Mixture-of-experts models under their checkpoints' names, as `publish` wants them.
+
+transformers from 5 on keeps all experts of a layer in two parameters, `…experts.gate_up_proj` (experts, 2 * inner,
+hidden) and `…experts.down_proj` (experts, hidden, inner). Checkpoints, and engines that load them, have a matrix per
+expert: `…experts.0.gate_proj.weight` (inner, hidden), and so on. `save_pretrained` takes them apart; so does this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...messages.errors import InvalidField
+from .gather import gathered, strip_wrappers
+
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a checkpoint calls them. block: what it has in the place of "mlp"."""
+
+    gate: str
+    up: str
+    down: str
+    block: str = "mlp"
+
+
+_PROJECTIONS = Names("gate_proj", "up_proj", "down_proj")
+_NUMBERED = Names("w1", "w3", "w2", "block_sparse_moe")
+
+CHECKPOINT_NAMES: Mapping[str, Names] = {
+    "deepseek_v3": _PROJECTIONS,
+    "glm4_moe": _PROJECTIONS,
+    "minimax_m2": _NUMBERED,
+    "mixtral": _NUMBERED,
+    "olmoe": _PROJECTIONS,
+    "qwen2_moe": _PROJECTIONS,
+    "qwen3_moe": _PROJECTIONS,
+    "qwen3_next": _PROJECTIONS,
+}
+"""By `config.model_type`, after transformers' conversion_mapping: gate is the first half of gate_up_proj in all."""
+
+
+def unfuse_experts(
+    tensors: Iterable[tuple[str, Any]] | Mapping[str, Any], model_type: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same weights under the names that `save_pretrained` writes; for `WeightPublisher.publish`.
+
+    >>> publisher.publish(version, unfuse_experts(model.named_parameters(), model.config.model_type))  # doctest: +SKIP
+
+    tensors: (name, tensor) pairs as the Hugging Face module has them; what wrappers add to names stays there, and
+        `rename=strip_wrappers` undoes it. A module that keeps its experts apart (transformers 4) comes out as it is.
+    model_type: the module's `config.model_type`, one of `CHECKPOINT_NAMES`. Names and shapes alone do not tell Qwen's
+        checkpoints from Mixtral's, nor a layout with gate and up interleaved.
+
+    What comes of a fused tensor are views of it: nothing is copied. If it is a DTensor it is gathered first, whole and
+    by one collective, in the order of `tensors`: every rank of the trainer iterates over all of them. Other DTensors
+    stay as they are. Nothing of one tensor is kept while the next one is made.
+
+    Raises InvalidField, on every rank alike: for an unknown model_type (at once), for tensors under `experts` that are
+    not of this layout, or not of one model.
+    """
+    names = CHECKPOINT_NAMES.get(model_type)
+    if names is None:
+        raise InvalidField("model_type", model_type, f"one of {', '.join(sorted(CHECKPOINT_NAMES))}")
+    return _unfused(tensors, names)
+
+
+def _unfused(
+    tensors: Iterable[tuple[str, Any]] | Mapping[str, Any], names: Names
+) -> Iterator[tuple[str, torch.Tensor]]:
+    shapes: dict[str, tuple[int, int, int]] = {}  # by layer: experts, inner, hidden
+    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        parent, _, leaf = name.rpartition(".")
+        prefix = _renamed(parent, names)
+        if strip_wrappers(parent).rpartition(".")[2] != "experts":
+            yield (f"{prefix}.{leaf}" if prefix else leaf), tensor
+            del tensor
+            continue
+        shape = _sizes(name, leaf, tensor)
+        if shapes.setdefault(parent, shape) != shape:
+            other = "the layer's other one has {}, {} and {}".format(*shapes[parent])
+            allowed = f"{GATE_UP} (experts, 2 * inner, hidden), {DOWN} (experts, hidden, inner); {other}"
+            raise InvalidField(f"tensors[{name}].shape", tuple(tensor.shape), allowed)
+        whole = gathered(tensor).detach()
+        del tensor
+        for expert in range(shape[0]):
+            if leaf == DOWN:
+                yield f"{prefix}.{expert}.{names.down}.weight", whole[expert]
+            else:
+                yield f"{prefix}.{expert}.{names.gate}.weight", whole[expert, : shape[1]]
+                yield f"{prefix}.{expert}.{names.up}.weight", whole[expert, shape[1] :]
+        del whole
+
+
+def _renamed(parent: str, names: Names) -> str:
+    return ".".join(names.block if part == "mlp" else part for part in parent.split("."))
+
+
+def _sizes(name: str, leaf: str, tensor: Any) -> tuple[int, int, int]:
+    """(experts, inner, hidden) of a fused tensor. Raises InvalidField for what is none."""
+    if leaf not in {GATE_UP, DOWN}:
+        raise InvalidField("tensors", name, f"under experts {GATE_UP} and {DOWN}, or modules by number")
+    shape = tuple(tensor.shape)
+    if len(shape) != 3 or (leaf == GATE_UP and shape[1] % 2):
+        raise InvalidField(f"tensors[{name}].shape", shape, "(experts, 2 * inner, hidden) or (experts, hidden, inner)")
+    experts, rows, columns = shape
+    return (experts, rows // 2, columns) if leaf == GATE_UP else (experts, columns, rows)

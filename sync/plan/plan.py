@@ -1,0 +1,218 @@
+"""The copy plan: what loading a checkpoint comes down to, recorded once and then done in a few calls.
+
+SGLang's `load_weights` finds parameters by name, cuts slices for this rank and copies tensor by tensor, in Python: for
+small models that takes longer than the copies do. For one layout it does the same every time. `CopyPlan.trace` records
+it (see plan_trace.py), `CopyPlan.for_layout` puts it to given buckets, `Bound.run` carries it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...messages.errors import InvalidField
+from ...messages.model.weights import TensorSpec
+from ..tensors.copies import Copies
+from .boxes import settle
+from .engine import EngineTensors
+from .trace import PlanImpossible, Recorder, Source, Write
+
+__all__ = ["Bound", "Copy", "CopyPlan", "PlanImpossible", "Source"]
+
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """From a view of the checkpoint tensor `name` into a view of an engine tensor, of the same shape.
+
+    whole: the destination is contiguous and has every byte of the tensor in its order, so both have one digest.
+    """
+
+    name: str
+    source: Source
+    destination: torch.Tensor
+    whole: bool
+
+
+class Bound:
+    """The copies of some tensors, with their sources at fixed addresses. Valid as long as those are.
+
+    whole: (name, destination) where the destination's digest must be the checkpoint tensor's.
+    partial: (name, source, destination) of slices and conversions: the destination's digest must be that of the
+        source in the destination's dtype.
+    sources, destinations: all of them, in the same order.
+    """
+
+    def __init__(self, copies: Sequence[tuple[Copy, torch.Tensor]], fills: Sequence[Write]) -> None:
+        self.sources = [source for _, source in copies]
+        self.destinations = [copy.destination for copy, _ in copies]
+        self.whole = [(copy.name, copy.destination) for copy, _ in copies if copy.whole]
+        self.partial = [(copy.name, source, copy.destination) for copy, source in copies if not copy.whole]
+        self._fills = [(fill.destination, fill.value) for fill in fills]
+        self._copies = Copies(zip(self.destinations, self.sources, strict=True), often=True)
+
+    def run(self, *, beside_wire: bool = False) -> None:
+        """Queue the copies on the current stream. Where both sides are on one device, the host waits for nothing.
+
+        beside_wire: see Copies.
+        """
+        with torch.no_grad():
+            for target, value in self._fills:
+                target.fill_(value)
+        self._copies.run(beside_wire=beside_wire)
+
+
+class CopyPlan:
+    """What `load_weights` does with a layout of tensors, on this rank.
+
+    copies: by checkpoint name; no two of them write the same element, so their order does not matter.
+    superseded: copies that a later one overwrites whole (tied embeddings sent under both names); they are not done.
+    unused: names that led to no copy. missing: parameters with elements that no copy or fill writes.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        *,
+        copies: Mapping[str, Sequence[Copy]],
+        superseded: Mapping[str, Sequence[Copy]],
+        fills: Sequence[Write],
+        missing: Sequence[str],
+        used: Collection[str],
+    ) -> None:
+        self.specs = {spec.name: spec for spec in specs}
+        self.copies = copies
+        self.superseded = superseded
+        self.missing = list(missing)
+        self.unused = [name for name in self.specs if name not in used]
+        self._fills = fills
+
+    @classmethod
+    def trace(cls, model: Any, specs: Sequence[TensorSpec], load: Load | None = None) -> CopyPlan:
+        """Record what `load` (the model's `load_weights`) does with tensors of these names, dtypes and shapes.
+
+        No bit of the model's parameters and buffers changes. Must run where nothing else uses the model; loaders that
+        copy in threads of their own are not followed. Raises PlanImpossible if it is more than copies, or fails;
+        InvalidField for a dtype that torch does not know, or a repeated name.
+        """
+        layout = {spec.name: (_dtype(spec), spec.shape) for spec in specs}
+        if len(layout) != len(specs):
+            raise InvalidField("tensors", [spec.name for spec in specs], "every name once")
+        engine = EngineTensors(model)
+        recorder = Recorder(engine.names)
+        with engine.kept():
+            recorder.load(load or model.load_weights, layout)
+        copies: dict[str, list[Copy]] = {}
+        superseded: dict[str, list[Copy]] = {}
+        fills: list[Write] = []
+        missing: list[str] = []
+        for region, writes in engine.sorted(recorder.writes):
+            settled = settle(region, writes)
+            if not settled.covered and region.parameter:
+                missing.append(region.name)
+            for write in settled.kept:
+                if write.source is None:
+                    fills.append(write)
+                else:
+                    copies.setdefault(write.name, []).append(_copy(write, write.source, layout[write.name]))
+            for write in settled.superseded:
+                assert write.source is not None
+                superseded.setdefault(write.name, []).append(_copy(write, write.source, layout[write.name]))
+        return cls(specs, copies=copies, superseded=superseded, fills=fills, missing=missing, used=recorder.used)
+
+    def bind(self, sources: Mapping[str, torch.Tensor], names: Collection[str] | None = None) -> Bound:
+        """The copies of `names` (all of `sources`) from these tensors, which must be contiguous.
+
+        Raises InvalidField for a tensor that is not as it was when the plan was made.
+        """
+        copies = []
+        chosen = sources if names is None else names
+        for name in chosen:
+            tensor, spec = sources[name], self._spec(name)
+            found = (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous())
+            if found != (_dtype(spec), spec.shape, True):
+                raise InvalidField(name, found, f"{spec.dtype} {spec.shape}, contiguous")
+            for copy in self.copies.get(name, ()):
+                at = copy.source
+                base = tensor if tensor.dtype == at.dtype else tensor.view(-1).view(at.dtype)
+                copies.append((copy, base.as_strided(at.shape, at.stride, base.storage_offset() + at.offset)))
+        return Bound(copies, self._fills_of(chosen))
+
+    def for_layout(self, buckets: Sequence[torch.Tensor], specs: Iterable[TensorSpec] | None = None) -> list[Bound]:
+        """The copies from flat uint8 buckets, one Bound for each; valid as long as the buckets stay where they are.
+
+        buckets: at least as long as the layout has it; several may be the same memory, used in turn.
+        specs: where the tensors are, if not where they were in the specs the plan was made from.
+        Raises InvalidField for a tensor that does not fit, or is not as it was when the plan was made.
+        """
+        copies: list[list[tuple[Copy, torch.Tensor]]] = [[] for _ in buckets]
+        names: list[list[str]] = [[] for _ in buckets]
+        typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        for spec in self.specs.values() if specs is None else specs:
+            known = self._spec(spec.name)
+            size = buckets[spec.bucket].numel() if spec.bucket < len(buckets) else -1
+            if (spec.dtype, spec.shape, spec.nbytes) != (known.dtype, known.shape, known.nbytes):
+                raise InvalidField(spec.name, f"{spec.dtype} {spec.shape}", f"{known.dtype} {known.shape}")
+            if spec.offset + spec.nbytes > size or spec.offset % _dtype(spec).itemsize:
+                raise InvalidField(spec.name, f"{spec.nbytes} bytes at {spec.offset}", f"aligned, inside {size} bytes")
+            names[spec.bucket].append(spec.name)
+            for copy in self.copies.get(spec.name, ()):
+                at = copy.source
+                key = (spec.bucket, at.dtype)
+                if key not in typed:
+                    bucket = buckets[spec.bucket]
+                    typed[key] = bucket[: size - size % at.dtype.itemsize].view(at.dtype)
+                base = typed[key]
+                offset = base.storage_offset() + spec.offset // at.dtype.itemsize + at.offset
+                copies[spec.bucket].append((copy, base.as_strided(at.shape, at.stride, offset)))
+        return [Bound(some, self._fills_of(those)) for some, those in zip(copies, names, strict=True)]
+
+    def export(self) -> dict[str, torch.Tensor]:
+        """The checkpoint as the engine holds it: views of its parameters, by checkpoint name, without the unused ones.
+
+        Raises PlanImpossible naming the first tensor that is not here whole: cut for tensor parallelism, or converted.
+        """
+        views: dict[str, torch.Tensor] = {}
+        unused = set(self.unused)
+        for name, spec in self.specs.items():
+            if name in unused:
+                continue
+            candidates = [*self.copies.get(name, ()), *self.superseded.get(name, ())]
+            whole = next((copy for copy in candidates if copy.whole), None)
+            if whole is None and torch.Size(spec.shape).numel():
+                raise PlanImpossible(f"the engine does not hold {name} whole and as it was sent")
+            held = torch.empty(0) if whole is None else whole.destination
+            views[name] = held.view(-1).view(_dtype(spec)).view(spec.shape)
+        return views
+
+    def _spec(self, name: str) -> TensorSpec:
+        if name not in self.specs:
+            raise InvalidField("tensors", name, "a name that the plan was made with")
+        return self.specs[name]
+
+    def _fills_of(self, names: Iterable[str]) -> list[Write]:
+        wanted = set(names)
+        return [fill for fill in self._fills if fill.name in wanted]
+
+
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidField(f"{spec.name}.dtype", spec.dtype, "a torch dtype")
+    return dtype
+
+
+def _copy(write: Write, source: Source, sent: tuple[torch.dtype, tuple[int, ...]]) -> Copy:
+    target = write.destination
+    nbytes = sent[0].itemsize * torch.Size(sent[1]).numel()
+    whole = (
+        source.dtype == target.dtype
+        and target.numel() * target.element_size() == nbytes
+        and source.contiguous
+        and target.is_contiguous()
+    )
+    return Copy(write.name, source, target, whole)

@@ -1,0 +1,374 @@
+"""The trainer's side of weight sync: `publish` copies, a thread does the rest, training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, get_args
+
+import torch
+
+from ...messages.errors import InvalidField, WeightSyncError
+from ...messages.model.weights import NonFinitePolicy, TransferPath, UpdateMode
+from ...messages.redis.connection import connect, default_url, first_node_url, ping
+from ...messages.redis.keys import Keys
+from ..adapters import format as adapter_format
+from ..adapters.transfer import Parcel
+from ..disk.store import SnapshotStore
+from ..packing.buckets import Keep, release_host_memory
+from ..packing.packing import PackedWeights
+from ..tensors.places import BUCKET_BYTES, Places
+from ..tensors.snapshot import Snapshot
+from ..tensors.streams import side_stream
+from ..wire.rendezvous import own_address_towards
+from . import checks as check
+from .handle import Order, PublishHandle, PublishProgress, PublishReport, State
+from .saver import SnapshotSaver, store_of
+from .sender import Sender, Settings, TransferResult
+
+__all__ = ["PublishHandle", "PublishProgress", "PublishReport", "WeightPublisher"]
+log = logging.getLogger(__name__)
+RETRY_S = 1.0
+
+
+class WeightPublisher:
+    """Publishes weights versions to a pool, and catches late joiners up with the newest one.
+
+    Runs in the trainer, on every rank of a distributed one; the leader sends, the others help to gather what is
+    sharded. It uses its own process groups and no environment variable of torchrun; the trainer's groups are not
+    touched, but for gathers of DTensors inside `publish`.
+
+    Guarantees: `publish` returns as soon as the tensors are copied (on a GPU: as soon as the copies are queued on the
+    current stream); a worker serves a version only after every digest matched; versions commit in order; every wait
+    inside is bounded by the two timeouts, whoever dies.
+
+    Args:
+        redis_url: the pool's Redis; by default $ROLLOUTMQ_REDIS, or the one on this host.
+        pool: its name.
+        host: this host as workers reach it; by default the address that the route to Redis leaves from.
+        port: where the rendezvous store listens; 0 picks a free one.
+        mode: "resume" interrupts running samples and continues them under the new weights, "in_place" changes the
+            weights under them and keeps their KV cache, "drain" lets them finish.
+        join_timeout_s: how long workers may take to answer an announcement (with "drain": to finish what runs).
+        transfer_timeout_s: how long a transfer may take from the seal to the last report.
+        bucket_bytes: size of one broadcast.
+        keep: where the copy of a version lives until the next one: "device" (as much GPU memory as the weights),
+            "host" (pinned memory), or "auto".
+        rename: name of a tensor in the trainer -> its name in the checkpoint, or None to leave it out.
+        leader: whether this rank sends; by default rank 0 of the trainer's default process group, or the only one.
+        nonfinite: "refuse" sends no version that has NaN or Inf in it, and no worker loads one; "allow" does.
+        gpu_direct: False sends through host memory (gloo) even between GPUs.
+        verify: False leaves the digests unchecked. For measuring what they cost.
+        transfer: "own", or "stock" for SGLang's own update group: slower, nothing overlaps, a worker that gets stuck
+            in it has to restart its engine, and what has arrived is only looked at in the engine's parameters.
+        snapshots: a folder (or a SnapshotStore) to save committed versions in, for workers that come when this trainer
+            is gone, and for a trainer that starts again. In the background: a version that waits for its turn is
+            skipped when a newer one is committed. See `snapshots_saved`.
+        snapshot_every: the first committed version, and then each of this distance, is saved.
+        keep_snapshots: this many of the newest stay in the folder.
+
+    Raises InvalidField for a setting that cannot be; RedisUnavailable; WeightSyncError if nothing can listen on `port`;
+    SnapshotError if the folder of `snapshots` cannot be made.
+    """
+
+    def __init__(
+        self,
+        redis_url: str | None = None,
+        pool: str = "default",
+        *,
+        host: str | None = None,
+        port: int = 0,
+        mode: UpdateMode = "resume",
+        join_timeout_s: float = 10.0,
+        transfer_timeout_s: float = 60.0,
+        bucket_bytes: int = BUCKET_BYTES,
+        keep: Keep = "auto",
+        rename: Callable[[str], str | None] | None = None,
+        leader: bool | None = None,
+        nonfinite: NonFinitePolicy = "refuse",
+        gpu_direct: bool = True,
+        verify: bool = True,
+        transfer: TransferPath = "own",
+        snapshots: str | Path | SnapshotStore | None = None,
+        snapshot_every: int = 1,
+        keep_snapshots: int = 2,
+    ) -> None:
+        check.one_of("mode", mode, get_args(UpdateMode))
+        check.one_of("keep", keep, get_args(Keep))
+        check.one_of("nonfinite", nonfinite, get_args(NonFinitePolicy))
+        check.one_of("transfer", transfer, get_args(TransferPath))
+        check.seconds("join_timeout_s", join_timeout_s)
+        check.seconds("transfer_timeout_s", transfer_timeout_s)
+        check.port("port", port)
+        check.count("snapshot_every", snapshot_every)
+        check.count("keep_snapshots", keep_snapshots)
+        if transfer == "stock" and mode == "in_place":
+            why = "SGLang's own update does not begin before every request has ended"
+            raise InvalidField("mode", mode, f"'resume' or 'drain' with transfer='stock': {why}")
+        url = redis_url or default_url()
+        Keys(pool)  # a bad pool name is told here, not in the thread
+        self._bucket_bytes, self._keep, self._rename = bucket_bytes, keep, rename
+        self._leader = _leads() if leader is None else leader
+        self._like: Places | None = None
+        self._lock = threading.Lock()
+        self._last = {"": 0}  # newest version, of the weights and by adapter
+        self._waiting: dict[str, Order] = {}  # for their turn, of each the newest
+        self._closing = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sending: PublishHandle | None = None
+        self._sender: Sender | None = None
+        self._started: Future[dict[str, int]] = Future()
+        self._thread: threading.Thread | None = None
+        self._saver: SnapshotSaver | None = None
+        if not self._leader:
+            return
+        if snapshots is not None:
+            self._saver = SnapshotSaver(store_of(snapshots, keep_snapshots), snapshot_every)
+        self._settings = Settings(
+            redis_url=url,
+            pool=pool,
+            host=host or own_address_towards(first_node_url(url)),
+            port=port,
+            mode=mode,
+            join_timeout_s=join_timeout_s,
+            transfer_timeout_s=transfer_timeout_s,
+            verify=verify,
+            nonfinite=nonfinite,
+            gpu_direct=gpu_direct,
+            stock=transfer == "stock",
+        )
+        self._thread = threading.Thread(target=self._main, name="rolloutmq-weights", daemon=True)
+        self._thread.start()
+        try:
+            self._last = self._started.result()
+        except BaseException:
+            if self._saver is not None:
+                self._saver.close()
+            raise
+
+    @property
+    def last_version(self) -> int:
+        """Newest version published or found in the pool's ledger; the next one has to be higher."""
+        return self._last[""]
+
+    @property
+    def snapshots_saved(self) -> int:
+        """Versions that this publisher has written to disk."""
+        return self._saver.saved if self._saver is not None else 0
+
+    @property
+    def snapshots_failed(self) -> int:
+        """Versions that it could not write; the log says why."""
+        return self._saver.failed if self._saver is not None else 0
+
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
+    ) -> PublishHandle:
+        """Copy `tensors` and send them as `version`, in the background.
+
+        tensors: (name, tensor) pairs under the names the model's checkpoint has (`model.named_parameters()` of a
+            Hugging Face model, through `unfuse_experts` if it is a mixture of experts; see `rename`), any device, any
+            strided dtype, DTensors too. All of the model's weights, every time. On a distributed trainer every rank
+            calls it, with the same names in the same order.
+        version: higher than every one before.
+
+        If an earlier version still waits for its turn it is given up as "superseded". Raises InvalidField, or
+        WeightSyncError after `close`.
+        """
+        began = time.monotonic()
+        packed = PackedWeights(
+            version,
+            tensors,
+            self._bucket_bytes,
+            keep=self._keep,
+            rename=self._rename,
+            leader=self._leader,
+            like=self._like,
+        )
+        self._like = packed.places
+        # Not before: a rank that stays away from a gather would leave the others waiting, and only the leader knows
+        # the ledger's newest version.
+        if isinstance(version, bool) or not isinstance(version, int) or version <= self._last[""]:
+            raise InvalidField("version", version, f"an integer above {self._last['']}, the newest one")
+        return self._queue(Order(packed, PublishHandle(version, self._abort), began))
+
+    def publish_adapter(
+        self,
+        name: str,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
+        config: Mapping[str, Any],
+    ) -> PublishHandle:
+        """Copy a LoRA adapter and send it as `version` of `name`, in the background; interrupts no request.
+
+        tensors: as PEFT's get_peft_model_state_dict gives them, …lora_A.weight (r, inputs) and …lora_B.weight (outputs,
+            r), on any device, DTensors too. On a distributed trainer every rank calls it.
+        version: 1 or more, higher than every one of this adapter before; independent of the weights' versions.
+        config: PEFT's adapter_config (r, lora_alpha, target_modules, …).
+
+        Requests that run keep the version they began with. Jobs ask for the adapter by `lora=name`, once a version
+        is committed. What waits for its turn is superseded as with `publish`, by a version of the same adapter.
+        Raises InvalidField, or WeightSyncError after `close`.
+        """
+        began = time.monotonic()
+        name, packed, plain = adapter_format.pack(
+            name, version, tensors, config, newest=self._last, bucket_bytes=self._bucket_bytes, leader=self._leader
+        )
+        return self._queue(Order(packed, PublishHandle(version, self._abort), began, name, plain))
+
+    def _queue(self, order: Order) -> PublishHandle:
+        """Let it wait for its turn, in the place of an older one of its kind."""
+        version, adapter, handle = order.packed.version, order.adapter, order.handle
+        if not self._leader:
+            self._last[adapter] = version
+            handle._future.set_result(PublishReport(version, "delegated", adapter=adapter))
+            return handle
+        with self._lock:
+            if self._closing:
+                raise WeightSyncError("the publisher is closed")
+            self._last[adapter] = version
+            skipped = self._waiting.get(adapter)
+            self._waiting[adapter] = order
+            self._poke()
+        if skipped is not None:
+            skipped.tell("superseded")
+        return handle
+
+    def _abort(self, handle: PublishHandle) -> None:
+        with self._lock:
+            waiting = [order for order in self._waiting.values() if order.handle is handle]
+            for order in waiting:
+                del self._waiting[order.adapter]
+        for order in waiting:
+            order.tell("aborted", failures={"trainer": handle.aborted})
+        loop, sender = self._loop, self._sender
+        if not waiting and loop is not None and sender is not None and handle is self._sending:
+            loop.call_soon_threadsafe(sender.stop, handle.aborted)
+
+    def close(self) -> None:
+        """Finish what was published and what is being saved, then stop. Late joiners are not served any more."""
+        with self._lock:
+            self._closing = True
+            self._poke()
+        if self._thread is not None:
+            self._thread.join()
+        if self._saver is not None:
+            self._saver.close()
+        release_host_memory()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _poke(self) -> None:
+        alive = self._thread is not None and self._thread.is_alive()
+        if self._loop is not None and self._sender is not None and alive:
+            self._loop.call_soon_threadsafe(self._sender.poke)
+
+    # --- the thread ------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if not self._started.done():
+                self._started.set_exception(error)
+                return
+            log.exception("the weight publisher stopped")
+            with self._lock:
+                self._closing, orders, self._waiting = True, self._waiting, {}
+            for order in orders.values():
+                order.handle._future.set_exception(WeightSyncError(f"the weight publisher stopped: {error}"))
+
+    async def _serve(self) -> None:
+        url, pool = self._settings.redis_url, self._settings.pool
+        redis, blocking = connect(url, pool=pool), connect(url, pool=pool, blocking=True)
+        self._sender = sender = Sender(redis, blocking, self._settings)
+        try:
+            await ping(redis)
+            self._loop = asyncio.get_running_loop()
+            newest = await sender.open()
+            self._started.set_result(await sender.adapters.newest() | {"": newest})
+            while True:
+                await sender.wait_for_work(lambda: bool(self._waiting) or self._closing)
+                with self._lock:
+                    turn = "" if "" in self._waiting else next(iter(self._waiting), "")  # the weights before adapters
+                    order = self._waiting.pop(turn, None)
+                    closing = self._closing
+                if order is not None:
+                    await self._send(sender, order)
+                elif closing:
+                    return
+                else:
+                    await self._catch_up(sender)
+        finally:
+            self._sender = None
+            await sender.close()
+            await redis.aclose()
+            await blocking.aclose()
+
+    async def _catch_up(self, sender: Sender) -> None:
+        try:
+            await sender.catch_up()
+        except Exception:
+            log.exception("a late worker could not be caught up; it asks again")
+            await asyncio.sleep(RETRY_S)
+
+    async def _send(self, sender: Sender, order: Order) -> None:
+        self._sending, handle = order.handle, order.handle
+        handle._look = lambda: PublishProgress("digesting")
+        try:
+            snapshot = await asyncio.to_thread(_snapshot, order.packed)
+            if not order.adapter:
+                handle._look = lambda: sender.progress(snapshot.manifest.nbytes)
+            if handle.aborted:
+                result = TransferResult(committed=False, failures={"trainer": handle.aborted})
+            elif snapshot.nonfinite and self._settings.nonfinite == "refuse":
+                count = len(snapshot.nonfinite)
+                do = "1 tensor does" if count == 1 else f"{count} tensors do"
+                why = f"tensor {snapshot.nonfinite[0]} has NaN or Inf in it ({do}); nonfinite='allow' sends it"
+                log.error("%s is not sent: %s", order.name, why)
+                result = TransferResult(committed=False, failures={"trainer": why})
+            elif order.adapter:
+                result = await sender.adapters.send(Parcel(order.adapter, order.config, snapshot))
+            else:
+                result = await sender.send(snapshot)
+        except Exception as error:
+            order.handle._future.set_exception(WeightSyncError(f"{order.name}: {error}"))
+            log.exception("%s could not be sent", order.name)
+            return
+        if result.committed and self._saver is not None and not order.adapter:
+            self._saver.offer(snapshot)
+        lost: State = "aborted" if handle.aborted else "failed"
+        order.tell(
+            "committed" if result.committed else lost,
+            workers=result.workers,
+            failures=result.failures,
+            nbytes=snapshot.manifest.nbytes,
+            readback=result.readback,
+        )
+
+
+def _snapshot(packed: PackedWeights) -> Snapshot:
+    """Digests on a stream of their own: the trainer's goes on."""
+    devices = {bucket.device for bucket in packed.buckets if bucket.is_cuda}
+    if not devices:
+        return packed.snapshot()
+    (device,) = devices
+    with side_stream(device):
+        return packed.snapshot()
+
+
+def _leads() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

@@ -1,0 +1,92 @@
+"""Committed versions to disk, behind the trainer's back: neither training nor the next publication waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+from ...messages.errors import WeightSyncError
+from ..disk.errors import disk_errors
+from ..disk.store import SnapshotStore
+from ..tensors.snapshot import Snapshot
+from ..tensors.streams import side_stream
+from . import checks as check
+
+log = logging.getLogger(__name__)
+
+
+def store_of(snapshots: str | Path | SnapshotStore, keep: int) -> SnapshotStore:
+    """The store, its folder made now: a mistyped path is told when training begins, not at the first version."""
+    if isinstance(snapshots, SnapshotStore):
+        return snapshots
+    with disk_errors("making", snapshots):
+        Path(snapshots).mkdir(parents=True, exist_ok=True)
+    return SnapshotStore(snapshots, keep)
+
+
+class SnapshotSaver:
+    """Saves in a thread of its own, one version at a time; of those that wait the newest wins.
+
+    While a version is being written its copy in memory is kept, even if a newer one has been published meanwhile.
+
+    saved: versions on disk by now. failed: versions that could not be written; that is logged, and harms nobody but
+        workers that would have looked for them.
+    """
+
+    def __init__(self, store: SnapshotStore, every: int = 1) -> None:
+        """every: the first version, and then each `every`th. Raises InvalidField."""
+        check.count("snapshot_every", every)
+        self.saved = self.failed = 0
+        self._store, self._every, self._count = store, every, 0
+        self._next: Snapshot | None = None
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._main, name="rolloutmq-snapshots", daemon=True)
+        self._thread.start()
+
+    def offer(self, snapshot: Snapshot) -> None:
+        """A version has been committed. Returns at once."""
+        with self._changed:
+            turn = self._count % self._every == 0
+            self._count += 1
+            if not turn:
+                return
+            if self._next is not None:
+                log.info("version %s is not saved: a newer one waits", self._next.manifest.version)
+            self._next = snapshot
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Save what is under way and what waits, then stop."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _main(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None or self._closing)
+                snapshot, self._next = self._next, None
+            if snapshot is None:
+                return
+            self._save(snapshot)
+            del snapshot  # not kept until the next one comes
+
+    def _save(self, snapshot: Snapshot) -> None:
+        began, version = time.monotonic(), snapshot.manifest.version
+        try:
+            with side_stream(snapshot.device):
+                path = self._store.save(snapshot)
+        except WeightSyncError as error:  # a full disk: the text has it all
+            self.failed += 1
+            log.error("version %s could not be saved: %s", version, error)
+            return
+        except Exception:  # whatever it is, it must not end anything else
+            self.failed += 1
+            log.exception("version %s could not be saved", version)
+            return
+        self.saved += 1
+        log.info("version %s is saved in %s after %.1f s", version, path, time.monotonic() - began)

@@ -1,0 +1,248 @@
+"""The trainer's transfers: new versions to everybody, the retained one to whoever comes late."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Literal
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from ...messages.model.weights import NonFinitePolicy, UpdateMode, WeightAnnouncement
+from ...messages.redis.bell import Bell
+from ..adapters.transfer import AdapterSender
+from ..tensors.snapshot import Snapshot
+from ..transfer.ledger import Join, Ledger, nccl_settings
+from ..transfer.patience import Patience
+from ..transfer.rounds import GLANCE_S, GRACE_S, Terms, Transfer, TransferResult, repeated
+from ..wire.broadcaster import Broadcaster
+from ..wire.ipc import gpu_id
+from .handle import Phase, PublishProgress
+
+log = logging.getLogger(__name__)
+
+__all__ = ["GRACE_S", "Sender", "Settings", "TransferResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a transfer needs to know of its surroundings; see WeightPublisher."""
+
+    redis_url: str
+    pool: str
+    host: str
+    port: int
+    mode: UpdateMode
+    join_timeout_s: float
+    transfer_timeout_s: float
+    verify: bool = True
+    nonfinite: NonFinitePolicy = "refuse"
+    gpu_direct: bool = True
+    stock: bool = False
+
+
+class Sender:
+    """Sends snapshots to a pool's workers. Keeps the last one for workers that come later."""
+
+    def __init__(self, redis: Redis, blocking: Redis, settings: Settings) -> None:
+        self._settings = settings
+        self._redis = redis
+        self._ledger = Ledger(redis, settings.pool)
+        self._bell = Bell(blocking, settings.pool)
+        self._retained: Snapshot | None = None
+        self._line: Broadcaster | None = None
+        self._adapters: AdapterSender | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._not_by_ipc: set[str] = set()
+        self._patience = Patience()
+        self._under_way: Transfer | None = None
+        self._stopped = ""
+
+    async def open(self) -> int:
+        """Start to listen; returns the pool's newest version, committed or not."""
+        settings = self._settings
+        self._line = Broadcaster(settings.host, settings.port)
+        # Adapters interrupt nobody, whatever the mode is in which weights are updated.
+        limits = settings.join_timeout_s, settings.transfer_timeout_s
+        terms = Terms("resume", *limits, settings.verify, settings.nonfinite)
+        self._adapters = AdapterSender(self._redis, settings.pool, self._bell, terms, self._line)
+        await self._bell.open()
+        self._listening = asyncio.create_task(self._bell.listen())
+        return await self._ledger.newest()
+
+    @property
+    def adapters(self) -> AdapterSender:
+        """What sends LoRA adapters, on the same line; after `open`."""
+        assert self._adapters is not None
+        return self._adapters
+
+    async def close(self) -> None:
+        """Stop to listen."""
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
+        if self._line is not None:
+            await asyncio.to_thread(self._line.close)
+            self._line = None
+
+    def poke(self) -> None:
+        """End a `wait_for_work`; to be called on the sender's loop."""
+        self._bell.ring_here()
+
+    async def wait_for_work(self, ready: Callable[[], bool]) -> None:
+        """Until `ready()` (looked at after each `poke`) or a worker asks for a transfer that can be given."""
+        while True:
+            self._bell.quiet()
+            if ready() or (self._retained is not None and await self._waiting()) or await self.adapters.lacking():
+                return
+            await self._bell.wait(float("inf"), GLANCE_S)
+
+    async def _waiting(self) -> set[str]:
+        """Live workers that ask for a transfer and are behind what is retained."""
+        assert self._retained is not None
+        try:
+            behind = await self._ledger.behind(self._retained.manifest.version)
+        except (RedisError, OSError):
+            return set()
+        return {worker for worker in behind if self._patience.lasts(worker)}
+
+    async def catch_up(self) -> TransferResult | None:
+        """Bring those that ask for it to the retained version; nobody else is disturbed. None if nobody asks.
+
+        If nobody does, the same for an adapter.
+        """
+        if self._retained is None or not (waiting := await self._waiting()):
+            return await self.adapters.catch_up()
+        self._stopped = ""
+        result = await self._send(self._retained, frozenset(waiting))
+        for worker in waiting:
+            self._patience.tried(worker, well=worker in result.workers)
+        return result
+
+    async def send(self, snapshot: Snapshot) -> TransferResult:
+        """Send a new version to every live worker, and retain it, unless nobody could take it: then what was retained
+        before still is what late workers need."""
+        before, self._retained = self._retained, snapshot
+        self._stopped = ""
+        self._patience.forget()
+        result = await self._send(snapshot, None)
+        if not result.committed and before is not None:
+            self._retained = before
+        return result
+
+    def stop(self, why: str) -> None:
+        """End the `send` under way; to be called on the sender's loop."""
+        self._stopped = why
+        if self._under_way is not None:
+            self._under_way.stop(why)
+
+    def progress(self, total_bytes: int) -> PublishProgress:
+        """How far the `send` under way is; from any thread."""
+        transfer, line = self._under_way, self._line
+        if transfer is None or line is None:
+            return PublishProgress("announced", 0, total_bytes)
+        phase: Phase = "sending" if transfer.roster else "announced"
+        return PublishProgress(phase, min(line.sent_bytes, total_bytes), total_bytes, transfer.roster)
+
+    async def _send(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
+        """To every live worker, or to these only. What one worker broke is repeated without it."""
+        return await repeated(self._ledger, lambda whom: self._transfer(snapshot, whom), only)
+
+    async def _transfer(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
+        settings = self._settings
+        assert self._line is not None
+        terms = Terms(
+            mode=settings.mode,
+            join_timeout_s=settings.join_timeout_s,
+            transfer_timeout_s=settings.transfer_timeout_s,
+            verify=settings.verify,
+            nonfinite=settings.nonfinite,
+            stock=settings.stock,
+        )
+        expected = await self._ledger.live_workers() if only is None else only
+        if self._stopped:
+            return TransferResult(committed=False, failures=dict.fromkeys(expected, self._stopped))
+        source = _Retained(snapshot, self._line, settings.gpu_direct, self._not_by_ipc, stock=settings.stock)
+        self._under_way = transfer = Transfer(self._ledger, self._bell, terms, source)
+        try:
+            result = await transfer.run(expected, catch_up=only is not None)
+        finally:
+            self._under_way = None
+        assert result is not None
+        self._not_by_ipc |= source.handed_over & result.again
+        return result
+
+
+class _Retained:
+    """A snapshot in this process, and the line it is sent over: a `Source`."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        line: Broadcaster,
+        gpu_direct: bool,
+        not_by_ipc: AbstractSet[str],
+        *,
+        stock: bool = False,
+    ) -> None:
+        """not_by_ipc: workers on which handing over has failed before. stock: through SGLang's own update group."""
+        self.version, self.digest = snapshot.manifest.version, snapshot.manifest.fingerprint
+        self.handed_over: set[str] = set()
+        self._snapshot, self._line = snapshot, line
+        self._gpu_direct, self._not_by_ipc, self._stock = gpu_direct, not_by_ipc, stock
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """See Source."""
+        return self._line.absent
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """See Source."""
+        return self._line.host, self._line.store.port
+
+    async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
+        """See Source: a trainer's word goes before everybody's."""
+        await asyncio.to_thread(self._line.offer, announcement.epoch, self._snapshot)
+        await ledger.announce(announcement)
+        return True
+
+    def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
+        """See Source."""
+        here = gpu_id(self._snapshot.device) if self._gpu_direct and not self._stock else ""
+        self.handed_over = {worker for worker, join in joins.items() if here and join.gpu == here} - self._not_by_ipc
+        return set(self.handed_over)
+
+    def backend(self, joins: Mapping[str, Join]) -> Literal["gloo", "nccl"]:
+        """See Source."""
+        bucket = self._snapshot.buckets[0]
+        from_gpu = bucket.device.type == "cuda" or bucket.is_pinned()
+        nccl = self._gpu_direct and from_gpu and all(join.cuda for join in joins.values())
+        gpus = [join.gpu for join in joins.values() if join.gpu]
+        if nccl and (len(set(gpus)) < len(gpus) or gpu_id(bucket.device) in gpus):
+            log.warning("sent through host memory: NCCL takes one rank per GPU, and workers share one")
+            nccl = False
+        if nccl and (other := {join.nccl for join in joins.values()} - {nccl_settings()}):
+            log.warning("sent through host memory: NCCL is set %r here, %s on workers", nccl_settings(), sorted(other))
+            nccl = False
+        return "nccl" if nccl else "gloo"
+
+    def name_group(self, epoch: int, members: Mapping[str, int], joins: Mapping[str, Join]) -> str:
+        """See Source: the standing one as long as nobody comes or goes."""
+        return self._line.name_group(epoch, members, joins, stock=self._stock)
+
+    async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
+        """See Source."""
+        await asyncio.to_thread(self._line.send, self._snapshot, announcement, timeout_s)
+
+    def give_up(self, why: str) -> None:
+        """See Source."""
+        self._line.give_up(why)
+
+    async def clean(self, announcement: WeightAnnouncement) -> None:
+        """See Source."""
+        await asyncio.to_thread(self._line.clean, announcement)

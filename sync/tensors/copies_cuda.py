@@ -1,0 +1,95 @@
+"""Copies on a GPU: one kernel for any number of them, as fast as memory is.
+
+Hundreds of calls of torch's take the host longer than a small model is on the wire.
+
+Runs under Triton's interpreter too (TRITON_INTERPRET=1, tensors on the CPU), which is how it is tested without a GPU.
+"""
+
+# Triton has no types: its decorator and what it decorates.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ...messages.model.weights import NCCL_CTAS
+from .copies import WORD
+
+STEP_WORDS = 4096
+"""16 KB: four loads of 16 bytes each a thread, all under way before the first is stored."""
+BLOCK_WORDS = 16 * STEP_WORDS
+WARPS = 8
+PROGRAMS = 4
+"""Per multiprocessor; each takes blocks in turn. More are no faster."""
+BESIDE_WIRE = 64
+"""On the whole GPU, while NCCL receives; fewer where that would leave it less than one multiprocessor for each of its
+thread blocks. More slow down a rank that passes on what it receives, and all behind it: 16 GB to three receivers take
+55 ms with PROGRAMS, 47 with this (docs/benchmarks.md)."""
+_STEP, _BLOCK = tl.constexpr(STEP_WORDS), tl.constexpr(BLOCK_WORDS)
+
+
+# Where the second table begins depends on how many pairs there are, and compiling takes a second: one variant for all.
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["blocks"])
+def _kernel(pairs, blocks, count):
+    """pairs: (n, 3) int64, addresses of source and target, and words; blocks: (count,) int64, pair * 2^32 + block."""
+    lane = tl.arange(0, _STEP)
+    for turn in range(tl.program_id(0), count, tl.num_programs(0)):
+        entry = tl.load(blocks + turn)
+        row = pairs + (entry >> 32) * 3
+        first = (entry & 0xFFFFFFFF) * _BLOCK
+        source = (tl.load(row) + first * 4).to(tl.pointer_type(tl.int32))
+        target = (tl.load(row + 1) + first * 4).to(tl.pointer_type(tl.int32))
+        words = tl.minimum(tl.load(row + 2) - first, _BLOCK).to(tl.int32)
+        steps = words // _STEP
+        for step in range(0, steps):
+            # Else loads and stores are not merged into ones of 16 bytes.
+            here = tl.multiple_of(source + step * _STEP + lane, 16)
+            there = tl.multiple_of(target + step * _STEP + lane, 16)
+            tl.store(there, tl.load(here, eviction_policy="evict_first"))
+        place = steps * _STEP + lane
+        tl.store(target + place, tl.load(source + place, mask=place < words, other=0), mask=place < words)
+
+
+class Launch:
+    """Its tables for (target, source) pairs on one device, of which `copies.fits` is true. Keeps them alive."""
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._pairs = list(pairs)
+        self._device = pairs[0][0].device
+        self._programs, self._beside = PROGRAMS, BESIDE_WIRE
+        words = torch.tensor([source.nbytes // WORD for _, source in pairs])
+        counts = (words + BLOCK_WORDS - 1) // BLOCK_WORDS
+        pair = torch.repeat_interleave(torch.arange(len(pairs)), counts)
+        block = torch.arange(len(pair)) - (counts.cumsum(0) - counts)[pair]
+        rows = [[source.data_ptr(), target.data_ptr()] for target, source in pairs]
+        table = torch.cat([torch.cat([torch.tensor(rows), words.unsqueeze(1)], 1).view(-1), pair << 32 | block])
+        if self._device.type == "cuda":
+            multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
+            self._programs *= multiprocessors
+            self._beside = max(1, min(BESIDE_WIRE, multiprocessors - NCCL_CTAS))
+            with torch.cuda.device(self._device):
+                table = table.pin_memory().to(self._device, non_blocking=True)
+                self._ready = torch.cuda.current_stream().record_event()
+        self._table = table
+        self._rows, self._blocks = table.split([3 * len(pairs), len(pair)])
+
+    def run(self, *, beside_wire: bool = False) -> None:
+        """Queue the copies on the current stream. beside_wire: while NCCL receives, see BESIDE_WIRE."""
+        if not len(self._blocks):
+            return
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                stream = torch.cuda.current_stream()
+                stream.wait_event(self._ready)  # made on another stream perhaps
+                self._table.record_stream(stream)
+                self._run(beside_wire)
+        else:
+            self._run(beside_wire)
+
+    def _run(self, beside_wire: bool) -> None:
+        count, programs = len(self._blocks), self._beside if beside_wire else self._programs
+        _kernel[(min(count, programs),)](self._rows, self._blocks, count, num_warps=WARPS)

@@ -1,0 +1,243 @@
+"""Digests of tensors: 64 bits each, the same on every device, at the speed of memory.
+
+A tensor's bytes (row-major) are read as signed little-endian 32-bit words w_i, the last one padded with zero bytes.
+The words form rows, "chunks", of C = 2048; word i lies in chunk c = floor(i / C) and column j = i mod C:
+
+    digest = nbytes * L + sum_i w_i * k_i  mod 2^64,    k_i = K[j] * F[c]
+
+    K[j] = splitmix64(j) with the lowest 12 bits replaced by 2 * mix(j, 11) + 1
+    F[c] = 2^32 * lowbias32(c) + low,  low = 2^12 * mix(c mod 2^20, 20) + 1 read as a signed 32-bit number
+
+where mix(x, b) is a bijection of b-bit numbers (`_mix`) and L an odd constant. That is a multilinear hash (Lemire and
+Kaser, "Strongly universal string hashing is fast", 2014) whose keys are products, so that the sum over chunks comes
+first: one multiplication a word with a factor that a whole chunk shares; K is applied once per column.
+
+What is certain, since a word's change is less than 2^32 and every k_i is odd and different from the others mod 2^32
+(K tells the columns apart mod 2^12, where F is 1; F tells the chunks of a column apart):
+
+- any change of a single word, so any flipped bit, changes the digest;
+- so does swapping any two different words of a tensor of up to 8 GiB.
+
+Everything else (several words changed, shifted or mixed-up slices, other lengths) is seen but for a chance that nobody
+proved: with keys as good as random about 2^-60, and about 2^-30 if the words differ in nothing but their highest bits,
+of which a sum mod 2^64 keeps 33. The keys are fixed and public: this guards against corruption, not against forgery.
+
+The sum is additive: words of a tensor, in any order and in any number of parts, may be summed apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...messages.errors import InvalidField
+
+if TYPE_CHECKING:
+    from .digest_cuda import Launch
+
+CHUNK_WORDS = 2048
+"""C. Its keys, 16 KB, fit into a first-level cache."""
+LENGTH_KEY = 0x9E3779B97F4A7C15 - (1 << 64)
+"""L as int64: 2^64 divided by the golden ratio."""
+MIX_FIRST, MIX_SECOND = 0x2C1B3C6D, 0x297A2D39
+LOWBIAS_FIRST, LOWBIAS_SECOND = 0x7FEB352D, 0x846CA68B
+"""lowbias32: C. Wellons, "Prospecting for hash functions", 2018."""
+FACTOR_BITS = 20
+
+BYTE_PATTERNS = {
+    torch.float8_e4m3fn: (0x7F, 0x7F),
+    torch.float8_e5m2: (0x7C, 0x7C),
+    torch.float8_e4m3fnuz: (0xFF, 0x80),
+    torch.float8_e5m2fnuz: (0xFF, 0x80),
+    torch.float8_e8m0fnu: (0xFF, 0xFF),
+}
+"""Formats of one byte: it is NaN or infinite if its bits under the mask are the pattern."""
+COUNTED = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64, *BYTE_PATTERNS})
+"""Dtypes whose NaN and infinite elements are counted. Others have none, complex ones aside."""
+
+_BLOCK_CHUNKS = 64
+"""Chunks taken at a time on a CPU: 512 KB of words and 1 MB of products stay in its caches."""
+_SPLITMIX_FIRST, _SPLITMIX_SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
+_U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
+
+
+def _mix(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """A bijection of {0 … 2^bits - 1}, bits <= 30: odd multiplications and an xorshift, element by element, int64."""
+    mask = (1 << bits) - 1
+    x = x * MIX_FIRST & mask
+    return (x ^ x >> bits // 2) * MIX_SECOND & mask
+
+
+def _shift(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int64; torch's own one copies the sign bit."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@lru_cache(maxsize=1)
+def column_keys() -> torch.Tensor:
+    """K: (CHUNK_WORDS,) int64 on the CPU. splitmix64: Steele, Lea and Flood, 2014. Not to be written to."""
+    column = torch.arange(CHUNK_WORDS)
+    z = (column + 1) * LENGTH_KEY
+    z = (z ^ _shift(z, 30)) * _SPLITMIX_FIRST
+    z = (z ^ _shift(z, 27)) * _SPLITMIX_SECOND
+    z = z ^ _shift(z, 31)
+    return (z & -(2 * CHUNK_WORDS)) | (2 * _mix(column, 11) + 1)
+
+
+def chunk_factors(chunks: torch.Tensor) -> torch.Tensor:
+    """F[c] for every c in `chunks` (int64, below 2^31), as int64 of the same shape."""
+    low = (_mix(chunks & (1 << FACTOR_BITS) - 1, FACTOR_BITS) << 12) + 1
+    signed = low - (low >> 31 << 32)
+    # Products of two 32-bit numbers wrap around in int64; their lower 32 bits are right all the same.
+    high = (chunks ^ chunks >> 16) * LOWBIAS_FIRST & _U32
+    high = (high ^ high >> 15) * LOWBIAS_SECOND & _U32
+    high = high ^ high >> 16
+    return (high << 32) + signed
+
+
+def length_term(nbytes: int) -> int:
+    """nbytes * L mod 2^64, as a signed 64-bit number."""
+    return _signed(nbytes * LENGTH_KEY)
+
+
+@lru_cache(maxsize=4)
+def _factors(bits: int) -> torch.Tensor:
+    """F of the first 2^bits chunks, (2^bits, 1) int64. Not to be written to."""
+    return chunk_factors(torch.arange(1 << bits)).unsqueeze(1)
+
+
+def _signed(value: int) -> int:
+    return (value + (1 << 63) & _U64) - (1 << 63)
+
+
+class Digester:
+    """Digests of the same tensors again and again, prepared once for their addresses. Not safe for several threads.
+
+    tensors: contiguous, on one device; any dtypes and sizes, empty ones too. The object keeps them alive. On CUDA
+        those that do not start at a multiple of four bytes are copied to a buffer of their own size in each run.
+
+    Raises InvalidField for anything else.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        for place, tensor in enumerate(self._tensors):
+            if not tensor.is_contiguous():
+                raise InvalidField(f"tensors[{place}]", tuple(tensor.stride()), "strides of a contiguous tensor")
+            if tensor.device != self._tensors[0].device:
+                raise InvalidField(
+                    f"tensors[{place}]", str(tensor.device), f"on {self._tensors[0].device}, as the first one"
+                )
+        self._device = self._tensors[0].device if self._tensors else None
+        self._launch: Launch | None = None
+        if self._device is not None and self._device.type == "cuda":
+            # Only here: a trainer or a worker without a GPU has no Triton.
+            from . import digest_cuda  # noqa: PLC0415
+
+            self._launch = digest_cuda.Launch(self._tensors)
+
+    def run(self, out: torch.Tensor, nonfinite: torch.Tensor | None = None) -> None:
+        """Writes the digest of every tensor, as it is now, into `out`.
+
+        out: (n,) int64, on the tensors' device; the digest's 64 bits as a signed number.
+        nonfinite: (n,) int32 there, or None: how many elements are NaN or infinite, at most 2^31 - 1; 0 for
+            tensors of other dtypes than COUNTED.
+
+        On CUDA everything is ordered on the current stream of the tensors' device, without waiting for it; the bytes
+        must not be written meanwhile. Raises InvalidField for an `out` or `nonfinite` of another form.
+        """
+        count = len(self._tensors)
+        for field, value, dtype in (("out", out, torch.int64), ("nonfinite", nonfinite, torch.int32)):
+            if value is not None and (
+                value.shape != (count,)
+                or value.dtype != dtype
+                or not value.is_contiguous()
+                or self._device not in (None, value.device)
+            ):
+                found = f"{tuple(value.shape)} {value.dtype} on {value.device}"
+                raise InvalidField(field, found, f"contiguous, ({count},) {dtype} on {self._device}")
+        if self._launch:
+            self._launch.run(out, nonfinite)
+        elif self._tensors:
+            results = [_on_cpu(tensor, nonfinite is not None) for tensor in self._tensors]
+            out.copy_(torch.tensor([value for value, _ in results], dtype=torch.int64))
+            if nonfinite is not None:
+                nonfinite.copy_(torch.tensor([bad for _, bad in results], dtype=torch.int32))
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Digests of tensors on one device, in one go: (n,) int64 there (on the CPU when there are none).
+
+    Like a `Digester` used once, but tensors that are not contiguous are copied first. On CUDA: ordered on the current
+    stream, which is not waited for; do not free the tensors to another stream before it is through.
+    """
+    device = tensors[0].device if tensors else torch.device("cpu")
+    out = torch.empty(len(tensors), dtype=torch.int64, device=device)
+    Digester([tensor.detach().contiguous() for tensor in tensors]).run(out)
+    return out
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """16 hex digits over the bytes of `tensor` in row-major order, computed on its device and waited for."""
+    return hex_of(digests([tensor]))[0]
+
+
+def hex_of(values: torch.Tensor) -> list[str]:
+    """Digests (n,) int64 on any device as 16 hex digits each. Waits for the current stream of a CUDA device."""
+    return [f"{value & _U64:016x}" for value in values.tolist()]
+
+
+def values_of(hexes: Sequence[str], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Back from hex digits to (n,) int64 on `device`. Raises InvalidField for what is not 16 of them."""
+    for place, text in enumerate(hexes):
+        if len(text) != 16 or not set(text) <= set("0123456789abcdef"):
+            raise InvalidField(f"digests[{place}]", text, "16 hex digits, lower case")
+    return torch.tensor([_signed(int(text, 16)) for text in hexes], dtype=torch.int64).to(device)
+
+
+def _on_cpu(tensor: torch.Tensor, count: bool) -> tuple[int, int]:
+    """(digest as a signed 64-bit number, NaN and Inf if counted) of a contiguous tensor outside CUDA."""
+    flat = tensor.reshape(-1)
+    data = flat.view(torch.uint8)
+    keys = column_keys()
+    factors = _factors((data.numel() // (4 * CHUNK_WORDS)).bit_length())
+    columns = torch.zeros_like(keys) if data.numel() > 4 * CHUNK_WORDS - 4 else None  # else no chunk is full
+    products = torch.empty(min(_BLOCK_CHUNKS, len(factors)), CHUNK_WORDS, dtype=torch.int64)
+    total, bad = length_term(data.numel()), 0
+    block_bytes = 4 * CHUNK_WORDS * _BLOCK_CHUNKS
+    for start in range(0, data.numel(), block_bytes):
+        first = start // (4 * CHUNK_WORDS)
+        words = _words(data[start : start + block_bytes])
+        rows, rest = divmod(words.numel(), CHUNK_WORDS)
+        if rows and columns is not None:
+            torch.mul(words[: rows * CHUNK_WORDS].view(rows, -1), factors[first : first + rows], out=products[:rows])
+            columns += products[:rows].sum(0)
+        if rest:
+            total += int((words[rows * CHUNK_WORDS :] * keys[:rest]).sum()) * int(factors[first + rows])
+        if count and flat.dtype in COUNTED:
+            bad += _nonfinite(flat[start // flat.element_size() : (start + block_bytes) // flat.element_size()])
+    if columns is not None:
+        total += int((columns * keys).sum())
+    return _signed(total), min(bad, (1 << 31) - 1)
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    """Bytes as int32 words; copied where they are not aligned for that, or not a whole number of words."""
+    if tail := data.numel() % 4:
+        data = torch.cat([data, data.new_zeros(4 - tail)])
+    elif data.storage_offset() % 4:
+        data = data.clone()
+    return data.view(torch.int32)
+
+
+def _nonfinite(part: torch.Tensor) -> int:
+    if part.dtype in BYTE_PATTERNS:
+        mask, pattern = BYTE_PATTERNS[part.dtype]
+        return int(torch.count_nonzero((part.view(torch.uint8) & mask) == pattern))
+    # One NaN or infinity leaves no sum finite: a finite one, which is quickly had, clears the whole part.
+    if part.sum(dtype=torch.promote_types(part.dtype, torch.float32)).isfinite():
+        return 0
+    return int(torch.count_nonzero(~part.isfinite()))

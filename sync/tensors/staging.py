@@ -1,0 +1,82 @@
+"""Memory that a version is received into before it is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from ...messages.model.weights import StagingPolicy
+
+log = logging.getLogger(__name__)
+ROTATING = 3
+"""Buffers of a direct receive: one is filled while another is loaded, and a third evens out their speeds."""
+ALIGN = 512
+MARGIN = 0.03
+"""Share of a GPU's memory that "auto" leaves to the engine's activations."""
+
+
+class Staging:
+    """Buffers for one rank, kept from one update to the next: taking memory in the midst of serving is slow.
+
+    policy: "on" stages a whole version (as much memory as the weights), "off" never does on a GPU, "auto" does where
+    enough memory is free. Host memory is always staged.
+    """
+
+    def __init__(self, device: torch.device, policy: StagingPolicy) -> None:
+        self.device = device
+        self._policy = policy
+        self._whole: torch.Tensor | None = None
+        self._rotating: list[torch.Tensor] = []
+
+    def whole(self, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        """Room for all buckets, or None if there is none. Raises torch.OutOfMemoryError with "on"."""
+        places, total = [], 0
+        for size in sizes:
+            places.append(total)
+            total += -(-size // ALIGN) * ALIGN
+        if self._whole is None or self._whole.numel() < total:
+            self._whole = None
+            if self.device.type == "cuda" and not self._affordable(total):
+                return None
+            try:
+                self._whole = torch.empty(max(1, total), dtype=torch.uint8, device=self.device)
+            except torch.OutOfMemoryError:
+                if self._policy == "on":
+                    raise
+                return None
+        flat = self._whole
+        return [flat[place : place + size] for place, size in zip(places, sizes, strict=True)]
+
+    def rotating(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """A few buffers, each as large as the largest bucket."""
+        most = max(sizes, default=0)
+        if not self._rotating or self._rotating[0].numel() < most:
+            self._rotating = []
+            self._rotating = [torch.empty(most, dtype=torch.uint8, device=self.device) for _ in range(ROTATING)]
+        return self._rotating
+
+    def borrow(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """As `rotating`, out of the room for a whole version if there is one; what was staged there is lost."""
+        most = -(-max(sizes, default=0) // ALIGN) * ALIGN
+        if self._whole is None or self._whole.numel() < most:
+            return self.rotating(sizes)
+        count = min(ROTATING, self._whole.numel() // max(1, most))
+        return [self._whole[index * most : (index + 1) * most] for index in range(count)]
+
+    def release(self) -> None:
+        """Give the memory back; it is taken again when it is next needed."""
+        self._whole, self._rotating = None, []
+
+    def _affordable(self, total: int) -> bool:
+        if self._policy != "auto":
+            return self._policy == "on"
+        free, memory = torch.cuda.mem_get_info(self.device)
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        enough: bool = free - total > MARGIN * memory
+        if not enough:
+            log.info(
+                "%d bytes to stage a version are not free (%d are); updates are received while loading", total, free
+            )
+        return enough

@@ -1,0 +1,248 @@
+"""The ledger of weights versions and transfers in Redis: announced, then committed or failed.
+
+A transfer is an epoch: joining -> sealed -> closed. Membership is settled at the seal, before anything is sent; a
+worker that is not in the sealed roster has no part in it and asks for a later one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from ...messages.errors import MessageError, WeightSyncError
+from ...messages.model.weights import NCCL_AGREED, NCCL_CTAS, WeightAnnouncement
+from ...messages.redis.keys import Keys
+from ...messages.scripts.runner import Scripts
+from ...messages.wire.codec import decode, encode
+from .order import TransferReport
+
+T = TypeVar("T")
+REDIS_RETRY_S = 0.2
+REMEMBER_S = 7 * 86400
+"""How long versions and epochs stay in the ledger."""
+
+EpochState = Literal["joining", "sealed", "closed"]
+
+
+async def through_outage(call: Callable[[], Awaitable[T]], deadline: float) -> T:
+    """What `call` returns, tried again while Redis is away, until `deadline` (time.monotonic); then what it raised."""
+    while True:
+        try:
+            return await call()
+        except (RedisError, OSError):
+            if time.monotonic() >= deadline:
+                raise
+            await asyncio.sleep(REDIS_RETRY_S)
+
+
+def nccl_settings() -> str:
+    """This process's NCCL settings that all ranks of a group must share."""
+    return " ".join([*(f"{name}={os.environ.get(name, '')}" for name in NCCL_AGREED), f"ctas={NCCL_CTAS}"])
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """What a worker says when it joins a transfer.
+
+    ranks: its engine's processes. cuda: whether its weights are on GPUs; gpu: that GPU's unique id, if it is one.
+    group: the process group it is still in, "" for none. nccl: its settings that all ranks of a group must share.
+    """
+
+    ranks: int
+    cuda: bool = False
+    gpu: str = ""
+    group: str = ""
+    nccl: str = field(default_factory=nccl_settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """A transfer as the ledger has it. joins: by worker; reports: worker -> how it went there. by: the worker that
+    sends, "" for a trainer."""
+
+    state: EpochState
+    announcement: WeightAnnouncement
+    joins: dict[str, Join]
+    reports: dict[str, TransferReport]
+    by: str = ""
+
+
+class Ledger:
+    """Reads and writes of one pool's ledger; every write is one idempotent script."""
+
+    def __init__(self, redis: Redis, pool: str) -> None:
+        # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
+        self.redis: Any = redis
+        self.keys = Keys(pool)
+        self._scripts = Scripts(redis, self.keys)
+
+    async def committed(self) -> int:
+        """Newest committed version; 0 before the first, which is the model as workers load it from disk."""
+        return int(await self.redis.hget(self.keys.weights, "committed") or 0)
+
+    async def newest(self) -> int:
+        """Newest version that was ever announced, whatever became of it; 0 before the first."""
+        found = await self.redis.hmget(self.keys.weights, "committed", "highest")
+        return max(int(number or 0) for number in found)
+
+    async def committed_digest(self) -> tuple[int, str]:
+        """Newest committed version, and what `manifest_digest` says of its tensors; "" if that was not told."""
+        version, digest = await self.redis.hmget(self.keys.weights, "committed", "digest")
+        return int(version or 0), (digest or b"").decode()
+
+    async def open_epoch(self) -> int:
+        """Number of the transfer under way, 0 for none."""
+        return int(await self.redis.hget(self.keys.weights, "open") or 0)
+
+    async def new_epoch(self) -> int:
+        """A number no other transfer of this pool has. A re-sent increment only skips one."""
+        return int(await self.redis.hincrby(self.keys.weights, "epochs", 1))
+
+    async def epoch(self, number: int) -> Epoch | None:
+        """The transfer, or None if it is not remembered."""
+        raw = await self.redis.hgetall(self.keys.epoch(number))
+        if b"m" not in raw:
+            return None
+        fields: dict[str, Any] = {name.decode(): value for name, value in raw.items()}
+        return Epoch(
+            state=fields["st"].decode(),
+            announcement=decode(fields["m"], WeightAnnouncement),
+            joins=_joins(fields),
+            reports={name[7:]: _report(value) for name, value in fields.items() if name.startswith("report:")},
+            by=fields.get("by", b"").decode(),
+        )
+
+    async def announce(self, announcement: WeightAnnouncement) -> None:
+        """Open the transfer for joins and ring the bell. Raises WeightSyncError if other weights have the number."""
+        message = encode(announcement)
+        state = await self._scripts.run("announce", announcement.epoch, _what(announcement), message, REMEMBER_S)
+        if state == b"given":
+            raise WeightSyncError(
+                f"version {announcement.version}: an operator's command has given this number to other weights, "
+                "publish under a higher one"
+            )
+
+    async def reserve(self, version: int, of: str) -> int:
+        """Take a number for weights that no trainer announced; `of` names them, and may take it again.
+
+        Returns 0, or the newest number that is taken, which this one is not above. No trainer can announce it then.
+        """
+        return int(await self._scripts.run("reserve", version, of, REMEMBER_S))
+
+    async def offer(self, announcement: WeightAnnouncement, worker_id: str, over: int = 0) -> str:
+        """Open a transfer of the newest version as the worker that has it, if others wait for it.
+
+        over: number of an open transfer that was watched past its deadline. Answers "ok", or why not: "nolease",
+        "older" (the version is not the newest any more), "nobody" (waits), "busy" (another transfer is under way).
+        """
+        message = encode(announcement)
+        answer: bytes = await self._scripts.run(
+            "offer", announcement.epoch, announcement.version, message, REMEMBER_S, worker_id, over
+        )
+        return answer.decode()
+
+    async def join(self, epoch: int, worker_id: str, join: Join) -> bool:
+        """Take part. False if it is too late or the worker holds no lease."""
+        answer: bytes = await self._scripts.run("join", epoch, worker_id, json.dumps(asdict(join)))
+        return answer == b"ok"
+
+    async def seal(self, announcement: WeightAnnouncement) -> None:
+        """Close the transfer for joins; `announcement` now carries roster and world size."""
+        await self._scripts.run("seal", announcement.epoch, encode(announcement))
+
+    async def report(self, epoch: int, worker_id: str, report: TransferReport, adapter: str = "") -> None:
+        """How the transfer ended on a worker; success also takes it off the list of those that wait for one."""
+        told = replace(report, switched={}).to_json()  # that is between the worker and its engine
+        await self._scripts.run("report", epoch, worker_id, told, int(report.ok), adapter)
+
+    async def close(self, announcement: WeightAnnouncement, committed: bool, digest: str = "") -> None:
+        """End the transfer; a committed version becomes the pool's newest if it is. digest: see `manifest_digest`."""
+        state = "committed" if committed else "failed"
+        await self._scripts.run("close", announcement.epoch, _what(announcement), state, REMEMBER_S, digest)
+
+    async def adapters(self) -> dict[str, int]:
+        """The pool's LoRA adapters: name -> newest committed version."""
+        raw = await self.redis.hgetall(self.keys.weights)
+        return {name[8:].decode(): int(version) for name, version in raw.items() if name.startswith(b"adapter:")}
+
+    async def newest_adapters(self) -> dict[str, int]:
+        """The same, but the newest version that was ever announced of each, whatever became of it."""
+        raw = await self.redis.hgetall(self.keys.weights)
+        newest: dict[str, int] = {}
+        for key, version in raw.items():
+            kind, colon, name = key.decode().partition(":")
+            if colon and kind in {"adapter", "highest"}:
+                newest[name] = max(newest.get(name, 0), int(version))
+        return newest
+
+    async def version_state(self, version: int | str) -> str:
+        """announced, committed, failed, given (by an operator's command), or "" if unknown; see `Keys.version`."""
+        state = await self.redis.hget(self.keys.version(version), "st")
+        return state.decode() if state else ""
+
+    async def want(self, worker_id: str, version: int, adapter: str = "") -> None:
+        """Ask for a transfer: this worker has only `version`, of the weights or of an adapter."""
+        await self._scripts.run("want", worker_id, version, adapter)
+
+    async def unwant(self, worker_id: str) -> None:
+        """Take the question back: the worker has found a version elsewhere."""
+        await self.redis.hdel(self.keys.wanted, worker_id)
+
+    async def wanted(self) -> dict[str, int]:
+        """Workers that wait for a transfer, and the version each has."""
+        raw = await self.redis.hgetall(self.keys.wanted)
+        return {worker.decode(): int(version) for worker, version in raw.items() if b"@" not in worker}
+
+    async def wanted_adapters(self) -> dict[str, dict[str, int]]:
+        """Adapter -> the workers that wait for a transfer of it, and the version each has; 0 for none."""
+        found: dict[str, dict[str, int]] = {}
+        for wish, version in (await self.redis.hgetall(self.keys.wanted)).items():
+            adapter, at, worker = wish.decode().partition("@")
+            if at:
+                found.setdefault(adapter, {})[worker] = int(version)
+        return found
+
+    async def behind(self, version: int) -> set[str]:
+        """Live workers that wait for a transfer and have less than `version`."""
+        waiting = {worker for worker, has in (await self.wanted()).items() if has < version}
+        return waiting & await self.live_workers() if waiting else set()
+
+    async def live_workers(self) -> set[str]:
+        """Workers whose lease has not run out, by Redis' clock."""
+        seconds, micros = await self.redis.time()
+        now = seconds * 1000 + micros // 1000
+        return {worker.decode() for worker in await self.redis.zrangebyscore(self.keys.workers, now, "+inf")}
+
+
+def _what(announcement: WeightAnnouncement) -> int | str:
+    """What the scripts call the version."""
+    return f"{announcement.adapter}@{announcement.version}" if announcement.adapter else announcement.version
+
+
+def _joins(fields: dict[str, Any]) -> dict[str, Join]:
+    joins = {}
+    for name, value in fields.items():
+        if name.startswith("join:"):
+            try:
+                raw = json.loads(value)
+                joins[name[5:]] = Join(
+                    int(raw["ranks"]), bool(raw["cuda"]), str(raw["gpu"]), str(raw["group"]), str(raw["nccl"])
+                )
+            except (ValueError, TypeError, KeyError):  # one strange worker does not stop the others
+                continue
+    return joins
+
+
+def _report(value: bytes) -> TransferReport:
+    try:
+        return TransferReport.from_json(value.decode(errors="replace"))
+    except MessageError as error:  # one strange worker does not stop the others
+        return TransferReport(ok=False, phase="load", error=str(error))

@@ -1,0 +1,90 @@
+"""One weight transfer, as told to an engine and reported back by it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from ...messages.errors import MalformedMessage
+from ...messages.model.weights import NonFinitePolicy, Transport, UpdateMode
+
+Phase = Literal["rendezvous", "receive", "verify", "load", "ready", "staged", "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOrder:
+    """Where an engine receives a weights version from.
+
+    The trainer is rank 0 of `world_size` in process group `group`; tensor-parallel rank r of this engine is rank
+    `rank_offset + r`. `host:port` is the trainer's TCPStore, which has the manifest (names, dtypes, shapes, buckets,
+    digests) under the epoch's keys; see rendezvous.EpochKeys. Everything must be over within `timeout_s` seconds of
+    the moment the engine learns of it; with mode "drain" what runs has `drain_s` of them to end. transport: "nccl" and
+    "gloo" are broadcasts in `group`, "ipc" opens the trainer's own buffers on the same GPU (then there is no group and
+    no rank), "disk" reads the version from the snapshots in folder `path` (then there is no sender either), "stock" is
+    SGLang's own update group over `backend`.
+    As an order to send (`Engine.send_weights`) it makes this engine rank 0, in the trainer's place.
+    """
+
+    version: int
+    epoch: int
+    transport: Transport
+    host: str
+    port: int
+    group: str
+    rank_offset: int
+    world_size: int
+    timeout_s: float
+    mode: UpdateMode = "resume"
+    verify: bool = True
+    nonfinite: NonFinitePolicy = "refuse"
+    drain_s: float = 0.0
+    path: str = ""
+    backend: Literal["gloo", "nccl"] = "gloo"
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> TransferOrder:
+        """From `dataclasses.asdict` of one."""
+        return cls(**raw)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What became of a transfer, or of its first half, on one engine (its worst rank, if it has several).
+
+    phase: "ready" (in the group, will receive while it loads) or "staged" (received and verified, not yet loaded)
+        after the first half; "done" at the end; else where it failed.
+    intact: whether the engine's weights are a whole version: the old one, or after "done" the new one. An engine that
+        is not intact must not serve.
+    switched: of an update under running requests: request id -> tokens that the old weights have sampled.
+    readback: whether what the engine's parameters hold after the load was compared with the trainer's digests.
+    """
+
+    ok: bool
+    phase: Phase
+    error: str = ""
+    intact: bool = True
+    tensors: int = 0
+    nbytes: int = 0
+    rendezvous_s: float = 0.0
+    receive_s: float = 0.0
+    load_s: float = 0.0
+    readback: bool = False
+    switched: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> TransferReport:
+        """Unknown fields are dropped. Raises MalformedMessage for what is no report."""
+        try:
+            raw = json.loads(text)
+            report = cls(**{name.name: raw[name.name] for name in fields(cls) if name.name in raw})
+            if not (isinstance(report.ok, bool) and isinstance(report.intact, bool)):
+                raise ValueError(f"ok={report.ok!r}, intact={report.intact!r}")
+            if report.phase not in get_args(Phase) or not isinstance(report.switched, dict):
+                raise ValueError(f"phase={report.phase!r}")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise MalformedMessage(f"a transfer report cannot be read: {error}") from None
+        return report

@@ -1,0 +1,308 @@
+"""One transfer, whoever sends: announce, settle who takes part, have it sent, hear the reports, close."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, Protocol
+
+from ...messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
+from ...messages.model.weights import NonFinitePolicy, UpdateMode, WeightAnnouncement
+from ...messages.redis.bell import Bell
+from .ledger import Epoch, Join, Ledger, through_outage
+from .order import TransferReport
+
+log = logging.getLogger(__name__)
+GRACE_S = 2.0
+"""A receiver's own deadline starts when it reads the seal; its report may be this much later than the sender's."""
+GLANCE_S = 1.0
+"""How often a wait on the bell looks whether a worker it waits for is still alive."""
+CLOSE_S = 30.0
+ATTEMPTS = 3
+"""A transfer that a dead or stuck worker broke is repeated without it, this often in all."""
+LINE_TROUBLE = frozenset({"rendezvous", "receive"})
+"""Phases in which a transfer can fail for another rank's sake."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a transfer goes on the receivers' side; see WeightPublisher."""
+
+    mode: UpdateMode
+    join_timeout_s: float
+    transfer_timeout_s: float
+    verify: bool = True
+    nonfinite: NonFinitePolicy = "refuse"
+    stock: bool = False
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """workers: those that have the version now. failures: worker id -> what went wrong there. again: of these, the
+    ones for which it may go better without the others that failed. readback: whether all of `workers` compared what
+    their engines hold."""
+
+    committed: bool
+    workers: tuple[str, ...] = ()
+    failures: dict[str, str] = field(default_factory=dict)
+    again: frozenset[str] = frozenset()
+    readback: bool = False
+
+    def then(self, more: TransferResult, again: AbstractSet[str]) -> TransferResult:
+        """Together with a transfer of the same version to `again`."""
+        failures = {worker: why for worker, why in self.failures.items() if worker not in again} | more.failures
+        read = [each.readback for each in (self, more) if each.workers]
+        workers, committed = (*self.workers, *more.workers), self.committed or more.committed
+        return TransferResult(committed, workers, failures, more.again, bool(read) and all(read))
+
+
+class Source(Protocol):
+    """One version, at the process that can send it."""
+
+    version: int
+    digest: str
+    """What the ledger keeps of the tensors, if the version becomes its newest."""
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Ranks that the last `send` waited for up to its deadline."""
+        ...
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the rendezvous store, as receivers reach it."""
+        ...
+
+    async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
+        """Open the transfer in the ledger; False if that is not for us to do any more. Receivers find the manifest."""
+        ...
+
+    def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
+        """Workers that open the buffers themselves, on the same GPU."""
+        ...
+
+    def backend(self, joins: Mapping[str, Join]) -> Literal["gloo", "nccl"]:
+        """What the others can be sent it by."""
+        ...
+
+    def name_group(self, epoch: int, members: Mapping[str, int], joins: Mapping[str, Join]) -> str:
+        """The process group for this transfer."""
+        ...
+
+    async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
+        """Send it to the announcement's group. Raises TransferTimeout, also after `give_up`."""
+        ...
+
+    def give_up(self, why: str) -> None:
+        """End the `send` under way."""
+        ...
+
+    async def clean(self, announcement: WeightAnnouncement) -> None:
+        """The transfer is over."""
+        ...
+
+
+class Transfer:
+    """Carries out one transfer of `source`."""
+
+    def __init__(self, ledger: Ledger, bell: Bell, terms: Terms, source: Source) -> None:
+        self._ledger, self._bell, self._terms, self._source = ledger, bell, terms, source
+        self._given_up = self._stopped = ""
+        self.roster: tuple[str, ...] = ()
+        """Who takes part, once that is settled."""
+
+    def stop(self, why: str) -> None:
+        """End it for everybody who has not loaded yet, and still hear how it went; to be called on the same loop."""
+        self._stopped = why
+        self._source.give_up(why)
+        self._bell.ring_here()
+
+    def give_up(self, why: str) -> None:
+        """End it; to be called on the same loop."""
+        self._given_up = why
+        self._source.give_up(why)
+        self._bell.ring_here()
+
+    async def run(self, expected: AbstractSet[str], *, catch_up: bool) -> TransferResult | None:
+        """To the end; None if the announcement was not ours to make.
+
+        expected: who is waited for. catch_up: only these take part, the others have the version.
+        """
+        ledger, terms, source = self._ledger, self._terms, self._source
+        host, port = source.address
+        announcement = WeightAnnouncement(
+            version=source.version,
+            epoch=await ledger.new_epoch(),
+            mode=terms.mode,
+            host=host,
+            port=port,
+            catch_up=catch_up,
+            join_timeout_s=terms.join_timeout_s,
+            transfer_timeout_s=terms.transfer_timeout_s,
+            verify=terms.verify,
+            nonfinite=terms.nonfinite,
+        )
+        if terms.stock:
+            announcement = announcement.model_copy(update={"stock": True})
+        if terms.adapter:
+            announcement = announcement.model_copy(update={"adapter": terms.adapter})
+        if not await source.announce(ledger, announcement):
+            return None
+        joins = await self._joins(announcement, expected)
+        announcement = self._seal(announcement, joins)
+        self.roster = tuple(announcement.roster)
+        await ledger.seal(announcement)
+        failures = dict.fromkeys(
+            expected - joins.keys(),
+            self._given_up or self._stopped or "did not answer the announcement in time",
+        )
+        result = TransferResult(committed=not expected, failures=failures)
+        if joins:
+            result = await self._carry_out(announcement, failures)
+        await self._close(announcement, result.committed)
+        await source.clean(announcement)
+        if result.failures:
+            of = f" of adapter {terms.adapter}" if terms.adapter else ""
+            log.warning("version %s%s: %s", announcement.version, of, result.failures)
+        return result
+
+    def _seal(self, announcement: WeightAnnouncement, joins: dict[str, Join]) -> WeightAnnouncement:
+        """Who is which rank of which group, over what."""
+        by_ipc = self._source.by_ipc(joins)
+        roster, world = dict.fromkeys(sorted(by_ipc), 0), 1
+        grouped = {worker: join for worker, join in joins.items() if worker not in by_ipc}
+        for worker, join in sorted(grouped.items()):
+            roster[worker] = world
+            world += join.ranks
+        members = {worker: roster[worker] for worker in grouped}
+        group = self._source.name_group(announcement.epoch, members, grouped) if grouped else ""
+        backend = self._source.backend(grouped)
+        return announcement.model_copy(
+            update={"roster": roster, "world_size": world, "group": group, "backend": backend}
+        )
+
+    async def _carry_out(self, announcement: WeightAnnouncement, failures: dict[str, str]) -> TransferResult:
+        timeout_s = announcement.deadline_s
+        sending = asyncio.create_task(self._source.send(announcement, timeout_s))
+        try:
+            return await self._reports(announcement, sending, failures)
+        except asyncio.CancelledError:
+            self._source.give_up("the sender leaves")
+            sending.cancel()
+            raise
+        finally:
+            if not sending.cancelling() and not sending.done():
+                self._source.give_up("not every worker came through")
+                await asyncio.wait({sending}, timeout=GRACE_S + timeout_s)
+            if sending.done() and not sending.cancelled():
+                sending.exception()  # the failures say so
+
+    async def _joins(self, announcement: WeightAnnouncement, expected: AbstractSet[str]) -> dict[str, Join]:
+        """Who takes part: waits until every expected worker has joined, is dead, or the time is over."""
+        deadline = time.monotonic() + announcement.join_timeout_s
+        while True:
+            self._bell.quiet()
+            if self._given_up or self._stopped:
+                return {}
+            epoch, alive = await self._look(announcement.epoch, deadline)
+            if not (expected & alive) - epoch.joins.keys() or time.monotonic() >= deadline:
+                welcome = alive & expected if announcement.catch_up else alive
+                return {worker: join for worker, join in epoch.joins.items() if worker in welcome}
+            await self._bell.wait(deadline, GLANCE_S)
+
+    async def _reports(
+        self, announcement: WeightAnnouncement, sending: asyncio.Task[None], failures: dict[str, str]
+    ) -> TransferResult:
+        """How it went on each worker of the roster: waits until all have reported, died, or the time is over."""
+        deadline = time.monotonic() + announcement.deadline_s + GRACE_S
+        while True:
+            self._bell.quiet()
+            epoch, alive = await self._look(announcement.epoch, deadline)
+            silent = announcement.roster.keys() - epoch.reports.keys()
+            stray = sorted(w for w, report in epoch.reports.items() if w in announcement.roster and _has_left(report))
+            # The others of the group need not wait for them; who has no rank holds up nobody.
+            gone = sorted(worker for worker in {*(silent - alive), *stray} if announcement.roster[worker])
+            if gone and not sending.done():
+                self._source.give_up(f"{', '.join(gone)} died or refused")
+            if not silent & alive or time.monotonic() >= deadline or self._given_up:
+                break
+            await self._bell.wait(deadline, GLANCE_S)
+        why = "was lost during the transfer"
+        # When all have reported or died, a broadcast that still waits for one of them ends by itself, at its deadline.
+        await asyncio.wait({sending}, timeout=0 if silent & alive else GRACE_S)
+        if sending.done() and sending.exception() is not None:
+            why += f" ({sending.exception()})"
+        again, late = set(), self._late(announcement, epoch)
+        for worker in announcement.roster:
+            report = epoch.reports.get(worker)
+            if report is None:
+                failures[worker] = self._given_up or why
+            elif not report.ok:
+                failures[worker] = f"{report.phase}: {report.error}"
+                by_ipc = announcement.roster[worker] == 0
+                if report.phase in LINE_TROUBLE and (by_ipc or not (_own_fault(report) or worker in late)):
+                    again.add(worker)
+        workers = tuple(worker for worker in announcement.roster if worker not in failures)
+        readback = bool(workers) and all(epoch.reports[worker].readback for worker in workers)
+        return TransferResult(bool(workers), workers, failures, frozenset(again), readback)
+
+    def _late(self, announcement: WeightAnnouncement, epoch: Epoch) -> set[str]:
+        """Workers that the sender waited for in vain: they cannot reach it, or are too slow, and would be again."""
+        late = set()
+        for worker, first in announcement.roster.items():
+            ranks = epoch.joins[worker].ranks if worker in epoch.joins else 1
+            if first and self._source.absent & set(range(first, first + ranks)):
+                late.add(worker)
+        return late
+
+    async def _look(self, number: int, deadline: float) -> tuple[Epoch, set[str]]:
+        """The transfer and who is alive. While Redis is away nothing is known; what was told by then is told still."""
+
+        async def look() -> tuple[Epoch, set[str]]:
+            return await self._epoch(number), await self._ledger.live_workers()
+
+        return await through_outage(look, deadline)
+
+    async def _close(self, announcement: WeightAnnouncement, committed: bool) -> None:
+        """Workers may serve the version by now: that is not left unsaid for a Redis that comes back soon."""
+        close = partial(self._ledger.close, announcement, committed, self._source.digest)
+        await through_outage(close, time.monotonic() + CLOSE_S)
+
+    async def _epoch(self, number: int) -> Epoch:
+        epoch = await self._ledger.epoch(number)
+        if epoch is None:
+            raise WeightSyncError(f"transfer {number} vanished from the ledger: was Redis emptied?")
+        return epoch
+
+
+async def repeated(
+    ledger: Ledger,
+    transfer: Callable[[frozenset[str] | None], Awaitable[TransferResult]],
+    only: frozenset[str] | None,
+) -> TransferResult:
+    """`transfer` to these workers, or to all (None); what one of them broke is repeated for the others."""
+    result = await transfer(only)
+    for _ in range(ATTEMPTS - 1):
+        if not (again := result.again & await ledger.live_workers()):
+            break
+        result = result.then(await transfer(again), again)
+    return result
+
+
+def _own_fault(report: TransferReport) -> bool:
+    """Whether it failed before it was in the group, and not because others did not come."""
+    return not report.ok and report.phase == "rendezvous" and not report.error.startswith(TransferTimeout.__name__)
+
+
+def _has_left(report: TransferReport) -> bool:
+    """Whether it failed before it had received everything, and not for others' sake: then they wait for it in vain."""
+    all_here = report.phase == "verify" or (
+        report.phase == "receive" and report.error.startswith(DigestMismatch.__name__)
+    )
+    return not report.ok and not all_here and not report.error.startswith(TransferTimeout.__name__)

@@ -1,0 +1,270 @@
+"""The sender's end of the wire: one rendezvous store, one standing process group, one transfer at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from threading import Event
+from typing import Any, Protocol
+
+import torch
+
+from ...messages.errors import TransferTimeout
+from ...messages.model.weights import WeightAnnouncement, WeightManifest
+from ...messages.wire.codec import encode
+from ..publish.stock import StockGroup, lot_bytes
+from ..tensors.snapshot import Snapshot
+from ..tensors.staging import Staging
+from ..tensors.turns import short_turns
+from ..transfer.ledger import Join
+from .brief import Told, group_for, is_group_for
+from .group import Group, Queued, here, open_group, settle
+from .ipc import export_handles
+from .rendezvous import EpochKeys, serve_store
+
+log = logging.getLogger(__name__)
+CPU = torch.device("cpu")
+
+
+class Sendable(Protocol):
+    """A version that can be sent: a Snapshot, or what fills its buckets when their turn has come.
+
+    rotation: this many buckets after a bucket its memory is filled again; 0 for never.
+    """
+
+    @property
+    def manifest(self) -> WeightManifest: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def rotation(self) -> int: ...
+    @property
+    def buckets(self) -> Iterable[torch.Tensor]: ...
+
+
+class Broadcaster:
+    """Sends snapshots from one process. Everything but `give_up` is called from one thread at a time."""
+
+    def __init__(self, host: str, port: int, store: Any = None) -> None:
+        """store: a connection to another process's rendezvous store, instead of one that is served at host:port."""
+        self.store: Any = store or serve_store(host, port)
+        self.host = host
+        self._group: Group | None = None
+        self._stock: StockGroup | None = None  # in the group's place, for transfers through SGLang's own
+        self._members: dict[str, int] = {}
+        self._groups = 0
+        self.absent: frozenset[int] = frozenset()
+        """Ranks that the last `send` waited for up to its deadline."""
+        self.layout = ""
+        """Name of how the version that was published last lies."""
+        self.sent_bytes = 0
+        """Of the transfer under way, as far as they are given to the transport."""
+        self._newest, self._most_ranks = 0, 1
+        self._stopped = Event()
+        self._why = ""
+        self._stream: Any = None
+        self._staging: Staging | None = None
+
+    def close(self) -> None:
+        """Leave the standing group."""
+        self._drop_group()
+        self.store = None
+
+    # --- before the seal -------------------------------------------------------------------------------------------
+
+    def offer(self, epoch: int, snapshot: Snapshot) -> None:
+        """Put the manifest where receivers look for it."""
+        self._stopped.clear()
+        self.sent_bytes = 0
+        # Numbers of transfers begin again where Redis lost its data; this store did not.
+        keys = EpochKeys(epoch)
+        said = [] if epoch > self._newest else [keys.ready(rank) for rank in range(1, self._most_ranks)]
+        for key in (keys.broken, keys.go, *said):
+            self.store.delete_key(key)
+        self._newest = epoch
+        self.publish(epoch, snapshot.manifest)
+
+    def publish(self, epoch: int, manifest: WeightManifest) -> None:
+        """Let receivers go on that wait for the manifest."""
+        told = Told.of(manifest)
+        self.layout = told.layout
+        self.store.set(EpochKeys(epoch).brief, told.brief())
+        self.store.set(EpochKeys(epoch).manifest, encode(manifest))
+
+    def name_group(
+        self, epoch: int, roster: Mapping[str, int], joins: Mapping[str, Join], *, stock: bool = False
+    ) -> str:
+        """The group for this transfer: the standing one, if all its members are the same and still in it.
+
+        It also lasts no longer than versions lie alike, but for SGLang's own, which does not care.
+        """
+        standing = self._stock if stock else self._group
+        if standing is not None and self._members == dict(roster):
+            name, lasts = standing.name, stock or is_group_for(standing.name, self.layout)
+            if lasts and all(joins[worker].group == name for worker in roster):
+                return name
+        self._drop_group()
+        self._members = dict(roster)
+        self._groups += 1
+        name = f"group-{epoch}-{self._groups}"
+        return name if stock else group_for(name, self.layout)
+
+    # --- after it --------------------------------------------------------------------------------------------------
+
+    def send(self, snapshot: Sendable, announcement: WeightAnnouncement, timeout_s: float) -> None:
+        """Send every bucket to the announcement's group. Blocks; raises TransferTimeout, also after `give_up`."""
+        keys = EpochKeys(announcement.epoch)
+        deadline, self.absent = time.monotonic() + timeout_s, frozenset()
+        self._most_ranks = max(self._most_ranks, announcement.world_size)
+        try:
+            with short_turns():  # engines may stand still until the last bucket: not while a training loop has its turn
+                if 0 in announcement.roster.values():
+                    self.store.set(keys.handles, export_handles(tuple(snapshot.buckets)))
+                if announcement.stock:
+                    self._send_by_stock(snapshot, announcement, deadline)
+                elif announcement.world_size > 1:
+                    self._send_to_group(snapshot, announcement, deadline)
+        except Exception as error:
+            if time.monotonic() >= deadline:
+                self.absent = self._absent(announcement)
+            self.store.set(keys.broken, str(error)[:500])
+            self._drop_group()
+            raise
+
+    def give_up(self, why: str) -> None:
+        """End the `send` under way, from another thread."""
+        self._why = why
+        self._stopped.set()
+        if (stock := self._stock) is not None:  # it does not ask
+            stock.abort()
+
+    def clean(self, announcement: WeightAnnouncement) -> None:
+        """Forget what the store holds of a transfer that is over."""
+        keys = EpochKeys(announcement.epoch)
+        ready = [keys.ready(rank) for rank in range(1, announcement.world_size)]
+        for key in (keys.brief, keys.manifest, keys.handles, keys.go, *ready):
+            self.store.delete_key(key)
+
+    def _send_to_group(self, snapshot: Sendable, announcement: WeightAnnouncement, deadline: float) -> None:
+        device = _device_of(snapshot) if announcement.backend == "nccl" else CPU
+        if self._group is None:
+            self._group = open_group(
+                self.store,
+                announcement.group,
+                rank=0,
+                world=announcement.world_size,
+                host=self.host,
+                device=device,
+                deadline=deadline,
+                broken=self._broken,
+            )
+        self._await_ready(announcement, deadline)
+        self._check()
+        go = partial(self.store.set, EpochKeys(announcement.epoch).go, "1")
+        if device.type == "cuda":
+            self._send_from_gpu(self._group, snapshot, device, deadline, go)
+            return
+        go()
+        for bucket in snapshot.buckets:
+            self._check()
+            self._group.broadcast(bucket.cpu(), deadline)
+            self.sent_bytes += bucket.numel()
+
+    def _send_by_stock(self, snapshot: Sendable, announcement: WeightAnnouncement, deadline: float) -> None:
+        """Through SGLang's own group, once all are ready: who waits in it cannot be called off any more."""
+        assert isinstance(snapshot, Snapshot)
+        self._await_ready(announcement, deadline)
+        self.store.set(EpochKeys(announcement.epoch).go, "1")
+        if self._stock is None:
+            self._stock = StockGroup(
+                self.store,
+                announcement.group,
+                world=announcement.world_size,
+                host=self.host,
+                device=_device_of(snapshot) if announcement.backend == "nccl" else CPU,
+                timeout_s=max(0.001, deadline - time.monotonic()),
+            )
+        self._check()
+        self._stock.send_snapshot(snapshot, lot_bytes(snapshot.manifest), max(0.001, deadline - time.monotonic()))
+
+    def _send_from_gpu(
+        self, group: Group, snapshot: Sendable, device: torch.device, deadline: float, go: Callable[[], object]
+    ) -> None:
+        """go: says that from here on receivers may give up what they have."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        buffers: list[torch.Tensor] = []
+        if snapshot.device.type == "cpu":
+            self._staging = self._staging or Staging(device, "off")
+            buffers = self._staging.rotating(snapshot.manifest.bucket_nbytes)
+        queued: list[Queued] = []
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            for index, bucket in enumerate(snapshot.buckets):
+                source = bucket
+                if bucket.device.type == "cpu":
+                    if index >= len(buffers):
+                        queued[index - len(buffers)].wait()  # the buffer's last broadcast
+                    source = buffers[index % len(buffers)][: bucket.numel()]
+                    source.copy_(bucket, non_blocking=True)
+                queued.append(group.broadcast(source, deadline))
+                self.sent_bytes += source.numel()
+                if index == 0:  # after it: the wire is what everybody waits for
+                    go()
+                if 0 < snapshot.rotation <= len(queued):
+                    queued[-snapshot.rotation].wait()
+            for each in queued[-1:]:
+                each.wait()
+            settle(group, self._stream.record_event(), deadline, self._broken)
+
+    def _await_ready(self, announcement: WeightAnnouncement, deadline: float) -> None:
+        """Until every receiver has its buffers: a broadcast that waits for one would hold this GPU busy."""
+        keys = EpochKeys(announcement.epoch)
+        missing = [keys.ready(rank) for rank in range(1, announcement.world_size)]
+        pause = 0.00005  # a small model is over in a few milliseconds
+        while True:
+            missing = [key for key in missing if not self.store.check([key])]
+            if not missing:
+                return
+            self._check()
+            if time.monotonic() >= deadline:
+                raise TransferTimeout(
+                    f"{len(missing)} of {announcement.world_size - 1} receivers were not ready in time"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.02, 0.02)
+
+    def _absent(self, announcement: WeightAnnouncement) -> frozenset[int]:
+        """Who did not come to make the group; once it is made, who was not ready to receive.
+
+        Nobody, if all came and it could not be made: then one of them broke off amid it, and nothing tells which.
+        """
+        keys, ranks = EpochKeys(announcement.epoch), range(1, announcement.world_size)
+        away = frozenset(rank for rank in ranks if not self.store.check([here(announcement.group, rank)]))
+        if announcement.stock:  # which has no such keys
+            away = frozenset()
+        if away or (self._group is None and not announcement.stock):
+            return away
+        return frozenset(rank for rank in ranks if not self.store.check([keys.ready(rank)]))
+
+    def _broken(self) -> str:
+        return self._why or "the transfer was given up" if self._stopped.is_set() else ""
+
+    def _check(self) -> None:
+        if why := self._broken():
+            raise TransferTimeout(f"transfer broken off: {why}")
+
+    def _drop_group(self) -> None:
+        groups = self._group, self._stock
+        self._group, self._stock, self._members = None, None, {}
+        for group in groups:
+            if group is not None:
+                group.abort()
+
+
+def _device_of(snapshot: Sendable) -> torch.device:
+    """The GPU that a snapshot is sent from: where it is, or the current one for a copy in host memory."""
+    if snapshot.device.type == "cuda":
+        return snapshot.device
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,51 @@
+"""A trainer's buckets in another process on the same GPU: handed over as CUDA IPC handles, without a copy.
+
+torch's own way pickles the handles. These are the same ones as plain values, so that nothing that arrives is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import torch
+
+from ...messages.errors import MalformedMessage
+
+_FIELDS = 8
+
+
+def gpu_id(device: torch.device) -> str:
+    """What tells one GPU of the world from another; "" for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def export_handles(buckets: Sequence[torch.Tensor]) -> bytes:
+    """Handles of flat uint8 tensors on one GPU; the tensors must live until the receivers have reported."""
+    torch.cuda.current_stream(buckets[0].device).synchronize()
+    handles = []
+    for bucket in buckets:
+        storage: Any = bucket.untyped_storage()
+        shared = storage._share_cuda_()
+        # device, handle, storage size, storage offset, ref counter handle and offset, event handle, event sync required
+        handles.append([list(shared), bucket.storage_offset(), bucket.numel()])
+    packed: bytes = msgpack.packb(handles, use_bin_type=True)
+    return packed
+
+
+def open_handles(raw: bytes, device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The sender's buckets, as they lie in its memory: read only. Raises MalformedMessage for what are no handles."""
+    try:
+        handles = list(zip(msgpack.unpackb(raw), sizes, strict=True))
+        buckets = []
+        for (shared, offset, size), expected in handles:
+            if size != expected or len(shared) != _FIELDS:
+                raise ValueError(f"a bucket of {size} bytes where the manifest has {expected}")
+            _, *rest = shared
+            storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *rest)
+            bucket = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, offset, (size,))
+            buckets.append(bucket)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise MalformedMessage(f"CUDA IPC handles cannot be read: {error}") from None
+    return buckets

@@ -1,0 +1,216 @@
+"""Where the ranks of a transfer meet: addresses, and the trainer's TCPStore."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch.distributed import TCPStore
+
+from ...messages.errors import DigestMismatch, RedisUnavailable, TransferTimeout, WeightSyncError
+from ...messages.model.weights import WeightManifest
+from ...messages.wire.codec import decode
+from .bounded_store import BoundedStore, begin
+
+SLICE_S = 0.5
+"""Now and then in a wait for another process it is asked whether it still makes sense."""
+
+FIRST_ATTEMPT_S = 1.0
+
+
+def own_address_towards(url: str) -> str:
+    """The IP address of this host that whoever serves `url` (a Redis URL) would see.
+
+    A worker that reaches the same Redis reaches the trainer under it too, but for unusual networks: give the address
+    by hand there. "127.0.0.1" for a Redis on this host or on a unix socket. Raises RedisUnavailable for a host that is
+    unknown or that no route leads to.
+    """
+    parts = urlsplit(url)
+    if not parts.hostname or parts.scheme == "unix":
+        return "127.0.0.1"
+    port = parts.port or 6379
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(address)  # a datagram socket: nothing is sent, the route alone is asked for
+            own: str = probe.getsockname()[0]
+    except OSError as error:
+        raise RedisUnavailable(f"no way to {parts.hostname}:{port}: {error}") from error
+    return "127.0.0.1" if ipaddress.ip_address(own).is_loopback else own
+
+
+def local_end(host: str) -> str:
+    """This host's address on the route to `host`."""
+    return own_address_towards(f"tcp://[{host}]:1" if ":" in host else f"tcp://{host}:1")
+
+
+def serve_store(host: str, port: int = 0) -> Any:
+    """The trainer's rendezvous store, listening on `port` (0: a free one, then `store.port`). Serves every epoch.
+
+    Raises WeightSyncError if it cannot listen there, as on a port that another process has.
+    """
+    try:
+        return TCPStore(
+            host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=30)
+        )
+    except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError
+        raise WeightSyncError(f"no rendezvous store can listen on {host}:{port}: {error}") from error
+
+
+def _never() -> str:
+    return ""
+
+
+def join_store(host: str, port: int, timeout_s: float, broken: Callable[[], str] = _never) -> BoundedStore:
+    """A connection to a sender's store. Raises TransferTimeout if it is not there in time, or if `broken`."""
+    # Now and then a connection is never answered (seen with either of torch's servers), and the next one is at once. So
+    # there are several attempts, each twice as long as the one before: torch prints a stack for every one in vain.
+    deadline, attempt_s, why = time.monotonic() + timeout_s, FIRST_ATTEMPT_S, ""
+    while not why:
+        left = deadline - time.monotonic()
+        if left <= 0.0:
+            why = f"no answer within {timeout_s:.1f} s"
+            break
+        timeout = timedelta(seconds=max(0.1, min(attempt_s, left)))
+        connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        try:
+            return BoundedStore(_result(begin(connect), min(deadline, time.monotonic() + attempt_s), broken))
+        except (RuntimeError, OSError):  # TimeoutError, too: of a stopped process the port is open, and nobody answers
+            attempt_s *= 2.0
+            why = broken()
+    raise TransferTimeout(f"no rendezvous store at {host}:{port}: {why}")
+
+
+def _result(connecting: Future[Any], until: float, broken: Callable[[], str]) -> Any:
+    """Its result. Raises TimeoutError at `until` (time.monotonic), or as soon as `broken` gives a reason."""
+    while True:
+        try:
+            return connecting.result(max(0.0, min(SLICE_S, until - time.monotonic())))
+        except FutureTimeout:
+            if time.monotonic() >= until or broken():
+                raise TimeoutError from None
+
+
+class EpochKeys:
+    """Names in the store that belong to one transfer."""
+
+    def __init__(self, epoch: int) -> None:
+        self._prefix = f"epoch-{epoch}"
+
+    @property
+    def manifest(self) -> str:
+        """The version's WeightManifest, encoded."""
+        return f"{self._prefix}/manifest"
+
+    @property
+    def brief(self) -> str:
+        """The version in brief, see brief.py; set before the manifest."""
+        return f"{self._prefix}/brief"
+
+    @property
+    def handles(self) -> str:
+        """CUDA IPC handles of the buckets, for engines on the trainer's own GPU."""
+        return f"{self._prefix}/handles"
+
+    @property
+    def broken(self) -> str:
+        """Why the sender has given the transfer up; missing as long as it has not."""
+        return f"{self._prefix}/broken"
+
+    @property
+    def over(self) -> str:
+        """Set when every receiver of a peer's transfer has reported, or is given up."""
+        return f"{self._prefix}/over"
+
+    @property
+    def go(self) -> str:
+        """Set by the sender when every rank is ready: from here on receivers may give up what they have."""
+        return f"{self._prefix}/go"
+
+    def ready(self, rank: int) -> str:
+        """Set by `rank` when it waits for the first bucket, buffers and all."""
+        return f"{self._prefix}/ready/{rank}"
+
+
+def fetch(store: Any, key: str, deadline: float, broken: Callable[[], str], what: str) -> bytes:
+    """A value, once somebody has set it. Raises TransferTimeout at `deadline` (time.monotonic), or if `broken`."""
+    await_key(store, key, deadline, broken, what)
+    try:
+        return bytes(store.get(key))
+    except RuntimeError as error:
+        raise TransferTimeout(f"no {what}: the sender is gone: {error}") from error
+
+
+def await_key(store: Any, key: str, deadline: float, broken: Callable[[], str], what: str) -> None:
+    """Wait until somebody has set it. Raises TransferTimeout at `deadline` (time.monotonic), or if `broken`."""
+    pause, look = 0.00005, time.monotonic() + SLICE_S
+    try:
+        while not store.check([key]):  # a wait in the store could not be ended from here
+            now = time.monotonic()
+            if now >= deadline:
+                raise TransferTimeout(f"no {what} in time")
+            if now >= look:
+                look = now + SLICE_S
+                if why := broken():
+                    raise TransferTimeout(f"no {what}: {why}")
+            time.sleep(pause)
+            pause = min(pause * 1.02, 0.02)
+    except RuntimeError as error:
+        raise TransferTimeout(f"no {what}: the sender is gone: {error}") from error
+
+
+def fetch_brief(store: Any, epoch: int, deadline: float, broken: Callable[[], str] = _never) -> bytes:
+    """The version in brief, once its manifest is there; nothing from a sender of an older release.
+
+    Raises TransferTimeout.
+    """
+    keys = EpochKeys(epoch)
+    try:
+        if not store.check([keys.manifest, keys.brief]):
+            await_key(store, keys.manifest, deadline, broken, "manifest")
+            if not store.check([keys.brief]):
+                return b""
+        return bytes(store.get(keys.brief))
+    except RuntimeError as error:
+        raise TransferTimeout(f"no version in brief: the sender is gone: {error}") from error
+
+
+def fetch_manifest(
+    store: Any, epoch: int, version: int, deadline: float, broken: Callable[[], str] = _never
+) -> WeightManifest:
+    """What the transfer brings. Raises TransferTimeout, or DigestMismatch if it is not `version`."""
+    raw = fetch(store, EpochKeys(epoch).manifest, deadline, broken, f"manifest of version {version}")
+    manifest = decode(raw, WeightManifest)
+    if manifest.version != version:
+        raise DigestMismatch(f"the manifest is of version {manifest.version}, {version} was announced")
+    return manifest
+
+
+def lost(store: Any) -> bool:
+    """Whether nobody is at the other end any more: another sender may listen at the same address by now."""
+    try:
+        store.check(["anything"])
+    except RuntimeError:
+        return True
+    return False
+
+
+def why_broken(store: Any, epoch: int) -> Callable[[], str]:
+    """Asks the sender's store whether the transfer was given up; a sender that is gone has given it up, too."""
+    key = EpochKeys(epoch).broken
+
+    def ask() -> str:
+        try:
+            return store.get(key).decode(errors="replace") if store.check([key]) else ""
+        except RuntimeError as error:
+            return f"the sender is gone: {error}"
+
+    return ask

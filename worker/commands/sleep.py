@@ -1,0 +1,87 @@
+"""Which of an engine's memory is given up, and what may be done next: a state machine without an engine.
+
+The three kinds of memory are the ones of SGLang's memory saver. What was seen of it (0.5.17 and 0.5.23) and why each
+rule below is one:
+
+- giving up what is given up, and taking what is there, is an error of SGLang's that ends its scheduler;
+- a request needs all three, so the engine serves only when nothing is asleep;
+- weights wake before the KV cache does: they are what a trainer sends to next, and the transfer needs room that the KV
+  cache would have taken;
+- woken weights are whatever was in that memory, unless the engine keeps a copy: nothing may be sampled with them until
+  they are known to be a whole version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...messages.errors import RequestRefused
+from ...messages.model.command_params import MEMORY_TAGS, MemoryTag
+
+
+@dataclass(frozen=True, slots=True)
+class SleepState:
+    """asleep: memory that is given up. stale: the weights have been given up, and are no version since.
+
+    Methods give the state after; they raise RequestRefused, with the reason, for what is not legal in this one.
+    """
+
+    asleep: frozenset[MemoryTag] = frozenset()
+    stale: bool = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests may run."""
+        return not self.asleep and not self.stale
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether there is memory to load a version into."""
+        return "weights" not in self.asleep
+
+    def to_sleep(self, tags: Sequence[MemoryTag]) -> tuple[MemoryTag, ...]:
+        """What `sleep(tags)` gives up, in the order in which it is done."""
+        if twice := [tag for tag in MEMORY_TAGS if tag in tags and tag in self.asleep]:
+            raise RequestRefused(f"sleep {', '.join(twice)}: asleep already; what sleeps now: {self._told()}")
+        chosen = tuple(tag for tag in MEMORY_TAGS if (tag in tags if tags else tag not in self.asleep))
+        if not chosen:
+            raise RequestRefused("sleep: everything is asleep already")
+        return chosen
+
+    def to_wake(self, tags: Sequence[MemoryTag]) -> tuple[MemoryTag, ...]:
+        """What `wake(tags)` takes again, in the order in which it is done."""
+        if awake := [tag for tag in MEMORY_TAGS if tag in tags and tag not in self.asleep]:
+            raise RequestRefused(f"wake {', '.join(awake)}: not asleep; what sleeps now: {self._told()}")
+        chosen = tuple(tag for tag in MEMORY_TAGS if tag in (tags or self.asleep) and tag in self.asleep)
+        if not chosen:
+            raise RequestRefused("wake: nothing is asleep")
+        if "kv_cache" in chosen and "weights" in self.asleep and "weights" not in chosen:
+            raise RequestRefused(
+                "wake kv_cache: the weights are asleep, and come first (or in the same command): "
+                "a version is loaded before the KV cache takes the memory that its transfer needs"
+            )
+        return chosen
+
+    def sleep(self, tags: Sequence[MemoryTag]) -> SleepState:
+        """After `tags` (all that is awake, if there are none) have been given up."""
+        return replace(self, asleep=self.asleep | set(self.to_sleep(tags)))
+
+    def wake(self, tags: Sequence[MemoryTag], *, intact: bool) -> SleepState:
+        """After `tags` (all that is asleep, if there are none) are there again.
+
+        intact: whether the weights, if they are among them, are bit for bit what they were. Weights that were no
+        version when they went to sleep are none afterwards either.
+        """
+        chosen = self.to_wake(tags)
+        stale = self.stale or ("weights" in chosen and not intact)
+        return SleepState(self.asleep - set(chosen), stale)
+
+    def synced(self) -> SleepState:
+        """After a whole version has been loaded."""
+        if not self.takes_weights:
+            raise RequestRefused("a version cannot be loaded while the weights are asleep")
+        return replace(self, stale=False)
+
+    def _told(self) -> str:
+        return ", ".join(tag for tag in MEMORY_TAGS if tag in self.asleep) or "nothing"

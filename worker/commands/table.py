@@ -1,0 +1,62 @@
+"""Every command of a worker in one table, and what it says about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...messages.model.command_params import NoParams, StopParams
+from ...sync.transfer.ledger import Ledger
+from ..engine.protocol import Engine
+from ..generation import Generation
+from ..weights.follower import WeightFollower
+from .adapters import AdapterCommands
+from .gate import Service
+from .profile import ProfileCommands
+from .queue import Commands, Handler, own_version
+from .weights import WeightCommands
+
+
+def worker_commands(
+    engine: Engine,
+    generation: Generation,
+    follower: WeightFollower,
+    service: Service,
+    ledger: Ledger,
+    *,
+    drain: Callable[[float | None], None],
+    state: Callable[[], str],
+) -> Commands:
+    """The commands of one worker. drain(seconds): what "stop" does. state(): as in its status."""
+
+    async def version(params: NoParams, deadline: float) -> Mapping[str, Any]:
+        info = engine.info
+        return {
+            **service.told(),
+            "version": generation.version,
+            "state": state(),
+            "in_service": follower.in_service,
+            "updating": follower.updating,
+            "quarantined": follower.quarantined,
+            "holds": sorted(follower.holds),
+            "adapters": info.adapters.current(),
+            "engine": f"{info.name} {info.version}",
+            "model": info.model,
+            "running": generation.running,
+            "slots": generation.pressure.slots,
+            "rolloutmq": own_version(),
+        }
+
+    async def stop(params: StopParams, deadline: float) -> Mapping[str, Any]:
+        drain(params.drain_s)
+        return {"running": generation.running}
+
+    handlers: dict[str, Handler] = {
+        "version": version,
+        "stop": stop,
+        **service.handlers(),
+        **WeightCommands(engine, generation, follower, ledger).handlers(),
+        **AdapterCommands(engine, follower.adapters).handlers(),
+        **ProfileCommands(engine).handlers(),
+    }
+    return Commands(handlers)

@@ -1,0 +1,58 @@
+"""Finished files to wherever fsspec reaches: file://, s3://, gs://, memory://, …"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ...messages.errors import ConfigError, RolloutMQError
+
+
+class UploadFailed(RolloutMQError):
+    """The files are on the worker's disk, and not, or not all, where they were to be copied to."""
+
+
+def check_url(url: str) -> None:
+    """Whether there is a filesystem for a URL. Raises ConfigError naming the package that is missing."""
+    _open(url)
+
+
+def upload(path: Path, url: str) -> dict[str, Any]:
+    """Copy a file, or a folder with all that is in it, into the folder at `url`, under its own name. Blocks.
+
+    The size of every file is compared with what arrived. Raises ConfigError, UploadFailed.
+    """
+    filesystem, root = _open(url)
+    target, nbytes, count = f"{root.rstrip('/')}/{path.name}", 0, 0
+    try:
+        for file in _files(path):
+            place = target if file == path else f"{target}/{file.relative_to(path).as_posix()}"
+            filesystem.makedirs(place.rpartition("/")[0], exist_ok=True)
+            filesystem.put_file(str(file), place)
+            size = file.stat().st_size
+            if (there := filesystem.size(place)) != size:
+                raise UploadFailed(f"{file.name}: {there} of {size} bytes arrived")
+            nbytes, count = nbytes + size, count + 1
+    except UploadFailed:
+        raise
+    except Exception as error:  # each filesystem has errors of its own
+        raise UploadFailed(f"upload of {path.name}: {type(error).__name__}: {error}") from error
+    return {"uploaded": f"{url.rstrip('/')}/{path.name}", "uploaded_files": count, "uploaded_nbytes": nbytes}
+
+
+def _files(path: Path) -> Iterable[Path]:
+    return [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+
+
+def _open(url: str) -> tuple[Any, str]:
+    scheme = url.partition("://")[0]
+    try:
+        from fsspec.core import url_to_fs  # noqa: PLC0415 – an optional dependency
+    except ImportError:
+        raise ConfigError("upload: the package fsspec is missing: pip install 'rolloutmq[remote]'") from None
+    try:
+        filesystem, root = url_to_fs(url)
+    except (ImportError, ValueError) as error:  # the URL may have secrets in it: only its kind is told
+        raise ConfigError(f"upload to {scheme}://: {error}") from error
+    return filesystem, str(root)

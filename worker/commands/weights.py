@@ -1,0 +1,140 @@
+"""Weights by command: their version, a look at every bit of them, to disk, from disk."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from ...messages.errors import EngineError, InvalidField, RequestRefused
+from ...messages.model.command_params import AuditParams, LoadParams, SaveParams, SetVersionParams
+from ...sync.transfer.ledger import Ledger
+from ..engine.protocol import Engine
+from ..generation import Generation
+from ..weights.follower import WeightFollower
+from ..weights.snapshots import SLOWEST, TIMEOUT_S
+from .gate import disk_order
+from .queue import Handler
+from .upload import check_url, upload
+
+log = logging.getLogger(__name__)
+
+
+class WeightCommands:
+    """One worker's. ledger: of its pool."""
+
+    def __init__(self, engine: Engine, generation: Generation, follower: WeightFollower, ledger: Ledger) -> None:
+        self._engine, self._generation, self._follower, self._ledger = engine, generation, follower, ledger
+
+    def handlers(self) -> dict[str, Handler]:
+        """By action."""
+        return {"set_version": self._set_version, "audit": self._audit, "save": self._save, "load": self._load}
+
+    async def _set_version(self, params: SetVersionParams, deadline: float) -> Mapping[str, Any]:
+        async with self._whole("set_version", deadline) as before:
+            if params.version != before:
+                if before < (newest := await self._ledger.committed()):
+                    raise RequestRefused(
+                        f"set_version: this worker has {before}, and is yet to get the pool's {newest}"
+                    )
+                await self._reserve("set_version", params.version, f"version {before}")
+                self._generation.version = params.version
+                log.info("what was version %s is called %s from now on, by command", before, params.version)
+            return {"version": params.version, "before": before}
+
+    async def _audit(self, params: AuditParams, deadline: float) -> Mapping[str, Any]:
+        async with self._whole("audit", deadline) as version:
+            found = await self._engine.operate("audit", {"version": version, "names": params.names})
+        info = self._engine.info
+        return {
+            **found,
+            "clean": not any(found["found"].values()),
+            "version": version,
+            "kind": f"{info.model} {info.dtype} tp{info.tp_size} {info.name}-{info.version}",
+        }
+
+    async def _save(self, params: SaveParams, deadline: float) -> Mapping[str, Any]:
+        if params.upload:
+            await asyncio.to_thread(check_url, params.upload)  # before anything is written
+        async with self._whole("save", deadline) as version:
+            if params.format == "safetensors":
+                saved = await self._engine.operate("export", {"path": params.path, "version": version})
+            else:
+                folder = str(Path(params.path) / f"sharded-v{version:012d}")
+                saved = await self._engine.operate("save_sharded", {"path": folder, "version": version})
+        result = {**saved, "format": params.format, "version": version}
+        if params.upload:
+            result |= await asyncio.to_thread(upload, Path(str(saved["path"])), params.upload)
+        return result
+
+    async def _load(self, params: LoadParams, deadline: float) -> Mapping[str, Any]:
+        from ...sync.disk.checkpoint import checkpoint_format  # noqa: PLC0415 – torch
+
+        found = await asyncio.to_thread(checkpoint_format, params.path)
+        if found == "snapshots":
+            raise InvalidField("path", params.path, "one of the versions in it, v000000000012 or the like")
+        if params.format not in ("auto", found):
+            raise InvalidField("format", params.format, f"{found!r} or 'auto': that is what is in {params.path}")
+        if self._follower.holds:
+            raise RequestRefused(f"load: the engine is {', '.join(sorted(self._follower.holds))}")
+        await self._reserve("load", params.version, f"{found} {params.path}")
+        if found == "sharded":
+            result = await self._load_sharded(params, deadline)
+        else:
+            result = await self._load_named(params, deadline)
+        log.info("version %s was loaded from %s, by command", params.version, params.path)
+        return {**result, "format": found, "version": params.version}
+
+    async def _load_named(self, params: LoadParams, deadline: float) -> dict[str, Any]:
+        nbytes = await asyncio.to_thread(_size, Path(params.path))
+        order = disk_order(params.path, params.version, TIMEOUT_S + nbytes / SLOWEST)
+        report = await self._follower.load(order)
+        if not report.ok:
+            raise EngineError(f"load: {report.phase}: {report.error}")
+        return {"tensors": report.tensors, "nbytes": report.nbytes, "verified": report.readback}
+
+    async def _load_sharded(self, params: LoadParams, deadline: float) -> dict[str, Any]:
+        async with self._whole("load", deadline), self._generation.quiet():
+            if self._follower.give_way is not None and not await self._follower.give_way("weights are to be loaded"):
+                raise EngineError("load: the engine still sends its weights to others")
+            checked = await self._engine.operate("check_sharded", {"path": params.path})
+            try:
+                await self._engine.operate("load_sharded", {"path": params.path})
+            except BaseException:
+                self._follower.mend()  # half of it may be there
+                raise
+            self._follower.mended(params.version)
+        return {"tensors": checked["tensors"], "verified": True}
+
+    async def _reserve(self, what: str, version: int, of: str) -> None:
+        """Numbers only go up, and name one set of weights: prefixes are cached under them, and samples tagged."""
+        here = self._generation.version
+        taken = here if version <= here else await self._ledger.reserve(version, of)
+        if taken:
+            raise InvalidField(f"{what}: version", version, f"above {max(taken, here)}: that number is taken")
+
+    @asynccontextmanager
+    async def _whole(self, what: str, deadline: float) -> AsyncIterator[int]:
+        """The version that the engine has, which is not changed inside."""
+        follower = self._follower
+        try:
+            async with asyncio.timeout(max(0.001, deadline - time.monotonic())):
+                await follower.turn.acquire()
+        except TimeoutError:
+            raise EngineError(f"{what}: an update of the weights is under way, and did not end in time") from None
+        try:
+            if "asleep" in follower.holds:
+                raise RequestRefused(f"{what}: the engine's weights are asleep")
+            if follower.quarantined:
+                raise RequestRefused(f"{what}: the engine's weights are no version: it waits for one")
+            yield self._generation.version
+        finally:
+            follower.turn.release()
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -1,0 +1,80 @@
+"""The jobs a worker holds right now, and what is left to do for each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ...messages.broker.lease import Claim, Release
+from ...messages.wire.kinds import Job
+from .task import Run
+
+
+@dataclass(slots=True)
+class HeldJob:
+    """A claimed job. `samples` are those not published yet; `deadline` is on this process' monotonic clock."""
+
+    claim: Claim
+    job: Job
+    samples: dict[int, Run] = field(default_factory=dict)
+    deadline: float | None = None
+
+    @property
+    def id(self) -> str:
+        return self.job.id
+
+    def release(self, lost: bool = False) -> Release:
+        """How to give it back: with what its unfinished samples have generated so far."""
+        unfinished = [sample for sample in self.samples.values() if sample.finish_reason is None]
+        pieces = tuple(piece for sample in unfinished if (piece := sample.unsaved()) is not None)
+        return Release(self.id, self.claim.attempt, pieces, lost)
+
+
+class HeldJobs:
+    """All jobs of this worker, by id."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, HeldJob] = {}
+        self.unpublished = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[HeldJob]:
+        return iter(list(self._jobs.values()))
+
+    def get(self, job_id: str, attempt: int | None = None) -> HeldJob | None:
+        """The job, if it is held (in this very attempt, if one is given)."""
+        held = self._jobs.get(job_id)
+        if held is None or (attempt is not None and held.claim.attempt != attempt):
+            return None
+        return held
+
+    def add(self, held: HeldJob) -> None:
+        self.drop(held.id)  # held twice after a failover that lost the first claim
+        self._jobs[held.id] = held
+        self.unpublished += len(held.samples)
+
+    def published(self, job_id: str, attempt: int, sample: int) -> None:
+        """One sample is out; a job with none left is not held any more."""
+        held = self.get(job_id, attempt)
+        if held is None or held.samples.pop(sample, None) is None:
+            return
+        self.unpublished -= 1
+        if not held.samples:
+            del self._jobs[job_id]
+
+    def drop(self, job_id: str) -> HeldJob | None:
+        """Forget a job; what its samples still generate is thrown away."""
+        held = self._jobs.pop(job_id, None)
+        if held is not None:
+            self.unpublished -= len(held.samples)
+            for sample in held.samples.values():
+                sample.dropped = True
+        return held
+
+    def overdue(self) -> list[HeldJob]:
+        """Jobs whose deadline has passed."""
+        now = time.monotonic()
+        return [held for held in self if held.deadline is not None and held.deadline <= now]

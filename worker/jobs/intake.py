@@ -1,0 +1,235 @@
+"""From a claimed payload to samples that can run: decode, check, tokenise. What cannot run is refused here, by name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from ...messages.broker.lease import Claim
+from ...messages.errors import InvalidField, MessageError, RequestRefused
+from ...messages.model.jobs import GenerateJob
+from ...messages.model.media import Medium
+from ...messages.model.results import Partial
+from ...messages.model.tasks import TaskJob
+from ...messages.wire.codec import decode, decode_one_of
+from ...messages.wire.kinds import JOBS
+from ..engine.protocol import EngineInfo
+from ..engine.tasks import POOLING_FEATURES
+from ..text.chat import after_context
+from ..text.tokenizer import Tokenizer
+from ..weights.adapters import FEATURE, check
+from .held import HeldJob
+from .media import must_fetch, with_media_here
+from .sample import SampleRun
+from .task_intake import needs_tokenizer, task_runs
+
+log = logging.getLogger(__name__)
+SMALL = 64 << 10
+"""Bytes of a payload that may be decoded on the event loop."""
+FETCHES = 16
+"""Jobs whose media are fetched at the same time."""
+Admitted = tuple[Claim, HeldJob | Exception]
+
+
+async def admit_all(
+    claims: list[Claim], info: EngineInfo, tokenizer: Tokenizer, media_hosts: frozenset[str] = frozenset()
+) -> AsyncIterator[Admitted]:
+    """Each claim with its job, or with why it is none, as soon as that is known.
+
+    Tokenising, and the first import of a tokenizer, may take seconds: not on the loop that renews the lease. Small jobs
+    that bring their tokens are done on the spot, a thread would cost more than they do. Media are fetched last, those
+    of several jobs at the same time: nobody waits for another's.
+    """
+    slow, fetching, since = [], [], time.monotonic()
+    for claim in claims:
+        _, found = _try_admit(claim, info, None, since) if len(claim.payload) <= SMALL else (claim, _Later())
+        if not isinstance(found, _Later):
+            yield claim, found
+        elif found.fetched_for is not None:
+            fetching.append((claim, found.fetched_for))
+        else:
+            slow.append(claim)
+    if slow:
+        tried = await asyncio.to_thread(lambda: [_try_admit(claim, info, tokenizer, since) for claim in slow])
+        for claim, found in tried:
+            if isinstance(found, _Later) and found.fetched_for is not None:
+                fetching.append((claim, found.fetched_for))
+            else:
+                yield claim, found
+    if fetching:
+        async for admitted in _admit_fetched(fetching, info, tokenizer, media_hosts, since):
+            yield admitted
+
+
+async def _admit_fetched(
+    fetching: list[tuple[Claim, GenerateJob]],
+    info: EngineInfo,
+    tokenizer: Tokenizer,
+    media_hosts: frozenset[str],
+    since: float,
+) -> AsyncIterator[Admitted]:
+    threads = ThreadPoolExecutor(min(FETCHES, len(fetching)), "rolloutmq-fetch")
+    try:
+        tries = [threads.submit(_fetch, claim, job, media_hosts) for claim, job in fetching]
+        for done in asyncio.as_completed([asyncio.wrap_future(one) for one in tries]):
+            claim, media = await done
+            if isinstance(media, Exception):
+                yield claim, media
+            else:  # one after the other: tokenizers are not made for several threads
+                yield await asyncio.to_thread(_try_admit, claim, info, tokenizer, since, media)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _fetch(claim: Claim, job: GenerateJob, hosts: frozenset[str]) -> tuple[Claim, tuple[Medium, ...] | Exception]:
+    """The media of a job that has some to fetch, or why it will not run. Blocks."""
+    try:
+        return claim, with_media_here(job, hosts).media
+    except RequestRefused as error:
+        return claim, error
+    except Exception as error:
+        log.exception("media of job %s could not be fetched", claim.job_id)
+        return claim, error
+
+
+def _try_admit(
+    claim: Claim, info: EngineInfo, tokenizer: Tokenizer | None, since: float, media: tuple[Medium, ...] | None = None
+) -> Admitted:
+    try:
+        return claim, admit(claim, info, tokenizer, media, since)
+    except (MessageError, RequestRefused, _Later) as error:
+        return claim, error
+    except Exception as error:  # a tokenizer can raise anything; the job is named, its neighbours go on
+        log.exception("job %s could not be admitted", claim.job_id)
+        return claim, error
+
+
+class _Later(Exception):
+    """The job has text, and this was a try without a tokenizer; or (fetched_for: the job) its media must be fetched."""
+
+    def __init__(self, fetched_for: GenerateJob | None = None) -> None:
+        self.fetched_for = fetched_for
+
+
+def admit(
+    claim: Claim,
+    info: EngineInfo,
+    tokenizer: Tokenizer | None,
+    media: tuple[Medium, ...] | None = None,
+    since: float | None = None,
+) -> HeldJob:
+    """The job with a SampleRun for each sample that is not published yet.
+
+    media: the job's, fetched. since: when it was claimed (time.monotonic), if that is not now.
+
+    Raises MessageError if the payload is not a job, RequestRefused if this kind of engine cannot run it, AdapterMissing
+    if it cannot for want of an adapter. What is saved of a sample and cannot be read is not fatal: the sample goes on
+    from what can.
+    """
+    job = decode_one_of(claim.payload, JOBS)
+    if job.id != claim.job_id:
+        raise MessageError(f"the payload is job {job.id}, it was queued as {claim.job_id}")
+    if job.n != claim.n:
+        raise InvalidField("n", job.n, f"{claim.n}, as the job was queued")
+    held = HeldJob(claim, job)
+    if claim.left_s is not None:
+        held.deadline = (time.monotonic() if since is None else since) + claim.left_s
+    if isinstance(job, TaskJob):
+        if tokenizer is None and needs_tokenizer(job):
+            raise _Later
+        held.samples.update(task_runs(job, claim, info, tokenizer))
+        return held
+    assert isinstance(job, GenerateJob)
+    if not claim.ending:  # nothing more is generated of such a job: whoever has it can end it
+        _check(job, info)
+    if job.tools:
+        _check_tools(job, tokenizer)
+    if job.media and not claim.ending:
+        job = held.job = _with_media(job, media)
+    prompt = _prompt(job, tokenizer)
+    room = info.context_length - len(prompt)
+    if job.sampling.max_new_tokens > room and not claim.ending:
+        raise RequestRefused(
+            f"sampling.max_new_tokens={job.sampling.max_new_tokens}: the prompt has {len(prompt)} tokens and the "
+            f"context {info.context_length}, so at most {max(0, room)} are possible"
+        )
+    for index in range(job.n):
+        if index in claim.published:
+            continue
+        sample = SampleRun(job, prompt, index, claim.attempt, claim.queued_s, adapters=info.adapters)
+        if claim.ending or not job.media:  # see EngineRequest.media
+            sample.resume_from(_readable(claim.partials.get(index, ()), job.lora is not None))
+        held.samples[index] = sample
+    return held
+
+
+def _check(job: GenerateJob, info: EngineInfo) -> None:
+    """Whether this engine can run it at all."""
+    check(job, info.adapters, info.features)
+    if pooling := info.features & POOLING_FEATURES:
+        raise RequestRefused(f"this worker's model does not generate: {info.name} was started for {', '.join(pooling)}")
+    if missing := job.unsupported(info.features | {FEATURE}):
+        raise RequestRefused(f"{', '.join(missing)}: not supported by {info.name} {info.version} on this worker")
+
+
+def _with_media(job: GenerateJob, fetched: tuple[Medium, ...] | None) -> GenerateJob:
+    if not must_fetch(job):
+        return with_media_here(job, ())
+    if fetched is None:
+        raise _Later(job)
+    return job.model_copy(update={"media": fetched})
+
+
+def _prompt(job: GenerateJob, tokenizer: Tokenizer | None) -> npt.NDArray[np.int32]:
+    if job.token_ids is not None:
+        return job.token_ids
+    if tokenizer is None:
+        raise _Later
+    messages = [message.rendered() for message in job.messages or ()]
+    tools = [tool.rendered() for tool in job.tools] or None
+    if job.context_ids is not None and job.context_ids.size:
+        return after_context(tokenizer, job.context_ids, text=job.text, messages=messages, tools=tools)
+    if job.text is not None:
+        return tokenizer.encode(job.text)
+    return tokenizer.encode_chat(messages, tools=tools) if tools else tokenizer.encode_chat(messages)
+
+
+def _check_tools(job: GenerateJob, tokenizer: Tokenizer | None) -> None:
+    """What reads the calls must be here before the job runs: raises RequestRefused."""
+    if tokenizer is None:
+        raise _Later
+    from ..text.tool_calls import check_parser  # noqa: PLC0415 – only where a job has tools
+
+    check_parser(job.tool_parser)
+    tokenizer.decode(np.zeros(1, np.int32))
+
+
+def _readable(blobs: tuple[bytes, ...], lora: bool) -> list[Partial]:
+    """The pieces up to the first that cannot be read or does not go on where the one before it ended.
+
+    lora: whether they must say which versions of an adapter sampled them.
+    """
+    pieces: list[Partial] = []
+    tokens = version = adapter_version = 0
+    for blob in blobs:
+        try:
+            piece = decode(blob, Partial)
+        except MessageError:
+            break
+        if piece.start != tokens or not piece.segments or piece.segments[0].version < version:
+            break
+        if bool(piece.adapter_segments) != lora:
+            break
+        if piece.adapter_segments:
+            if piece.adapter_segments[0].version < adapter_version:
+                break
+            adapter_version = piece.adapter_segments[-1].version
+        pieces.append(piece)
+        tokens, version = tokens + len(piece.token_ids), piece.segments[-1].version
+    return pieces

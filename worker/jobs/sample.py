@@ -1,0 +1,332 @@
+"""One sample on its way: the legs it was generated in, and which weights sampled which of its tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...messages.broker.lease import Piece
+from ...messages.errors import InvalidField
+from ...messages.model.jobs import GenerateJob
+from ...messages.model.results import Partial, RolloutResult, Segment, Timings
+from ..engine.protocol import (
+    NOTHING_MORE,
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    MatchedStop,
+    Progress,
+    Wanted,
+)
+from ..text.sample_stream import SampleStream
+from ..weights.adapters import AdapterUse, LoadedAdapters
+from .generated import Generated
+from .legs import Leg
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SampleRun:
+    """Sample `index` of a claimed job, across interruptions, weight updates and earlier workers.
+
+    prompt: (p,) int32. attempt: the claim it runs under. adapters: the engine's, of which the job may name one.
+
+    A sample keeps the version of its adapter that it began with. Only where that is not to be had any more, on another
+    worker or after a restart of the engine, the next leg takes a newer one; `adapter_segments` then says so.
+    """
+
+    job: GenerateJob
+    prompt: npt.NDArray[np.int32]
+    index: int
+    attempt: int
+    queued_s: float
+    dropped: bool = False  # cancelled, expired or fenced: what it still generates is thrown away
+    ending: bool = False  # somebody asked to have it as it is: it ends with what it has
+    done: Generated = field(default_factory=Generated)  # by the legs that have ended
+    arrays: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # as RolloutResult has them, when known
+    segments: list[Segment] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    matched_stop: MatchedStop | None = None
+    stop_tokens: int = 0  # how many of the last ones have a part of what was matched
+    stop_text: str = ""  # from where the match begins, as EngineOutput has it
+    leg: Leg | None = None  # the one that is in the engine now
+    stream: SampleStream | None = None  # of a job whose client is told of every piece
+    cached_tokens: int = 0  # of the prompt, when the first leg here began
+    adapters: LoadedAdapters | None = None
+    adapter_segments: list[Segment] = field(default_factory=list)
+    _adapter: AdapterUse | None = None
+    saved_at: float = field(default_factory=time.monotonic)
+    _saved: int = 0  # tokens that the pool has
+    _pieces: int = 0  # in so many pieces
+    _arrays_saved: bool = False  # and the arrays
+    _wanted: Wanted = NOTHING_MORE
+    _offered: tuple[Piece, float] | None = None  # the next one, perhaps on its way, and when it was made
+    _legs: int = 0
+    _generating_s: float = 0.0
+    _born: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._wanted = _wanted(self.job, self.index)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """(n,) int32: what the legs that have ended generated."""
+        return self.done.token_ids
+
+    def resume_from(self, pieces: Sequence[Partial]) -> None:
+        """Go on where another worker, or an earlier attempt, had to let go; `pieces` in order."""
+        if not pieces:
+            return
+        for piece in pieces:
+            self.done = self.done.then(Generated(piece.token_ids, piece.logprobs, piece.token_arrays))
+            self.arrays |= piece.arrays
+        self._arrays_saved = bool(self.arrays)
+        self.segments = join_segments(segment for piece in pieces for segment in piece.segments)
+        self.adapter_segments = join_segments(seg for piece in pieces for seg in piece.adapter_segments or ())
+        self._saved, self._pieces = len(self.done), len(pieces)
+        most = self.job.sampling.max_new_tokens - 1
+        if len(self.done) > most:  # all was saved but how it ended: the last token is generated again, to find out
+            self.done = self.done.cut(end=most)
+            self.segments = cut_segments(self.segments, end=most)
+            self.adapter_segments = cut_segments(self.adapter_segments, end=most)
+            self.save_anew()
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still generate."""
+        return self.job.sampling.max_new_tokens - len(self.done)
+
+    def next_request(self, version: int) -> EngineRequest:
+        """The next leg: the prompt and what there is of the answer, under weights `version`.
+
+        Request ids are 44 digits: job (32), sample (4), attempt (4), leg (4).
+        """
+        self._legs += 1
+        adapter = self._use_adapter()
+        if _ahead(self.segments, version) or _ahead(self.adapter_segments, adapter.version if adapter else 0):
+            # Released by a worker that was ahead of this one. Versions never decrease within a sample: start over.
+            self.done, self.arrays, self.segments, self.adapter_segments = Generated(), {}, [], []
+            self.save_anew()
+            if self.stream is not None:
+                self.stream.restart()
+        request_id = f"{self.job.id}{self.index:04x}{self.attempt & 0xFFFF:04x}{self._legs & 0xFFFF:04x}"
+        self.leg = Leg(request_id, version)
+        return EngineRequest(
+            request_id=request_id,
+            token_ids=np.concatenate([self.prompt, self.tokens]) if len(self.done) else self.prompt,
+            sampling=self.job.sampling,
+            max_new_tokens=self.remaining,
+            cache_key=f"{version}/{adapter.name}@{adapter.version}" if adapter else str(version),
+            adapter=adapter.name if adapter else "",
+            adapter_version=adapter.version if adapter else 0,
+            generated=len(self.done),
+            media=self.job.media,
+            wanted=replace(self._wanted, prompt=False) if self.arrays and self._wanted.prompt else self._wanted,
+        )
+
+    def _use_adapter(self) -> AdapterUse | None:
+        """The version for the next leg, held from now on."""
+        if self.job.lora is None:
+            return None
+        assert self.adapters is not None
+        before = self.adapter_segments[-1].version if self.adapter_segments else 0
+        self._adapter = self.adapters.use(self.job.lora, self._adapter.version if self._adapter else before)
+        return self._adapter
+
+    def absorb(self, leg: Leg, output: EngineOutput, seconds: float) -> None:
+        """Take in what a leg generated, finished or not."""
+        self._generating_s += seconds
+        if self.job.media and output.finish_reason == "abort" and not self.ending:
+            self.save_anew()  # see EngineRequest.media
+            if self.stream is not None:
+                self.stream.restart()
+            return
+        if self._legs == 1:
+            self.cached_tokens = min(output.cached_tokens, len(self.prompt))
+        if count := len(output.token_ids):
+            self.done = self.done.then(Generated(output.token_ids, output.logprobs, output.token_arrays))
+            self.segments = join_segments([*self.segments, *leg.segments(count)])
+            if self._adapter is not None:
+                self.adapter_segments = join_segments([*self.adapter_segments, Segment(self._adapter.version, count)])
+        self.arrays.update(output.arrays)
+        if output.finish_reason != "abort":
+            self.finish_reason, self.matched_stop = output.finish_reason, output.matched_stop
+            self.stop_tokens, self.stop_text = output.stop_tokens, output.stop_text
+        elif self.remaining <= 0:
+            self.finish_reason = "length"  # the abort hit it on its very last token
+
+    def unsaved(self, progress: Callable[[str, int], Progress | None] | None = None) -> Piece | None:
+        """What the pool does not have yet; `progress(request id, start)` tells what the leg in the engine has.
+
+        None if there is nothing, or more than a message may have. The same piece is made again, or a longer one, until
+        `keep_saved` is told of it. While weights are being switched the leg has nothing to offer: its newest tokens
+        cannot be told apart yet.
+        """
+        made_at = time.monotonic()
+        unsaved, segments, adapter_segments = self.done.cut(self._saved), self.segments, self.adapter_segments
+        leg = self.leg
+        if progress is not None and leg is not None and not (leg.held or leg.spoiled):
+            start = max(0, self._saved - len(self.done))
+            if (more := progress(leg.request_id, start)) is not None and len(more.token_ids):
+                unsaved = unsaved.then(Generated(more.token_ids, more.logprobs, more.token_arrays))
+                segments = join_segments([*segments, *leg.segments(start + len(more.token_ids))])
+                if self._adapter is not None:
+                    new_segment = Segment(self._adapter.version, start + len(more.token_ids))
+                    adapter_segments = join_segments([*adapter_segments, new_segment])
+        if self.stream is not None:
+            unsaved = unsaved.cut(end=max(0, self.stream.shown(self._saved + len(unsaved)) - self._saved))
+        if not len(unsaved):
+            return None
+        text, end = self.stream and self.stream.text(self._saved, unsaved.token_ids), self._saved + len(unsaved)
+        lora = tuple(cut_segments(adapter_segments, start=self._saved, end=end)) if self.job.lora else None
+        new = Partial(
+            start=self._saved,
+            token_ids=unsaved.token_ids,
+            logprobs=unsaved.logprobs,
+            segments=tuple(cut_segments(segments, start=self._saved, end=end)),
+            adapter_segments=lora,
+            **({"token_arrays": unsaved.rows} if unsaved.rows else {}),  # what is not there does not travel
+            **({"arrays": self.arrays} if self.arrays and not self._arrays_saved else {}),
+            **({"text": text} if text is not None else {}),
+        )
+        streamed = self.stream is not None
+        try:
+            piece = Piece(self.job.id, self.attempt, self.index, self._pieces, new, streamed=streamed)
+        except InvalidField as error:
+            log.warning("sample %d of job %s cannot be saved as it is: %s", self.index, self.job.id, error)
+            self.saved_at = made_at  # not tried again at once
+            return None
+        self._offered = piece, made_at
+        return piece
+
+    @property
+    def pieces(self) -> int:
+        """In so many pieces the pool has what it has."""
+        return self._pieces
+
+    def keep_saved(self, piece: Piece) -> None:
+        """The pool has this piece."""
+        if self._offered is not None and piece is self._offered[0]:  # else started over, or more of it is on its way
+            self.saved_at, self._offered = self._offered[1], None
+            self._saved, self._pieces = self._saved + len(piece.partial.token_ids), self._pieces + 1
+            self._arrays_saved = self._arrays_saved or bool(piece.partial.arrays)
+
+    def save_anew(self) -> None:
+        """What the pool has is of no use: the next piece is the first."""
+        self._saved, self._pieces, self._offered, self._arrays_saved = 0, 0, None, False
+
+    @property
+    def kept(self) -> int:
+        """How many of its tokens a finished sample's result has: without what stopped it, where that is not wanted."""
+        trims = self.finish_reason == "stop" and not self.job.sampling.include_stop
+        return len(self.done) - min(self.stop_tokens, len(self.done)) if trims else len(self.done)
+
+    def text(self, decode: Callable[[npt.NDArray[np.int32]], str]) -> str:
+        """The finished sample's text; without what stopped it, if so wanted: up to where the match begins.
+
+        That can be in the middle of a token. Where a special token is a part of the match, up to the last token before.
+        """
+        whole, kept = decode(self.tokens), self.kept
+        if kept == len(self.tokens):
+            return whole
+        if self.stop_text and whole.endswith(self.stop_text):
+            return whole.removesuffix(self.stop_text)
+        return decode(self.tokens[:kept])
+
+    def result(self, worker_id: str, info: EngineInfo, text: str | None) -> RolloutResult:
+        """The finished sample as it is published."""
+        assert self.finish_reason is not None
+        job, kept = self.job, self.kept
+        done = self.done if kept == len(self.done) else self.done.cut(end=kept)
+        return RolloutResult(
+            job_id=job.id,
+            sample=self.index,
+            n=job.n,
+            group_id=job.group,
+            token_ids=done.token_ids,
+            logprobs=done.logprobs if job.logprobs.sampled else None,
+            finish_reason=self.finish_reason,
+            matched_stop=self.matched_stop,
+            segments=tuple(cut_segments(self.segments, end=kept)),
+            adapter=job.lora,
+            adapter_version=self._adapter.version if self._adapter else _last_version(self.adapter_segments),
+            adapter_segments=tuple(cut_segments(self.adapter_segments, end=kept)) if job.lora else None,
+            worker_id=worker_id,
+            attempt=self.attempt,
+            prompt_ids=None if job.token_ids is not None else self.prompt,
+            text=text,
+            timings=Timings(
+                queued=max(0.0, self.queued_s),
+                generating=self._generating_s,
+                waiting=max(0.0, time.monotonic() - self._born - self._generating_s),
+            ),
+            **({"token_arrays": done.rows} if done.rows else {}),
+            **({"arrays": self.arrays} if self.arrays else {}),
+            **({"cached_tokens": self.cached_tokens} if self.cached_tokens else {}),
+            **({"session_id": job.session_id} if job.session_id is not None else {}),
+            **({"logprob_kind": job.logprobs.kind} if job.logprobs.kind != "raw" else {}),
+            fingerprint=dict(info.fingerprint()),
+            metadata=job.metadata,
+            trace_id=job.trace_id,
+        )
+
+
+def _wanted(job: GenerateJob, index: int) -> Wanted:
+    """What sample `index` asks for; the one object for most of them."""
+    plain = job.logprobs.top == 0 and not job.logprobs.token_ids and not job.logprobs.prompt
+    more = job.hidden_states != "none" or job.routed_experts or job.logit_processors or job.stream
+    if plain and job.logprobs.kind == "raw" and not more and job.seed is None:
+        return NOTHING_MORE
+    return Wanted(
+        logprobs=job.logprobs,
+        hidden_states=job.hidden_states,
+        routed_experts=job.routed_experts,
+        logit_processors=job.logit_processors,
+        seed=None if job.seed is None else sample_seed(job.seed, index),
+        stream=job.stream,
+    )
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a seeded job: samples differ from each other, and repeat from run to run."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _last_version(segments: Sequence[Segment]) -> int | None:
+    return segments[-1].version if segments else None
+
+
+def _ahead(segments: Sequence[Segment], version: int) -> bool:
+    return bool(segments) and segments[-1].version > version
+
+
+def join_segments(segments: Iterable[Segment]) -> list[Segment]:
+    """Neighbours of one version become one segment."""
+    joined: list[Segment] = []
+    for segment in segments:
+        if joined and joined[-1].version == segment.version:
+            joined[-1] = Segment(segment.version, joined[-1].tokens + segment.tokens)
+        else:
+            joined.append(segment)
+    return joined
+
+
+def cut_segments(segments: Iterable[Segment], start: int = 0, end: int | None = None) -> list[Segment]:
+    """The segments of tokens `start` to `end` (not included; None is the last one)."""
+    kept: list[Segment] = []
+    place = 0
+    for version, tokens in segments:
+        upto = place + tokens if end is None else min(place + tokens, end)
+        if (inside := upto - max(place, start)) > 0:
+            kept.append(Segment(version, inside))
+        place += tokens
+    return kept

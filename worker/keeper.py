@@ -1,0 +1,124 @@
+"""Keeps an engine up: what happens between its death and the moment it serves again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from redis.exceptions import RedisError
+
+from ..messages.broker.lease import Lease
+from ..messages.errors import EngineError, LeaseLost
+from .engine.protocol import Engine
+from .generation import Generation
+from .jobs.held import HeldJobs
+from .lease.claims import ClaimLoop
+from .lease.handback import Handback
+from .lease.outbox import Outbox
+from .pressure import RETRIES_S
+from .weights.follower import WeightFollower
+
+log = logging.getLogger(__name__)
+LEAVE_S = 2.0
+"""How long requests may take to hear that their engine is gone."""
+
+
+class EngineKeeper:
+    """One worker's. most: restarts in a row without a finished sample, after which it gives up.
+
+    dead: set from the engine's death until it is up again. restarts: all so far.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        generation: Generation,
+        held: HeldJobs,
+        outbox: Outbox,
+        *,
+        handback: Handback,
+        most: int,
+    ) -> None:
+        self.dead = asyncio.Event()
+        self.restarts = 0
+        self._in_a_row = 0
+        self._engine, self._generation, self._held = engine, generation, held
+        self._outbox, self._handback, self._most = outbox, handback, most
+
+    async def start(self, drained: asyncio.Event) -> None:
+        """The first time; `drained` meanwhile ends the start, which can take minutes. Raises EngineError."""
+        starting = asyncio.create_task(self._engine.start())
+        leaving = asyncio.create_task(drained.wait())
+        try:
+            await asyncio.wait({starting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not starting.done():
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+        if not starting.cancelled():
+            await starting
+            log.info("engine is up: %s", self._engine.info)
+
+    def it_works(self) -> None:
+        """A sample was finished."""
+        self._in_a_row = 0
+
+    def died(self) -> bool:
+        """The engine is dead, or must be taken for it. False if that is known."""
+        if self.dead.is_set():
+            return False
+        self._generation.close_gate("dead")
+        self.dead.set()
+        return True
+
+    async def run(
+        self, lease: Lease, follower: WeightFollower, claims: ClaimLoop, on_restarted: Callable[[], None]
+    ) -> None:
+        """Restart a dead engine, until cancelled. Its jobs go back to the pool first: others need not wait for it.
+
+        Raises LeaseLost if they could not be given back, EngineError if the engine cannot be kept up.
+        """
+        while True:
+            await self.dead.wait()
+            log.error("the engine died; restarting it")
+            self.restarts += 1
+            self._in_a_row += 1
+            await self._engine.close()  # whatever still waits for it hears EngineDead now
+            await self._generation.idle(LEAVE_S)
+            # There is no room while the engine is dead: after this nothing is admitted, and what is finished is out.
+            await claims.settled()
+            await self._outbox.flushed()
+            await self._give_back(lease)
+            if self._in_a_row > self._most:
+                raise EngineError(f"the engine died {self._in_a_row} times without finishing a sample")
+            # Nobody can tell whether it died for want of memory: with half as many samples it need not again.
+            self._generation.pressure.relieve()
+            await self._start_again()
+            self.dead.clear()
+            on_restarted()
+            follower.restarted()
+            self._generation.open_gate("dead")
+
+    async def _give_back(self, lease: Lease) -> None:
+        died_with = {sample.job.id for sample in self._generation.died_with}
+        jobs = list(self._held)
+        self._generation.clear()
+        try:
+            await self._handback.release(lease, [held for held in jobs if held.id in died_with], lost=True)
+            await self._handback.release(lease, [held for held in jobs if held.id not in died_with])
+        except (RedisError, OSError) as error:
+            raise LeaseLost(f"the dead engine's jobs could not be handed back: {error}") from error
+
+    async def _start_again(self) -> None:
+        """What the dead one held, memory and ports, may not be free at once."""
+        for pause_s in RETRIES_S:
+            try:
+                await self._engine.start()
+            except EngineError as error:
+                log.warning("the engine did not start, trying again in %g s: %s", pause_s, error)
+                await asyncio.sleep(pause_s)
+            else:
+                return
+        await self._engine.start()

@@ -1,0 +1,93 @@
+"""Claims jobs whenever there is room, and waits on the pool's wake-up token when there are none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from ...messages.broker.lease import Claim, Lease
+
+log = logging.getLogger(__name__)
+MAX_JOBS = 256
+WAKE_S = 1
+"""A wake-up token can be lost with the worker that took it: an idle worker looks for itself this often."""
+RETRY_S = 0.2
+
+
+class ClaimLoop:
+    """room(): samples this worker could hold more, 0 while it must not claim.
+
+    serves(): the weights version it serves, and the newest version it has of each LoRA adapter.
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        waker: Redis,
+        room: Callable[[], int],
+        serves: Callable[[], tuple[int, Mapping[str, int]]],
+        admit: Callable[[list[Claim]], Awaitable[None]],
+    ) -> None:
+        self._lease, self._waker = lease, waker
+        self._room, self._serves, self._admit = room, serves, admit
+        self._tokens = [lease.keys.token(lease.worker_id), lease.keys.wake]
+        self._changed = asyncio.Event()
+        self._taking = asyncio.Lock()
+
+    def poke(self) -> None:
+        """There may be room, or different weights, now."""
+        self._changed.set()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a claim may have given jobs that are not admitted yet."""
+        return self._taking.locked()
+
+    async def settled(self) -> None:
+        """Return once what a claim under way brings is admitted. With no room given, none comes after it."""
+        async with self._taking:
+            pass
+
+    async def run(self) -> None:
+        """Claim until cancelled. Raises LeaseLost."""
+        wake: asyncio.Task[object] | None = None
+        changed: asyncio.Task[object] | None = None
+        try:
+            while True:
+                self._changed.clear()
+                room = self._room()
+                if room <= 0:
+                    await self._changed.wait()
+                    continue
+                try:
+                    async with self._taking:
+                        claims = await self._lease.claim(min(room, MAX_JOBS), room, *self._serves())
+                        if claims:
+                            await self._admit(claims)
+                except (RedisError, OSError) as error:
+                    log.warning("claim failed: %s", error)
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                if claims:
+                    continue
+                # Never cancelled while we wait: that would cost the connection, and maybe the token with it.
+                wake = wake or asyncio.create_task(self._wake())
+                changed = asyncio.create_task(self._changed.wait())
+                await asyncio.wait({wake, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                if wake.done():
+                    wake = None
+        finally:
+            for task in (wake, changed):
+                if task is not None:
+                    task.cancel()
+
+    async def _wake(self) -> None:
+        try:
+            await self._waker.blpop(self._tokens, timeout=WAKE_S)
+        except (RedisError, OSError):
+            await asyncio.sleep(RETRY_S)

@@ -1,0 +1,49 @@
+"""Ends jobs at their deadline: their slots in the engine are free at once, whatever else the worker waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from redis.exceptions import RedisError
+
+from ...messages.broker.lease import Lease
+from ..jobs.held import HeldJobs
+
+log = logging.getLogger(__name__)
+
+
+class Deadlines:
+    """drop(job id): hold it no more and free its slots."""
+
+    def __init__(self, held: HeldJobs, drop: Callable[[str], None]) -> None:
+        self._held, self._drop = held, drop
+        self._next: float | None = None
+        self._sooner = asyncio.Event()
+
+    def look(self, deadline: float | None) -> None:
+        """A job with this deadline, on the monotonic clock, has come in."""
+        if deadline is not None and (self._next is None or deadline < self._next):
+            self._next = deadline
+            self._sooner.set()
+
+    async def run(self, lease: Lease) -> None:
+        """Until cancelled. A Redis that does not answer ends such a job itself, a second after its deadline."""
+        while True:
+            self._sooner.clear()
+            due = [held.deadline for held in self._held if held.deadline is not None]
+            self._next = min(due, default=None)
+            try:
+                async with asyncio.timeout(None if self._next is None else max(0.0, self._next - time.monotonic())):
+                    await self._sooner.wait()
+                continue
+            except TimeoutError:
+                pass
+            for held in self._held.overdue():
+                self._drop(held.id)
+                try:
+                    await lease.expire(held.id, held.claim.attempt)
+                except (RedisError, OSError) as error:
+                    log.warning("job %s is past its deadline, and Redis could not be told: %s", held.id, error)

@@ -1,0 +1,73 @@
+"""The lease of one incarnation of a worker: renewed every beat, given up in time by this worker's own clock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from redis.exceptions import RedisError
+
+from ...messages.broker.lease import Beat, Lease
+from ...messages.errors import LeaseLost
+from ...messages.model.workers import WorkerStatus
+
+log = logging.getLogger(__name__)
+REAPED = 256
+REAPS = 64
+"""With one heartbeat at most so many calls for so many jobs each."""
+
+
+class Membership:
+    """Keeps a lease alive.
+
+    Guarantee: no later than `lease_s` seconds of this process' monotonic clock after the last renewal that Redis can
+    have seen was sent, `run` raises LeaseLost, whether Redis answers or not. By then nobody else holds the jobs yet,
+    because Redis counts the same seconds from when the renewal arrived.
+    """
+
+    def __init__(self, lease: Lease, beat_s: float, max_lost: int) -> None:
+        self.lease = lease
+        self._beat_s, self._max_lost = beat_s, max_lost
+        self._until = 0.0
+
+    async def join(self, status: WorkerStatus) -> Beat:
+        """Register the worker."""
+        sent = time.monotonic()
+        beat = await self.lease.join(status)
+        self._until = sent + self.lease.lease_s
+        return beat
+
+    async def run(self, status: Callable[[], WorkerStatus], on_beat: Callable[[Beat], Awaitable[None]]) -> None:
+        """Beat until cancelled. Raises LeaseLost."""
+        while True:
+            sent = time.monotonic()
+            try:
+                async with asyncio.timeout(self._until - sent):
+                    beat = await self.lease.heartbeat(status())
+                self._until = sent + self.lease.lease_s
+                async with asyncio.timeout(self._until - time.monotonic()):
+                    await on_beat(beat)
+                    await self._reap()
+            except (RedisError, OSError, TimeoutError) as error:
+                log.warning("no heartbeat: %s", error or "Redis does not answer")
+            now = time.monotonic()
+            if now >= self._until:
+                raise LeaseLost(f"no heartbeat got through for {self.lease.lease_s} s")
+            await asyncio.sleep(min(max(0.0, sent + self._beat_s - now), self._until - now))
+
+    async def _reap(self) -> None:
+        # One call does a bounded amount, so that Redis is never busy for long; all of it has to be done now.
+        for _ in range(REAPS):
+            requeued, dead, expired, removed = await self.lease.reap(self._max_lost, REAPED)
+            if requeued or dead or expired or removed:
+                log.info(
+                    "reaped %d workers: %d jobs requeued, %d dead-lettered, %d expired",
+                    removed,
+                    requeued,
+                    dead,
+                    expired,
+                )
+            if requeued + dead + expired < REAPED:
+                return

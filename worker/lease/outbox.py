@@ -1,0 +1,78 @@
+"""Publishes finished samples in batches: whatever is ready when the last batch is through goes with the next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+
+from redis.exceptions import RedisError
+
+from ...messages.broker.lease import Finished, Lease
+
+MAX_BATCH = 256
+MAX_BYTES = 4 << 20
+RETRY_S = 0.2
+
+
+class Outbox:
+    """Keeps finished samples until Redis has them or they are fenced.
+
+    on_published(finished, state): called once per sample with "ok", "again" or "fenced".
+    """
+
+    def __init__(self, on_published: Callable[[Finished, str], None]) -> None:
+        self._on_published = on_published
+        self._ready: deque[Finished] = deque()
+        self._more = asyncio.Event()
+        self._published = asyncio.Event()
+
+    def put(self, finished: Finished) -> None:
+        self._ready.append(finished)
+        self._more.set()
+
+    def jobs(self) -> set[str]:
+        """Ids of the jobs that have a sample waiting here."""
+        return {finished.job_id for finished in self._ready}
+
+    def clear(self) -> None:
+        """Forget what waits: the lease it belonged to is lost."""
+        self._ready.clear()
+        self._published.set()
+
+    async def flushed(self, job_id: str | None = None) -> None:
+        """Return once nothing of this job, or nothing at all, waits here, with no other task run in between."""
+        while any(job_id in (None, finished.job_id) for finished in self._ready):
+            self._published.clear()
+            await self._published.wait()
+
+    def _batch(self) -> list[Finished]:
+        batch: list[Finished] = []
+        nbytes = 0
+        for finished in islice(self._ready, MAX_BATCH):
+            nbytes += len(finished.payload)
+            if batch and nbytes > MAX_BYTES:
+                break
+            batch.append(finished)
+        return batch
+
+    async def run(self, lease: Lease) -> None:
+        """Publish until cancelled. A Redis that does not answer is asked again; nothing is dropped meanwhile."""
+        while True:
+            await self._more.wait()
+            batch = self._batch()
+            if not batch:
+                self._more.clear()
+                continue
+            try:
+                states = await lease.complete(batch)
+            except (RedisError, OSError):
+                await asyncio.sleep(RETRY_S)
+                continue
+            for finished, state in zip(batch, states, strict=True):
+                # clear() may have come between; then the batch is not at the head any more.
+                if self._ready and self._ready[0] is finished:
+                    self._ready.popleft()
+                self._on_published(finished, state)
+            self._published.set()

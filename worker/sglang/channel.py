@@ -1,0 +1,77 @@
+"""The worker's end of the channel to SGLang's scheduler processes; sglang_control.py has the other, and the questions.
+
+Connections are kept: to make one, and a thread to serve it, takes a millisecond on hosts where processes wake slowly,
+and an update asks twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from ...messages.errors import EngineError, MessageError
+from ...sync.transfer.order import TransferReport
+
+LINE_LIMIT = 1 << 26
+
+
+def socket_path(folder: str, rank: int) -> str:
+    """Where the scheduler of tensor-parallel rank `rank` listens."""
+    return str(Path(folder) / f"rank{rank}")
+
+
+class Channel:
+    """Questions to the schedulers that listen in `folder`, any number at a time; for one event loop."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._idle: dict[int, list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {}
+        self._closed = False
+
+    async def ask(self, rank: int, question: dict[str, Any]) -> TransferReport:
+        """Put one question about a transfer. Raises EngineError if the scheduler is not there or hangs up."""
+        try:
+            return TransferReport.from_json(await self._ask(rank, question))
+        except MessageError as error:
+            raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
+
+    async def operate(self, rank: int, operation: str, **params: Any) -> dict[str, Any]:
+        """Have a scheduler process do something else. Raises EngineError, also for what went wrong there."""
+        text = await self._ask(rank, {"operate": {"operation": operation, **params}})
+        try:
+            answer: dict[str, Any] = json.loads(text)
+            if answer["ok"]:
+                return dict(answer["result"])
+            raise EngineError(f"{operation}: {answer['kind']}: {answer['error']}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
+
+    def close(self) -> None:
+        """Hang up. Questions under way are answered still."""
+        self._closed = True
+        for _, writer in [each for idle in self._idle.values() for each in idle]:
+            writer.close()
+        self._idle.clear()
+
+    async def _ask(self, rank: int, question: dict[str, Any]) -> str:
+        idle = self._idle.setdefault(rank, [])
+        writer = None
+        try:
+            if idle:
+                reader, writer = idle.pop()
+            else:
+                reader, writer = await asyncio.open_unix_connection(socket_path(self.folder, rank), limit=LINE_LIMIT)
+            writer.write(json.dumps(question).encode() + b"\n")
+            await writer.drain()
+            line = await reader.readline()
+            if line.endswith(b"\n") and not self._closed:
+                idle.append((reader, writer))
+                writer = None
+            return line.decode(errors="replace")
+        except (OSError, ValueError) as error:
+            raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
+        finally:
+            if writer is not None:  # hung up, or nobody waits for its answer any more
+                writer.close()

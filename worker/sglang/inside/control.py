@@ -1,0 +1,205 @@
+"""A channel to each of SGLang's scheduler processes, beside SGLang's own: for what must not wait its turn there.
+
+Receiving a version takes a thread of its own in the scheduler's process while that serves on; SGLang's requests are
+answered between two batches by the one thread that runs the model. So every scheduler process listens on a unix socket
+in a folder that only this user can enter. A question is a line of JSON there, and its answer one back, before the next
+question of that connection.
+
+    {"prepare": <TransferOrder>}   the report of the first half, when it is over
+    {"send": <TransferOrder>}      how it went, when the version that is held has been sent to others
+    {"committed": <ticket>, "timeout_s": s}
+                                   the report of the second half, which SGLang's own request with that ticket sets off
+    {"commit": <ticket>, "loader": <name>, "told": <text>, "timeout_s": s}
+                                   that report, of a commit that this question sets off: of an engine of one rank that
+                                   nobody has sent a request
+    {"operate": {"operation": <name>, …}}
+                                   {"ok": true, "result": {…}} or {"ok": false, "kind": …, "error": …}; see
+                                   sglang_ops_inside.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from ....sync.receive.lend import send_held
+from ....sync.receive.receiver import Receiver
+from ....sync.tensors.turns import short_turns
+from ....sync.transfer.order import TransferOrder, TransferReport
+from ..channel import LINE_LIMIT, socket_path
+
+logger = logging.getLogger(__name__)
+REMEMBERED = 8
+LONGEST_ERROR = 4000
+"""Characters. The thread that runs the model must not wait for somebody to read it."""
+
+
+def refused(why: str, *told: TransferReport) -> TransferReport:
+    """SGLang's word that an update did not happen; a loader that had begun (told: by loaders) says otherwise."""
+    touched = any(report.ok or not report.intact for report in told)
+    return TransferReport(ok=False, phase="load", error=f"SGLang refused the update: {why}", intact=not touched)
+
+
+class _Asked:
+    """A question that any thread may answer, as long as somebody waits for it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._lock, self._over = threading.Lock(), threading.Event()
+
+    def answer(self, text: str) -> bool:
+        """Raises OSError or ValueError if its other end is gone; False if nobody waits any more."""
+        with self._lock:
+            if self._over.is_set():
+                return False
+            self._over.set()
+            self._stream.write(text.encode() + b"\n")
+            self._stream.flush()
+            return True
+
+    def answered(self, timeout_s: float) -> bool:
+        """Whether it is by then; else it will not be."""
+        if self._over.wait(timeout_s):
+            return True
+        with self._lock:
+            late = not self._over.is_set()
+            self._over.set()
+            return not late
+
+
+class ControlServer:
+    """The scheduler's end of the channel."""
+
+    def __init__(self, folder: str, rank: int, receiver: Receiver, model_dir: str = "") -> None:
+        self.receiver = receiver
+        self._model_dir = model_dir
+        self._reports: deque[tuple[str, TransferReport]] = deque(maxlen=REMEMBERED)
+        self._posted = threading.Condition()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(socket_path(folder, rank))
+        self._listener.listen()
+        threading.Thread(target=self._listen, name="rolloutmq-control", daemon=True).start()
+
+    def post(self, ticket: str, report: TransferReport) -> None:
+        """Answer whoever asks, or will ask, for the commit with this ticket."""
+        with self._posted:
+            self._reports.append((ticket, report))
+            self._posted.notify_all()
+
+    def _listen(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            threading.Thread(target=self._serve, args=(connection,), name="rolloutmq-ask", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Until its other end hangs up; nonsense, and what is not over in time, ends it from here."""
+        nonsense = contextlib.suppress(OSError, ValueError, TypeError, KeyError)
+        with connection, nonsense, connection.makefile("rwb") as stream:
+            while line := stream.readline(LINE_LIMIT):
+                with short_turns():
+                    if not self._answer(json.loads(line), _Asked(stream)):
+                        return
+
+    def _answer(self, question: dict[str, Any], asked: _Asked) -> bool:
+        """Whether there was an answer in time."""
+        if "operate" in question:
+            from .operations import Inside  # noqa: PLC0415 – what few engines are ever asked
+
+            return asked.answer(json.dumps(Inside(self.receiver, self._model_dir).answer(dict(question["operate"]))))
+        if "commit" in question:
+            return self._commit(question, asked)
+        if "prepare" in question:
+            report: TransferReport | None = self.receiver.prepare(TransferOrder.from_dict(question["prepare"]))
+        elif "send" in question:
+            report = send_held(self.receiver, TransferOrder.from_dict(question["send"]))
+        else:
+            report = self._report_of(str(question["committed"]), float(question["timeout_s"]))
+        return report is not None and asked.answer(report.to_json())
+
+    def _commit(self, question: dict[str, Any], asked: _Asked) -> bool:
+        """Have SGLang call the loader; whoever called it answers at once, without waking this thread for it."""
+        from . import scheduler as sglang_scheduler  # noqa: PLC0415 – only in a scheduler's process
+
+        def over(refusal: str) -> None:
+            told = self._report_of(str(question["commit"]), 0.0)
+            if refusal == sglang_scheduler.BUSY:
+                report = TransferReport(ok=False, phase="ready", error=refusal)
+            elif told is not None and not refusal:
+                report = told
+            else:
+                report = refused(refusal or "it did not call the loader", *([told] if told is not None else ()))
+            report = dataclasses.replace(report, error=report.error[:LONGEST_ERROR])
+            with contextlib.suppress(OSError, ValueError):  # who asked may be gone
+                asked.answer(report.to_json())
+
+        sglang_scheduler.set_off(str(question["loader"]), str(question["told"]), over)
+        return asked.answered(float(question["timeout_s"]))
+
+    def _report_of(self, ticket: str, timeout_s: float) -> TransferReport | None:
+        deadline = time.monotonic() + timeout_s
+        with self._posted:
+            while True:
+                for posted, report in self._reports:
+                    if posted == ticket:
+                        return report
+                if not self._posted.wait(max(0.0, deadline - time.monotonic())):
+                    return None
+
+
+_server: ControlServer | None = None
+
+
+def listen(folder: str, *, rank: int, ranks: int, gpu: int | None, model: str, staging: Any) -> None:
+    """Start to listen in this process, the scheduler of one of so many ranks; gpu: its device, or None on a CPU."""
+    global _server  # noqa: PLW0603 – one scheduler per process, and SGLang calls `commit` by name
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+    receiver = Receiver(device, rank=rank, model_dir=model, staging=staging, alone=ranks == 1)
+    _server = ControlServer(folder, rank, receiver, model)
+
+
+def commit(model: Any, named_tensors: Any) -> None:
+    """SGLang's weight-loader hook: the second half of a transfer, on the thread that runs the model.
+
+    The one tensor's name is JSON: {"epoch", "mode", "version", "stock", "ticket"}. Never raises, because an exception
+    here ends the engine; what happened goes through the channel.
+    """
+    from . import scheduler as sglang_scheduler  # noqa: PLC0415 – only in a scheduler's process
+
+    ((payload, _),) = list(named_tensors)
+    told = json.loads(payload)
+    assert _server is not None
+    server, epoch, key, ticket = _server, int(told["epoch"]), str(told["version"]), str(told["ticket"])
+    if stock := told.get("stock", ""):
+        server.post(ticket, server.receiver.check_stock(epoch, model, loaded=stock == "check"))
+        return
+    try:
+        if told["mode"] != "in_place":
+            server.post(ticket, server.receiver.commit(epoch, model, idle=sglang_scheduler.idle()))
+            return
+        scheduler = sglang_scheduler.current()
+        sglang_scheduler.check(scheduler, key)
+    except Exception as error:
+        logger.exception("version %s cannot be loaded", key)
+        server.post(ticket, TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}"))
+        return
+    report = server.receiver.commit(epoch, model, idle=sglang_scheduler.idle())
+    if not report.ok:
+        server.post(ticket, report)
+        return
+    try:
+        sglang_scheduler.switch(
+            scheduler, key, lambda counts: server.post(ticket, dataclasses.replace(report, switched=counts))
+        )
+    except Exception as error:  # the weights are new, but which tokens they sampled cannot be told
+        logger.exception("the switch to version %s could not be counted", key)
+        failed = TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)
+        server.post(ticket, failed)

@@ -1,0 +1,122 @@
+"""Entry points of the processes that SGLang starts for one engine.
+
+Spawned Python processes unpickle their target before its arguments, so this module is imported in the child before
+anything of SGLang is: the place to close the gaps of a CPU-only host (:mod:`.cpu_support`) and to set what has to be
+set before torch starts its threads. It must not import sglang itself at module level.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from ....messages.model.weights import StagingPolicy
+from ...cpu_support import prepare_engine
+
+prepare_engine()
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSetup:
+    """What a child does before SGLang's own code runs: at the moment in which it unpickles this object.
+
+    The target's own body would be too late, because unpickling its arguments already imports SGLang.
+
+    cpu: this engine computes on the CPU.
+    threads: for torch's operators, or None for as many as torch chooses.
+    quiet: no progress bars and no Python warnings on standard error.
+    control: folder where the scheduler of every rank listens, see sglang_control; model: the engine's checkpoint.
+    staging: whether a version is received beside the one that serves, see sync/tensors/staging.py.
+    environment: variables as they were before SGLang's launch changed them, None for one that was not set.
+    inside: variables for the child alone.
+    tokenizer: where the engine's is, "" for none.
+    logit_processors: the operator's own, name -> "module:Class".
+    deterministic: SGLang samples by seeds. routed_experts: it records which experts tokens go to.
+    """
+
+    cpu: bool = False
+    threads: int | None = None
+    quiet: bool = True
+    control: str = ""
+    model: str = ""
+    staging: StagingPolicy = "auto"
+    environment: dict[str, str | None] = field(default_factory=dict)
+    inside: dict[str, str] = field(default_factory=dict)
+    tokenizer: str = ""
+    logit_processors: dict[str, str] = field(default_factory=dict)
+    deterministic: bool = False
+    routed_experts: bool = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_set_up, (asdict(self),))
+
+
+def restore_environment(variables: Mapping[str, str | None]) -> None:
+    """Set variables of this process, or unset those that are None."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _set_up(fields: dict[str, Any]) -> ChildSetup:
+    setup = ChildSetup(**fields)
+    restore_environment(setup.environment)
+    os.environ.update(setup.inside)
+    # The model's own distribution: before temperature and truncation. Read when SGLang's sampler is imported.
+    os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
+    if setup.quiet:
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        warnings.simplefilter("ignore")
+    # By default progress bars share a named semaphore between processes, which a killed process leaves behind.
+    importlib.import_module("tqdm").tqdm.set_lock(threading.RLock())
+    if setup.threads is not None:
+        torch.set_num_threads(setup.threads)
+    return setup
+
+
+def run_scheduler(
+    server_args: object,
+    port_args: object,
+    gpu_id: int,
+    tp_rank: int,
+    *args: object,
+    setup: ChildSetup,
+    **kwargs: object,
+) -> None:
+    """SGLang's scheduler process. All arguments but `setup` are SGLang's."""
+    from sglang.srt.managers import scheduler  # noqa: PLC0415
+
+    from .control import listen  # noqa: PLC0415
+    from .penalties import install as own_penalties  # noqa: PLC0415
+    from .sampler import install as make_sampler  # noqa: PLC0415
+    from .scheduler import install as make_switchable  # noqa: PLC0415
+
+    make_switchable(scheduler, setup.tokenizer)
+    own_penalties()
+    make_sampler(server_args, setup.logit_processors)
+    if setup.control:
+        gpu = None if setup.cpu else gpu_id
+        ranks = int(getattr(server_args, "tp_size", 1))
+        listen(setup.control, rank=tp_rank, ranks=ranks, gpu=gpu, model=setup.model, staging=setup.staging)
+    if setup.cpu:
+        from . import cpu_experts, cpu_sampling  # noqa: PLC0415
+        from .cpu_attention import install  # noqa: PLC0415
+
+        install()
+        if setup.deterministic:
+            cpu_sampling.install()
+        if setup.routed_experts:
+            cpu_experts.install()
+    # Before the model is there, too: collections meanwhile need not walk the imports. Capturing CUDA graphs undoes it.
+    gc.freeze()
+    scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)

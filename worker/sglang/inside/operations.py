@@ -1,0 +1,228 @@
+"""Inside SGLang's scheduler process: what an operator asks of the weights that are there.
+
+Called in a thread of the control server, while requests run; what writes to the model says so, and is asked for only
+when none does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....messages.errors import DigestMismatch, EngineError, InvalidField, RolloutMQError, WeightSyncError
+from ....messages.model.weights import TensorSpec
+from ....sync.disk.store import SnapshotStore
+from ....sync.packing.packing import PackedWeights
+from ....sync.plan.plan import CopyPlan
+from ....sync.receive.lend import held_tensors
+from ....sync.receive.names import checkpoint_shapes
+from ....sync.receive.receiver import Receiver
+from ....sync.tensors.digest import Digester, digests, hex_of, length_term
+from ....sync.tensors.places import dtype_name
+from ....sync.tensors.streams import side_stream
+from . import scheduler as sglang_scheduler
+from . import sharded as sglang_sharded
+
+KEEP_ALL = 1 << 30
+"""An operator's folder: nothing in it is removed."""
+IDLE_S = 10.0
+_asleep: dict[str, str] = {}
+"""Digests of the parameters when the weights went to sleep."""
+
+
+class Inside:
+    """One rank's answers. receiver: has what was sent to this engine last."""
+
+    def __init__(self, receiver: Receiver, model_dir: str) -> None:
+        self._receiver, self._model_dir = receiver, model_dir
+        self._operations: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "audit": self._audit,
+            "export": self._export,
+            "save_sharded": self._save_sharded,
+            "check_sharded": self._check_sharded,
+            "load_sharded": self._load_sharded,
+            "mark": self._mark,
+            "unchanged": self._unchanged,
+            "idle": self._idle,
+            "synchronize": self._synchronize,
+            "paused": self._paused,
+        }
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """{"ok": true, "result": …}, or {"ok": false, "kind": …, "error": …}. Never raises."""
+        try:
+            with self._on_device(), torch.no_grad():
+                return {"ok": True, "result": self._operations[str(question["operation"])](question)}
+        except Exception as error:  # whatever torch or the disk raises belongs into the answer
+            return {"ok": False, "kind": type(error).__name__, "error": str(error) or type(error).__name__}
+
+    # --- looking ---------------------------------------------------------------------------------------------------
+
+    def _audit(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Compare with the trainer's digests, as far as the engine knows how its parameters were filled."""
+        most, version = int(question["names"]), int(question["version"])
+        with side_stream(self._receiver.device):
+            parameters = dict(_model().named_parameters())
+            values, bad = _look(parameters)
+            zero = [n for n, p in parameters.items() if p.dim() > 1 and _is_zero(p, values[n])]
+            wrong, compared, why = self._compare(version)
+        nonfinite = [name for name, count in bad.items() if count]
+        return {
+            "parameters": len(parameters),
+            "nbytes": sum(parameter.nbytes for parameter in parameters.values()),
+            "fingerprint": _fingerprint(parameters, values),
+            "nonfinite": nonfinite[:most],
+            "zero": zero[:most],
+            "compared": compared,
+            "wrong": wrong[:most],
+            "found": {"nonfinite": len(nonfinite), "zero": len(zero), "wrong": len(wrong)},
+            "not_compared": why,
+        }
+
+    def _compare(self, version: int) -> tuple[list[str], int, str]:
+        """Tensors that are not as the trainer sent them, how many were looked at, and why none was."""
+        try:
+            with self._receiver.lending(version) as lent:
+                held = held_tensors(lent.plan)
+                specs = [spec for spec in lent.manifest.tensors if spec.name in held]
+                found = hex_of(digests([held[spec.name] for spec in specs]))
+        except RolloutMQError as reason:
+            return [], 0, str(reason)
+        return [spec.name for spec, value in zip(specs, found, strict=True) if spec.digest != value], len(specs), ""
+
+    def _mark(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Before the weights go to sleep: note what they are, and give up what is kept beside them."""
+        self._receiver.forget(held=False)
+        _asleep.clear()
+        _asleep.update(_look(dict(_model().named_parameters()))[0])
+        if self._receiver.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {"parameters": len(_asleep)}
+
+    def _unchanged(self, question: dict[str, Any]) -> dict[str, Any]:
+        now = _look(dict(_model().named_parameters()))[0]
+        changed = [name for name, value in now.items() if _asleep.get(name) != value]
+        return {"intact": bool(_asleep) and not changed, "changed": len(changed), "parameters": len(now)}
+
+    def _idle(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Once nothing at all is under way in the scheduler: an abort has its batches behind it, too."""
+        scheduler, deadline = sglang_scheduler.current(), time.monotonic() + IDLE_S
+        while not scheduler.is_fully_idle():
+            if time.monotonic() >= deadline:
+                raise EngineError(f"SGLang's scheduler was not idle within {IDLE_S:g} s")
+            time.sleep(0.005)
+        return {}
+
+    def _synchronize(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Once the device has done everything that was queued."""
+        if self._receiver.device.type == "cuda":
+            torch.cuda.synchronize(self._receiver.device)
+        return {}
+
+    def _paused(self, question: dict[str, Any]) -> dict[str, Any]:
+        return {"paused": bool(getattr(sglang_scheduler.current(), "_engine_paused", False))}
+
+    # --- saving ----------------------------------------------------------------------------------------------------
+
+    def _export(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The served version in the trainer's names, as a version of a SnapshotStore."""
+        version, began = int(question["version"]), time.monotonic()
+        with side_stream(self._receiver.device):
+            expected: dict[str, str] = {}
+            try:
+                with self._receiver.lending(version) as lent:
+                    tensors = held_tensors(lent.plan)
+                    expected = {spec.name: spec.digest for spec in lent.manifest.tensors}
+                    snapshot = PackedWeights(version, tensors, keep="host").snapshot()
+            except WeightSyncError:
+                # Not received from anybody: the model as it was loaded, in its checkpoint's names.
+                tensors = self._own()
+                snapshot = PackedWeights(version, tensors, keep="host").snapshot()
+        for spec in snapshot.manifest.tensors:
+            if expected.get(spec.name, spec.digest) != spec.digest:
+                raise DigestMismatch(f"tensor {spec.name}: the engine holds something else than was sent")
+        base = self._model_dir if Path(self._model_dir).is_dir() else None
+        path = SnapshotStore(question["path"], keep=KEEP_ALL, base=base).save(snapshot)
+        return {
+            "path": str(path),
+            "tensors": len(snapshot.manifest.tensors),
+            "nbytes": snapshot.manifest.nbytes,
+            "digest": snapshot.manifest.fingerprint,
+            "of_the_trainer": bool(expected),
+            "seconds": time.monotonic() - began,
+        }
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        shapes, model = checkpoint_shapes(self._model_dir), _model()
+        if not shapes:
+            raise EngineError(f"{self._model_dir!r} has no safetensors files on this host, so no names to export under")
+        dtype = next(model.parameters()).dtype
+        specs = [
+            TensorSpec(
+                name=name,
+                dtype=dtype_name(dtype),
+                shape=shape,
+                bucket=0,
+                offset=0,
+                nbytes=dtype.itemsize * torch.Size(shape).numel(),
+                digest="0" * 16,
+            )
+            for name, shape in shapes.items()
+        ]
+        return CopyPlan.trace(model, specs).export()
+
+    def _save_sharded(self, question: dict[str, Any]) -> dict[str, Any]:
+        return sglang_sharded.save(_model(), Path(question["path"]), self._receiver.rank, int(question["version"]))
+
+    def _check_sharded(self, question: dict[str, Any]) -> dict[str, Any]:
+        with contextlib.closing(sglang_sharded.Shards(_model(), Path(question["path"]), self._receiver.rank)) as shards:
+            return {"tensors": shards.check()}
+
+    def _load_sharded(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Writes to the model: nothing may run."""
+        self._receiver.forget(held=True)
+        with contextlib.closing(sglang_sharded.Shards(_model(), Path(question["path"]), self._receiver.rank)) as shards:
+            tensors = shards.load()
+        if self._receiver.device.type == "cuda":
+            torch.cuda.synchronize(self._receiver.device)
+        return {"tensors": tensors}
+
+    def _on_device(self) -> Any:
+        device = self._receiver.device
+        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _model() -> Any:
+    model = sglang_scheduler.current().tp_worker.model_runner.model
+    if not hasattr(model, "named_parameters"):
+        raise InvalidField("model", type(model).__name__, "a torch module")
+    return model
+
+
+def _look(parameters: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], dict[str, int]]:
+    """Digests, and how many elements are NaN or infinite, by name."""
+    tensors = [parameter.detach().contiguous() for parameter in parameters.values()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    values = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    bad = torch.zeros(len(tensors), dtype=torch.int32, device=device)
+    Digester(tensors).run(values, bad)
+    return dict(zip(parameters, hex_of(values), strict=True)), dict(zip(parameters, bad.tolist(), strict=True))
+
+
+def _is_zero(parameter: torch.Tensor, value: str) -> bool:
+    """Whether every bit is: then the digest has nothing but the length."""
+    return parameter.numel() > 0 and value == f"{length_term(parameter.nbytes) & ((1 << 64) - 1):016x}"
+
+
+def _fingerprint(parameters: Mapping[str, torch.Tensor], values: Mapping[str, str]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for name in sorted(parameters):
+        told = (name, str(parameters[name].dtype), tuple(parameters[name].shape), values[name])
+        found.update(f"{told}\n".encode())
+    return found.hexdigest()

@@ -1,0 +1,129 @@
+"""Inside SGLang's scheduler process: penalties and least lengths that are about a whole sample, not about one leg.
+
+SGLang's penalizers begin every request from nothing, a retracted one too, and hear of a request's tokens as the batches
+go on. These begin with what earlier legs generated (in the request's prompt), and with what it has generated itself.
+With overlap scheduling SGLang lets them hear of each token one batch late, and of the prompt's last one first; these
+hear of the tokens where the next forward pass takes them from, on the device. Without, SGLang applies several in the
+order of a set; these have one order. A batch in which nobody asks for penalties runs none of this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.managers import schedule_batch
+from sglang.srt.sampling import penaltylib
+
+from ..extras import extras_of, generated_before
+from .stops import LEAST
+
+NEVER = -1e9
+"""Added to a logit: probability 0 in float32, unless a grammar leaves nothing else."""
+
+
+def install() -> None:
+    """Have SGLang make these penalizers in this process."""
+    penaltylib.BatchedFrequencyPenalizer = Frequency
+    penaltylib.BatchedPresencePenalizer = Presence
+    penaltylib.BatchedRepetitionPenalizer = Repetition
+    penaltylib.BatchedMinNewTokensPenalizer = LeastTokens
+    _in_one_order(penaltylib.BatchedPenalizerOrchestrator)
+    batch = schedule_batch.ScheduleBatch
+    original = batch.cumulate_penalty_output_tokens
+
+    def cumulate(self: Any) -> None:
+        if self.enable_overlap:
+            self.sampling_info.penalizer_orchestrator.cumulate_output_tokens(_newest_tokens(self))
+        else:
+            original(self)
+
+    batch.cumulate_penalty_output_tokens = cumulate
+
+
+def _in_one_order(orchestrator: Any) -> None:
+    """What is subtracted before what is scaled, as it is with overlap scheduling."""
+    original = orchestrator.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.penalizers = dict(sorted(self.penalizers.items(), key=lambda item: item[1].is_multiplicative))
+
+    orchestrator.__init__ = init
+
+
+def _newest_tokens(batch: Any) -> torch.Tensor:
+    """(batch,) int64: the tokens that the next forward pass reads, ordered after the one that samples them."""
+    from .scheduler import current  # noqa: PLC0415
+
+    scheduler = current()
+    if torch.device(batch.device).type != "cpu":
+        torch.get_device_module(batch.device).current_stream().wait_stream(scheduler.forward_stream)
+    return scheduler.future_map.output_tokens_buf[batch.req_pool_indices].to(torch.int64)
+
+
+def _tokens_of(req: Any) -> list[int]:
+    return [*generated_before(req), *req.output_ids]
+
+
+class Frequency(penaltylib.BatchedFrequencyPenalizer):  # type: ignore[misc]
+    """Subtracts the penalty for every time the sample has the token."""
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        for row, req in enumerate(self.orchestrator.reqs()):
+            penalty = req.sampling_params.frequency_penalty
+            if penalty != 0.0 and (tokens := _tokens_of(req)):
+                counts = torch.bincount(torch.tensor(tokens), minlength=self.orchestrator.vocab_size)
+                self.cumulated_frequency_penalties[row] = (penalty * counts).to(self.orchestrator.device)
+
+
+class Presence(penaltylib.BatchedPresencePenalizer):  # type: ignore[misc]
+    """Subtracts the penalty if the sample has the token."""
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        for row, req in enumerate(self.orchestrator.reqs()):
+            penalty = req.sampling_params.presence_penalty
+            if penalty != 0.0 and (tokens := _tokens_of(req)):
+                self.cumulated_presence_penalties[row, torch.tensor(tokens)] = penalty
+
+
+class Repetition(penaltylib.BatchedRepetitionPenalizer):  # type: ignore[misc]
+    """Divides a positive logit by the penalty, and multiplies a negative one, if the sample has the token."""
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        for row, req in enumerate(self.orchestrator.reqs()):
+            penalty = req.sampling_params.repetition_penalty
+            if penalty != 1.0 and (tokens := _tokens_of(req)):
+                self.cumulated_repetition_penalties[row, torch.tensor(tokens)] = penalty
+
+
+class LeastTokens(penaltylib.BatchedMinNewTokensPenalizer):  # type: ignore[misc]
+    """No token that would end the sample before it has so many; the others keep their odds among each other.
+
+    Counted batch by batch, so that it does not matter when SGLang hands the tokens out.
+    """
+
+    def _is_required(self) -> bool:
+        return any(LEAST in extras_of(req) for req in self.orchestrator.reqs())
+
+    def _prepare(self) -> None:
+        reqs, device = self.orchestrator.reqs(), self.orchestrator.device
+        least = [extras_of(req).get(LEAST, 0) for req in reqs]
+        counts = [len(_tokens_of(req)) if wanted else 0 for req, wanted in zip(reqs, least, strict=True)]
+        ends = torch.zeros((len(reqs), self.orchestrator.vocab_size), dtype=torch.float32)
+        for row, req in enumerate(reqs):
+            if least[row]:
+                ends[row, sorted(_ending(req, self.orchestrator.vocab_size))] = NEVER
+        self.min_new_tokens = torch.tensor(least, dtype=torch.int32).unsqueeze_(1).to(device)
+        self.len_output_tokens = torch.tensor(counts, dtype=torch.int32).unsqueeze_(1).to(device)
+        self.stop_token_penalties = ends.to(device)
+
+
+def _ending(req: Any, vocab_size: int) -> set[int]:
+    tokens = set(req.sampling_params.stop_token_ids or ())
+    if not req.sampling_params.ignore_eos:
+        tokens |= set(req.eos_token_ids or ())
+    return {token for token in tokens if token is not None and 0 <= token < vocab_size}

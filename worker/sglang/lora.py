@@ -1,0 +1,101 @@
+"""LoRA adapters in SGLang: how one version of an adapter gets in and out.
+
+SGLang knows adapters by names that must be unique among those it has, and unloads one when no request refers to it any
+more. So every version is one of SGLang's adapters, `<name>@<version>`, and versions live beside each other as long as
+requests need it. What SGLang does with tensors that do not fit its model (seen in 0.5.17 and 0.5.23) is: nothing until
+a request uses them, and then the scheduler dies; with a lone k_proj, v_proj or up_proj it is nothing at all. So tensors
+are compared with the checkpoint before, and what SGLang computes as one (q, k and v; gate and up) is made complete.
+"""
+
+from __future__ import annotations
+
+import pickle
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...messages.errors import EngineError, InvalidField
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...sync.adapters.format import Adapter
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+Shapes = dict[str, tuple[int, ...]]
+
+
+def engine_name(name: str, version: int) -> str:
+    """What SGLang calls one version of an adapter."""
+    return f"{name}@{version}"
+
+
+async def load(manager: Any, adapter: Adapter, *, model: str, tp_size: int) -> None:
+    """Load one version while requests run; nothing happens if it is there. Raises EngineError."""
+    from . import compat as sglang_compat  # noqa: PLC0415 – sglang itself: only where an engine runs
+
+    try:
+        tensors = complete(adapter, checkpoint_shapes(model))
+    except InvalidField as error:
+        raise EngineError(str(error)) from error
+    # By value, and each tensor without the rest of its bucket. This goes to processes that this one has started.
+    payload = pickle.dumps({name: tensor.clone() for name, tensor in tensors.items()})
+    known = engine_name(adapter.name, adapter.version)
+    await sglang_compat.load_lora(manager, known, adapter.config, [payload] * tp_size)
+
+
+async def unload(manager: Any, name: str, version: int) -> None:
+    """Unload one version. Raises EngineError, also if requests refer to it still."""
+    from . import compat as sglang_compat  # noqa: PLC0415
+
+    await sglang_compat.unload_lora(manager, engine_name(name, version))
+
+
+@cache
+def checkpoint_shapes(model: str) -> Shapes:
+    """Shape of every tensor in a local safetensors checkpoint; nothing if there is none to look at."""
+    from safetensors import safe_open  # noqa: PLC0415
+
+    shapes: Shapes = {}
+    for file in Path(model).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes
+
+
+def complete(adapter: Adapter, shapes: Shapes) -> dict[str, torch.Tensor]:
+    """The adapter's tensors, with zeros for those modules that SGLang wants together with others.
+
+    shapes: of the base model's own weights, {} if they are not known. Raises InvalidField for tensors that do not fit
+    them, and for an incomplete set that cannot be completed without knowing them.
+    """
+    import torch  # noqa: PLC0415
+
+    tensors = dict(adapter.tensors)
+    modules = {name.rpartition(".lora_")[0]: name for name in tensors}
+    known = any(_weight(module) in shapes for module in modules)
+    for module, name in modules.items():
+        a, b = tensors[f"{module}.lora_A.weight"], tensors[f"{module}.lora_B.weight"]
+        if known:
+            base = shapes.get(_weight(module))
+            if base is None:
+                raise InvalidField("tensors", name, f"of modules of the model; it has no {_weight(module)}")
+            if base != (made := (b.shape[0], a.shape[1])):
+                raise InvalidField("tensors", name, f"of a module that is {base}; these make {made}")
+        parent, _, leaf = module.rpartition(".")
+        for group in FUSED:
+            for other in group if leaf in group else ():
+                missing = f"{parent}.{other}"
+                if missing in modules or (known and _weight(missing) not in shapes):
+                    continue
+                if not known:
+                    raise InvalidField("tensors", name, f"together with {missing}: there is no checkpoint to look at")
+                rows, columns = shapes[_weight(missing)]
+                rank = a.shape[0]
+                tensors[f"{missing}.lora_A.weight"] = torch.zeros(rank, columns, dtype=a.dtype)
+                tensors[f"{missing}.lora_B.weight"] = torch.zeros(rows, rank, dtype=b.dtype)
+    return tensors
+
+
+def _weight(module: str) -> str:
+    return f"{module.removeprefix('base_model.model.')}.weight"

@@ -1,0 +1,212 @@
+"""An SGLang engine's rarer duties: its caches, its memory, freezing, profiles, saving. One function for each.
+
+What SGLang itself is asked goes through its tokenizer manager, what is about the weights through the control channel
+into the scheduler processes. Written for 0.5.17 up to 0.5.23, whose requests for these are alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ...messages.errors import EngineError, RequestRefused
+from ..engine.protocol import EngineInfo
+from .run import SGLangRun
+
+IDLE_S = 10.0
+FREEZE_S = 10.0
+LOOK_S = 0.01
+_profiles: WeakKeyDictionary[SGLangRun, str] = WeakKeyDictionary()
+"""Where the profile that was started last writes to."""
+
+
+async def operate(run: SGLangRun, info: EngineInfo, operation: str, params: dict[str, Any]) -> dict[str, Any]:
+    """See `Engine.operate`."""
+    if operation not in OPERATIONS:
+        raise RequestRefused(f"{operation}: not known to {info.name} {info.version} on this worker")
+    return await OPERATIONS[operation](run, info, params)
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+async def _flush_cache(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
+    answer = await run.manager.flush_cache(timeout_s=IDLE_S)
+    if not answer.success:
+        raise EngineError(f"SGLang did not flush its cache: {getattr(answer, 'message', '') or 'it is not idle'}")
+    return {}
+
+
+async def _clear_storage(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
+    arguments = run.manager.server_args
+    if not (arguments.enable_hierarchical_cache or getattr(arguments, "enable_lmcache", False)):
+        raise RequestRefused(
+            "clear_storage: this engine has no hierarchical cache; it is started with the SGLang argument "
+            "enable_hierarchical_cache"
+        )
+    if not (await run.manager.clear_hicache_storage()).success:
+        raise EngineError("SGLang did not clear the storage of its hierarchical cache")
+    return {}
+
+
+# --- freezing ---------------------------------------------------------------------------------------------------------
+
+
+async def _freeze(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
+    from sglang.srt.managers import io_struct  # noqa: PLC0415 – sglang itself: only where an engine runs
+
+    await run.manager.pause_generation(io_struct.PauseGenerationReqInput(mode="in_place"))
+    await _until_paused(run, True)
+    return {}
+
+
+async def _thaw(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
+    from sglang.srt.managers import io_struct  # noqa: PLC0415
+
+    # Emptying the device's cache is for memory that an update has freed; and there is none on a CPU.
+    await run.manager.continue_generation(io_struct.ContinueGenerationReqInput(torch_empty_cache=False))
+    await _until_paused(run, False)
+    return {}
+
+
+async def _until_paused(run: SGLangRun, wanted: bool) -> None:
+    """SGLang answers neither request: ask the scheduler of every rank whether it has come."""
+    deadline = time.monotonic() + FREEZE_S
+    for rank in range(run.config.tp_size):
+        while (await run.channel.operate(rank, "paused"))["paused"] != wanted:
+            if time.monotonic() >= deadline:
+                raise EngineError(f"SGLang did not {'pause' if wanted else 'go on'} within {FREEZE_S:g} s")
+            await asyncio.sleep(LOOK_S)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _check_memory(run: SGLangRun, info: EngineInfo) -> None:
+    if info.device != "cuda":
+        raise RequestRefused(f"sleep: SGLang gives memory back on GPUs only, and this engine runs on {info.device!r}")
+    if not run.manager.server_args.enable_memory_saver:
+        raise RequestRefused("sleep: this engine was started without SGLangConfig(memory_saver='on')")
+
+
+async def _sleep(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
+    _check_memory(run, info)
+    from sglang.srt.managers import io_struct  # noqa: PLC0415
+
+    if not (tags := list(params["tags"])):  # only asked whether it can
+        return {}
+    await _every_rank(run, "idle")  # else SGLang's assertion ends the scheduler
+    if "weights" in tags:
+        await _every_rank(run, "mark")
+    await run.manager.release_memory_occupation(io_struct.ReleaseMemoryOccupationReqInput(tags=tags))
+    return {}
+
+
+async def _wake(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
+    _check_memory(run, info)
+    from sglang.srt.managers import io_struct  # noqa: PLC0415
+
+    tags = list(params["tags"])
+    await run.manager.resume_memory_occupation(io_struct.ResumeMemoryOccupationReqInput(tags=tags))
+    if "weights" not in tags:
+        return {"intact": True}
+    return {"intact": all(rank["intact"] for rank in await _every_rank(run, "unchanged"))}
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+async def _start_profile(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
+    from sglang.srt.managers import io_struct  # noqa: PLC0415
+
+    activities = list(params.get("activities") or (("CPU", "GPU") if info.device == "cuda" else ("CPU",)))
+    if info.device != "cuda" and (wrong := [each for each in activities if each != "CPU"]):
+        raise RequestRefused(f"activities={wrong}: this engine runs on {info.device!r}, where there is only 'CPU'")
+    folder = await asyncio.to_thread(_folder, params.get("folder"))
+    request = io_struct.ProfileReq(output_dir=folder, activities=activities, num_steps=params.get("steps"))
+    try:
+        await run.manager.start_profile(request)
+    except RuntimeError as error:
+        raise EngineError(f"SGLang did not start its profiler: {error}") from error
+    _profiles[run] = folder
+    return {"folder": folder, "activities": activities}
+
+
+async def _stop_profile(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
+    folder = _profiles.get(run)
+    if folder is None:
+        raise RequestRefused("stop_profile: no profile was started")
+    try:
+        await run.manager.stop_profile()
+    except RuntimeError as error:
+        if not await asyncio.to_thread(_files, folder):  # else it has stopped by itself, after its steps
+            raise EngineError(f"SGLang did not stop its profiler: {error}") from error
+    del _profiles[run]
+    return {"folder": folder, "files": await asyncio.to_thread(_files, folder)}
+
+
+def _folder(wanted: str | None) -> str:
+    folder = wanted or tempfile.mkdtemp(prefix="rolloutmq-profile-")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _files(folder: str) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in sorted(Path(folder).iterdir()) if file.is_file()}
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+async def _every_rank(run: SGLangRun, operation: str, **params: Any) -> list[dict[str, Any]]:
+    asked = (run.channel.operate(rank, operation, **params) for rank in range(run.config.tp_size))
+    return list(await asyncio.gather(*asked))
+
+
+async def _audit(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
+    ranks = await _every_rank(run, "audit", **params)
+    merged = dict(ranks[0])
+    for rank in ranks[1:]:
+        for name in ("nonfinite", "zero", "wrong"):
+            merged[name] = sorted({*merged[name], *rank[name]})[: params["names"]]
+        merged["found"] = {name: merged["found"][name] + rank["found"][name] for name in merged["found"]}
+        merged["fingerprint"] = f"{merged['fingerprint']},{rank['fingerprint']}"
+        merged["nbytes"] += rank["nbytes"]
+    return merged
+
+
+async def _export(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
+    if run.config.tp_size > 1:
+        raise RequestRefused(
+            "save format='safetensors': a tensor-parallel engine holds no tensor whole; save it as 'sharded', or have "
+            "the trainer's publisher write snapshots"
+        )
+    return (await _every_rank(run, "export", **params))[0]
+
+
+async def _sharded(run: SGLangRun, operation: str, params: dict[str, Any]) -> dict[str, Any]:
+    ranks = await _every_rank(run, operation, **params)
+    return {**ranks[0], "tensors": sum(int(rank["tensors"]) for rank in ranks), "ranks": len(ranks)}
+
+
+Operation = Callable[[SGLangRun, EngineInfo, dict[str, Any]], Awaitable[dict[str, Any]]]
+OPERATIONS: Mapping[str, Operation] = {
+    "flush_cache": _flush_cache,
+    "clear_storage": _clear_storage,
+    "freeze": _freeze,
+    "thaw": _thaw,
+    "sleep": _sleep,
+    "wake": _wake,
+    "audit": _audit,
+    "export": _export,
+    "save_sharded": lambda run, _, params: _sharded(run, "save_sharded", params),
+    "check_sharded": lambda run, _, params: _sharded(run, "check_sharded", params),
+    "load_sharded": lambda run, _, params: _sharded(run, "load_sharded", params),
+    "start_profile": _start_profile,
+    "stop_profile": _stop_profile,
+}

@@ -1,0 +1,399 @@
+"""The worker's part in weight sync: join a transfer, receive and verify it, let the engine load it, go on under it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from ...messages.errors import EngineDead, EngineError, MessageError, TransferTimeout
+from ...messages.model.weights import WeightAnnouncement
+from ...sync.transfer.ledger import Epoch, Join, Ledger, through_outage
+from ...sync.transfer.order import TransferOrder, TransferReport
+from ..engine.protocol import Engine
+from ..generation import Generation
+from .adapters import AdapterFollower
+from .orders import order_for
+from .snapshots import Snapshots
+
+log = logging.getLogger(__name__)
+SEAL_GRACE_S = 2.0
+"""How much longer than the trainer's own join deadline a worker waits for the seal."""
+STUCK_S = 30.0
+"""How long an engine's answer may be late before the engine counts as stuck."""
+REPORT_S = 30.0
+LOOK_S = 1.0
+"""Without a poke the ledger is looked at this often."""
+SAY_S = 30.0
+"""How often a worker says that it waits for weights."""
+GiveWay = Callable[[str], Awaitable[bool]]
+
+
+class WeightFollower:
+    """Follows the ledger for one worker.
+
+    on_stuck(): the engine does not answer, or has weights that are neither old nor new and no transfer to mend them.
+    in_service: False until the worker has verified the newest version that was committed when it came.
+    adapters: follows the pool's LoRA adapters, which come by transfers of their own.
+    quarantined: a load broke off half way. The engine generates nothing until a whole version has arrived, or, after
+        `quarantine_s` without one, until it has been restarted.
+    snapshots: where to look for the committed version before anybody is asked for it.
+    holds: why the engine's weights may not be touched now; while there is a reason nothing is joined or asked for.
+    turn: held while an update is under way; whoever takes it has the weights to itself.
+    give_way: awaited before the engine takes part in an update: ends what it sends to others, or says that it goes on.
+    """
+
+    give_way: GiveWay | None = None
+
+    def __init__(
+        self,
+        engine: Engine,
+        generation: Generation,
+        ledger: Ledger,
+        on_stuck: Callable[[], None],
+        *,
+        quarantine_s: float = 30.0,
+        snapshots: Snapshots | None = None,
+    ) -> None:
+        self.in_service = False
+        self.updating = False
+        self._engine, self._generation, self._ledger = engine, generation, ledger
+        self.adapters = AdapterFollower(engine, ledger)
+        self._on_stuck = on_stuck
+        self._quarantine_s = quarantine_s
+        self._snapshots = snapshots
+        self._reading: tuple[TransferOrder, asyncio.Task[TransferReport]] | None = None
+        self._said = 0.0
+        self._quarantined_at: float | None = None
+        self._group = ""  # the process group that the engine is still in
+        self._seen_epoch = 0
+        self._halted = False
+        self._poked = asyncio.Event()
+        self._patient = False
+        self.holds: set[str] = set()
+        self.turn = asyncio.Lock()
+
+    @property
+    def quarantined(self) -> bool:
+        return self._quarantined_at is not None
+
+    @property
+    def lendable(self) -> int:
+        """The version that the engine has verified, keeps for now, and may send to others; 0 for none."""
+        busy = self.turn.locked() or self.updating or self.quarantined or self._halted or self.holds
+        settled = self.in_service and not busy
+        return self._generation.version if settled else 0
+
+    def poke(self) -> None:
+        """Look at the ledger now."""
+        self._poked.set()
+
+    def halt(self) -> None:
+        """Take part in nothing until `restarted`: there is no engine to load into."""
+        self._halted = True
+        self._stop_reading()
+
+    def restarted(self) -> None:
+        """The engine has its base weights again: version 0, and maybe behind."""
+        self._halted = False
+        self._group = ""
+        self._generation.version = 0
+        self.in_service = False
+        self._seen_epoch = 0
+        self._release()
+        self.poke()
+
+    async def run(self, worker_id: str, on_change: Callable[[], None]) -> None:
+        """Follow until cancelled. on_change(): `in_service` or the version may be different now."""
+        asked = 0.0
+        while True:
+            self._poked.clear()
+            try:
+                committed, digest = await self._ledger.committed_digest()
+                if not self.in_service and not self.quarantined and self._generation.version >= committed:
+                    self.in_service = True
+                    on_change()
+                number = await self._ledger.open_epoch()
+                # Not "greater": the numbers start again in a Redis that lost its data.
+                if number and number != self._seen_epoch and not self._halted and not self.holds:
+                    self._seen_epoch = number
+                    async with self.turn:
+                        await self._take_part(number, worker_id)
+                    on_change()
+                    continue
+                if not self.holds and await self._read(committed, digest):
+                    await self._ledger.unwant(worker_id)
+                    on_change()
+                    continue
+                may_ask = self._reading is None and not self.holds
+                if may_ask and self._given_up_on_mending():
+                    self._on_stuck()
+                if may_ask and self._generation.version < committed and time.monotonic() - asked > LOOK_S:
+                    asked = time.monotonic()
+                    await self._ledger.want(worker_id, self._generation.version)
+                    self._say_that_it_waits(committed)
+                if not self._halted:
+                    await self.adapters.keep_up(worker_id)
+            except (RedisError, OSError, MessageError) as error:
+                log.warning("the weights ledger cannot be read: %s", error)
+            await self._glance()
+
+    async def _take_part(self, number: int, worker_id: str) -> None:
+        epoch = await self._ledger.epoch(number)
+        if epoch is not None and epoch.state == "joining" and epoch.announcement.adapter:
+            await self._take_adapter(epoch.announcement, worker_id)
+            return
+        if epoch is None or epoch.state != "joining" or epoch.announcement.version <= self._generation.version:
+            return
+        if await self._may_load(f"version {epoch.announcement.version} is announced"):
+            await self._join_and_load(epoch, number, worker_id)
+
+    async def _take_adapter(self, told: WeightAnnouncement, worker_id: str) -> None:
+        """Nothing that the engine does has to stop for it."""
+        if not self.adapters.concerned(told) or not await self._ledger.join(told.epoch, worker_id, Join(1)):
+            return
+        sealed = await self._sealed(told.epoch, time.monotonic() + told.join_timeout_s + SEAL_GRACE_S)
+        if sealed is not None and worker_id in sealed.announcement.roster:
+            report = await self.adapters.take(sealed.announcement)
+            await self._report(told.epoch, worker_id, report, told.adapter)
+
+    async def _may_load(self, why: str) -> bool:
+        may = self.give_way is None or await self.give_way(why)
+        if not may:
+            log.warning("%s, and this engine still sends to others: it takes no part", why)
+        return may
+
+    async def _join_and_load(self, epoch: Epoch, number: int, worker_id: str) -> None:
+        announcement, info = epoch.announcement, self._engine.info
+        join = Join(info.tp_size, cuda=info.device == "cuda", gpu=info.gpu, group=self._group)
+        if not await self._ledger.join(number, worker_id, join):
+            return
+        sealed = await self._sealed(number, time.monotonic() + announcement.join_timeout_s + SEAL_GRACE_S)
+        if sealed is None or worker_id not in sealed.announcement.roster:
+            return
+        self._stop_reading()
+        try:
+            report = await self._receive_and_load(order_for(sealed.announcement, worker_id))
+        except EngineDead as error:
+            report = TransferReport(ok=False, phase="rendezvous", error=str(error))
+        in_group = report.ok and sealed.announcement.roster[worker_id] > 0
+        self._group = sealed.announcement.group if in_group else ""
+        if not report.ok:
+            log.warning("version %s was refused in %s: %s", announcement.version, report.phase, report.error)
+        await self._report(number, worker_id, report)
+
+    async def _report(self, number: int, worker_id: str, report: TransferReport, adapter: str = "") -> None:
+        """The sender waits for it, and a version that a worker serves must not count as lost: Redis may come back."""
+        tell = partial(self._ledger.report, number, worker_id, report, adapter)
+        await through_outage(tell, time.monotonic() + REPORT_S)
+
+    async def _receive_and_load(self, order: TransferOrder) -> TransferReport:
+        preparing = asyncio.create_task(self._ask(self._engine.prepare_weights(order), order))
+        preparing.add_done_callback(self._has_prepared)
+        while not preparing.done():
+            self._poked.clear()
+            if await self._ledger_is_done_with(order.epoch):
+                if preparing.done():
+                    break
+                preparing.cancel()  # the engine gives it up when it is told to prepare something else
+                over = f"{TransferTimeout.__name__}: the transfer was over before it was here"  # may be repeated
+                return TransferReport(ok=False, phase="rendezvous", error=over)
+            await self._glance()
+        report = await preparing
+        return await self._commit(order) if report.ok else report
+
+    async def _ledger_is_done_with(self, number: int) -> bool:
+        try:
+            return await self._ledger.open_epoch() != number
+        except (RedisError, OSError):
+            return False
+
+    async def _glance(self) -> None:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                await self._poked.wait()
+        except TimeoutError:
+            pass
+
+    async def _commit(self, order: TransferOrder) -> TransferReport:
+        async with self._standing_still(order) as still:
+            if not still:
+                late = "what was running did not end in the time the trainer gives"
+                return TransferReport(ok=False, phase="load", error=late)
+            if order.epoch > 0 and await self._ledger_is_done_with(order.epoch):  # below 0: read from disk
+                over = f"{TransferTimeout.__name__}: the transfer was over before it was loaded"
+                return TransferReport(ok=False, phase="rendezvous", error=over)
+            self.updating = True
+            try:
+                return await self._load(order)
+            finally:
+                self.updating = False
+
+    async def _load(self, order: TransferOrder) -> TransferReport:
+        in_place = order.mode == "in_place" and not self.quarantined
+        try:
+            report = await self._ask(self._engine.commit_weights(order), order)
+        except asyncio.CancelledError:
+            self._on_stuck()  # it goes on in the engine: what that will hold is not known
+            raise
+        if report.ok:
+            if in_place:
+                self._generation.switched(order.version, report.switched)
+            self.mended(order.version)
+        elif not report.intact and in_place:
+            self._generation.spoiled()
+            self._on_stuck()  # it goes on generating with what is no version at all: nothing but its end stops that
+        elif not report.intact:
+            self._quarantine()
+        return report
+
+    @asynccontextmanager
+    async def _standing_still(self, order: TransferOrder) -> AsyncIterator[bool]:
+        """Generation as the update's mode wants it; False if that was not to be had in time."""
+        if order.mode == "in_place" and not self.quarantined:
+            async with self._generation.switching():
+                yield True
+        elif order.mode == "drain":
+            self._generation.close_gate("update")
+            try:
+                yield await self._generation.idle(order.drain_s)
+            finally:
+                self._generation.open_gate("update")
+        else:
+            async with self._generation.quiet():
+                yield True
+
+    async def _ask(self, half: Coroutine[Any, Any, TransferReport], order: TransferOrder) -> TransferReport:
+        """The engine keeps to the order's own deadline; this one is for an engine that is stuck."""
+        try:
+            async with asyncio.timeout(order.timeout_s + STUCK_S):
+                return await half
+        except EngineDead:
+            raise
+        except (EngineError, TimeoutError) as error:  # nothing is known about the weights now
+            self._on_stuck()
+            return TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)
+
+    async def load(self, order: TransferOrder) -> TransferReport:
+        """Take what an operator's order says, by both halves of an update. Raises EngineDead."""
+        async with self.turn:
+            here = self._generation.version
+            if self.holds or not (order.version > here or self.quarantined):  # while the turn was waited for
+                error = f"the engine is {sorted(self.holds)}" if self.holds else f"version {here} came first"
+                return TransferReport(ok=False, phase="load", error=error)
+            self._stop_reading()
+            if not await self._may_load(f"version {order.version} is to be loaded"):
+                return TransferReport(ok=False, phase="load", error="the engine still sends its weights to others")
+            report = await self._ask(self._engine.prepare_weights(order), order)
+            return await self._commit(order) if report.ok else report
+
+    def mend(self, *, patient: bool = False) -> None:
+        """The engine's weights are no version: it generates nothing until it has a whole one.
+
+        patient: however long that takes; else it is restarted after a while.
+        """
+        self._quarantine()
+        self._patient = patient
+        self.poke()
+
+    def look_again(self) -> None:
+        """Whether what the engine has is what the pool has: before it serves."""
+        self.in_service = False
+        self.poke()
+
+    def mended(self, version: int) -> None:
+        """It has one again."""
+        self._generation.version = version
+        self.in_service = True
+        self._release()
+
+    # --- from disk -------------------------------------------------------------------------------------------------
+
+    async def _read(self, committed: int, digest: str) -> bool:
+        """Take the committed version from a snapshot, if there is one; True when that has just been done.
+
+        The reading goes on while transfers are looked out for: whoever sends the version meanwhile goes first.
+        """
+        if self._snapshots is None or self._halted or self._generation.version >= committed:
+            self._stop_reading()
+            return False
+        if self._reading is None:
+            order = await self._snapshots.order(committed, digest) if digest else None
+            if order is not None and await self._may_load(f"version {committed} is on disk"):
+                reading = asyncio.create_task(self._ask(self._engine.prepare_weights(order), order))
+                reading.add_done_callback(self._has_prepared)
+                self._reading = order, reading
+            return False
+        order, reading = self._reading
+        if not reading.done():
+            return False
+        self._reading = None
+        try:
+            report = reading.result()
+            async with self.turn:
+                if report.ok:
+                    report = await self._commit(order)
+        except EngineDead:
+            return False
+        if report.ok:
+            log.info("version %s was read from %s", order.version, order.path)
+        elif report.intact:  # else the engine is to blame, and has yet to be mended
+            self._snapshots.refuse(order.version, f"{report.phase}: {report.error}")
+        return report.ok
+
+    def _has_prepared(self, half: asyncio.Task[TransferReport]) -> None:
+        if not half.cancelled():
+            half.exception()  # whoever does not wait for it any more does not ask
+        self.poke()
+
+    def _stop_reading(self) -> None:
+        """Its outcome is of no interest any more. The engine drops it when it is told to prepare something else."""
+        if self._reading is not None:
+            self._reading[1].cancel()
+        self._reading = None
+
+    def _say_that_it_waits(self, committed: int) -> None:
+        if time.monotonic() - self._said > SAY_S:
+            self._said = time.monotonic()
+            log.info("version %s is committed, this worker has %s and asks for it", committed, self._generation.version)
+
+    # --- quarantine ------------------------------------------------------------------------------------------------
+
+    def _quarantine(self) -> None:
+        if self._quarantined_at is None:
+            self._quarantined_at = time.monotonic()
+            self._generation.close_gate("quarantine")
+        self._generation.version = 0
+        self.in_service = False
+
+    def _release(self) -> None:
+        self._quarantined_at, self._patient = None, False
+        self._generation.open_gate("quarantine")
+
+    def _given_up_on_mending(self) -> bool:
+        since = self._quarantined_at
+        waits = since is not None and not self._halted and not self._patient
+        return waits and time.monotonic() - (since or 0.0) > self._quarantine_s
+
+    async def _sealed(self, number: int, deadline: float) -> Epoch | None:
+        """The epoch once it is sealed; None if it closed, vanished or was never sealed in time."""
+        while time.monotonic() < deadline:
+            self._poked.clear()
+            with suppress(RedisError, OSError):  # it joined, and is waited for: Redis may come back in time
+                epoch = await self._ledger.epoch(number)
+                if epoch is None or epoch.state == "closed":
+                    return None
+                if epoch.state == "sealed":
+                    return epoch
+            try:
+                async with asyncio.timeout(min(LOOK_S, max(0.001, deadline - time.monotonic()))):
+                    await self._poked.wait()
+            except TimeoutError:
+                continue
+        return None

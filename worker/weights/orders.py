@@ -1,0 +1,28 @@
+"""From what is announced to what the engine is told: one worker's order for a transfer."""
+
+from __future__ import annotations
+
+from ...messages.model.weights import Transport, WeightAnnouncement
+from ...sync.transfer.order import TransferOrder
+
+
+def order_for(announcement: WeightAnnouncement, worker_id: str) -> TransferOrder:
+    """What a sealed announcement asks of this worker, which is in its roster."""
+    rank = announcement.roster[worker_id]
+    own: Transport = announcement.backend if rank else "ipc"
+    return TransferOrder(
+        version=announcement.version,
+        epoch=announcement.epoch,
+        transport="stock" if announcement.stock else own,
+        backend=announcement.backend,
+        host=announcement.host,
+        port=announcement.port,
+        group=announcement.group,
+        rank_offset=rank,
+        world_size=announcement.world_size,
+        timeout_s=announcement.deadline_s,
+        drain_s=announcement.join_timeout_s,
+        mode=announcement.mode,
+        verify=announcement.verify,
+        nonfinite=announcement.nonfinite,
+    )

@@ -1,0 +1,249 @@
+"""A worker that serves the newest version sends it to those that are behind, when no trainer does.
+
+Nothing here is for a pool with a trainer: that answers at once. A peer waits first; of all that could help one does,
+the one whose announcement the ledger takes (see `offer.lua`): the open transfer is the lock, and it ends with its
+worker's lease. A trainer that comes back does not ask. Its announcement replaces the peer's as the open one, and a
+newer version makes the peer give its send up before it takes part itself: an engine never loads while it sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from redis.exceptions import RedisError
+
+from ...messages.errors import EngineError, RolloutMQError, TransferTimeout
+from ...messages.model.weights import WeightAnnouncement
+from ...messages.redis.bell import Bell
+from ...messages.redis.connection import first_node_url
+from ...sync.transfer.ledger import Join, Ledger, nccl_settings
+from ...sync.transfer.order import TransferOrder
+from ...sync.transfer.rounds import GRACE_S, Terms, Transfer, TransferResult
+from ..config import WorkerConfig
+from ..engine.protocol import Engine
+from .follower import WeightFollower
+
+log = logging.getLogger(__name__)
+JOIN_S = 5.0
+TRANSFER_S = 120.0
+LOOK_S = 1.0
+ASKED_ANEW_S = 60.0
+"""Who waits asks again and again; without a question this often is enough."""
+AGAIN_S = 5.0
+LONGEST_S = 300.0
+GIVE_WAY_S = 5.0
+ENGINE_GRACE_S = 10.0
+
+
+class Peer:
+    """Helps those that nobody else helps. One for each incarnation of a worker.
+
+    follower: says which version the engine has verified and can send now, and when the engine must not.
+    """
+
+    def __init__(
+        self, engine: Engine, ledger: Ledger, bell: Bell, config: WorkerConfig, follower: WeightFollower
+    ) -> None:
+        self._engine, self._ledger, self._bell, self._follower = engine, ledger, bell, follower
+        self._redis_url, self._after_s = config.redis_url, config.peer_after_s
+        self._poked = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._transfer: Transfer | None = None
+        self._last: _Lender | None = None
+        self._since: float | None = None
+        self._watched = 0, 0.0
+        self._failures, self._not_before = 0, 0.0
+
+    @property
+    def sending(self) -> bool:
+        """Whether the engine may be reading its weights for somebody else."""
+        return not self._idle.is_set()
+
+    def poke(self) -> None:
+        """Somebody asks for weights."""
+        self._poked.set()
+
+    async def give_way(self, why: str) -> bool:
+        """End a send under way; False if that could not be done soon."""
+        if self._transfer is not None:
+            log.info("a transfer to other workers is given up: %s", why)
+            self._transfer.give_up(why)
+        try:
+            async with asyncio.timeout(GIVE_WAY_S):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def run(self, worker_id: str) -> None:
+        """Until cancelled, or at once if this worker cannot help or is not to."""
+        self._follower.give_way = self.give_way
+        if self._after_s is None:
+            return
+        if self._engine.info.tp_size > 1:
+            log.info("this engine is tensor-parallel: other workers cannot catch up from it")
+            return
+        while True:
+            self._poked.clear()
+            wait_s = LOOK_S
+            try:
+                wait_s = await self._look(worker_id, self._after_s)
+            except (RedisError, OSError, RolloutMQError) as error:
+                self._since = None
+                log.warning("waiting workers could not be looked after: %s", error)
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._poked.wait()
+            except TimeoutError:
+                continue
+
+    async def _look(self, worker_id: str, after_s: float) -> float:
+        """Help if it is time to; seconds until the next look. after_s: how long they have to wait without a sender."""
+        version, ledger = self._follower.lendable, self._ledger
+        behind = await ledger.behind(version) - {worker_id} if version else set()
+        if not behind or version != await ledger.committed():
+            self._since = None
+            return LOOK_S if behind else ASKED_ANEW_S
+        now, number = time.monotonic(), await ledger.open_epoch()
+        if number and not await self._is_over(number, now):
+            self._since = None
+            return LOOK_S
+        if self._since is None:
+            self._since = now
+        if (wait_s := max(self._since + after_s, self._not_before) - now) > 0:
+            return wait_s
+        self._since = None
+        if self._follower.lendable == version:
+            await self._help(worker_id, version, frozenset(behind), over=number)
+        return LOOK_S
+
+    async def _is_over(self, number: int, now: float) -> bool:
+        """Whether the open transfer's sender has died: told by its lease, or by a deadline that has gone by."""
+        epoch = await self._ledger.epoch(number)
+        if epoch is None:
+            return True
+        if epoch.by:
+            return epoch.by not in await self._ledger.live_workers()
+        if self._watched[0] != number:
+            self._watched = number, now
+        return now - self._watched[1] > epoch.announcement.join_timeout_s + epoch.announcement.deadline_s + 3 * GRACE_S
+
+    async def _help(self, worker_id: str, version: int, behind: frozenset[str], over: int) -> None:
+        self._idle.clear()
+        source = _Lender(self._engine, version, worker_id, over)
+        terms = Terms(mode="resume", join_timeout_s=JOIN_S, transfer_timeout_s=TRANSFER_S, nonfinite="allow")
+        self._transfer = transfer = Transfer(self._ledger, self._bell, terms, source)
+        try:
+            await source.open(self._redis_url)
+            result = await transfer.run(behind, catch_up=True)
+        finally:
+            self._transfer = None
+            source.give_up("the sender leaves")
+            self._last = source  # its store stays until the next one's: the engine has yet to read that all is over
+            self._idle.set()
+        if result is not None:
+            await self._learn(version, result)
+
+    async def _learn(self, version: int, result: TransferResult) -> None:
+        """What did not work is not tried again at once: another worker may be better placed."""
+        if result.workers:
+            log.info("version %s: %s caught up from this worker", version, ", ".join(result.workers))
+            self._failures = 0
+        elif result.failures.keys() & await self._ledger.live_workers():  # those that died are nobody's fault
+            self._not_before = time.monotonic() + min(LONGEST_S, AGAIN_S * 2**self._failures)
+            self._failures += 1
+
+
+class _Lender:
+    """The engine's version, and a rendezvous store in this process: a `Source`."""
+
+    def __init__(self, engine: Engine, version: int, worker_id: str, over: int) -> None:
+        self.version, self.digest = version, ""
+        self.absent: frozenset[int] = frozenset()
+        self._engine, self._worker_id, self._over = engine, worker_id, over
+        self._host, self._said = "", False
+        self._store: Any = None
+        self._keys: Any = None
+
+    async def open(self, redis_url: str) -> None:
+        """Start to listen. Raises RedisUnavailable if no address of this host leads to the pool."""
+
+        def make() -> None:
+            from ...sync.wire.rendezvous import own_address_towards, serve_store  # noqa: PLC0415 – torch
+
+            self._host = own_address_towards(first_node_url(redis_url))
+            self._store = serve_store(self._host)
+
+        await asyncio.to_thread(make)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """See Source."""
+        return self._host, self._store.port
+
+    async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
+        """See Source. The engine puts the manifest there when it sends."""
+        from ...sync.wire.rendezvous import EpochKeys  # noqa: PLC0415 – torch
+
+        self._keys = EpochKeys(announcement.epoch)
+        answer = await ledger.offer(announcement, self._worker_id, self._over)
+        if answer != "ok":
+            log.info("version %s is not sent to others: %s", self.version, answer)
+        return answer == "ok"
+
+    def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
+        """See Source: an engine's buffers are not handed over."""
+        return set()
+
+    def backend(self, joins: Mapping[str, Join]) -> Literal["gloo", "nccl"]:
+        """See Source. NCCL takes every GPU once."""
+        here = self._engine.info
+        apart = all(
+            join.cuda and (join.gpu == "" or join.gpu != here.gpu) and join.nccl == nccl_settings()
+            for join in joins.values()
+        )
+        return "nccl" if here.device == "cuda" and apart else "gloo"
+
+    def name_group(self, epoch: int, members: Mapping[str, int], joins: Mapping[str, Join]) -> str:
+        """See Source: a new one each time."""
+        return f"peers-{epoch}"
+
+    async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
+        """See Source."""
+        order = TransferOrder(
+            version=announcement.version,
+            epoch=announcement.epoch,
+            transport=announcement.backend,
+            host=announcement.host,
+            port=announcement.port,
+            group=announcement.group,
+            rank_offset=0,
+            world_size=announcement.world_size,
+            timeout_s=timeout_s,
+        )
+        try:
+            async with asyncio.timeout(timeout_s + ENGINE_GRACE_S):
+                report = await self._engine.send_weights(order)
+        except (EngineError, TimeoutError) as error:
+            why = f"{type(error).__name__}: {error}"
+        else:
+            why = "" if report.ok else report.error
+        if why:
+            self.give_up(why)
+            raise TransferTimeout(why)
+
+    def give_up(self, why: str) -> None:
+        """See Source. The engine and the receivers look at this key."""
+        if self._store is not None and self._keys is not None and not self._said:
+            self._said = True  # the first reason is the true one
+            self._store.set(self._keys.broken, why[:500])
+
+    async def clean(self, announcement: WeightAnnouncement) -> None:
+        """See Source: the engine may leave the group now."""
+        self._said = True
+        self._store.set(self._keys.over, "1")

@@ -1,0 +1,78 @@
+"""Weights from a folder of snapshots, for a worker that is behind: nobody has to send them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from pathlib import Path
+
+from ...messages.errors import RolloutMQError, WeightSyncError
+from ...sync.disk.draft import folder_name
+from ...sync.disk.errors import NoSuchSnapshot
+from ...sync.disk.store import SnapshotStore
+from ...sync.transfer.order import TransferOrder
+
+log = logging.getLogger(__name__)
+SLOWEST = 50e6
+"""Bytes per second that a disk is given at least."""
+TIMEOUT_S = 60.0
+
+
+class Snapshots:
+    """Looks for one version in a folder. What has been refused is not looked at again, until it is another one."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._store = SnapshotStore(folder)
+        self._refused: set[tuple[int, int, int]] = set()
+        # Numbers that no transfer of the ledger has: by them an engine tells one prepared version from another.
+        self._numbers = itertools.count(-1, -1)
+
+    async def order(self, version: int, digest: str) -> TransferOrder | None:
+        """For the engine to read `version`, if it is there; its tensors must be those of `digest`.
+
+        See `WeightManifest.fingerprint`: numbers alone could be those of another run that used the folder.
+        """
+        return await asyncio.to_thread(self._find, version, digest)
+
+    def refuse(self, version: int, why: str) -> None:
+        """It is no good, or cannot be read; said once."""
+        if (identity := self._identity(version)) is not None and identity not in self._refused:
+            self._refused.add(identity)
+            log.warning("the snapshot of version %s in %s is refused: %s", version, self._folder, why)
+
+    def _find(self, version: int, digest: str) -> TransferOrder | None:
+        identity = self._identity(version)
+        if identity is None or identity in self._refused:
+            return None
+        try:
+            with self._store.load(version) as found:
+                if found.manifest.fingerprint != digest:
+                    raise WeightSyncError("it has other tensors than the version that the pool committed")
+                nbytes = found.nbytes
+        except NoSuchSnapshot:
+            return None
+        except (RolloutMQError, OSError) as error:
+            self.refuse(version, str(error))
+            return None
+        return TransferOrder(
+            version=version,
+            epoch=next(self._numbers),
+            transport="disk",
+            host="",
+            port=0,
+            group="",
+            rank_offset=0,
+            world_size=1,
+            timeout_s=TIMEOUT_S + nbytes / SLOWEST,
+            nonfinite="allow",  # the trainer's policy let it pass, and every bit is as it was then
+            path=str(self._folder),
+        )
+
+    def _identity(self, version: int) -> tuple[int, int, int] | None:
+        try:
+            found = (self._folder / folder_name(version)).lstat()
+        except OSError:
+            return None
+        return version, found.st_ino, found.st_mtime_ns
