@@ -41,7 +41,7 @@ capabilities:
 # What depends on the server, on the oldest one that is supported: `make test` takes the newest it finds.
 test-redis62: setup
 	ROLLOUTMQ_REDIS_SERVER="$$(.venv/bin/python -c 'from rolloutmq.ops.redis.binary import wheel_server as w; print(w())')" \
-	  .venv/bin/python -m pytest tests/redis tests/sync tests/ops tests/unit/test_embedded_redis.py $(PYTEST)
+	  .venv/bin/python -m pytest tests/messages tests/sync tests/producer tests/worker tests/ops --ignore=tests/worker/sglang $(PYTEST)
 
 # CHAOS='--fast --runs 5' and the like for more; a failure prints the line that replays it.
 chaos: setup
@@ -53,7 +53,7 @@ check: setup
 	.venv/bin/ruff format --check .
 	MYPYPATH=.venv/src .venv/bin/mypy -p rolloutmq
 	.venv/bin/python -m pytest -q --collect-only >out/collected.txt || { tail -40 out/collected.txt; exit 1; }
-	.venv/bin/python -m pytest -q tests/unit/test_import_order.py tests/unit/test_file_size.py
+	.venv/bin/python -m pytest -q tests/house/test_import_order.py tests/house/test_file_size.py
 
 clean:
 	rm -rf .venv out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,6 +9,8 @@ import redis
 
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
+pytest_plugins = ["support.pools.fixtures", "support.engines.fixtures"]
+
 
 @pytest.fixture
 def redis_server() -> Iterator[EmbeddedRedis]:

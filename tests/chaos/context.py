@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from pool import eventually
+from support.pools.pool import eventually
 
 from rolloutmq import GenerateJob, RolloutClient, SamplingParams
 from rolloutmq.messages import Broker, Lease, connect

@@ -1,4 +1,4 @@
-"""Compares what was promised with what happened. Every rule is proved by a lie in tests/redis/test_chaos_oracle.py.
+"""Compares what was promised with what happened. Every rule is proved by a lie in tests/house/test_chaos_oracle.py.
 
 (a) One terminal outcome per accepted job; a done job's samples published once each, a failed job's failure told once;
     each of them handed to the client, once per process.
@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pool import check_scripted
+from support.pools.pool import check_scripted
 
 from rolloutmq.messages import RolloutResult
 from rolloutmq.messages.errors import MessageError

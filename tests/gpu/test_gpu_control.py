@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_pool import Pool, check_greedy, running
-from pool import eventually
+from support.pools.gpu import Pool, check_greedy, running
+from support.pools.pool import eventually
 
 from rolloutmq.ops.tiny_model import write_tiny_model
 

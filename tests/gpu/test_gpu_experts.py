@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from asking import ask
-from in_place import Judge
-from moe import check_routes, routes, write_experts
+from support.engines.asking import ask
+from support.pools.in_place import Judge
+from support.specimens.moe import check_routes, routes, write_experts
 
 from rolloutmq.worker.engine.protocol import Wanted
 from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine

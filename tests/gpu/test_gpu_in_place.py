@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_place import InPlaceEngine, Judge, check_crossing, greedy, prompts, until, write_versions
+from support.pools.in_place import InPlaceEngine, Judge, check_crossing, greedy, prompts, until, write_versions
 
 from rolloutmq.worker.sglang.engine import SGLangConfig
 

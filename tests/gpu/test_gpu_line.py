@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from peers import SLACK_S, Line, Peer, expected, line, version
+from support.peers.peers import SLACK_S, Line, Peer, expected, line, version
 
 from rolloutmq.messages.errors import TransferTimeout
 from rolloutmq.sync.tensors.staging import ROTATING

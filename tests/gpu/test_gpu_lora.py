@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from in_place import Judge, greedy, prompts, until
-from pool import eventually, wait_replies
+from support.pools.in_place import Judge, greedy, prompts, until
+from support.pools.pool import eventually, wait_replies
 
 from rolloutmq import GenerateJob, RolloutResult, WeightPublisher
 from rolloutmq.messages import Broker, SamplingParams, Segment, connect

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_vision import write_tiny_vision
+from support.specimens.tiny_vision import write_tiny_vision
 
 from rolloutmq.messages import GenerateJob, SamplingParams, encode
 from rolloutmq.messages.broker.lease import Claim

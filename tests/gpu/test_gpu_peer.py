@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from peer_sender import Holder
-from peers import Peer, expected, version
+from support.peers.peer_sender import Holder
+from support.peers.peers import Peer, expected, version
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.engines.plan_models import EXPERTS, assert_exact, findings, write_models
 
 from rolloutmq.sync.packing.packing import PackedWeights
 from rolloutmq.sync.plan.plan import CopyPlan
 from rolloutmq.sync.tensors.digest import digest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-from plan_models import EXPERTS, assert_exact, findings, write_models
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3, "vocab_size": 32_000}

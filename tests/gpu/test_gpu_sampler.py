@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from asking import ask, judged, judged_states, processor
-from in_place import Judge, prompts, write_versions
-from own_processors import OWN
+from support.engines.asking import ask, judged, judged_states, processor
+from support.pools.in_place import Judge, prompts, write_versions
+from support.specimens.own_processors import OWN
 
 from rolloutmq.messages.model.sampling import LogprobOptions
 from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest, Wanted

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from pool import worker
-from skyrl_pool import engine
-from skyrl_trainer import NAMES, SHAPES, weights
+from support.pools.pool import worker
+from support.pools.skyrl import engine
+from support.pools.skyrl_trainer import NAMES, SHAPES, weights
 
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -78,7 +78,7 @@ def test_ipc_handles(redis_db: str, packed: bool) -> None:
 def broadcast(port: int, sent: Any) -> None:
     """The trainer's process: rank 0 of an NCCL group on the first GPU, as SkyRL makes it."""
     import torch.distributed as dist  # noqa: PLC0415
-    from skyrl_trainer import update_group  # noqa: PLC0415
+    from support.pools.skyrl_trainer import update_group  # noqa: PLC0415
 
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_pool import Pool, check_greedy, running
+from support.pools.gpu import Pool, check_greedy, running
 
 from rolloutmq.messages.model.command_params import MEMORY_TAGS
 from rolloutmq.ops.tiny_model import write_tiny_model

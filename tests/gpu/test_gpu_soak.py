@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 import pytest
 import torch
-from soak import soak
+from support.peers.soak import soak
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_place import Judge, greedy, prompts, write_versions
-from stock_line import StockLine, flip
+from support.engines.stock_line import StockLine, flip
+from support.pools.in_place import Judge, greedy, prompts, write_versions
 
 from rolloutmq.sync.packing.packing import PackedWeights
 from rolloutmq.sync.publish import stock

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from text_requests import EOS, in_legs, request, text_of
+from support.engines.text_requests import EOS, in_legs, request, text_of
 
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine

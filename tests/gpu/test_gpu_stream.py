@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_place import greedy, prompts
+from support.pools.in_place import greedy, prompts
 
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.worker.engine.protocol import EngineRequest, Wanted

@@ -21,7 +21,7 @@ from ..oracle import Terms
 from ..scenario import scenario
 
 LEASE_S = 3.0
-"""What tests/engine/worker_process.py gives its workers."""
+"""What tests/support/pools/worker_process.py gives its workers."""
 PROMPT = 24
 DRAIN_S = 5
 OPTIONS = ("--pool", POOL, "--dtype", "float32", "--max-running", "16", "--drain", str(DRAIN_S), "--checkpoint", "0.5")

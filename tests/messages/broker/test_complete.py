@@ -1,0 +1,147 @@
+"""Every sample is published exactly once, by whoever holds the job in that very attempt."""
+
+from __future__ import annotations
+
+from redis.asyncio import Redis
+from support.pools.pool import dump, replies
+from support.specimens.messages import job, result
+
+from rolloutmq.messages import Broker, Finished, Release
+
+
+async def test_published_once(broker: Broker, db: Redis, joined) -> None:
+    one = job()
+    await broker.enqueue([one])
+    lease = await joined()
+    (claim,) = await lease.claim(1, 1, 0)
+    finished = Finished(one.id, claim.attempt, 0, result(one))
+    assert await lease.complete([finished]) == ["ok"]
+    before = await dump(db)
+    assert await lease.complete([finished]) == ["again"]
+    assert await lease.complete([finished, finished]) == ["again", "again"]
+    assert await dump(db) == before
+    assert [reply.outcome for reply in await replies(broker)] == [result(one)]
+    load = await broker.load()
+    assert (load.open_jobs, load.open_bytes, load.done) == (0, 0, 1)
+
+
+async def test_the_same_sample_twice_in_one_call(broker: Broker, joined) -> None:
+    one = job(n=2)
+    await broker.enqueue([one])
+    lease = await joined()
+    await lease.claim(1, 9, 0)
+    finished = Finished(one.id, 1, 1, result(one, 1))
+    assert await lease.complete([finished, finished]) == ["ok", "again"]
+    assert len(await replies(broker)) == 1
+
+
+async def test_the_samples_of_a_job_in_any_order(broker: Broker, db: Redis, joined) -> None:
+    one = job(n=3)
+    await broker.enqueue([one])
+    lease = await joined()
+    await lease.claim(1, 9, 0)
+    for done, sample in enumerate((2, 0, 1)):
+        assert (await broker.load()).done == 0
+        assert await lease.held() == {one.id}
+        assert await db.hget(broker.keys.job(one.id), "d") == str(done).encode()
+        assert await lease.complete([Finished(one.id, 1, sample, result(one, sample))]) == ["ok"]
+    assert [reply.outcome.sample for reply in await replies(broker)] == [2, 0, 1]
+    assert (await broker.load()).done == 1
+    assert await lease.held() == frozenset()
+    assert await db.hgetall(broker.keys.job(one.id)) == {b"st": b"done"}
+
+
+async def test_a_zombie_is_fenced(broker: Broker, joined, expire_lease) -> None:
+    one = job()
+    await broker.enqueue([one])
+    zombie, heir = await joined("zombie"), await joined("heir")
+    await zombie.claim(1, 1, 0)
+    await expire_lease(zombie)
+    assert await heir.reap(3) == (1, 0, 0, 1)
+    # fenced already while nobody has it again
+    late = Finished(one.id, 1, 0, result(one, worker="zombie"))
+    assert await zombie.complete([late]) == ["fenced"]
+    (claim,) = await heir.claim(1, 1, 0)
+    assert claim.attempt == 2
+    assert await zombie.complete([late]) == ["fenced"]
+    assert await heir.complete([Finished(one.id, 2, 0, result(one, attempt=2, worker="heir"))]) == ["ok"]
+    (reply,) = await replies(broker)
+    assert reply.outcome.worker_id == "heir"
+
+
+async def test_an_earlier_attempt_of_the_same_worker_is_fenced(broker: Broker, joined) -> None:
+    one = job(n=2)
+    await broker.enqueue([one])
+    lease = await joined()
+    await lease.claim(1, 9, 0)
+    await lease.release([Release(one.id, 1)], 3)
+    (claim,) = await lease.claim(1, 9, 0)
+    assert claim.attempt == 2
+    assert await lease.complete([Finished(one.id, 1, 0, result(one))]) == ["fenced"]
+    assert await lease.complete([Finished(one.id, 3, 0, result(one, attempt=3))]) == ["fenced"]
+    assert await lease.complete([Finished(one.id, 2, 0, result(one, attempt=2))]) == ["ok"]
+
+
+async def test_another_worker_is_fenced(broker: Broker, db: Redis, joined) -> None:
+    one, nobodys = job(), job()
+    await broker.enqueue([one, nobodys])
+    await (await joined("w1")).claim(1, 1, 0)
+    other = await joined("w2")
+    before = await dump(db)
+    assert (
+        await other.complete(
+            [
+                Finished(one.id, 1, 0, result(one, worker="w2")),
+                Finished(nobodys.id, 0, 0, result(nobodys)),
+                Finished(job().id, 1, 0, result(one)),
+            ]
+        )
+        == ["fenced"] * 3
+    )
+    assert not await other.bury(one.id, 1, "refused", "h", "")
+    assert await other.release([Release(one.id, 1)], 3) == ["fenced"]
+    assert await dump(db) == before
+
+
+async def test_a_fenced_sample_does_not_hold_up_its_neighbours(broker: Broker, joined) -> None:
+    mine, cancelled = job(), job()
+    await broker.enqueue([mine, cancelled])
+    lease = await joined()
+    await lease.claim(2, 2, 0)
+    await broker.cancel([cancelled.id])
+    states = await lease.complete([Finished(one.id, 1, 0, result(one)) for one in (cancelled, mine)])
+    assert states == ["fenced", "ok"]
+
+
+async def test_a_sample_number_the_job_does_not_have(broker: Broker, db: Redis, joined) -> None:
+    one = job(n=2)
+    await broker.enqueue([one])
+    lease = await joined()
+    await lease.claim(1, 9, 0)
+    before = await dump(db)
+    assert await lease.complete([Finished(one.id, 1, 2, result(one, 2))]) == ["fenced"]
+    assert await dump(db) == before
+
+
+async def test_ack_drops_only_what_it_names(broker: Broker, joined) -> None:
+    jobs = [job() for _ in range(3)]
+    await broker.enqueue(jobs)
+    lease = await joined()
+    await lease.claim(3, 3, 0)
+    await lease.complete([Finished(one.id, 1, 0, result(one)) for one in jobs])
+    first, second, third = await replies(broker)
+    await broker.ack("client", [first, third])
+    await broker.ack("client", [first])
+    await broker.ack("client", [])
+    assert await replies(broker) == [second]
+
+
+async def test_a_reply_stream_is_never_trimmed(broker: Broker, db: Redis, joined) -> None:
+    jobs = [job() for _ in range(3000)]
+    await broker.enqueue(jobs)
+    lease = await joined()
+    while claims := await lease.claim(256, 256, 0):
+        by_id = {one.id: one for one in jobs}
+        await lease.complete([Finished(c.job_id, 1, 0, result(by_id[c.job_id])) for c in claims])
+    assert await db.xlen(broker.keys.reply("client")) == 3000
+    assert 0 < await db.ttl(broker.keys.reply("client")) <= 604800

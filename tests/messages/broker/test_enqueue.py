@@ -1,0 +1,117 @@
+"""Jobs go in once, in order, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+from support.pools.pool import dump, replies
+from support.specimens.messages import job, result
+
+from rolloutmq.messages import Broker, Caps, Finished, GenerateJob, InvalidField, decode, encode
+
+
+async def test_an_id_is_accepted_once(broker: Broker, db: Redis) -> None:
+    one = job()
+    assert await broker.enqueue([one]) == ["new"]
+    before = await dump(db)
+    assert await broker.enqueue([one]) == ["q"]
+    assert await dump(db) == before
+    assert (await broker.load()).queued == (0, 1, 0)
+
+
+async def test_the_first_submission_of_an_id_wins(broker: Broker, db: Redis) -> None:
+    one = job()
+    await broker.enqueue([one])
+    assert await broker.enqueue([job(id=one.id, token_ids=[9], n=7)]) == ["q"]
+    record = await db.hgetall(broker.keys.job(one.id))
+    assert decode(record[b"p"], GenerateJob) == one
+    assert record[b"n"] == b"1"
+
+
+async def test_ten_at_once_are_one(broker: Broker) -> None:
+    one = job()
+    states = await asyncio.gather(*(broker.enqueue([one]) for _ in range(10)))
+    assert sorted(state for (state,) in states) == ["new"] + ["q"] * 9
+    load = await broker.load()
+    assert (load.queued, load.open_jobs, load.accepted) == ((0, 1, 0), 1, 1)
+
+
+async def test_an_id_twice_in_one_batch_counts_once(broker: Broker) -> None:
+    one = job()
+    assert await broker.enqueue([one, one]) == ["new", "q"]
+    load = await broker.load()
+    assert (load.open_jobs, load.accepted, load.open_bytes) == (1, 1, len(encode(one)))
+    await broker.cancel([one.id])
+    load = await broker.load()
+    assert (load.open_jobs, load.open_bytes) == (0, 0)
+
+
+async def test_what_became_of_an_earlier_submission(broker: Broker, joined) -> None:
+    jobs = [job() for _ in range(4)]
+    await broker.enqueue(jobs)
+    lease = await joined()
+    first, second, *_ = await lease.claim(2, 100, 0)
+    assert await broker.enqueue(jobs[:3]) == ["r", "r", "q"]
+    await lease.complete([Finished(first.job_id, 1, 0, result(jobs[0]))])
+    await lease.bury(second.job_id, 1, "refused", "h", "why")
+    await broker.cancel([jobs[2].id])
+    assert await broker.enqueue(jobs) == ["done", "dead", "cancelled", "q"]
+
+
+async def test_nothing_is_sent_of_what_cannot_be_accepted(broker: Broker, db: Redis) -> None:
+    with pytest.raises(InvalidField, match="reply_to"):
+        await broker.enqueue([job(reply_to="")])
+    with pytest.raises(InvalidField, match="at most 100 bytes"):
+        await Broker(db, "default", Caps(payload=100)).enqueue([job(token_ids=list(range(100)))])
+    assert await broker.enqueue([]) == []
+    assert await dump(db) == {}
+
+
+async def test_cancel_queued_running_and_ended(broker: Broker, db: Redis, joined) -> None:
+    queued, running, ended, unknown = job(), job(), job(), job()
+    lease = await joined()
+    for one in (running, ended):
+        await broker.enqueue([one])
+        await lease.claim(1, 1, 0)
+    await lease.complete([Finished(ended.id, 1, 0, result(ended))])
+    await broker.enqueue([queued])
+    ids = [one.id for one in (queued, running, ended, unknown)]
+    assert await broker.cancel(ids, "changed my mind") == ["ok", "ok", "done", "unknown"]
+    assert await broker.cancel(ids) == ["cancelled", "cancelled", "done", "unknown"]
+    assert await broker.cancel([]) == []
+    found = {reply.outcome.job_id: reply.outcome for reply in await replies(broker)}
+    assert len(found) == 3
+    assert found[queued.id].cause == found[running.id].cause == "changed my mind"
+    assert found[running.id].attempts == 1
+    assert await lease.held() == frozenset()
+    rings = [fields for _, fields in await db.xrange(broker.keys.bell)]
+    assert {b"kind": b"cancel", b"ids": running.id.encode()} in rings
+    # what the worker still publishes is refused, and the cancelled one is not claimed any more
+    assert await lease.complete([Finished(running.id, 1, 0, result(running))]) == ["fenced"]
+    assert await lease.claim(10, 10, 0) == []
+    load = await broker.load()
+    assert (load.open_jobs, load.open_bytes, load.cancelled, load.done) == (0, 0, 2, 1)
+
+
+async def test_pools_do_not_see_each_other(broker: Broker, db: Redis) -> None:
+    one = job()
+    await broker.enqueue([one])
+    other = Broker(db, "other")
+    assert await other.enqueue([one]) == ["new"]
+    await other.cancel([one.id])
+    assert (await broker.load()).open_jobs == 1
+
+
+async def test_an_entry_nobody_understands_is_a_failure_beside_its_neighbours(broker: Broker, db: Redis) -> None:
+    one = job()
+    stream = broker.keys.reply("client")
+    await db.xadd(stream, {"j": one.id, "m": b"\xff\xff"})
+    await db.xadd(stream, {"what": "ever"})
+    await db.xadd(stream, {"j": one.id, "m": encode(result(one))})
+    bad, odd, good = await replies(broker)
+    assert not bad.outcome.ok
+    assert bad.outcome.job_id == one.id
+    assert not odd.outcome.ok
+    assert good.outcome == result(one)

@@ -1,0 +1,171 @@
+"""What holds for every script: a second run changes nothing, Redis may forget it, and no key is left for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from support.pools.pool import dump, replies, status
+from support.specimens.messages import job, result
+
+from rolloutmq.messages import Broker, Finished, Lease, Partial, Piece, Release, Segment, WeightAnnouncement
+from rolloutmq.messages.broker.command_channel import CommandBox, CommandSender
+from rolloutmq.messages.model.commands import CommandReply
+from rolloutmq.messages.scripts.runner import FOLDER, Scripts
+from rolloutmq.sync.transfer.ledger import Join, Ledger
+from rolloutmq.sync.transfer.order import TransferReport
+
+ELSEWHERE = ("lib", "audit_", "dead_page")
+"""Scripts that only read, and the one that is tried with the dead letters."""
+ALL = {path.stem for path in FOLDER.rglob("*.lua") if not path.name.startswith(ELSEWHERE)}
+SAYS_LOOK = ("bell", "wake", "news:client")
+LASTING = {"load", "bell", "weights", "dead"}
+"""The only keys that may outlive everything: counters, the bounded bell, the newest version, dead letters."""
+
+
+async def lifecycle(  # noqa: PLR0915 – a life is one story
+    broker: Broker, joined: Any, expire_lease: Callable[[Lease], Awaitable[None]]
+) -> None:
+    """Every script, every way a job can end, a transfer that commits and one that fails; everybody leaves."""
+    jobs = [job(n=2, deadline_s=60.0) for _ in range(6)]
+    done, cancelled, buried, expired, crashed, queued = jobs
+    worker, dying = await joined("w1"), await joined("w2")
+    await broker.enqueue(jobs)
+    await worker.claim(4, 99, 0)
+    await worker.complete([Finished(done.id, 1, i, result(done, i)) for i in range(2)])
+    await broker.cancel([cancelled.id])
+    assert await broker.cancel_client("client", queued.id) == 1
+    sender, box = CommandSender(broker.redis, "default"), CommandBox(broker.redis, "default", "w1")
+    sent = await sender.send("version")
+    assert sent.workers == ("w1", "w2")
+    assert await box.take(sent.command.id) is not None
+    await box.answer(CommandReply(id=sent.command.id, worker_id="w1", ok=True))
+    assert await broker.end_overdue() == 0
+    await worker.bury(buried.id, 1, "refused", "h", "no")
+    await worker.expire(expired.id, 1)
+    await dying.claim(4, 99, 0)
+    await expire_lease(dying)
+    await worker.reap(3)
+    (claim,) = await worker.claim(4, 99, 0)
+    assert (claim.job_id, claim.attempt) == (crashed.id, 2)
+    partial = Partial(token_ids=[1], logprobs=[0.0], segments=(Segment(0, 1),))
+    await worker.checkpoint([Piece(crashed.id, 2, 0, 0, partial, streamed=True)])
+    await worker.release([Release(crashed.id, 2, (Piece(crashed.id, 2, 1, 0, partial),), lost=True)], 3)
+    await worker.heartbeat(status("w1"))
+    assert await broker.stop([crashed.id, done.id]) == ["ok", "done"]
+    (claim,) = await worker.claim(4, 99, 0)
+    assert claim.ending
+    await worker.complete([Finished(crashed.id, 3, i, result(crashed, i, 3)) for i in range(2)])
+
+    ledger = Ledger(broker.redis, "default")
+    await ledger.want("w1", 0)
+    for version, report in ((1, TransferReport(True, "done")), (2, TransferReport(False, "verify", "no"))):
+        announcement = WeightAnnouncement(
+            version=version,
+            epoch=await ledger.new_epoch(),
+            host="h",
+            port=1,
+            join_timeout_s=1.0,
+            transfer_timeout_s=1.0,
+        )
+        await ledger.announce(announcement)
+        assert await ledger.join(announcement.epoch, "w1", Join(1))
+        await ledger.seal(announcement)
+        await ledger.report(announcement.epoch, "w1", report)
+        await ledger.close(announcement, report.ok)
+    await ledger.want("w1", 0)
+    offered = announcement.model_copy(update={"version": 1, "epoch": await ledger.new_epoch()})
+    assert await ledger.offer(offered, "w1") == "ok"
+    await ledger.close(offered, True)
+    await ledger.unwant("w1")
+    assert [await ledger.reserve(number, "a folder") for number in (2, 3)] == [2, 0]
+    assert await ledger.committed() == 1
+    assert await ledger.wanted() == {}
+
+    outcomes = await replies(broker)
+    assert len(outcomes) == 4 + 4
+    await broker.ack("client", outcomes)
+    assert await worker.leave() == 0
+    load = await broker.load()
+    assert (load.accepted, load.done, load.cancelled, load.expired, load.dead) == (6, 2, 2, 1, 1)
+    assert (load.open_jobs, load.open_bytes) == (0, 0)
+
+
+async def test_sent_twice_is_done_once(
+    broker: Broker, db: Redis, joined: Any, expire_lease: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = Scripts.run
+    seen: set[str] = set()
+
+    async def twice(self: Scripts, name: str, *args: Any) -> Any:
+        seen.add(name)
+        first = await once(self, name, *args)
+        before = await dump(db, SAYS_LOOK)
+        second = await once(self, name, *args)
+        assert await dump(db, SAYS_LOOK) == before, name
+        if name == "claim":
+            assert [part for i, part in enumerate(second) if i % 7 not in (3, 4)] == [
+                part
+                for i, part in enumerate(first)
+                if i % 7 not in (3, 4)  # but for the times
+            ]
+        return first
+
+    monkeypatch.setattr(Scripts, "run", twice)
+    await lifecycle(broker, joined, expire_lease)
+    assert seen == ALL
+
+
+async def test_redis_may_forget_the_scripts(
+    broker: Broker, db: Redis, joined: Any, expire_lease: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = Scripts.run
+
+    async def forgotten(self: Scripts, name: str, *args: Any) -> Any:
+        await db.script_flush()
+        return await once(self, name, *args)
+
+    monkeypatch.setattr(Scripts, "run", forgotten)
+    await lifecycle(broker, joined, expire_lease)
+
+
+async def test_nothing_is_left_for_ever(broker: Broker, db: Redis, joined: Any, expire_lease: Any) -> None:
+    await lifecycle(broker, joined, expire_lease)
+    for key in await db.keys():
+        name = key.decode().removeprefix(broker.keys.prefix)
+        assert await db.ttl(key) > 0 or name in LASTING, name
+        assert key.decode().startswith("rmq:{default}:")
+        assert "worker:" not in name
+        assert "held:" not in name
+    assert await db.exists(broker.keys.deadlines, broker.keys.workers, *broker.keys.queues) == 0
+
+
+async def test_the_bell_stays_short(broker: Broker, db: Redis, joined: Any) -> None:
+    lease = await joined()
+    for _ in range(30):
+        jobs = [job() for _ in range(40)]
+        await broker.enqueue(jobs)
+        await lease.claim(40, 40, 0)
+        await broker.cancel([one.id for one in jobs])
+    assert await db.xlen(broker.keys.bell) < 700
+
+
+async def test_a_waiting_worker_is_woken_once(broker: Broker, db: Redis) -> None:
+    await broker.enqueue([job()])
+    await broker.enqueue([job()])
+    assert await db.lrange(broker.keys.wake, 0, -1) == [b"1"]
+    assert 0 < await db.ttl(broker.keys.wake) <= 60
+
+
+async def test_the_wake_up_is_passed_on_while_work_is_left(broker: Broker, db: Redis, joined: Any) -> None:
+    await broker.enqueue([job(), job(), job()])
+    lease = await joined()
+    for left in (2, 1):
+        await db.delete(broker.keys.wake)
+        assert len(await lease.claim(1, 1, 0)) == 1
+        assert await db.llen(broker.keys.wake) == 1, left
+    await db.delete(broker.keys.wake)
+    await lease.claim(1, 1, 0)
+    assert await db.llen(broker.keys.wake) == 0

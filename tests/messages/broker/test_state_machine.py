@@ -1,0 +1,220 @@
+"""The scripts against a model: any sequence of calls by clients and workers, each perhaps sent twice, and time passing.
+
+The quick profile runs the same examples every time. HYPOTHESIS_PROFILE=long runs many more, new ones each time. What
+fails is printed as steps and as a @reproduce_failure(...) line; above `class PoolMachine` it runs that example again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import redis
+from hypothesis import HealthCheck, Phase, Verbosity, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+from support.redis.machine_calls import AMPLE, CLIENTS, PREFIX, index, twice
+from support.redis.machine_workers import WorkerRules
+from support.redis.model import CLASSES, Job
+from support.redis.model_claim import WARD_MS, Claiming, waiting
+
+from rolloutmq.messages.scripts.runner import script_source
+
+COMMON = settings(deadline=None, database=None, print_blob=True, suppress_health_check=list(HealthCheck))
+QUICK = settings(COMMON, max_examples=60, stateful_step_count=40, derandomize=True)
+LONG = settings(COMMON, max_examples=5000, stateful_step_count=60)
+LYING = settings(
+    QUICK, max_examples=200, phases=[Phase.generate], report_multiple_bugs=False, verbosity=Verbosity.quiet
+)
+
+LIES = {
+    "the owner is not checked": ("complete", "f[2] ~= worker or f[3] ~= attempt", "f[3] ~= attempt"),
+    "the attempt is not raised": ("claim", "tostring(tonumber(f[2]) + 1)", "f[2]"),
+    "who loses a job still holds it": ("lib", "redis.call('SREM', held_key(owner), id)\n  if lost", "if lost"),
+    "bytes of done jobs stay counted": ("complete", "redis.call('HINCRBY', load_key, 'bytes', -done_bytes)", ""),
+    "a published sample is forgotten": ("complete", "'s' .. sample, 1, 'd', done)", "'d', done)"),
+    "a claim sent again gives the next jobs": ("claim", "last[1] == number", "false"),
+    "an ended job keeps its deadline": (
+        "lib",
+        "redis.call('ZREM', prefix .. 'deadlines', id) end\n  if f.v",
+        "end\n  if f.v",
+    ),
+    "what was saved of a published sample stays": ("complete", "done)\n      drop_partials(key, sample)", "done)"),
+    "handing back counts as a loss": (
+        "release",
+        "lost > 0 and redis.call('HINCRBY', job_key(id), 'c', lost) or 0",
+        "redis.call('HINCRBY', job_key(id), 'c', 1)",
+    ),
+    "anybody may bury a running job": (
+        "dead",
+        "not owns(ARGV[3], ARGV[2], ARGV[4])",
+        "redis.call('HGET', job_key(ARGV[3]), 'st') ~= 'r'",
+    ),
+    "a result is taken twice": ("ack", "redis.call('XDEL', reply, ARGV[i]) == 1", "redis.call('XDEL', reply, ARGV[i])"),
+    "lower classes never have their turn": ("claim", "take(class, math.floor(owed[class] / SHARE))", "0"),
+    "nobody is a suspect": ("lib", "lost > 0 and lost >= max_lost - 1", "false"),
+    "any weights will do": ("claim", "version < needs then", "false then"),
+    "an ended id is a new job": ("enqueue", "if not state then", "if state ~= 'q' and state ~= 'r' then"),
+    "all groups are one": ("cancel_client", "group == '' or", "true or"),
+    "an old claim gets new jobs": ("claim", "tonumber(last[1] or 0) > tonumber(number)", "false"),
+    "a piece is kept after a gap": (
+        "lib",
+        "number > 0 and redis.call('HEXISTS', key, piece_field(sample, number - 1)) == 0",
+        "false",
+    ),
+    "later pieces stay": ("lib", "drop_pieces_from(key, sample, number + 1)", ""),
+    "a sample too many is published": ("complete", "or tonumber(sample) >= tonumber(f[5])", ""),
+    "set-aside jobs wait for ever": (
+        "claim",
+        "or redis.call('ZCOUNT', later_key(class), 0, version) > 0",
+        "",
+    ),
+    "ended suspects stay": ("claim", "redis.call('LREM', suspects_key, 1, id)\n    elseif", "elseif"),
+    "a ward's turn is not renewed": ("claim", "== worker then redis.call('PEXPIRE', ward, WARD_MS) end", "then end"),
+    "ended ids fill a queue": ("enqueue", "waiting[class] >= 2 * max_jobs and looks > 0", "false"),
+    "a failure is of no group": ("lib", "'G', r[11] or id", "'G', id"),
+    "a stray is taken from its worker": ("reap", "f[1] ~= 'r' or f[2] ~= worker", "f[1] ~= 'r'"),
+    "a job without a record stays held": ("release", "redis.call('EXISTS', job_key(id)) == 0", "false"),
+    "a transfer opens again": ("announce", "state and state ~= 'joining'", "false"),
+    "a preference is for ever": ("claim", "until_ms <= now", "false"),
+    "a preference is for every attempt": ("claim", "attempt ~= '0'", "false"),
+    "nobody ends a preference": ("reap", "undecided = end_preferences(now, budget)", "undecided = 0"),
+    "a worker that is gone is waited for": ("lib", "redis.call('ZADD', prefers_key, 0, id)", ""),
+    "an ended job is still left to a worker": ("lib", "if f.P then redis.call('ZREM', prefers_key, id) end", ""),
+    "the preferred worker looks in vain": ("claim", "ranges[#ranges + 1] = {-last[4], -last[4]}", "last[4] = nil"),
+    "outcomes stay for ever": ("lib", "redis.call('EXPIRE', reply, REPLY_TTL_S)", ""),
+}
+"""What a script could do wrong: (script, what it says, what it says then)."""
+
+
+class PoolMachine(WorkerRules):
+    """Calls scripts as broker and leases would, with raw arguments; compares all of Redis with the model after each."""
+
+    @rule(number=st.integers(1, 3), committed=st.booleans(), again=twice)
+    def weights(self, number: int, committed: bool, again: bool) -> None:
+        self.epochs += 1
+        self.send("announce", self.epochs, number, "m", 60, again=again)
+        self.send("close", self.epochs, number, "committed" if committed else "failed", 60, again=again)
+        self.model.committed = max(self.model.committed, number if committed else 0)
+        self.remember("announce", self.epochs, number, "m", 60)
+        if again:
+            before = self.look().stable()
+            assert self.call("announce", self.epochs, number, "m", 60) == "closed"
+            assert self.look().stable() == before, "a copy of the announcement after the end"
+
+    @rule()
+    def ward_is_over(self) -> None:
+        self.redis.delete(f"{PREFIX}ward")
+
+    @precondition(lambda self: self.state["ward"])
+    @rule()
+    def ward_ages(self) -> None:
+        """And the ward claims, as it does all the time."""
+        self.redis.pexpire(f"{PREFIX}ward", WARD_MS // 2)
+        self.state = self.look()
+        if self.state["ward"] in self.model.workers:
+            self.take(Claiming(self.state["ward"], 2, 9, 3))
+
+    ward_claims = ward_ages
+
+    @precondition(lambda self: self.sent)
+    @rule(which=index)
+    def late_copy(self, which: int) -> None:
+        """A copy that was on its way all the time, on a connection given up long ago."""
+        name, args = self.pick(self.sent, which)
+        self.call(name, *args)
+        assert self.look().stable() == self.state.stable(), f"a late copy of {name}"
+
+    @precondition(lambda self: self.old_claims)
+    @rule(which=index)
+    def late_claim(self, which: int) -> None:
+        """The newest gives once more what the worker still has of it, an older one nothing; both change nothing."""
+        older = [one for one in self.old_claims if one[1] < self.claims[one[0]] and one[0] in self.model.workers]
+        worker, number, *limits = self.pick(older if older and which < 8 else self.old_claims, which)
+        answer = self.call("claim", worker, number, *limits)
+        if self.model.workers.get(worker, True):
+            assert answer == ["NOLEASE"]
+        elif number < int(self.state[f"worker:{worker}"]["claim"]):
+            assert answer == [], "an old claim gave something"
+        else:
+            assert {*answer[::7]} <= {job.id for job in self.model.held(worker)}
+        assert self.look().stable() == self.state.stable(), f"claim {number} came late"
+
+    @precondition(lambda self: not self.rushed and False in self.model.workers.values() and not self.state["suspects"])
+    @rule(which=index, jobs=st.sampled_from((8, 4, 5)), aside=st.integers(0, CLASSES - 1))
+    def rush(self, which: int, jobs: int, aside: int) -> None:
+        """24 jobs of the highest class come and go: lower classes that wait are not left behind, set aside or not."""
+        worker = self.pick([worker for worker, over in self.model.workers.items() if not over], which)
+        if any(self.model.jobs[id].suspect for id in self.state[f"held:{worker}"]):
+            return
+        self.rushed = True
+        if aside:  # nothing waits but what was set aside, in this class at least one
+            self.made += 1
+            self.submit([Job(f"{self.made:032x}", 1, aside, "ca", "", 3, None, False, "p")])
+            self.take(Claiming(worker, 64, AMPLE, 2))
+            self.settle()
+        neglected = {cls: waiting(self.state, self.model, cls, worker, 3) for cls in range(1, CLASSES)}
+        neglected = {cls: found for cls, found in neglected.items() if found}
+        passed = 0
+        while passed < 24:
+            if len(self.state.queue(0)) < 8:
+                self.made += 8
+                fresh = [[f"{self.made - i:032x}", 1, 0, "ca", "", 0, None, False, "p"] for i in range(8)]
+                self.submit([Job(*one) for one in fresh])
+            given = self.take(Claiming(worker, jobs, AMPLE, 3))
+            self.settle()
+            for cls in {job.cls for job in given}:
+                neglected.pop(cls, None)
+            passed += sum(job.cls == 0 for job in given)
+            if done := [job for job in given if job.cls == 0]:
+                self.publish(worker, [(job.id, job.attempt, i) for job in done for i in range(job.n)])
+                self.settle()
+        assert not neglected, "classes that were not served while 24 jobs of higher ones were"
+
+    rush_more = rush
+
+    @precondition(lambda self: self.steps > 35)
+    @rule()
+    def everything_ends(self) -> None:
+        """Cancelled, taken, left: nothing stays but what is meant to."""
+        for client in CLIENTS:
+            self.cancel_client(client, "", False)
+            self.settle()
+            self.ack(client, 1000, False)
+        for worker in list(self.model.workers):
+            assert self.call("leave", worker) == 0
+            del self.model.workers[worker]
+        self.join(False)
+        worker = list(self.claims)[-1]
+        self.ward_is_over()
+        while any(self.lists(self.look()).values()):
+            self.settle()
+            assert self.take(Claiming(worker, 64, 64, 0)) == []
+        assert self.call("leave", worker) == 0
+        del self.model.workers[worker]
+        state = self.look()
+        assert {key for key, ttl in state.ttl.items() if ttl == -1} <= {"load", "bell", "weights", "dead"}
+
+
+@pytest.fixture
+def machine(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PoolMachine]]:
+    with redis.Redis.from_url(redis_db, encoding="latin-1", decode_responses=True) as client:
+        monkeypatch.setattr(PoolMachine, "redis", client, raising=False)
+        monkeypatch.setattr(PoolMachine, "shas", {}, raising=False)
+        yield PoolMachine
+
+
+@pytest.mark.timeout(7200)
+def test_any_sequence_keeps_the_promises(machine: type[PoolMachine]) -> None:
+    run_state_machine_as_test(machine, settings=LONG if os.environ.get("HYPOTHESIS_PROFILE") == "long" else QUICK)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_the_machine_finds_this_lie(machine: type[PoolMachine], lie: str) -> None:
+    script, truth, told = LIES[lie]
+    assert truth in script_source("ack" if script == "lib" else script), "the script has changed: tell another lie"
+    liar = type("Liar", (machine,), {"lies": ((truth, told),)})
+    with pytest.raises(Exception) as found:  # noqa: PT011  (whatever the machine notices first)
+        run_state_machine_as_test(liar, settings=LYING)
+    assert not isinstance(found.value, redis.RedisError), "the lie is no Lua"

@@ -1,0 +1,205 @@
+"""What a trainer's client holds on to when submissions, loops and whole processes end half way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from redis.asyncio import Redis
+from support.pools.pool import eventually, stream_length, worker
+from support.specimens.messages import tokens
+
+from rolloutmq import GenerateJob, InvalidField, JobFailure, PoolBusy, RolloutClient, RolloutMQError
+from rolloutmq.messages import Broker, Caps
+
+
+async def crash(client: RolloutClient) -> None:
+    """No acknowledgement, no goodbye."""
+    assert client._reader._task is not None
+    client._reader._task.cancel()
+    await client._redis.aclose()
+    await client._blocking.aclose()
+
+
+async def forget_ended(db: Redis, broker: Broker, jobs: Sequence[GenerateJob]) -> None:
+    """As if the hour were over for which the pool remembers what has ended."""
+    assert await db.delete(*(broker.keys.job(one.id) for one in jobs)) == len(jobs)
+
+
+async def test_a_submission_that_fails_after_its_results_arrived(
+    client: RolloutClient, serving: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first part was accepted and answered before the second failed: its results are not thrown away."""
+    really = client.broker.enqueue
+    pair, single, lost = [tokens(group_id="g", n=2) for _ in range(2)], tokens(), tokens()
+
+    async def half(jobs: Sequence[GenerateJob]) -> list[str]:
+        await really(jobs[:-1])
+        await eventually(lambda: len(client._inbox) == 5)
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(client.broker, "enqueue", half)
+    with pytest.raises(ConnectionError):
+        await client.submit_many([*pair, single, lost])
+    assert client.outstanding == 3
+    groups = {group.group_id: len(group.results) async for group in client.groups(5)}
+    assert groups == {"g": 4, single.id: 1}
+
+
+async def test_a_job_that_is_too_large_leaves_none_in_the_pool(redis_db: str) -> None:
+    async with RolloutClient(redis_db, caps=Caps(payload=1000)) as client:
+        jobs = [tokens() for _ in range(600)]
+        jobs[599] = tokens(token_ids=[1] * 1000)
+        with pytest.raises(InvalidField, match="1000 bytes"):
+            await client.submit_many(jobs)
+        assert (await client.load()).open_jobs == client.outstanding == 0
+
+
+async def leave_at_the_second(client: RolloutClient, loop: str, jobs: list[GenerateJob], error: bool) -> None:
+    if loop == "map":
+        source: AsyncIterator[object] = client.map(jobs, timeout=10)
+    else:
+        await client.submit_many(jobs)
+        source = client.results(10) if loop == "results" else client.groups(10)
+    seen = 0
+    async for _ in source:
+        seen += 1
+        if seen == 2:
+            if error:
+                raise ZeroDivisionError
+            break
+
+
+@pytest.mark.parametrize("error", [False, True])
+@pytest.mark.parametrize("loop", ["results", "groups", "map"])
+async def test_what_a_loop_did_not_come_back_from_is_given_again(redis_db: str, loop: str, error: bool) -> None:
+    async with worker(redis_db):
+        async with RolloutClient(redis_db, client_id="client") as first:
+            with pytest.raises(ZeroDivisionError) if error else contextlib.nullcontext():
+                await leave_at_the_second(first, loop, [tokens() for _ in range(3)], error)
+            assert len([one async for one in first.results(10)]) == 1  # not again in this process
+        async with RolloutClient(redis_db, client_id="client") as second:
+            assert len([one async for one in second.results(5)]) == 1
+        async with RolloutClient(redis_db, client_id="client") as third:
+            assert third.outstanding == 0
+
+
+async def test_first_calls_at_the_same_time_start_one_reader(redis_db: str, serving: None) -> None:
+    before = asyncio.all_tasks()
+    client = RolloutClient(redis_db)
+    handles = await asyncio.gather(*(client.submit(tokens()) for _ in range(4)))
+    assert len([task for task in asyncio.all_tasks() - before if task.get_coro().__qualname__.endswith("._read")]) == 1  # type: ignore[union-attr]
+    for handle in handles:
+        await client.wait(handle, 10)
+    assert client.repeats == 0
+    await client.aclose()
+
+
+async def test_closing_wakes_whoever_waits(client: RolloutClient) -> None:
+    handle = await client.submit(tokens())
+    waits = [asyncio.create_task(client.wait(handle)), asyncio.create_task(anext(client.results(), None))]
+    await eventually(lambda: len(client._reader._news._waiters) == 2)  # type: ignore[attr-defined]
+    await client.aclose()
+    for wait in waits:
+        with pytest.raises(RolloutMQError, match="client client is closed"):
+            await asyncio.wait_for(wait, 5)
+    with pytest.raises(RolloutMQError, match="is closed"):
+        await client.submit(tokens())
+
+
+@pytest.mark.parametrize("by_map", [True, False])
+async def test_resuming_after_the_pool_has_forgotten(redis_db: str, broker: Broker, db: Redis, by_map: bool) -> None:
+    """What ended and was not taken is given, not generated again."""
+    jobs = [tokens(n=2) for _ in range(4)]
+    async with worker(redis_db, max_running=32) as running:
+        first = await RolloutClient(redis_db, client_id="client").open()
+        await first.submit_many(jobs)
+        await eventually(lambda: len(first._inbox) == 8)
+        await crash(first)
+        await forget_ended(db, broker, jobs)
+        async with RolloutClient(redis_db, client_id="client") as second:
+            if by_map:
+                found = [one async for one in second.map([*jobs, tokens()], timeout=10)]
+                assert len(found) == 9
+            else:
+                assert [handle.state for handle in await second.submit_many(jobs)] == ["done"] * 4
+                assert len([one async for one in second.results(5)]) == 8
+            assert second.repeats == 0
+        assert running.worker._generation.finished == 8 + by_map
+
+
+async def test_pool_busy_counts_over_the_callers_list(redis_db: str, broker: Broker, db: Redis) -> None:
+    old = [tokens(), tokens()]
+    async with worker(redis_db):
+        first = await RolloutClient(redis_db, client_id="client").open()
+        await first.submit_many(old)
+        await eventually(lambda: len(first._inbox) == 2)
+        await crash(first)
+    await forget_ended(db, broker, old)
+    async with RolloutClient(redis_db, client_id="client", caps=Caps(jobs=1)) as second:
+        twice, refused = tokens(), tokens()
+        really = second.broker.enqueue
+
+        async def one_by_one(jobs: Sequence[GenerateJob]) -> list[str]:
+            for count, one in enumerate(jobs):
+                try:
+                    await really([one])
+                except PoolBusy as busy:
+                    busy.accepted, busy.states = count, ["new"] * count
+                    raise
+            raise AssertionError("not busy")
+
+        second.broker.enqueue = one_by_one  # type: ignore[method-assign]
+        with pytest.raises(PoolBusy) as caught:
+            await second.submit_many([old[0], twice, old[1], refused, twice])
+        assert caught.value.accepted == 3
+        assert second.outstanding == 3  # the two old ones, and the one that is named once more behind the refused one
+        assert second._inbox.tracked(twice.id) is not None
+
+
+async def test_the_same_job_twice_in_one_submission(client: RolloutClient, serving: None) -> None:
+    one = tokens()
+    assert [handle.job_id for handle in await client.submit_many([one, one])] == [one.id] * 2
+    assert len([found async for found in client.results(5)]) == 1
+
+
+async def test_a_job_partly_taken_whose_last_sample_was_acknowledged_first(
+    redis_db: str, broker: Broker, db: Redis, serving: None
+) -> None:
+    """A loop that was left keeps its sample in the stream, a later one acknowledges the last: nothing more comes."""
+    one = tokens(n=2)
+    async with RolloutClient(redis_db, client_id="client") as first:
+        await first.submit(one)
+        await eventually(lambda: len(first._inbox) == 2)
+        async for _ in first.results(5):
+            break
+        assert len([found async for found in first.results(5)]) == 1
+    assert await stream_length(db, broker) == 1
+    async with RolloutClient(redis_db, client_id="client") as second:
+        assert (await second.submit(one)).state == "done"
+        assert len(await asyncio.wait_for(second.wait(await second.submit(one)), 5)) == 1
+        assert second.outstanding == 0
+
+
+async def test_deadlines_pass_without_any_worker(client: RolloutClient) -> None:
+    await client.submit(tokens(deadline_s=0.3))
+    (failure,) = [one async for one in client.results(10)]
+    assert isinstance(failure, JobFailure)
+    assert failure.outcome == "expired"
+
+
+async def test_a_failure_that_waited_joins_the_group_of_its_job(redis_db: str, serving: None) -> None:
+    """A failure does not say which group its job was of; the job, submitted again, does."""
+    bad, good = GenerateJob(text="no tokenizer", group_id="g", n=3), tokens(group_id="g")
+    first = await RolloutClient(redis_db, client_id="client").open()
+    await first.submit(bad)
+    await eventually(lambda: len(first._inbox) == 1)
+    await crash(first)
+    async with RolloutClient(redis_db, client_id="client") as second:
+        assert [handle.state for handle in await second.submit_many([bad, good])] == ["dead", "new"]
+        assert second._inbox.samples == 4
+        (group,) = [group async for group in second.groups(10)]
+        assert (group.group_id, len(group.results), len(group.failures)) == ("g", 1, 1)
+        assert second._inbox.samples == 0

@@ -1,0 +1,71 @@
+"""What tests of copy plans inside engines share: two checkpoints of one configuration, and an engine that compares."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolloutmq.worker.cpu_support import prepare_transformers
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
+
+DENSE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": 500,  # SGLang pads it to 512, so some elements of the embedding are never sent
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+class PlanEngine(SGLangEngine):
+    _weight_loader = "support.engines.plan_loader.check"
+
+
+def write_models(folder: Path, kind: str, dtype: str = "float32", **changes: Any) -> None:
+    """folder/a and folder/b: two checkpoints of one configuration, with different weights."""
+    pytest.importorskip("sglang")
+    prepare_transformers()
+    import torch  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    config = getattr(transformers, f"{kind}Config")(**DENSE | changes)
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        with torch.no_grad():
+            for parameter in model.parameters():  # norms start as ones: every tensor should tell the two apart
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        model.to(getattr(torch, dtype)).save_pretrained(folder / name)
+
+
+async def findings(folder: Path, **config: Any) -> list[dict[str, Any]]:
+    """What the hook found on every rank."""
+    from rolloutmq.worker.sglang import compat as sglang_compat  # noqa: PLC0415
+
+    engine = PlanEngine(
+        SGLangConfig(model=str(folder / "a"), max_running=4, max_total_tokens=1024, random_seed=1, **config)
+    )
+    await engine.start()
+    try:
+        manager, size = engine._run.manager, engine.config.tp_size
+        text = json.dumps({"weights": str(folder / "b" / "model.safetensors"), "report": str(folder / "report")})
+        async with sglang_compat.weight_update(manager):
+            await sglang_compat.run_loader(manager, "support.engines.plan_loader.check", text, size)
+    finally:
+        await engine.close()
+    return [json.loads((folder / f"report.rank{rank}").read_text()) for rank in range(size)]
+
+
+def assert_exact(found: dict[str, Any]) -> None:
+    assert "error" not in found, found["error"]
+    assert found["touched_by_trace"] == []
+    assert found["wrong_after_replay"] == []
+    assert found["changed_by_load"] == found["parameters"]
+    assert found["missing"] == []
+    assert (found["wrong_whole"], found["wrong_partial"]) == ([], [])

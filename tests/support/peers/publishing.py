@@ -1,0 +1,64 @@
+"""A trainer in the test's own process, and what it publishes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from support.pools.pool import check_scripted, wait_replies
+from support.specimens.messages import job
+
+from rolloutmq import WeightPublisher
+from rolloutmq.messages import Broker, RolloutResult, SamplingParams
+from rolloutmq.sync.transfer.ledger import Ledger
+
+WEIGHTS = {"first": torch.arange(10.0), "second": torch.ones(5, dtype=torch.int8), "third": torch.zeros(3)}
+
+
+@asynccontextmanager
+async def publisher(url: str, **settings: Any) -> AsyncIterator[WeightPublisher]:
+    """A trainer's publisher, made and closed beside the event loop; by default it waits for nobody for long."""
+    made = await asyncio.to_thread(
+        lambda: WeightPublisher(url, **({"join_timeout_s": 3.0, "transfer_timeout_s": 2.0} | settings))
+    )
+    try:
+        yield made
+    finally:
+        await asyncio.to_thread(made.close)
+
+
+patient = partial(publisher, join_timeout_s=5.0, transfer_timeout_s=5.0)
+"""For tests in which nothing is waited for in vain."""
+
+
+async def publish(source: WeightPublisher, version: int) -> Any:
+    handle = source.publish(version, WEIGHTS.items())
+    return await asyncio.to_thread(handle.wait, 20)
+
+
+async def serve_some(ledger: Ledger, before: int, version: int) -> None:
+    """One more job, answered with this version."""
+    broker = Broker(ledger.redis, "default")
+    await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=4))])
+    found = (await wait_replies(broker, before + 1))[-1].outcome
+    assert isinstance(found, RolloutResult)
+    assert found.versions == (version,)
+    check_scripted(found, 3)
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """One tensor of each kind, other values for every version."""
+    base = torch.Generator().manual_seed(version)
+    return {
+        "bf16": torch.randn(50, 30, generator=base).to(torch.bfloat16),
+        "fp32": torch.randn(70, generator=base),
+        "int8": torch.randint(-100, 100, (33,), dtype=torch.int8, generator=base),
+        "none": torch.empty(0, 4),
+        "scalar": torch.tensor(float(version)),
+        "turned": torch.randn(40, 60, generator=base).t(),
+        "strided": torch.randn(20, 20, generator=base)[::3, ::2],
+    }

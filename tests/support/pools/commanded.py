@@ -1,0 +1,45 @@
+"""Pools that are commanded: workers that hold their lease, and jobs that run long enough to be disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from support.pools.pool import Running, check_scripted, eventually, wait_replies
+from support.pools.pool import worker as joining
+from support.specimens.messages import job
+
+from rolloutmq.messages import Broker, RolloutResult, SamplingParams
+from rolloutmq.worker.scripted.engine import ScriptedEngine
+
+LONG = SamplingParams(max_new_tokens=300)
+
+
+@asynccontextmanager
+async def worker(url: str, **settings: Any) -> AsyncIterator[Running]:
+    """One that is there for commands: it holds its lease."""
+    async with joining(url, **settings) as running:
+        await running.worker.joined.wait()
+        yield running
+
+
+def slow(**settings: Any) -> ScriptedEngine:
+    return ScriptedEngine(tokens_per_s=200.0, **settings)
+
+
+async def busy(broker: Broker, running: Any, count: int = 3) -> list[Any]:
+    """Jobs that run, each for 1.5 seconds of the engine's clock."""
+    jobs = [job(sampling=LONG) for _ in range(count)]
+    await broker.enqueue(jobs)
+    await eventually(lambda: running.worker._generation.running == count, what="all run")
+    return jobs
+
+
+async def all_done(broker: Broker, jobs: list[Any], prompt: int = 3) -> None:
+    """Every job once, with the tokens it must have."""
+    found = await wait_replies(broker, len(jobs))
+    assert {reply.outcome.job_id for reply in found} == {each.id for each in jobs}
+    for reply in found:
+        assert isinstance(reply.outcome, RolloutResult)
+        check_scripted(reply.outcome, prompt)

@@ -1,0 +1,79 @@
+"""What tests of late joiners share: trainers that come and go, workers, and what a pool looks like."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from support.peers.publishing import patient, weights
+from support.pools.pool import Running, wait_replies, worker
+from support.specimens.messages import job
+
+from rolloutmq import WeightPublisher
+from rolloutmq.messages import Broker, RolloutResult, SamplingParams, connect
+from rolloutmq.sync.transfer.ledger import Ledger
+from rolloutmq.worker.scripted.engine import ScriptedEngine
+
+AFTER_S = 0.2
+LEASE_S = 1.0
+
+
+publisher = partial(patient, bucket_bytes=2048)
+
+
+async def publish(source: WeightPublisher, version: int) -> Any:
+    handle = source.publish(version, weights(version).items())
+    return await asyncio.to_thread(handle.wait, 20)
+
+
+async def publish_and_leave(url: str, *versions: int, **settings: Any) -> None:
+    """A trainer that is gone afterwards."""
+    async with publisher(url, **settings) as source:
+        for version in versions:
+            assert (await publish(source, version)).state == "committed"
+
+
+@asynccontextmanager
+async def joined(url: str, **settings: Any) -> AsyncIterator[Running]:
+    async with worker(url, **({"lease_s": LEASE_S, "peer_after_s": AFTER_S} | settings)) as running:
+        yield running
+
+
+def version_of(running: Running) -> int:
+    return running.worker._generation.version
+
+
+def check_equal(engine: ScriptedEngine, version: int) -> None:
+    sent = weights(version)
+    assert engine.weights.keys() == sent.keys()
+    for name, tensor in sent.items():
+        assert torch.equal(engine.weights[name], tensor), name
+
+
+async def serve(url: str, count: int, before: int = 0) -> set[tuple[int, ...]]:
+    """Versions of `count` samples."""
+    async with connect(url) as client:
+        broker = Broker(client, "default")
+        await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=3)) for _ in range(count)])
+        found = [reply.outcome for reply in await wait_replies(broker, before + count)][before:]
+    assert all(isinstance(one, RolloutResult) for one in found)
+    return {one.versions for one in found}  # type: ignore[union-attr]
+
+
+async def is_waiting(ledger: Ledger, running: Running) -> bool:
+    return running.id in await ledger.wanted() and running.worker._status().state == "syncing"
+
+
+async def peers_transfers(ledger: Ledger) -> list[tuple[str, set[str]]]:
+    """Of every transfer that a worker opened: who, and for whom it went well."""
+    newest = int(await ledger.redis.hget(ledger.keys.weights, "epochs") or 0)
+    epochs = [await ledger.epoch(number) for number in range(1, newest + 1)]
+    return [
+        (epoch.by, {name for name, report in epoch.reports.items() if report.ok})
+        for epoch in epochs
+        if epoch is not None and epoch.by
+    ]

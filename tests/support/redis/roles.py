@@ -1,0 +1,36 @@
+"""The users that docs/redis.md tells people to create, and what each of them runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from support.redis.deployments import plain
+
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+
+DOCS = Path(__file__).parents[3] / "docs" / "redis.md"
+LINES = dict(re.findall(r"^ACL SETUSER rolloutmq-(\w+) (.*)$", DOCS.read_text(), re.MULTILINE))
+ROLES = {
+    "producer": ("enqueue", "cancel", "cancel_client", "stop", "ack", "overdue"),
+    "worker": (
+        "claim", "complete", "checkpoint", "heartbeat", "release", "dead", "expire", "reap", "leave", "join", "report",
+        "want", "offer", "seal", "close", "take_command", "answer_command", "cancel",
+    ),
+    "publisher": ("announce", "seal", "close"),
+    "operator": (
+        "enqueue", "dead_page", "cancel", "cancel_client", "ack", "overdue", "command", "audit_jobs",
+        "audit_keys", "audit_members", "audit_totals",
+    ),
+}  # fmt: skip
+ONLY_OPERATORS = {"xrange"}
+"""In `enqueue`, for a job that replaces a dead letter; the first thing it does, so that nothing is half done."""
+FOR_REPLICAS = "+wait +eval +set"
+
+
+def create(server: EmbeddedRedis, role: str, pool: str, more: str = "") -> str:
+    """Create a user as the docs say; its URL."""
+    rules = LINES[role].replace("POOL", pool).replace("PASSWORD", "secret") + " " + more
+    with plain(server) as admin:
+        admin.execute_command("ACL", "SETUSER", f"{role}-{pool}", *rules.split())
+    return f"redis://{role}-{pool}:secret@127.0.0.1:{server.port}/0"

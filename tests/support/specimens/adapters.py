@@ -1,0 +1,69 @@
+"""LoRA adapters for tests: tensors that PEFT could have made, a publisher, jobs, and what their tokens must be."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+from support.peers.publishing import patient
+from support.pools.pool import wait_replies
+from support.specimens.messages import job
+
+from rolloutmq import WeightPublisher
+from rolloutmq.messages import Broker, RolloutResult, SamplingParams
+from rolloutmq.messages.model.jobs import GenerateJob
+from rolloutmq.worker.scripted.engine import scripted_token
+
+RANK = 4
+CONFIG = {"r": RANK, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA"}
+HEAD = "base_model.model.model.layers.0.self_attn"
+
+
+def tensors(version: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    seeded = torch.Generator().manual_seed(version)
+    made = {}
+    for module, outputs in (("q_proj", 48), ("v_proj", 16)):
+        made[f"{HEAD}.{module}.lora_A.weight"] = torch.randn(RANK, 32, generator=seeded).to(dtype)
+        made[f"{HEAD}.{module}.lora_B.weight"] = torch.randn(outputs, RANK, generator=seeded).to(dtype)
+    return made
+
+
+publisher = patient
+
+
+async def publish(source: WeightPublisher, name: str, version: int) -> Any:
+    handle = source.publish_adapter(name, version, tensors(version), CONFIG)
+    return await asyncio.to_thread(handle.wait, 20.0)
+
+
+async def publish_weights(source: WeightPublisher, version: int) -> Any:
+    handle = source.publish(version, {"w": torch.full((8,), float(version))})
+    return await asyncio.to_thread(handle.wait, 20.0)
+
+
+def lora(**fields: Any) -> GenerateJob:
+    count = fields.pop("tokens", 5)
+    return job(**({"lora": "math", "sampling": SamplingParams(max_new_tokens=count)} | fields))
+
+
+def check(one: RolloutResult, prompt_len: int = 3) -> None:
+    """Every token is the one that its position, its weights and its adapter's version demand."""
+    count = len(one.token_ids)
+    weights = [version for version, tokens in one.segments for _ in range(tokens)]
+    adapter = [""] * count
+    if one.adapter is not None:
+        assert one.adapter_segments is not None
+        adapter = [f"{one.adapter}@{version}" for version, tokens in one.adapter_segments for _ in range(tokens)]
+        assert one.adapter_version == one.adapter_segments[-1].version
+    stream = f"{one.job_id}{one.sample:04x}"
+    expected = [scripted_token(stream, prompt_len + i, weights[i], adapter[i]) for i in range(count)]
+    assert one.token_ids.tolist() == expected
+
+
+async def results(broker: Broker, count: int) -> list[RolloutResult]:
+    found = [reply.outcome for reply in await wait_replies(broker, count)]
+    assert all(isinstance(one, RolloutResult) for one in found), found
+    for one in found:
+        check(one)
+    return found

@@ -1,0 +1,243 @@
+"""LoRA adapters from the trainer's tensors to the workers' engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from redis.asyncio import Redis
+from support.pools.pool import dump, eventually, status, worker
+from support.specimens.adapters import CONFIG, HEAD, lora, publish, publish_weights, publisher, tensors
+
+from rolloutmq import InvalidField
+from rolloutmq.messages import Broker, Lease, connect
+from rolloutmq.messages.errors import EngineError, TransferTimeout
+from rolloutmq.messages.model.weights import WeightAnnouncement
+from rolloutmq.messages.scripts.runner import Scripts
+from rolloutmq.sync.adapters import transfer as wire
+from rolloutmq.sync.adapters.format import Adapter
+from rolloutmq.sync.disk.store import SnapshotStore
+from rolloutmq.sync.transfer.ledger import Ledger
+from rolloutmq.sync.transfer.order import TransferReport
+from rolloutmq.sync.wire.rendezvous import serve_store
+from rolloutmq.worker.scripted.engine import ScriptedEngine
+from rolloutmq.worker.weights.adapters import NOT_ENABLED
+
+Q = f"{HEAD}.q_proj"
+
+
+@pytest.fixture
+async def db(redis_db: str) -> AsyncIterator[Redis]:
+    async with connect(redis_db) as client:
+        yield client
+
+
+@pytest.fixture
+def broker(db: Redis) -> Broker:
+    return Broker(db, "default")
+
+
+def check_loaded(engine: ScriptedEngine, name: str, version: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    adapter = engine.loaded[name, version]
+    sent = tensors(version, dtype)
+    assert adapter.config == CONFIG
+    assert adapter.tensors.keys() == sent.keys()
+    for key, tensor in sent.items():
+        assert adapter.tensors[key].dtype == dtype
+        assert torch.equal(adapter.tensors[key], tensor), key
+
+
+@pytest.mark.parametrize("chunk", [256, 4 << 20])
+async def test_every_worker_gets_every_bit(
+    redis_db: str, db: Redis, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "CHUNK_BYTES", chunk)
+    ledger = Ledger(db, "default")
+    async with (
+        worker(redis_db, engine=ScriptedEngine(lora=True)) as one,
+        worker(redis_db, engine=ScriptedEngine(lora=True)) as two,
+        publisher(redis_db, bucket_bytes=512) as source,
+    ):
+        for name, version in (("math", 3), ("code", 1), ("math", 4)):
+            report = await publish(source, name, version)
+            assert (report.state, report.adapter, report.version) == ("committed", name, version)
+            assert set(report.workers) == {one.id, two.id}
+            assert report.failures == {}
+            assert report.nbytes == sum(tensor.nbytes for tensor in tensors(version).values())
+            for running in (one, two):
+                check_loaded(running.engine, name, version)
+                assert running.worker._generation.version == 0
+        assert await ledger.adapters() == {"math": 4, "code": 1}
+        assert await ledger.version_state("math@4") == "committed"
+        assert await ledger.committed() == 0
+        assert source._sender is not None
+        assert source._sender._line is not None
+        assert source._sender._line.store.num_keys() == 0  # nothing of a transfer stays
+        for version in (4, 3, 0, -1, True, 1 << 40):
+            with pytest.raises(InvalidField, match="version"):
+                source.publish_adapter("math", version, tensors(1), CONFIG)
+        with pytest.raises(InvalidField, match="name"):
+            source.publish_adapter("ma th", 1, tensors(1), CONFIG)
+    async with publisher(redis_db) as again:
+        with pytest.raises(InvalidField, match="above 4"):
+            again.publish_adapter("math", 4, tensors(1), CONFIG)
+
+
+async def test_a_worker_without_lora_says_so_and_the_others_serve(
+    redis_db: str, db: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with worker(redis_db) as plain, publisher(redis_db) as source:
+        report = await publish(source, "math", 1)
+        assert report.state == "failed"
+        assert report.failures == {plain.id: f"load: {NOT_ENABLED}"}
+        assert f"version 1 of adapter math: {report.failures}" in [each.getMessage() for each in caplog.records]
+        assert await Ledger(db, "default").adapters() == {}
+        async with worker(redis_db, engine=ScriptedEngine(lora=True)) as able:
+            report = await publish(source, "math", 2)
+            assert (report.state, report.workers) == ("committed", (able.id,))
+            assert report.failures.keys() == {plain.id}
+
+
+async def test_what_cannot_be_loaded_is_refused_and_not_asked_for_again(redis_db: str, db: Redis) -> None:
+    class Small(ScriptedEngine):
+        async def load_adapter(self, adapter: Adapter) -> None:
+            raise EngineError("rank 4 is above max_lora_rank=2")
+
+    async with (
+        worker(redis_db, engine=Small(lora=True)) as small,
+        worker(redis_db, engine=ScriptedEngine(lora=True)) as able,
+        publisher(redis_db) as source,
+    ):
+        report = await publish(source, "math", 1)
+        assert report.workers == (able.id,)
+        assert report.failures == {small.id: "load: rank 4 is above max_lora_rank=2"}
+        follower = small.worker._follower
+        assert follower is not None
+        follower.adapters._asked = 0.0
+        await follower.adapters.keep_up(small.id)
+        assert await Ledger(db, "default").wanted_adapters() == {}
+
+
+async def test_a_flipped_bit_is_found_and_named(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with worker(redis_db, engine=ScriptedEngine(lora=True)) as running, publisher(redis_db) as source:
+        assert (await publish(source, "math", 1)).state == "committed"
+        put = wire._Source._put
+
+        def flipped(self: Any, epoch: int) -> None:
+            bucket = self._parcel.snapshot.buckets[0]
+            bucket[1] ^= 4
+            put(self, epoch)
+            bucket[1] ^= 4
+
+        monkeypatch.setattr(wire._Source, "_put", flipped)
+        report = await publish(source, "math", 2)
+        assert report.state == "failed"
+        assert f"verify: DigestMismatch: tensor {Q}.lora_A.weight" in report.failures[running.id]
+        assert running.engine.loaded.keys() == {("math", 1)}
+
+
+async def test_nan_is_not_sent(redis_db: str) -> None:
+    async with worker(redis_db, engine=ScriptedEngine(lora=True)), publisher(redis_db) as source:
+        bad = tensors(1)
+        bad[f"{Q}.lora_B.weight"][3, 2] = float("nan")
+        handle = source.publish_adapter("math", 1, bad, CONFIG)
+        report = await asyncio.to_thread(handle.wait, 20.0)
+        assert report.state == "failed"
+        assert f"{Q}.lora_B.weight" in report.failures["trainer"]
+
+
+def test_a_trainer_that_goes_silent_is_given_up_in_time() -> None:
+    store = serve_store("127.0.0.1")
+    announcement = WeightAnnouncement(
+        version=1, epoch=1, host="127.0.0.1", port=store.port, join_timeout_s=1, transfer_timeout_s=0.3, adapter="math"
+    )
+    began = time.monotonic()
+    with pytest.raises(TransferTimeout):
+        wire.Fetch(announcement).run()
+    assert time.monotonic() - began < 2.0
+
+
+async def test_snapshots_on_disk_are_of_weights_only(redis_db: str, tmp_path: Path) -> None:
+    async with publisher(redis_db, snapshots=tmp_path) as source:
+        assert (await publish(source, "math", 5)).state == "committed"
+        assert (await publish_weights(source, 1)).state == "committed"
+        assert (await publish(source, "math", 6)).state == "committed"
+    assert source.snapshots_saved == 1
+    assert SnapshotStore(tmp_path).versions() == [1]
+
+
+async def test_only_a_version_of_the_same_adapter_supersedes(redis_db: str) -> None:
+    async with publisher(redis_db) as source:
+        handles = [
+            source.publish_adapter(name, version, tensors(version), CONFIG)
+            for name, version in (("a", 1), ("b", 1), ("b", 2), ("b", 3))
+        ]
+        reports = [await asyncio.to_thread(handle.wait, 20.0) for handle in handles]
+    assert [(one.adapter, one.state) for one in (reports[0], reports[3])] == [("a", "committed"), ("b", "committed")]
+    assert {one.state for one in reports[1:3]} <= {"superseded", "committed"}
+    assert reports[2].state == "superseded" or reports[1].state == "committed"
+
+
+async def test_whoever_comes_late_gets_every_adapter(redis_db: str) -> None:
+    async with publisher(redis_db) as source:
+        for name, version in (("math", 1), ("math", 2), ("code", 7)):
+            assert (await publish(source, name, version)).state == "committed"  # an empty pool
+        async with worker(redis_db, engine=ScriptedEngine(lora=True)) as late, worker(redis_db) as plain:
+            await eventually(lambda: late.engine.loaded.keys() == {("math", 2), ("code", 7)})
+            check_loaded(late.engine, "math", 2)
+            assert plain.engine.loaded == {}
+            await publish_weights(source, 1)
+            late.engine.kill()
+            await eventually(lambda: late.engine.starts == 2 and len(late.engine.loaded) == 2, what="the restart")
+            await eventually(lambda: late.worker._generation.version == 1)
+            check_loaded(late.engine, "code", 7)
+
+
+async def test_every_script_run_twice_changes_nothing(
+    redis_db: str, db: Redis, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = Scripts.run
+    seen: set[str] = set()
+    quiet = asyncio.Lock()
+
+    async def twice(self: Scripts, name: str, *args: Any) -> Any:
+        if name in {"announce", "seal", "report", "close", "want", "enqueue", "release", "cancel", "leave"}:
+            async with quiet:
+                first = await once(self, name, *args)
+                before = await dump(db, ("bell", "wake"))
+                await once(self, name, *args)
+                assert await dump(db, ("bell", "wake")) == before, name
+                seen.add(name)
+                return first
+        return await once(self, name, *args)
+
+    monkeypatch.setattr(Scripts, "run", twice)
+    ledger, lease = Ledger(db, "default"), Lease(db, "default", "w1")
+    await lease.join(status("w1"))
+    for version in (1, 2):
+        told = WeightAnnouncement(
+            version=version, epoch=version, host="h", port=1, join_timeout_s=1, transfer_timeout_s=1, adapter="math"
+        )
+        await ledger.announce(told)
+        await ledger.want("w1", 0, "math")
+        await ledger.want("w1", 0)
+        assert await ledger.wanted_adapters() == {"math": {"w1": 0}}
+        await ledger.seal(told)
+        await ledger.report(version, "w1", TransferReport(ok=True, phase="done"), "math")
+        assert await ledger.wanted_adapters() == {}
+        assert await ledger.wanted() == {"w1": 0}
+        await ledger.close(told, version == 1)
+    assert await ledger.adapters() == {"math": 1}
+    waiting = lora()
+    await broker.enqueue([waiting])
+    assert await lease.claim(8, 8, 0) == []
+    await broker.cancel([waiting.id])
+    await ledger.want("w1", 0, "math")
+    await lease.leave()
+    assert await db.exists(broker.keys.wanted, *broker.keys.later) == 0
+    assert seen >= {"announce", "seal", "report", "close", "want", "enqueue", "cancel", "leave"}

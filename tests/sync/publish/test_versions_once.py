@@ -1,0 +1,102 @@
+"""A number stands for one set of tensors, for ever; and who cannot take a version holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+from support.peers.publishing import WEIGHTS, publisher
+from support.pools.pool import eventually, status, worker
+
+from rolloutmq import InvalidField
+from rolloutmq.messages import Lease
+from rolloutmq.messages.model.weights import WeightAnnouncement
+from rolloutmq.sync.transfer.ledger import Join, Ledger
+from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
+from rolloutmq.worker.scripted.engine import ScriptedEngine
+
+
+@pytest.fixture
+async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
+    client = Redis.from_url(redis_db)
+    yield Ledger(client, "default")
+    await client.aclose()
+
+
+def announcement(version: int, epoch: int) -> WeightAnnouncement:
+    return WeightAnnouncement(
+        version=version, epoch=epoch, host="127.0.0.1", port=1, join_timeout_s=1.0, transfer_timeout_s=1.0
+    )
+
+
+async def test_a_number_that_was_announced_is_not_given_again(redis_db: str, ledger: Ledger) -> None:
+    """A trainer died before its version was committed: some worker may serve it, with nobody's word for it."""
+    assert await ledger.newest() == 0
+    await ledger.announce(announcement(5, await ledger.new_epoch()))
+    await ledger.announce(announcement(3, await ledger.new_epoch()))
+    assert (await ledger.newest(), await ledger.committed()) == (5, 0)
+    async with publisher(redis_db) as source:
+        assert source.last_version == 5
+        with pytest.raises(InvalidField, match="version=5"):
+            source.publish(5, WEIGHTS.items())
+        report = await asyncio.to_thread(source.publish(6, WEIGHTS.items()).wait, 20)
+        assert report.state == "committed"
+
+
+async def test_nor_is_an_adapters(redis_db: str, ledger: Ledger) -> None:
+    for version in (4, 2):
+        told = announcement(version, await ledger.new_epoch()).model_copy(update={"adapter": "tutor"})
+        await ledger.announce(told)
+    assert (await ledger.newest_adapters(), await ledger.adapters()) == ({"tutor": 4}, {})
+    assert await ledger.newest() == 0  # a counter of its own
+
+
+class Picky(ScriptedEngine):
+    """Refuses version 2, as a model does that does not know one of its names."""
+
+    async def prepare_weights(self, order: TransferOrder) -> TransferReport:
+        if order.version == 2:
+            return TransferReport(ok=False, phase="rendezvous", error="DigestMismatch: unknown ['x']")
+        return await super().prepare_weights(order)
+
+
+async def test_a_version_that_nobody_took_is_not_what_late_workers_get(redis_db: str, ledger: Ledger) -> None:
+    async with worker(redis_db, engine=Picky()), publisher(redis_db) as source:
+        assert (await asyncio.to_thread(source.publish(1, WEIGHTS.items()).wait, 20)).state == "committed"
+        assert (await asyncio.to_thread(source.publish(2, WEIGHTS.items()).wait, 20)).state == "failed"
+        async with worker(redis_db, engine=Picky()) as late:
+            await eventually(lambda: late.worker._follower.in_service, 10)
+            assert late.worker._generation.version == 1
+
+
+async def test_who_refuses_again_and_again_is_asked_less_and_less(redis_db: str, ledger: Ledger) -> None:
+    async with worker(redis_db), publisher(redis_db) as source:
+        assert (await asyncio.to_thread(source.publish(2, WEIGHTS.items()).wait, 20)).state == "committed"
+        before = int(await ledger.redis.hget(ledger.keys.weights, "epochs"))
+
+        async def opened() -> int:
+            return int(await ledger.redis.hget(ledger.keys.weights, "epochs")) - before
+
+        async with worker(redis_db, engine=Picky()) as late:
+            began = time.monotonic()
+            await eventually(lambda: opened_at_least(opened, 3), 20)
+            assert time.monotonic() - began > 2.0  # pauses of 1 and 2 seconds
+            assert not late.worker._follower.in_service
+
+
+async def opened_at_least(opened: object, count: int) -> bool:
+    return await opened() >= count  # type: ignore[operator]
+
+
+async def test_a_join_that_is_sent_twice_is_one(ledger: Ledger) -> None:
+    """Its reply was lost, and the transfer sealed before it came again."""
+    await Lease(ledger.redis, "default", "w", lease_s=30).join(status("w"))
+    told = announcement(1, await ledger.new_epoch())
+    await ledger.announce(told)
+    assert await ledger.join(told.epoch, "w", Join(1))
+    await ledger.seal(told.model_copy(update={"roster": {"w": 1}, "world_size": 2}))
+    assert await ledger.join(told.epoch, "w", Join(1))
+    assert not await ledger.join(told.epoch, "w", Join(2))  # another one, and too late

@@ -1,0 +1,349 @@
+"""A deterministic engine with overlap scheduling, where a request's newest token is known one batch late.
+
+Seeds, processors that must be right about their place all the same, and at last a whole pool with a weight update in
+the middle of samples that ask for everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from support.engines.asking import ask, judged, judged_states, processor
+from support.pools.in_place import Judge, prompts, until
+from support.pools.pool import worker
+from support.specimens.moe import check_routes, routes, write_experts
+from support.specimens.own_processors import OWN
+
+from rolloutmq import (
+    GenerateJob,
+    JobFailed,
+    LogprobOptions,
+    RolloutClient,
+    RolloutResult,
+    SamplingParams,
+    WeightPublisher,
+)
+from rolloutmq.messages.errors import RequestRefused
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.worker.engine.protocol import Wanted
+from rolloutmq.worker.jobs.sample import sample_seed
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
+
+pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+PROMPT = [11, 23, 5, 301, 42, 7]
+TOLERANCE = 2e-3
+TOKENS = 1500
+
+
+class Kept(SGLangEngine):
+    """Started and closed by its fixture, whatever a worker does."""
+
+    async def start(self) -> None:
+        if self._run is None:
+            await super().start()
+
+    async def close(self) -> None:
+        """Stays."""
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    if find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed")
+    return [write_experts(tmp_path_factory.mktemp("deterministic") / str(version), version) for version in range(2)]
+
+
+@pytest.fixture(scope="module")
+def judge(versions: list[Path]) -> Judge:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    judge = Judge(versions[:1])
+    judge.models.append(AutoModelForCausalLM.from_pretrained(versions[1], dtype="float32").eval())
+    return judge
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(versions: list[Path]) -> AsyncIterator[Kept]:
+    config = SGLangConfig(
+        model=str(versions[0]),
+        dtype="float32",
+        max_running=16,
+        max_total_tokens=16384,
+        overlap_schedule=True,
+        deterministic=True,
+        hidden_states=True,
+        routed_experts=True,
+        logit_processors=OWN,
+        extra={"chunked_prefill_size": 256},
+    )
+    engine = Kept(config)
+    await engine.start()
+    yield engine
+    await SGLangEngine.close(engine)
+
+
+async def drawn(engine: SGLangEngine, seeds: list[int | None], count: int, **more: Any) -> list[list[int]]:
+    """Tokens by each of the seeds, all in one batch."""
+    prompt, sampling = more.pop("prompt", PROMPT), more
+    requests = [ask(prompt, count, wanted=Wanted(seed=seed), **sampling) for seed in seeds]
+    return [output.token_ids.tolist() for output in await asyncio.gather(*map(engine.generate, requests))]
+
+
+async def test_a_seed_draws_the_same_alone_and_in_any_batch(engine: Kept) -> None:
+    seeds: list[int | None] = [sample_seed(7, index) for index in range(4)]
+    first = await drawn(engine, seeds, 40)
+    assert len(set(map(tuple, first))) == 4
+    assert await drawn(engine, seeds[2:3], 40) == first[2:3]
+    mixed = await drawn(engine, [None, seeds[3], *range(9), seeds[0]], 40)
+    assert [mixed[1], mixed[-1]] == [first[3], first[0]]
+    other = ask(
+        PROMPT, 40, wanted=Wanted(seed=1), top_k=5, top_p=0.9
+    )  # SGLang samples by another way beside such a one
+    beside, _ = await asyncio.gather(drawn(engine, seeds, 40), engine.generate(other))
+    assert beside == first
+
+
+async def test_without_a_seed_samples_differ(engine: Kept) -> None:
+    """SGLang would give them all the same."""
+    assert len(set(map(tuple, await drawn(engine, [None] * 6, 12)))) == 6
+
+
+async def test_top_k_and_top_p_with_seeds(engine: Kept, judge: Judge) -> None:
+    row = np.exp(judged(judge.models[0], PROMPT)[-1].astype(np.float64))
+    order = np.argsort(-row)
+    seeds: list[int | None] = [sample_seed(3, index) for index in range(400)]
+    for sampling, kept in ({"top_k": 4}, 4), ({"top_p": 0.05}, int((np.cumsum(row[order]) - row[order] <= 0.05).sum())):
+        first = np.array(await drawn(engine, seeds, 1, **sampling))[:, 0]
+        assert set(first.tolist()) <= set(order[:kept].tolist())
+        expected = 400 * row[order[:kept]] / row[order[:kept]].sum()
+        counts = np.array([(first == token).sum() for token in order[:kept]])
+        assert ((counts - expected) ** 2 / expected).sum() < 4 * kept
+        assert np.array(await drawn(engine, seeds[5:6], 1, **sampling))[0, 0] == first[5]
+
+
+async def test_a_resumed_leg_goes_on_as_the_uninterrupted_one(engine: Kept) -> None:
+    seed, whole = 2**62 + 11, 60
+    [straight] = await drawn(engine, [seed], whole)
+    for cut in (1, 17, 59):
+        so_far = ask([*PROMPT, *straight[:cut]], whole - cut, generated=cut, wanted=Wanted(seed=seed))
+        assert (await engine.generate(so_far)).token_ids.tolist() == straight[cut:]
+
+
+async def test_min_p_cannot_be_had(engine: Kept) -> None:
+    with pytest.raises(RequestRefused, match=r"sampling.min_p=0.1: 0 on a deterministic engine"):
+        await engine.generate(ask(PROMPT, 4, wanted=Wanted(), min_p=0.1))
+    assert "seed" in engine.info.features
+
+
+async def test_processors_know_their_place_though_tokens_come_late(engine: Kept) -> None:
+    """Also with prompts that are prefilled in parts, while others decode."""
+    long = np.random.default_rng(2).integers(0, 320, 2000).tolist()
+    requests, expected = [], []
+    for i in range(6):
+        generated = 5 * (i % 2)
+        prompt = [*(long if i == 3 else PROMPT), *[1] * generated]
+        requests.append(
+            ask(prompt, 150, generated=generated, wanted=Wanted(logit_processors=(processor("counter", offset=i),)))
+        )
+        expected.append(list(range(generated + i, generated + i + 150)))
+    fresh = ask(PROMPT, 200, wanted=Wanted(logit_processors=(processor("fresh"),)))
+    *counted, unique = await asyncio.gather(*map(engine.generate, [*requests, fresh]))
+    assert [output.token_ids.tolist() for output in counted] == expected
+    assert len({*PROMPT, *unique.token_ids.tolist()}) == len(PROMPT) + 200
+
+
+async def test_what_sglang_takes_back_and_prefills_again_goes_on_in_its_place(
+    engine: Kept, judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the states and logprobs of the tokens before and after."""
+    from rolloutmq.worker.sglang import compat as sglang_compat  # noqa: PLC0415
+
+    retractions, logprobs_of = [], sglang_compat.logprobs_of
+
+    def noted(answer: dict[str, Any]) -> Any:
+        retractions.append(answer["meta_info"]["num_retractions"])
+        return logprobs_of(answer)
+
+    monkeypatch.setattr(sglang_compat, "logprobs_of", noted)
+    io_struct, manager = sglang_compat.io_struct, engine._run.manager
+    rules = (
+        (processor("counter", offset=1),),
+        (processor("fresh"),),
+        (processor("temperature_schedule", points=[[0, 1.0]]),),
+    )
+    wishes = {"logprobs": LogprobOptions(top=1), "hidden_states": "all"}
+    requests = [ask(PROMPT, 250, wanted=Wanted(logit_processors=each, seed=9, **wishes)) for each in rules]
+    straight = await asyncio.gather(*map(engine.generate, requests))
+    again = [replace(request, request_id=f"{i:044x}") for i, request in enumerate(requests, 1 << 40)]
+    tasks = [asyncio.create_task(engine.generate(request)) for request in again]
+    await until(lambda: [len(state.output_ids) >= 50 for state in manager.rid_to_state.values()] == [True] * 3)
+    await manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
+    await manager.continue_generation(io_struct.ContinueGenerationReqInput())
+    outputs = await asyncio.gather(*tasks)
+    assert retractions[-3:] == [1, 1, 1]
+    assert outputs[0].token_ids.tolist() == list(range(1, 251))
+    assert len({*PROMPT, *outputs[1].token_ids.tolist()}) == len(PROMPT) + 250
+    for output, before in zip(outputs, straight, strict=True):
+        assert output.token_ids.tolist() == before.token_ids.tolist()
+        for name, rows in before.token_arrays.items():
+            np.testing.assert_allclose(output.token_arrays[name], rows, atol=5e-3)
+
+
+async def test_scaled_logprobs_and_states_with_overlap(engine: Kept, judge: Judge) -> None:
+    options = LogprobOptions(token_ids=tuple(range(320)), kind="scaled", prompt=True)
+    schedule = (processor("temperature_schedule", points=[[0, 0.5], [20, 2.0]]),)
+    request = ask(
+        PROMPT,
+        25,
+        wanted=Wanted(logprobs=options, logit_processors=schedule, hidden_states="all", seed=3),
+        temperature=3,
+    )
+    output, *_ = await asyncio.gather(engine.generate(request), drawn(engine, [None] * 5, 40))
+    tokens = [*PROMPT, *output.token_ids.tolist()]
+    raw = judged(judge.models[0], tokens)[len(PROMPT) - 1 : -1]
+    scaled = raw / np.interp(np.arange(25), [0, 20], [0.5, 2.0])[:, None]
+    expected = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
+    np.testing.assert_allclose(output.token_arrays["id_logprobs"], expected, atol=TOLERANCE)
+    prompt = judged(judge.models[0], PROMPT, 3.0)[np.arange(len(PROMPT) - 1), PROMPT[1:]]
+    np.testing.assert_allclose(output.arrays["prompt_logprobs"][1:], prompt, atol=TOLERANCE)
+    states = judged_states(judge.models[0], tokens)[len(PROMPT) - 1 : -1]
+    np.testing.assert_allclose(output.token_arrays["hidden_states"], states, atol=5e-3)
+
+
+async def test_routed_experts_with_a_prefix_from_the_cache(engine: Kept, judge: Judge) -> None:
+    prompt = np.random.default_rng(4).integers(0, 320, 100).tolist()
+    for part in ((), (1, 2)):
+        request = ask([*prompt, *part], 20, wanted=Wanted(routed_experts=True, seed=1))
+        output, plain = await asyncio.gather(engine.generate(request), engine.generate(ask(prompt, 9, wanted=Wanted())))
+        assert plain.token_arrays == plain.arrays == {}
+        expected = routes(judge.models[0], [*request.token_ids.tolist(), *output.token_ids.tolist()])
+        check_routes(output.token_arrays["routed_experts"], expected[request.token_ids.size - 1 : -1])
+        check_routes(output.arrays["prompt_routed_experts"], expected[: request.token_ids.size])
+    assert output.cached_tokens > 90
+
+
+async def test_the_examples_of_the_documentation_run(engine: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[4] / "docs" / "logits.md").read_text()
+    names: dict[str, Any] = {}
+    with EmbeddedRedis() as server:
+        monkeypatch.setenv("ROLLOUTMQ_REDIS", server.url)
+        async with worker(server.url, engine=engine, max_running=8):
+            try:
+                for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+                    await asyncio.to_thread(exec, code, names)
+            finally:
+                await asyncio.to_thread(names["client"].close)
+    assert len(names["again"]) == 2  # it came to the last one
+
+
+def check_result(judge: Judge, prompt: list[int], result: RolloutResult) -> None:
+    """Each row is of the weights that its segment names, each leg having computed everything before it anew."""
+    count = result.token_ids.size
+    assert count == TOKENS
+    segments = [(segment.version, segment.tokens) for segment in result.segments]
+    expected = judge.logprobs(prompt, result.token_ids, segments, keep=False)
+    rows = np.arange(count)
+    assert result.logprobs is not None
+    np.testing.assert_allclose(result.logprobs, expected[rows, result.token_ids], atol=TOLERANCE)
+    np.testing.assert_allclose(result.token_arrays["id_logprobs"], expected[:, [4, 100]], atol=TOLERANCE)
+    best = np.sort(expected)[:, ::-1][:, :3]
+    np.testing.assert_allclose(result.token_arrays["top_logprobs"], best, atol=TOLERANCE)
+    ids = result.token_arrays["top_ids"].astype(int)
+    np.testing.assert_allclose(np.take_along_axis(expected, ids, 1), best, atol=TOLERANCE)
+    states, start = result.token_arrays["hidden_states"], 0
+    for version, tokens in segments:
+        fed = [*prompt, *result.token_ids[: start + tokens].tolist()]
+        of_leg = judged_states(judge.models[version], fed)[len(prompt) + start - 1 : -1]
+        np.testing.assert_allclose(states[start : start + tokens], of_leg, atol=1e-2)
+        check_routes(
+            result.token_arrays["routed_experts"][start : start + tokens],
+            routes(judge.models[version], fed)[len(prompt) + start - 1 : -1],
+        )
+        start += tokens
+    check_routes(result.arrays["prompt_routed_experts"], routes(judge.models[segments[0][0]], prompt))
+    first = judged(judge.models[segments[0][0]], prompt)[np.arange(len(prompt) - 1), prompt[1:]]
+    assert result.arrays.keys() == {
+        "prompt_routed_experts",
+        "prompt_logprobs",
+        "prompt_top_ids",
+        "prompt_top_logprobs",
+        "prompt_id_logprobs",
+    }
+    np.testing.assert_allclose(result.arrays["prompt_logprobs"], [np.nan, *first], atol=TOLERANCE)
+
+
+async def test_rows_join_over_a_weight_update_in_a_pool(engine: Kept, judge: Judge, versions: list[Path]) -> None:
+    """Two samples of a seeded job with logprobs of all kinds, states, a processor; the weights change under them.
+
+    Last of this file: the engine has other weights afterwards.
+    """
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    [prompt] = prompts(1, length=20)
+    job = GenerateJob(
+        token_ids=prompt,
+        n=2,
+        sampling=SamplingParams(max_new_tokens=TOKENS, ignore_eos=True),
+        logprobs=LogprobOptions(top=3, token_ids=(4, 100), prompt=True),
+        hidden_states="all",
+        routed_experts=True,
+        logit_processors=(processor("temperature_schedule", points=[[0, 0.5], [TOKENS, 1.5]]),),
+        seed=5,
+    )
+    with EmbeddedRedis() as server:
+        publisher = await asyncio.to_thread(lambda: WeightPublisher(server.url, mode="resume"))
+        try:
+            async with worker(server.url, engine=engine, max_running=8), RolloutClient(server.url) as client:
+                handle = await client.submit(job)
+                states = engine._run.manager.rid_to_state
+                await until(lambda: [len(state.output_ids) >= 50 for state in states.values()] == [True, True])
+                report = await asyncio.to_thread(
+                    lambda: publisher.publish(1, load_file(versions[1] / "model.safetensors")).wait(60)
+                )
+                assert (report.state, report.failures) == ("committed", {})
+                results = await client.wait(handle, 120)
+                unknown = GenerateJob(token_ids=prompt, logit_processors=(processor("softcap"),))
+                with pytest.raises(
+                    JobFailed, match=r"logit_processors\[0\].name='softcap': this worker has action_mask"
+                ):
+                    await client.wait(await client.submit(unknown), 60)
+        finally:
+            await asyncio.to_thread(publisher.close)
+    assert [result.versions for result in results] == [(0, 1)] * 2
+    assert results[0].token_ids.tolist() != results[1].token_ids.tolist()
+    for result in results:
+        check_result(judge, prompt, result)
+
+
+async def test_the_hash_that_draws_is_murmur_hash_3(engine: Kept) -> None:
+    """As SGLang's kernels have it: the four words of seed, position and column, and their 16 bytes."""
+    import torch  # noqa: PLC0415
+
+    from rolloutmq.worker.sglang.inside.cpu_sampling import murmur_hash32  # noqa: PLC0415
+
+    def expected(words: list[int]) -> int:
+        state = 0
+        for word in words:
+            block = word * 0xCC9E2D51 % 2**32
+            block = (block << 15 | block >> 17) % 2**32 * 0x1B873593 % 2**32
+            state ^= block
+            state = ((state << 13 | state >> 19) % 2**32 * 5 + 0xE6546B64) % 2**32
+        state ^= 16
+        state = (state ^ state >> 16) * 0x85EBCA6B % 2**32
+        state = (state ^ state >> 13) * 0xC2B2AE35 % 2**32
+        return state ^ state >> 16
+
+    seeds, positions, columns = [1, 2**62 + 12345, 2**63 - 1], [0, 5, 70_000], [0, 1, 319, 151_935]
+    found = murmur_hash32(torch.tensor(seeds).to(torch.uint64), torch.tensor(positions), torch.tensor(columns))
+    assert found.dtype == torch.uint32
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        assert found[row].tolist() == [expected([seed % 2**32, seed >> 32, position, column]) for column in columns]

@@ -1,0 +1,89 @@
+"""In-place updates on real parts: publisher, Redis, a worker process with SGLang; what results say of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support.pools.in_place import Judge, check_crossing, prompts, write_versions
+from support.pools.worker_process import WorkerProcess
+
+from rolloutmq import BlockingRolloutClient, GenerateJob, JobHandle, SamplingParams, WeightPublisher
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+RUNNING = 6
+TOKENS = 1000
+TOLERANCE = 2e-3
+"""Of a log-probability; both sides compute in float32, in batches of different shapes."""
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    if find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed")
+    return write_versions(tmp_path_factory.mktemp("in-place-pool"), 3)
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with EmbeddedRedis() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def worker(versions: list[Path], redis_url: str) -> Iterator[WorkerProcess]:
+    options = ("--dtype", "float32", "--max-running", str(RUNNING + 1), "--drain", "5")
+    started = WorkerProcess(versions[0], redis_url, versions[0].with_name("worker.log"), *options)
+    try:
+        started.wait_joined()
+        yield started
+    finally:
+        started.kill()
+
+
+def submit(client: BlockingRolloutClient, asked: list[list[int]], count: int) -> list[JobHandle]:
+    sampling = SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True)
+    return client.submit_many(GenerateJob(token_ids=prompt, sampling=sampling) for prompt in asked)
+
+
+def publish(publisher: WeightPublisher, version: int, versions: list[Path], worker: WorkerProcess) -> None:
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    report = publisher.publish(version, load_file(versions[version])).wait(60)
+    assert (report.state, report.workers, report.failures) == ("committed", (worker.worker_id,), {})
+
+
+def test_results_say_exactly_which_weights_sampled_each_token_of_kept_kv(
+    worker: WorkerProcess, redis_url: str, versions: list[Path]
+) -> None:
+    """Two updates under running requests: tokens after each extend the KV that older weights left."""
+    judge, [*asked, other] = Judge(versions), prompts(RUNNING + 1)
+    with (
+        BlockingRolloutClient(redis_url) as client,
+        WeightPublisher(redis_url, mode="in_place", bucket_bytes=200_000) as publisher,
+    ):
+        jobs = submit(client, asked, TOKENS)
+        while sum(status.running for status in client.workers()) < RUNNING:
+            pass
+        for version in range(3):
+            if version:
+                publish(publisher, version, versions, worker)
+            # A prompt that older weights have left in the cache; and while it runs the others get their tokens too.
+            (beside,) = client.wait(submit(client, [other], 24)[0], 60)
+            assert beside.versions == (version,)
+            assert judge.error(other, beside, [(version, 24)]) < TOLERANCE
+        results = [client.wait(job, 120)[0] for job in jobs]
+        certain = 0
+        for prompt, result in zip(asked, results, strict=True):
+            assert (result.versions, len(result.token_ids)) == ((0, 1, 2), TOKENS)
+            assert result.attempt == 1
+            certain += check_crossing(judge, prompt, result, list(result.segments), TOLERANCE)
+        assert certain >= RUNNING // 2  # the counts are exact, not only about right
+        # What is cached of these prompts is of no one version: it is not used again.
+        for prompt, job in zip(asked, submit(client, asked, 24), strict=True):
+            (result,) = client.wait(job, 60)
+            assert result.versions == (2,)
+            assert judge.error(prompt, result, [(2, 24)]) < TOLERANCE

@@ -1,0 +1,55 @@
+"""A job that is late or not wanted any more leaves the engine at once, not with the next heartbeat."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from support.pools.pool import eventually, worker
+from support.specimens.messages import tokens
+
+from rolloutmq import JobFailed, RolloutClient, SamplingParams
+from rolloutmq.messages.broker.lease import Lease
+from rolloutmq.messages.errors import RedisUnavailable
+from rolloutmq.worker.scripted.engine import ScriptedEngine
+
+LONG = SamplingParams(max_new_tokens=1000)
+
+
+def slow() -> ScriptedEngine:
+    return ScriptedEngine(tokens_per_s=1.0)
+
+
+async def test_a_late_job_frees_its_slots_at_its_deadline(redis_db: str, client: RolloutClient) -> None:
+    """With a heartbeat a second; a job that comes later may be due sooner."""
+    engine = slow()
+    async with worker(redis_db, engine=engine, lease_s=30.0) as running:
+        later = await client.submit(tokens(sampling=LONG, deadline_s=60.0))
+        soon = await client.submit(tokens(sampling=LONG, deadline_s=0.3, n=3))
+        await eventually(lambda: running.worker._generation.running == 4)
+        began = time.monotonic()
+        with pytest.raises(JobFailed, match="expired: its deadline passed while it was running"):
+            await client.wait(soon, 5)
+        await eventually(lambda: len(engine._running) == 1)
+        assert time.monotonic() - began < 0.8
+        await client.cancel([later])
+        await eventually(lambda: not engine._running, 0.8)
+
+
+async def test_the_slots_are_free_even_if_redis_cannot_be_told(
+    redis_db: str, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis ends the job itself then; its client is told once."""
+
+    async def silent(*_: object) -> bool:
+        raise RedisUnavailable("no answer")
+
+    monkeypatch.setattr(Lease, "expire", silent)
+    engine = slow()
+    async with worker(redis_db, engine=engine):
+        job = await client.submit(tokens(sampling=LONG, deadline_s=0.2))
+        await eventually(lambda: engine._running)
+        await eventually(lambda: not engine._running, 0.8)
+        with pytest.raises(JobFailed, match="expired"):
+            await client.wait(job, 5)
+        assert (await client.load()).expired == 1

@@ -1,0 +1,122 @@
+"""What counts as too little memory, and how often, after which pauses and beside how many others it is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from support.pools.pool import eventually
+from support.specimens.messages import job
+
+from rolloutmq.messages.errors import EngineDead, EngineError
+from rolloutmq.worker import generation as module
+from rolloutmq.worker.engine.protocol import EngineRequest
+from rolloutmq.worker.generation import Generation
+from rolloutmq.worker.jobs.sample import SampleRun
+from rolloutmq.worker.pressure import RETRIES_S, Pressure, is_out_of_memory
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB",
+        "Out of memory even after retracting all other requests in the decode batch. Aborting the last request.",
+        "Prefill out of memory. Try to lower your batch size.",
+        "alloc_req_slots runs out of memory. Please set a smaller number for `--max-running-requests`.",
+        "Beam search group aborted: KV cache pool is full. Beam",
+        "Retracted under decode memory pressure without a KV backup. Retry later.",
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
+        "std::bad_alloc",
+        "Not enough memory. Please try to increase --mem-fraction-static.",
+    ],
+)
+def test_texts_of_sglang_and_torch(text: str) -> None:
+    assert is_out_of_memory(EngineError(f"SGLang failed on the request: {text}"))
+
+
+@pytest.mark.parametrize(
+    "text", ["no such token", "the request timed out", "memory_saver is off", "CUDA error: assert"]
+)
+def test_other_troubles(text: str) -> None:
+    assert not is_out_of_memory(EngineError(text))
+
+
+def test_halved_and_grown_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pressure = Pressure(16)
+    pressure.grow()
+    assert pressure.slots == 16
+    slots = []
+    for _ in range(6):
+        pressure.relieve()
+        slots.append(pressure.slots)
+    assert slots == [8, 4, 2, 1, 1, 1]
+    pressure.grow()
+    assert pressure.slots == 1  # not so soon
+    monkeypatch.setattr("rolloutmq.worker.pressure.GROW_S", 0.0)
+    slots = []
+    for _ in range(9):
+        time.sleep(0.001)  # the clock must move for "longer ago than"
+        pressure.grow()
+        slots.append(pressure.slots)
+    assert slots == [3, 5, 7, 9, 11, 13, 15, 16, 16]
+
+
+class Full:
+    """An engine that never has enough memory."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.times: list[float] = []
+
+    async def generate(self, request: EngineRequest) -> Any:
+        self.times.append(time.monotonic())
+        await asyncio.sleep(0)
+        raise self.error
+
+
+def runs(count: int) -> list[SampleRun]:
+    return [SampleRun(each, each.token_ids, 0, 1, 0.0) for each in (job() for _ in range(count))]
+
+
+async def test_three_tries_and_then_it_is_another_workers_turn() -> None:
+    assert RETRIES_S == (0.5, 1.0, 2.0)
+    engine, failed, dead = Full(EngineError("CUDA out of memory")), [], []
+    generation = Generation(
+        engine,  # type: ignore[arg-type]
+        8,
+        on_finished=lambda run: None,
+        on_refused=lambda run, error: None,
+        on_failed=lambda run, error: failed.append(run),
+        on_dead=lambda: dead.append(1),
+    )
+    generation.add(runs(1))
+    await eventually(lambda: failed, timeout=30.0)
+    pauses = [later - earlier for earlier, later in zip(engine.times, engine.times[1:], strict=False)]
+    assert len(pauses) == len(RETRIES_S)
+    for pause, wanted in zip(pauses, RETRIES_S, strict=True):
+        assert wanted - 0.01 <= pause < wanted + 5.0
+    assert (generation.pressure.slots, dead) == (1, [])
+
+
+async def test_one_incident_halves_once_and_other_errors_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRIES_S", (60.0,))
+    failed: list[Any] = []
+    for error, slots, gave_up in (
+        (EngineError("out of memory"), 8, 0),
+        (EngineError("something else"), 16, 16),
+        (EngineDead("out of memory"), 16, 0),
+    ):
+        failed.clear()
+        generation = Generation(
+            Full(error),  # type: ignore[arg-type]
+            16,
+            on_finished=lambda run: None,
+            on_refused=lambda run, error: None,
+            on_failed=lambda run, error: failed.append(run),
+            on_dead=lambda: None,
+        )
+        generation.add(runs(16))
+        await eventually(lambda generation=generation: generation.running == 0)
+        assert (generation.pressure.slots, len(failed)) == (slots, gave_up)

@@ -1,0 +1,244 @@
+"""Which version sampled which token when weights change under running legs, and what waits meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+from support.pools.pool import eventually
+
+from rolloutmq.messages.errors import EngineDead
+from rolloutmq.messages.model.jobs import GenerateJob
+from rolloutmq.messages.model.results import Segment
+from rolloutmq.messages.model.sampling import SamplingParams
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest, Progress
+from rolloutmq.worker.generation import Generation
+from rolloutmq.worker.jobs.legs import Leg
+from rolloutmq.worker.jobs.sample import SampleRun
+
+
+def tokens(count: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(count, dtype=np.int32), -np.arange(count, dtype=np.float32)
+
+
+class ManualEngine:
+    """Requests end when the test says so, with as many tokens as it says."""
+
+    def __init__(self) -> None:
+        self.requests: list[EngineRequest] = []
+        self.ends: dict[str, asyncio.Future[EngineOutput]] = {}
+        self.made: dict[str, int] = {}
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        self.requests.append(request)
+        self.ends[request.request_id] = asyncio.get_running_loop().create_future()
+        return await self.ends[request.request_id]
+
+    def progress(self, request_id: str, start: int = 0) -> Progress | None:
+        token_ids, logprobs = tokens(self.made.get(request_id, 0))
+        return Progress(token_ids[start:], logprobs[start:])
+
+    def end(self, request_id: str, count: int, reason: str = "length") -> None:
+        self.ends[request_id].set_result(EngineOutput(*tokens(count), reason))  # type: ignore[arg-type]
+
+    def abort_all(self) -> None:
+        for request_id, end in self.ends.items():
+            if not end.done():
+                self.end(request_id, self.made.get(request_id, 0), "abort")
+
+
+class Bench:
+    """Samples running on a ManualEngine."""
+
+    def __init__(self, slots: int = 8) -> None:
+        self.engine = ManualEngine()
+        self.finished: list[SampleRun] = []
+        self.deaths = 0
+        self.generation = Generation(
+            self.engine,  # type: ignore[arg-type]
+            slots,
+            on_finished=self.finished.append,
+            on_refused=lambda sample, error: pytest.fail(str(error)),
+            on_failed=lambda sample, error: pytest.fail(str(error)),
+            on_dead=self._died,
+        )
+        self.generation.version = 1
+
+    def _died(self) -> None:
+        self.deaths += 1
+
+    async def run(self, count: int) -> tuple[list[SampleRun], list[str]]:
+        """Samples that run, and their request ids."""
+        before = len(self.engine.requests)
+        job = GenerateJob(token_ids=[1, 2], n=count, sampling=SamplingParams(max_new_tokens=100))
+        samples = [SampleRun(job, np.array([1, 2], np.int32), i, 1, 0.0) for i in range(count)]
+        self.generation.add(samples)
+        await eventually(lambda: len(self.engine.requests) == before + count)
+        return samples, [request.request_id for request in self.engine.requests[before:]]
+
+
+@pytest.mark.parametrize(
+    ("switches", "count", "expected"),
+    [
+        ([], 5, [(1, 5)]),
+        ([], 0, []),
+        ([(2, 0)], 5, [(2, 5)]),
+        ([(2, 3)], 5, [(1, 3), (2, 2)]),
+        ([(2, 5)], 5, [(1, 5)]),
+        ([(2, 9)], 5, [(1, 5)]),  # ended in the batch that ran at the switch, before its last tokens
+        ([(2, 3), (3, 4)], 6, [(1, 3), (2, 1), (3, 2)]),
+        ([(2, 3), (3, 3)], 6, [(1, 3), (3, 3)]),
+        ([(2, 0), (3, 0)], 2, [(3, 2)]),
+        ([(2, 3), (3, 9)], 4, [(1, 3), (2, 1)]),
+    ],
+)
+def test_segments_of_a_leg(switches: list[tuple[int, int]], count: int, expected: list[tuple[int, int]]) -> None:
+    leg = Leg("a", 1)
+    for version, at in switches:
+        leg.switch(version, at)
+    assert leg.segments(count) == [Segment(*pair) for pair in expected]
+
+
+async def test_legs_that_end_during_a_switch_wait_and_are_told_apart() -> None:
+    bench = Bench()
+    (before, during, after), ids = await bench.run(3)
+    async with bench.generation.switching():
+        bench.engine.end(ids[0], 10)  # ended before the switch: the engine does not count it
+        bench.engine.end(ids[1], 20)
+        for _ in range(10):
+            await asyncio.sleep(0)  # everything that could happen now does
+        assert bench.finished == []
+        assert bench.generation.running == 3
+        bench.generation.switched(2, {ids[1]: 15, ids[2]: 16})
+        assert bench.finished == []
+    bench.engine.end(ids[2], 30)
+    await eventually(lambda: len(bench.finished) == 3)
+    assert before.segments == [Segment(1, 10)]
+    assert during.segments == [Segment(1, 15), Segment(2, 5)]
+    assert after.segments == [Segment(1, 16), Segment(2, 14)]
+    assert after.tokens.tolist() == list(range(30))
+    assert bench.generation.generated_tokens == 60
+    assert bench.deaths == 0
+
+
+async def test_two_switches_in_one_leg_and_the_next_leg_is_new() -> None:
+    bench = Bench()
+    (sample,), (first,) = await bench.run(1)
+    for version, at in ((2, 4), (3, 9)):
+        async with bench.generation.switching():
+            bench.generation.switched(version, {first: at})
+    bench.engine.end(first, 12, "abort")
+    await eventually(lambda: len(bench.engine.requests) == 2)
+    second = bench.engine.requests[1]
+    assert (second.cache_key, second.max_new_tokens) == ("3", 88)
+    bench.engine.end(second.request_id, 88)
+    await eventually(lambda: bench.finished)
+    assert sample.segments == [Segment(1, 4), Segment(2, 5), Segment(3, 91)]
+
+
+async def test_the_gate_is_shut_during_a_switch_and_what_waited_starts_under_the_new_version() -> None:
+    bench = Bench(slots=2)
+    job = GenerateJob(token_ids=[1], n=4, sampling=SamplingParams(max_new_tokens=5))
+    bench.generation.add([SampleRun(job, np.array([1], np.int32), i, 1, 0.0) for i in range(4)])
+    assert bench.engine.requests == []  # their tasks have not run yet
+    async with bench.generation.switching():
+        assert len(bench.engine.requests) == 2  # now they have: the engine hears of them before it hears of the switch
+        ids = [request.request_id for request in bench.engine.requests]
+        for request_id in ids:
+            bench.engine.end(request_id, 5)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(bench.engine.requests) == 2
+        bench.generation.switched(2, dict.fromkeys(ids, 5))
+    await eventually(lambda: len(bench.engine.requests) == 4)
+    assert [request.cache_key for request in bench.engine.requests] == ["1", "1", "2", "2"]
+
+
+async def test_nothing_of_a_running_leg_is_saved_during_a_switch() -> None:
+    bench = Bench()
+    (sample,), (request_id,) = await bench.run(1)
+    bench.engine.made[request_id] = 6
+    piece = sample.unsaved(bench.engine.progress)
+    assert piece is not None
+    assert piece.partial.segments == (Segment(1, 6),)
+    sample.keep_saved(piece)
+    async with bench.generation.switching():
+        bench.engine.made[request_id] = 12
+        assert sample.unsaved(bench.engine.progress) is None
+        bench.generation.switched(2, {request_id: 8})
+    piece = sample.unsaved(bench.engine.progress)
+    assert piece is not None
+    assert (piece.partial.start, piece.partial.segments) == (6, (Segment(1, 2), Segment(2, 4)))
+    sample.keep_saved(piece)
+    bench.engine.made[request_id] = 15
+    piece = sample.unsaved(bench.engine.progress)
+    assert piece is not None
+    assert (piece.partial.start, piece.partial.segments) == (12, (Segment(2, 3),))
+    bench.engine.end(request_id, 20)
+    await eventually(lambda: bench.finished)
+    assert sample.segments == [Segment(1, 8), Segment(2, 12)]
+
+
+async def test_a_commit_that_fails_with_the_weights_intact_changes_nothing() -> None:
+    bench = Bench()
+    (ended, running), ids = await bench.run(2)
+    async with bench.generation.switching():
+        bench.engine.end(ids[0], 7)
+    bench.engine.end(ids[1], 9)
+    await eventually(lambda: len(bench.finished) == 2)
+    assert bench.generation.version == 1
+    assert ended.segments == [Segment(1, 7)]
+    assert running.segments == [Segment(1, 9)]
+
+
+@pytest.mark.parametrize("how", ["said", "raised"])
+async def test_what_half_written_weights_may_have_sampled_is_thrown_away(how: str) -> None:
+    bench = Bench()
+    (ended, running), ids = await bench.run(2)
+    bench.engine.made[ids[1]] = 5
+    with contextlib.suppress(EngineDead):
+        async with bench.generation.switching():
+            bench.engine.end(ids[0], 7)
+            await asyncio.sleep(0)
+            if how == "raised":
+                raise EngineDead("gone")
+            bench.generation.spoiled()
+    assert running.unsaved(bench.engine.progress) is None
+    bench.engine.end(ids[1], 9)
+    await eventually(lambda: len(bench.generation.died_with) == 2)
+    assert bench.finished == []
+    assert [len(sample.tokens) for sample in (ended, running)] == [0, 0]
+    assert bench.deaths == 2
+
+
+async def test_an_engine_that_dies_during_a_switch_keeps_nobody_waiting() -> None:
+    bench = Bench()
+    (sample,), (request_id,) = await bench.run(1)
+    async with bench.generation.switching():
+        bench.engine.ends[request_id].set_exception(EngineDead("gone"))
+        await eventually(lambda: bench.generation.died_with)
+        assert bench.generation.died_with == [sample]
+        assert bench.generation.running == 0
+
+
+async def test_an_interruption_waits_for_the_switch() -> None:
+    bench = Bench()
+    (sample,), (request_id,) = await bench.run(1)
+    bench.engine.made[request_id] = 5
+    async with bench.generation.switching():
+        bench.generation.close_gate("drain")
+        stopping = asyncio.create_task(bench.generation.interrupt(5))
+        await eventually(bench.engine.ends[request_id].done)
+        assert not stopping.done()
+        bench.generation.switched(2, {request_id: 3})
+    assert await stopping
+    assert sample.segments == [Segment(1, 3), Segment(2, 2)]
+
+
+async def test_weights_are_switched_only_inside_a_switch() -> None:
+    bench = Bench()
+    with pytest.raises(RuntimeError, match="inside"):
+        bench.generation.switched(2, {})
+    assert bench.generation.version == 1
