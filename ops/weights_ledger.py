@@ -9,7 +9,7 @@ from typing import Any
 
 from ..messages.broker.broker import Broker
 from ..sync.transfer.ledger import Ledger
-from ..sync.transfer.ledger_view import LedgerView, Transfer, VersionRecord
+from ..sync.transfer.ledger_view import LedgerView, TransferRecord, VersionRecord
 from .cli.errors import printable
 from .redis.access import connected
 
@@ -52,7 +52,7 @@ def _plain(record: VersionRecord) -> Plain:
     }
 
 
-def _transfer(transfer: Transfer) -> Plain:
+def _transfer(transfer: TransferRecord) -> Plain:
     said = transfer.epoch.announcement.model_dump(mode="json", exclude={"version", "epoch"})
     return {
         "epoch": transfer.number,

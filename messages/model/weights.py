@@ -26,7 +26,7 @@ class TensorSpec(BaseModel):
     """One tensor of a version and where its bytes are in the transfer.
 
     dtype: torch's name without the prefix ("bfloat16"). offset, nbytes: position in bucket number `bucket`.
-    digest: see sync/tensors/digest.py; 16 hex digits.
+    digest: see sync/tensors/digester.py; 16 hex digits.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -23,7 +23,7 @@ from ...messages.errors import DigestMismatch, InvalidField, MalformedMessage, T
 from ...messages.model.weights import WeightAnnouncement, WeightManifest
 from ...messages.redis.bell import Bell
 from ...messages.wire.codec import encode
-from ..tensors.digest import Digester, hex_of, values_of
+from ..tensors.digester import Digester, hex_of, values_of
 from ..tensors.snapshot import Snapshot, unpack
 from ..transfer.ledger import Join, Ledger
 from ..transfer.patience import Patience

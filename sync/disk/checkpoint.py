@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...messages.errors import DigestMismatch, InvalidField
 from ...messages.model.weights import TensorSpec, WeightManifest
-from ..tensors.digest import Digester, digest, hex_of
+from ..tensors.digester import Digester, digest, hex_of
 from ..tensors.places import BUCKET_BYTES, Place, Planner, dtype_name
 from .draft import INDEX
 from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors

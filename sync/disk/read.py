@@ -145,7 +145,7 @@ class DiskVersion:
             _read_into(fd, shard.starts[spec.name], memoryview(flat.numpy()), shard.name)
 
     def _check(self, spec: TensorSpec, flat: torch.Tensor) -> None:
-        from ..tensors.digest import digest  # noqa: PLC0415
+        from ..tensors.digester import digest  # noqa: PLC0415
 
         found = digest(flat)
         if found != spec.digest:

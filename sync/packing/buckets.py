@@ -8,7 +8,7 @@ import torch
 
 from ...messages.errors import InvalidField
 from ..tensors.copies import Copies
-from ..tensors.digest import Digester
+from ..tensors.digester import Digester
 from ..tensors.places import ALIGN, Place, padded
 
 Keep = Literal["auto", "device", "host"]

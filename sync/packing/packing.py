@@ -9,7 +9,7 @@ import torch
 
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.model.weights import TensorSpec, WeightManifest
-from ..tensors.digest import hex_of
+from ..tensors.digester import hex_of
 from ..tensors.places import BUCKET_BYTES, LONGEST_NAME, Place, Places, Planner, dtype_name
 from ..tensors.snapshot import Snapshot
 from .buckets import Buckets, Keep

@@ -15,7 +15,7 @@ import torch
 from ...messages.errors import DigestMismatch
 from ...messages.model.weights import WeightManifest
 from ..plan.plan import Bound, CopyPlan, PlanImpossible
-from ..tensors.digest import Digester, digests, hex_of
+from ..tensors.digester import Digester, digests, hex_of
 from ..tensors.snapshot import unpack
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 from ...messages.errors import DigestMismatch, WeightSyncError
 from ...messages.model.weights import WeightManifest
 from ..plan.plan import CopyPlan
-from ..tensors.digest import Digester, hex_of
+from ..tensors.digester import Digester, hex_of
 from ..transfer.order import TransferReport
 from .pending import Pending
 

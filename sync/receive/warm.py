@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from ..tensors.copies import Copies
-from ..tensors.digest import Digester
+from ..tensors.digester import Digester
 
 
 @cache

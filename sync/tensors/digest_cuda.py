@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .digest import (
+from .digester import (
     BYTE_PATTERNS,
     CHUNK_WORDS,
     COUNTED,

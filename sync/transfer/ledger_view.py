@@ -14,7 +14,7 @@ PAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TransferRecord:
     """One epoch of a version."""
 
     number: int
@@ -47,7 +47,7 @@ class VersionRecord:
     state: str
     announced_at: float | None
     ended_at: float | None
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[TransferRecord, ...]
 
 
 class LedgerView:
@@ -58,7 +58,7 @@ class LedgerView:
 
     async def versions(self, limit: int = 20) -> list[VersionRecord]:
         """The newest `limit` ones, newest first."""
-        found: dict[int, list[Transfer]] = {}
+        found: dict[int, list[TransferRecord]] = {}
         async for transfer in self._transfers():
             version = transfer.epoch.announcement.version
             if version not in found and len(found) == limit:
@@ -72,7 +72,7 @@ class LedgerView:
             raise InvalidField("version", version, "at least 1; 0 is the model as workers load it from disk")
         if not await self._ledger.version_state(version):
             raise WeightSyncError(f"the ledger knows no version {version}: never announced, or more than a week ago")
-        found: list[Transfer] = []
+        found: list[TransferRecord] = []
         others = 0  # since its last transfer: one version's are close together
         async for transfer in self._transfers():
             others += 1
@@ -83,7 +83,7 @@ class LedgerView:
                 break
         return await self._record(version, found)
 
-    async def _transfers(self) -> AsyncIterator[Transfer]:
+    async def _transfers(self) -> AsyncIterator[TransferRecord]:
         """Newest first, until a page of numbers has none: older ones are forgotten."""
         newest = int(await self._ledger.redis.hget(self._ledger.keys.weights, "epochs") or 0)
         missing = 0
@@ -95,11 +95,11 @@ class LedgerView:
             if epoch is not None:
                 missing = 0
                 if not epoch.announcement.adapter:
-                    yield Transfer(number, epoch)
+                    yield TransferRecord(number, epoch)
             elif (missing := missing + 1) >= PAGE:
                 return
 
-    async def _record(self, version: int, transfers: list[Transfer]) -> VersionRecord:
+    async def _record(self, version: int, transfers: list[TransferRecord]) -> VersionRecord:
         raw = await self._ledger.redis.hgetall(self._ledger.keys.version(version))
         return VersionRecord(
             version=version,

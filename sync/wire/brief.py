@@ -15,7 +15,7 @@ import torch
 
 from ...messages.errors import DigestMismatch
 from ...messages.model.weights import TensorSpec, WeightManifest
-from ..tensors.digest import hex_of, values_of
+from ..tensors.digester import hex_of, values_of
 
 NAME_BYTES = 16
 _SHOWN = 16

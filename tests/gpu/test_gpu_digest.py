@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rolloutmq.sync.tensors import digest as module
-from rolloutmq.sync.tensors.digest import Digester, digest, digests, hex_of
+from rolloutmq.sync.tensors import digester as module
+from rolloutmq.sync.tensors.digester import Digester, digest, digests, hex_of
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

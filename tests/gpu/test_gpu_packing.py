@@ -23,7 +23,7 @@ from torch import nn
 
 from rolloutmq.sync.packing.buckets import release_host_memory
 from rolloutmq.sync.packing.packing import PackedWeights
-from rolloutmq.sync.tensors.digest import digest
+from rolloutmq.sync.tensors.digester import digest
 from rolloutmq.sync.tensors.snapshot import Snapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

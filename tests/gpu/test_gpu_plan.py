@@ -12,7 +12,7 @@ from support.engines.plan_models import EXPERTS, assert_exact, findings, write_m
 
 from rolloutmq.sync.packing.packing import PackedWeights
 from rolloutmq.sync.plan.plan import CopyPlan
-from rolloutmq.sync.tensors.digest import digest
+from rolloutmq.sync.tensors.digester import digest
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3, "vocab_size": 32_000}

@@ -149,7 +149,7 @@ class ScriptedOps:
     def _audit(self, params: Mapping[str, Any]) -> dict[str, Any]:
         import torch  # noqa: PLC0415
 
-        from ...sync.tensors.digest import digest  # noqa: PLC0415
+        from ...sync.tensors.digester import digest  # noqa: PLC0415
 
         weights, most = dict(self.weights()), int(params["names"])
         values = {name: digest(tensor.contiguous()) for name, tensor in weights.items()}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from rolloutmq.sync.packing.packing import PackedWeights
 from rolloutmq.sync.plan.plan import CopyPlan, PlanImpossible
-from rolloutmq.sync.tensors.digest import digest
+from rolloutmq.sync.tensors.digester import digest
 
 BUCKET_BYTES = 100_000
 """Small, so that fused parameters are put together from several buckets."""

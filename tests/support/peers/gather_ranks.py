@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rolloutmq.messages import InvalidField
 from rolloutmq.sync.packing import buckets
 from rolloutmq.sync.packing.packing import PackedWeights
-from rolloutmq.sync.tensors.digest import digest
+from rolloutmq.sync.tensors.digester import digest
 
 CASES: list[Callable[[int], Any]] = []
 

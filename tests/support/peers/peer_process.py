@@ -23,7 +23,7 @@ import torch
 from rolloutmq.sync.receive import layout, receiver
 from rolloutmq.sync.receive.receiver import Receiver
 from rolloutmq.sync.receive.warm import warm_up
-from rolloutmq.sync.tensors.digest import digest
+from rolloutmq.sync.tensors.digester import digest
 from rolloutmq.sync.transfer.order import TransferOrder
 from rolloutmq.sync.wire import group
 from rolloutmq.sync.wire import line as wire

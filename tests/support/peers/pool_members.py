@@ -62,7 +62,7 @@ def worker_main(pipe: Connection, told: dict[str, Any]) -> None:
 
 
 async def _work(pipe: Connection, told: dict[str, Any]) -> None:
-    from rolloutmq.sync.tensors.digest import digest  # noqa: PLC0415
+    from rolloutmq.sync.tensors.digester import digest  # noqa: PLC0415
     from rolloutmq.sync.transfer.ledger import Ledger  # noqa: PLC0415
     from rolloutmq.worker.config import WorkerConfig  # noqa: PLC0415
     from rolloutmq.worker.scripted.engine import ScriptedEngine  # noqa: PLC0415

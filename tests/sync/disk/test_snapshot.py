@@ -14,7 +14,7 @@ from rolloutmq.messages import ConfigError, InvalidField, TensorSpec, WeightMani
 from rolloutmq.sync.packing import buckets, packing
 from rolloutmq.sync.packing.gather import strip_wrappers
 from rolloutmq.sync.packing.packing import PackedWeights
-from rolloutmq.sync.tensors.digest import digest
+from rolloutmq.sync.tensors.digester import digest
 from rolloutmq.sync.tensors.places import ALIGN, Place
 from rolloutmq.sync.tensors.snapshot import Snapshot, unpack
 

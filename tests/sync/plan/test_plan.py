@@ -13,7 +13,7 @@ from rolloutmq.messages import InvalidField
 from rolloutmq.messages.model.weights import TensorSpec
 from rolloutmq.sync.packing.packing import PackedWeights
 from rolloutmq.sync.plan.plan import CopyPlan, PlanImpossible, Source
-from rolloutmq.sync.tensors.digest import digest
+from rolloutmq.sync.tensors.digester import digest
 
 WIDTH, INNER, EXPERTS, ROWS, PADDED = 8, 6, 3, 10, 12
 Tensors = dict[str, torch.Tensor]

@@ -15,7 +15,7 @@ from support.peers.peers import SHAPES, Line, Sending, expected, version
 from rolloutmq.sync.packing.packing import PackedWeights
 from rolloutmq.sync.receive.layout import Arrival, Loading
 from rolloutmq.sync.receive.receiver import CPU, Receiver
-from rolloutmq.sync.tensors.digest import digest
+from rolloutmq.sync.tensors.digester import digest
 from rolloutmq.sync.tensors.snapshot import Snapshot
 from rolloutmq.sync.tensors.staging import Staging
 from rolloutmq.sync.transfer.order import TransferReport

@@ -23,7 +23,7 @@ from rolloutmq.messages import Broker, Lease, RolloutResult, SamplingParams, Wei
 from rolloutmq.messages.model.weights import UpdateMode
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.sync.publish.publisher import PublishReport
-from rolloutmq.sync.tensors.digest import digest
+from rolloutmq.sync.tensors.digester import digest
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.rounds import ATTEMPTS, GLANCE_S, GRACE_S
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.engines.interpreter import interpreted
 
 from rolloutmq.messages.errors import InvalidField
-from rolloutmq.sync.tensors.digest import (
+from rolloutmq.sync.tensors.digester import (
     CHUNK_WORDS,
     Digester,
     chunk_factors,
@@ -224,7 +224,7 @@ def test_what_it_refuses() -> None:
 
 INTERPRETED = """
 import json, torch
-from rolloutmq.sync.tensors.digest import Digester
+from rolloutmq.sync.tensors.digester import Digester
 from rolloutmq.sync.tensors.digest_cuda import Launch
 
 torch.manual_seed(0)

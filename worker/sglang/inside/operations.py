@@ -23,7 +23,7 @@ from ....sync.plan.plan import CopyPlan
 from ....sync.receive.lend import held_tensors
 from ....sync.receive.names import checkpoint_shapes
 from ....sync.receive.receiver import Receiver
-from ....sync.tensors.digest import Digester, digests, hex_of, length_term
+from ....sync.tensors.digester import Digester, digests, hex_of, length_term
 from ....sync.tensors.places import dtype_name
 from ....sync.tensors.streams import side_stream
 from . import scheduler as sglang_scheduler

@@ -14,7 +14,7 @@ import torch
 
 from ....messages.errors import DigestMismatch, EngineError
 from ....sync.disk.errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
-from ....sync.tensors.digest import digest, digests, hex_of
+from ....sync.tensors.digester import digest, digests, hex_of
 
 FILE_BYTES = 5 << 30
 
