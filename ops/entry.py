@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command line."""
     try:
-        from .cli.main import app  # noqa: PLC0415
+        from .cli import app  # noqa: PLC0415
     except ModuleNotFoundError as error:
         if error.name in {"typer", "rich", "click"}:
             sys.exit(f"the rolloutmq command needs {error.name}: pip install 'rolloutmq[cli]'")

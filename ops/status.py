@@ -11,11 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..messages.broker.broker import Broker
-from ..messages.broker.dead_letters import DeadLetters
-from ..messages.model.jobs import PRIORITIES
-from ..sync.transfer.ledger import Ledger
-from .redis.access import connected
+from ..messages.broker import Broker, DeadLetters
+from ..messages.model import PRIORITIES
+from ..sync.transfer import Ledger
+from .redis import connected
 
 
 async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:

@@ -26,12 +26,9 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..messages.dialects.translate import job_fields
+from ..messages.dialects import job_fields
 from ..messages.errors import ConfigError, FeatureUnavailable, InvalidField
-from ..messages.model.base import as_invalid_field
-from ..messages.model.jobs import GenerateJob
-from ..messages.model.results import JobFailure, RolloutResult
-from ..messages.model.sampling import SamplingParams
+from ..messages.model import GenerateJob, JobFailure, RolloutResult, SamplingParams, as_invalid_field
 from ..producer.client import Outcome, RolloutClient
 
 SAMPLING = "sampling"

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..messages.errors import ConfigError, WeightSyncError
-from ..sync.disk.errors import NoSuchSnapshot
-from ..sync.disk.store import SnapshotStore
-from .progress_line import ProgressLine
+from ..sync.disk import NoSuchSnapshot, SnapshotStore
+from .terminal import ProgressLine
 
 
 @dataclass(frozen=True, slots=True)

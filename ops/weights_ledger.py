@@ -7,11 +7,10 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from ..messages.broker.broker import Broker
-from ..sync.transfer.ledger import Ledger
-from ..sync.transfer.ledger_view import LedgerView, TransferRecord, VersionRecord
-from .cli.errors import printable
-from .redis.access import connected
+from ..messages.broker import Broker
+from ..sync.transfer import Ledger, LedgerView, TransferRecord, VersionRecord
+from .redis import connected
+from .terminal import printable
 
 Plain = dict[str, Any]
 

@@ -10,18 +10,12 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequen
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ..messages.broker.broker import Caps, PoolLoad
+from ..messages.broker import Caps, PoolLoad
 from ..messages.errors import RolloutMQError
-from ..messages.model.jobs import GenerateJob
-from ..messages.model.results import RolloutResult
-from ..messages.model.sampling import SamplingParams
-from ..messages.model.workers import WorkerStatus
-from .calls.blocking_session import BlockingSession
-from .calls.delta import Delta
-from .calls.prompts import Prompt
-from .calls.task_calls import BlockingTaskCalls
+from ..messages.model import GenerateJob, RolloutResult, SamplingParams, WorkerStatus
+from .calls import BlockingSession, BlockingTaskCalls, Delta, Prompt
 from .client import RolloutClient
-from .inbox.outcomes import Group, JobHandle, Outcome
+from .inbox import Group, JobHandle, Outcome
 
 T = TypeVar("T")
 

@@ -11,22 +11,15 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from ..messages.broker.broker import Broker, Caps, PoolLoad
+from ..messages.broker import Broker, Caps, PoolLoad
 from ..messages.errors import ClientBusy, InvalidField, JobFailed, PoolBusy, RolloutMQError, WaitTimeout
 from ..messages.ids import check_client_id
-from ..messages.model.jobs import GenerateJob
-from ..messages.model.results import RolloutResult
-from ..messages.model.workers import WorkerStatus
-from ..messages.redis.connection import connect, default_url, ping
+from ..messages.model import GenerateJob, RolloutResult, WorkerStatus
+from ..messages.redis import connect, default_url, ping
 from .calls.stream import Streams
 from .calls.stream_calls import StreamCalls
 from .calls.task_calls import TaskCalls
-from .inbox.features import FeatureCheck
-from .inbox.inbox import Inbox, as_failure
-from .inbox.inboxes import Inboxes
-from .inbox.news import News
-from .inbox.outcomes import Group, JobHandle, Outcome, as_group
-from .inbox.reader import ReplyReader
+from .inbox import FeatureCheck, Group, Inbox, Inboxes, JobHandle, News, Outcome, ReplyReader, as_failure, as_group
 
 if TYPE_CHECKING:
     from .control import PoolControl

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..messages.broker.command_channel import CommandSender
+from ..messages.broker import CommandSender
 from ..messages.errors import RolloutMQError
-from ..messages.model.command_params import MemoryTag, PauseMode, ProfileActivity, check_params
-from ..messages.redis.connection import connect, default_url, ping
+from ..messages.model import MemoryTag, PauseMode, ProfileActivity, check_params
+from ..messages.redis import connect, default_url, ping
 
 if TYPE_CHECKING:
     from .client import RolloutClient

@@ -11,11 +11,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from ..messages.errors import EngineDead, EngineError, RequestRefused
-from .engine.protocol import Engine, EngineOutput, EngineRequest
-from .engine.tasks import TaskOutput, TaskRequest
-from .jobs.legs import Leg
-from .jobs.sample import SampleRun
-from .jobs.task import Run
+from .engine import Engine, EngineOutput, EngineRequest, TaskOutput, TaskRequest
+from .jobs import Leg, Run, SampleRun
 from .pressure import RETRIES_S, Pressure, is_out_of_memory
 
 log = logging.getLogger(__name__)

@@ -8,16 +8,14 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
-from ..messages.broker.lease import Lease
+from ..messages.broker import Lease
 from ..messages.errors import EngineError, LeaseLost
-from .engine.protocol import Engine
+from .engine import Engine
 from .generation import Generation
-from .jobs.held import HeldJobs
-from .lease.claims import ClaimLoop
-from .lease.handback import Handback
-from .lease.outbox import Outbox
+from .jobs import HeldJobs
+from .lease import ClaimLoop, Handback, Outbox
 from .pressure import RETRIES_S
-from .weights.follower import WeightFollower
+from .weights import WeightFollower
 
 log = logging.getLogger(__name__)
 LEAVE_S = 2.0

@@ -9,11 +9,11 @@ import signal
 import sys
 from typing import NoReturn
 
-from .commands.queue import beside
+from .commands import beside
 from .config import WorkerConfig
 from .garbage import settle
 from .sglang.config import SGLangConfig
-from .text.tokenizer import ModelTokenizer
+from .text import ModelTokenizer
 from .worker import Worker
 
 log = logging.getLogger(__name__)

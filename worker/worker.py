@@ -13,36 +13,20 @@ import time
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from ..messages.broker.command_channel import CommandBox
-from ..messages.broker.lease import Beat, Claim, Finished, Lease, Release
+from ..messages.broker import Beat, Claim, CommandBox, Finished, Lease, Release
 from ..messages.errors import EngineError, LeaseLost, RequestRefused
-from ..messages.model.workers import WorkerState, WorkerStatus
-from ..messages.redis.bell import Bell, Ring
-from ..messages.redis.connection import connect, ping
-from ..sync.transfer.ledger import Ledger
-from .commands.gate import Service
-from .commands.queue import Commands, beside
-from .commands.table import worker_commands
+from ..messages.model import WorkerState, WorkerStatus
+from ..messages.redis import Bell, Ring, connect, ping
+from ..sync.transfer import Ledger
+from .commands import Commands, Service, beside, worker_commands
 from .config import WorkerConfig
-from .engine.protocol import Engine
+from .engine import AdapterMissing, Engine
 from .generation import Generation
-from .jobs.held import HeldJob, HeldJobs
-from .jobs.intake import admit_all
-from .jobs.result import as_result
-from .jobs.task import Run
+from .jobs import HeldJob, HeldJobs, Run, admit_all, as_result
 from .keeper import EngineKeeper
-from .lease.claims import ClaimLoop
-from .lease.deadlines import Deadlines
-from .lease.handback import Handback
-from .lease.membership import Membership
-from .lease.outbox import Outbox
-from .lease.saving import Checkpoints
-from .lease.streaming import Streaming
-from .text.tokenizer import Tokenizer
-from .weights.adapters import AdapterMissing
-from .weights.follower import WeightFollower
-from .weights.peer import Peer
-from .weights.snapshots import Snapshots
+from .lease import Checkpoints, ClaimLoop, Deadlines, Handback, Membership, Outbox, Streaming
+from .text import Tokenizer
+from .weights import Peer, Snapshots, WeightFollower
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.2

@@ -1,0 +1,30 @@
+"""The queue's two sides: what producers and operators do with jobs, and what a worker does under its lease."""
+
+from .broker import BATCH_BYTES, ENTRY_BYTES, PIECES_COUNT, Broker, Caps, PoolLoad, Receipt, Reply
+from .command_channel import CommandBox, CommandSender
+from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
+from .lease import MAX_CALL_TOKENS, Beat, Claim, Finished, Lease, Piece, Release
+
+__all__ = [
+    "BATCH_BYTES",
+    "ENTRY_BYTES",
+    "MAX_CALL_TOKENS",
+    "PIECES_COUNT",
+    "Beat",
+    "Broker",
+    "Caps",
+    "Claim",
+    "CommandBox",
+    "CommandSender",
+    "DeadFilter",
+    "DeadLetters",
+    "Finished",
+    "Lease",
+    "LetterHead",
+    "Piece",
+    "PoolLoad",
+    "Receipt",
+    "Release",
+    "Reply",
+    "successor",
+]

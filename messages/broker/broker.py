@@ -12,13 +12,10 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from ..errors import InvalidField, MessageError, PoolBusy, RedisRefused
-from ..model.jobs import PRIORITIES
-from ..model.results import JobFailure
-from ..model.workers import WorkerStatus
-from ..redis.keys import Keys
-from ..scripts.runner import Scripts
-from ..wire.codec import MAX_MESSAGE_BYTES, decode, decode_one_of, encode
-from ..wire.kinds import RESULTS, Job, Result
+from ..model import PRIORITIES, JobFailure, WorkerStatus
+from ..redis import Keys
+from ..scripts import Scripts
+from ..wire import MAX_MESSAGE_BYTES, RESULTS, Job, Result, decode, decode_one_of, encode
 
 BATCH_JOBS = 512
 BATCH_BYTES = 4 << 20

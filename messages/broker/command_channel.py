@@ -18,10 +18,10 @@ from redis.asyncio import Redis
 
 from ..errors import InvalidField, MessageError
 from ..ids import new_id
-from ..model.commands import Command, CommandReply
-from ..redis.keys import Keys
-from ..scripts.runner import Scripts
-from ..wire.codec import decode, encode
+from ..model import Command, CommandReply
+from ..redis import Keys
+from ..scripts import Scripts
+from ..wire import decode, encode
 
 ANSWERS_TTL_S = 600
 """Answers are kept so long after the first one; late ones are of use to nobody but people."""

@@ -15,10 +15,9 @@ from typing import Any
 
 from ..errors import CannotRequeue, InvalidField, MessageError, NoSuchDeadLetter
 from ..ids import check_client_id, derived_id
-from ..model.jobs import GenerateJob
-from ..model.workers import DeadLetter
-from ..scripts.runner import Scripts
-from ..wire.codec import MINOR, decode
+from ..model import DeadLetter, GenerateJob
+from ..scripts import Scripts
+from ..wire import MINOR, decode
 from .broker import Broker
 
 PAGE = 64

@@ -9,13 +9,10 @@ from typing import Any
 from redis.asyncio import Redis
 
 from ..errors import LeaseLost
-from ..model.jobs import PRIORITIES
-from ..model.results import Partial
-from ..model.workers import WorkerStatus
-from ..redis.keys import Keys
-from ..scripts.runner import Scripts
-from ..wire.codec import encode
-from ..wire.kinds import Result
+from ..model import PRIORITIES, Partial, WorkerStatus
+from ..redis import Keys
+from ..scripts import Scripts
+from ..wire import Result, encode
 
 MAX_CALL_TOKENS = 1 << 19
 """So many tokens with their logprobs (4 MiB) are enough for one call of checkpoint or release: callers send batches."""

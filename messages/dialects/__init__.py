@@ -1,0 +1,7 @@
+"""Sampling parameters in the names of SGLang, vLLM, SkyRL, verl and OpenAI, translated into a job's fields."""
+
+from .names import RULES, Dialect, Rule
+from .readers import logprob_kind
+from .translate import Fate, collect, job_fields
+
+__all__ = ["RULES", "Dialect", "Fate", "Rule", "collect", "job_fields", "logprob_kind"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..model.sampling import SamplingParams
+from ..model import SamplingParams
 from . import readers as read
 
 Dialect = Literal["auto", "sglang", "vllm", "skyrl", "verl", "openai"]

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..model.sampling import LogprobOptions
+from ..model import LogprobOptions
 
 Fields = dict[str, Any]
 Reader = Callable[[Any], Fields]

@@ -16,9 +16,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from ..errors import InvalidField
-from ..model.base import as_invalid_field
-from ..model.jobs import GenerateJob
-from ..model.sampling import LogitProcessor, LogprobOptions, SamplingParams
+from ..model import GenerateJob, LogitProcessor, LogprobOptions, SamplingParams, as_invalid_field
 from ..nearest import nearest
 from .names import DIALECTS, NESTED, READ_BY, RULES, SIGNS, Dialect, Rule
 

@@ -1,0 +1,25 @@
+"""Connections to Redis: URLs, topologies, retries, key names, and the pool's bell."""
+
+from .answers import told_as_ours
+from .bell import Bell, Ring
+from .connection import DEFAULT_URL, PoolRedis, connect, default_url, ping
+from .keys import Keys
+from .retry import RETRY_BUDGET_S
+from .url import Durability, first_node_url, parse, redacted
+
+__all__ = [
+    "DEFAULT_URL",
+    "RETRY_BUDGET_S",
+    "Bell",
+    "Durability",
+    "Keys",
+    "PoolRedis",
+    "Ring",
+    "connect",
+    "default_url",
+    "first_node_url",
+    "parse",
+    "ping",
+    "redacted",
+    "told_as_ours",
+]

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from ..errors import InvalidField
-from ..model.jobs import PRIORITIES
+from ..model import PRIORITIES
 
 _POOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 

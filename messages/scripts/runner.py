@@ -15,10 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
 from ..errors import NotReplicated, RedisRefused
-from ..redis.answers import told_as_ours
-from ..redis.keys import Keys
-from ..redis.retry import RETRY_BUDGET_S
-from ..redis.url import Durability
+from ..redis import RETRY_BUDGET_S, Durability, Keys, told_as_ours
 
 FOLDER = Path(__file__).parent
 

@@ -18,11 +18,16 @@ import msgpack
 from pydantic import ValidationError
 
 from ..errors import InvalidField, MalformedMessage, UnsupportedVersion
-from ..model.base import Message, as_invalid_field
-from ..model.commands import Command, CommandReply
-from ..model.results import Partial
-from ..model.weights import WeightAnnouncement, WeightManifest
-from ..model.workers import WorkerStatus
+from ..model import (
+    Command,
+    CommandReply,
+    Message,
+    Partial,
+    WeightAnnouncement,
+    WeightManifest,
+    WorkerStatus,
+    as_invalid_field,
+)
 from .kinds import JOBS, RESULTS
 
 MAJOR = 1

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from ..model.embed import EmbedJob, EmbedResult, RewardJob, RewardResult
-from ..model.jobs import GenerateJob
-from ..model.results import RolloutResult
-from ..model.score import ScoreJob, ScoreResult
-from ..model.tasks import TaskJob, TaskResult
+from ..model import (
+    EmbedJob,
+    EmbedResult,
+    GenerateJob,
+    RewardJob,
+    RewardResult,
+    RolloutResult,
+    ScoreJob,
+    ScoreResult,
+    TaskJob,
+    TaskResult,
+)
 
 Job = GenerateJob | TaskJob
 Result = RolloutResult | TaskResult

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 
-from ...messages.model.results import RolloutResult
+from ...messages.model import RolloutResult
 from ...producer.client import RolloutClient
 from .workload import Workload
 

@@ -22,15 +22,15 @@ from rich.console import Console
 
 from ...messages.errors import ConfigError
 from ...worker.config import WorkerConfig
-from ...worker.engine.protocol import Engine, EngineRequest
+from ...worker.engine import Engine, EngineRequest
 from ...worker.garbage import settle
 from ...worker.sglang.config import SGLangConfig
-from ...worker.text.tokenizer import NoTokenizer
+from ...worker.text import NoTokenizer
 from ...worker.worker import Worker
 from ..cli.options import as_config
-from ..redis.embedded import EmbeddedRedis
+from ..redis import EmbeddedRedis
 from ..tiny_model import write_tiny_model
-from .sync.shapes import one_shape
+from .sync import one_shape
 from .workload import Workload
 
 

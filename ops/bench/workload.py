@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.sampling import SamplingParams
+from ...messages.model import GenerateJob, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def bench_sync(
     json: Annotated[bool, typer.Option("--json", help="One line of JSON instead of a table.")] = False,
 ) -> None:
     """Weights from a trainer into engines: raw broadcast, SGLang's own ways and ours, stalls, tokens/s kept, joins."""
-    from ..bench.sync.bench import make_plan, run_sync_bench
+    from ..bench.sync import make_plan, run_sync_bench
 
     with plain_errors():
         settings = {"rounds": rounds, "seconds": seconds, "every_s": every, "out": out}

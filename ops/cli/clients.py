@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-from ...messages.broker.broker import Broker
+from ...messages.broker import Broker
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.ids import is_id
-from ...messages.redis.connection import DEFAULT_URL
-from ..redis.access import ask
-from .errors import plain_errors, printable
+from ...messages.redis import DEFAULT_URL
+from ..redis import ask
+from ..terminal import printable
+from .errors import plain_errors
 from .options import Pool, RedisUrl
 
 replies = typer.Typer(help="Results that wait for their clients.", no_args_is_help=True)

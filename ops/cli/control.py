@@ -11,9 +11,10 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ...messages.redis.connection import DEFAULT_URL
+from ...messages.redis import DEFAULT_URL
 from ...producer.control import Answers, PoolAudit, PoolControl
-from .errors import plain_errors, printable
+from ..terminal import printable
+from .errors import plain_errors
 from .options import Pool, RedisUrl
 
 app = typer.Typer(

@@ -11,11 +11,12 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ...messages.broker.dead_letters import DeadFilter, DeadLetters, LetterHead, successor
+from ...messages.broker import DeadFilter, DeadLetters, LetterHead, successor
 from ...messages.errors import CannotRequeue, ConfigError, InvalidField, NoSuchDeadLetter, PoolBusy
-from ...messages.redis.connection import DEFAULT_URL
-from ..redis.access import ask
-from .errors import plain_errors, printable
+from ...messages.redis import DEFAULT_URL
+from ..redis import ask
+from ..terminal import printable
+from .errors import plain_errors
 from .options import Pool, RedisUrl
 
 app = typer.Typer(help="Dead letters: jobs that were given up.", no_args_is_help=True)
@@ -161,7 +162,7 @@ async def _drop_each(letters: DeadLetters, ids: list[str]) -> int:
 def _requeue_all(redis_url: str, pool: str, params: dict[str, Any]) -> int:
     """The operation that `ops run dead-requeue` is, here and now."""
     from ..operations.run import run_here
-    from ..progress_line import ProgressLine
+    from ..terminal import ProgressLine
 
     with ProgressLine() as line:
         given = {name: value for name, value in params.items() if value is not None}

@@ -19,8 +19,3 @@ def plain_errors() -> Iterator[None]:
     except (RolloutMQError, RedisError) as error:
         typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
-
-
-def printable(text: str) -> str:
-    """`text` without what would steer a terminal: letters and errors come from whoever wrote them."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from ...messages.errors import ConfigError
-from ...messages.model.results import RolloutResult
-from ...messages.model.sampling import SamplingParams
-from ...messages.redis.connection import DEFAULT_URL
-from ...producer.calls.session import Session
+from ...messages.model import RolloutResult, SamplingParams
+from ...messages.redis import DEFAULT_URL
+from ...producer.calls import Session
 from ...producer.client import RolloutClient
-from .errors import plain_errors, printable
+from ..terminal import printable
+from .errors import plain_errors
 from .options import Pool, RedisUrl, as_config
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ...messages.redis.connection import DEFAULT_URL
+from ...messages.redis import DEFAULT_URL
 from .bench import bench_queue, bench_sync
 from .clients import cancel, replies
 from .config import app as config_commands
@@ -156,7 +156,7 @@ def redis_server(
     """Run an embedded redis-server on this machine until Ctrl-C: for laptops and trials."""
     import signal
 
-    from ..redis.embedded import EmbeddedRedis
+    from ..redis import EmbeddedRedis
 
     saved = directory is not None
     with plain_errors(), EmbeddedRedis(port=port or None, directory=directory, appendonly=saved) as server:

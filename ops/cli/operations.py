@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...messages.errors import ConfigError
-from ...messages.redis.connection import DEFAULT_URL
+from ...messages.redis import DEFAULT_URL
 from ..operations.operation import checked, operations
-from ..progress_line import ProgressLine
-from .errors import plain_errors, printable
+from ..terminal import ProgressLine, printable
+from .errors import plain_errors
 from .options import Pool, RedisUrl, parse_extra
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 
 from ...messages.errors import ConfigError
-from ...messages.model.base import as_invalid_field
+from ...messages.model import as_invalid_field
 
 RedisUrl = Annotated[str, typer.Option(envvar="ROLLOUTMQ_REDIS", help="redis://, rediss:// or unix:// URL.")]
 Pool = Annotated[str, typer.Option(envvar="ROLLOUTMQ_POOL", help="Name of the pool.")]

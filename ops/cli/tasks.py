@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ...messages.errors import ConfigError, InvalidField
-from ...messages.redis.connection import DEFAULT_URL
+from ...messages.redis import DEFAULT_URL
 from .errors import plain_errors
 from .options import Pool, RedisUrl
 
@@ -89,7 +89,7 @@ def decode(
     special: Annotated[bool, typer.Option("--special", help="Keep special tokens.")] = False,
 ) -> None:
     """Text of token ids; of a file, one JSON string per line. Asks no pool."""
-    from ...producer.data.decode import Decoder
+    from ...producer.data import Decoder
 
     with plain_errors():
         if bool(ids) == (file is not None):

@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from ...messages.redis.connection import DEFAULT_URL
-from .errors import plain_errors, printable
+from ...messages.redis import DEFAULT_URL
+from ..terminal import printable
+from .errors import plain_errors
 from .options import Pool, RedisUrl
 
 app = typer.Typer(help="Weights versions: in the pool's ledger, and as snapshots on disk.", no_args_is_help=True)

@@ -1,0 +1,3 @@
+"""Settings from one file, the environment and flags."""
+
+__all__ = []

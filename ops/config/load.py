@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...messages.dialects.names import Rule
-from ...messages.dialects.translate import Fate
+from ...messages.dialects import Fate, Rule
 from ...messages.errors import ConfigError
 from ...messages.nearest import nearest
 from .foreign import skyrl, verl

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ...messages.dialects.translate import Fate
-from ..cli.errors import printable
+from ...messages.dialects import Fate
+from ..terminal import printable
 from .load import Explained
 from .settings import Settings, hidden
 

@@ -14,13 +14,17 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from ...messages.errors import ConfigError, InvalidField
-from ...messages.model.base import as_invalid_field
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.sampling import LogprobOptions, SamplingParams
-from ...messages.model.weights import NonFinitePolicy, TransferPath, UpdateMode
+from ...messages.model import (
+    GenerateJob,
+    LogprobOptions,
+    NonFinitePolicy,
+    SamplingParams,
+    TransferPath,
+    UpdateMode,
+    as_invalid_field,
+)
 from ...messages.nearest import nearest
-from ...messages.redis.connection import DEFAULT_URL
-from ...messages.redis.url import parse, redacted
+from ...messages.redis import DEFAULT_URL, parse, redacted
 from ...worker.config import WorkerConfig
 from ...worker.sglang.config import OWNED_ARGUMENTS, SGLangConfig
 from ...worker.sglang.parallel import check_parallelism

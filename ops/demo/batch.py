@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...messages.model.results import RolloutResult
+from ...messages.model import RolloutResult
 from .task import ANSWER_TOKENS, PAD, PROMPT_TOKENS, Problem, reward, token_rewards
 
 NO_VERSION = -1

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from ...messages.errors import ConfigError, EngineError, RolloutMQError
 from ...producer.blocking import BlockingRolloutClient
-from ...sync.publish.publisher import WeightPublisher
-from ..redis.embedded import EmbeddedRedis
+from ...sync.publish import WeightPublisher
+from ..redis import EmbeddedRedis
 from .incidents import Incidents
 from .learner import Learner
 from .live import View

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ...sync.publish.publisher import PublishReport
+from ...sync.publish import PublishReport
 from .tally import Tally
 from .trainer import Step
 from .warmup import Warmup

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...messages.model.results import RolloutResult
+from ...messages.model import RolloutResult
 from ...producer.client import Group
 from .batch import token_versions
 

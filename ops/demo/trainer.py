@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.results import RolloutResult
-from ...messages.model.sampling import SamplingParams
+from ...messages.model import GenerateJob, RolloutResult, SamplingParams
 from ...producer.blocking import BlockingRolloutClient
 from ...producer.client import Group
-from ...sync.publish.publisher import PublishHandle, WeightPublisher
+from ...sync.publish import PublishHandle, WeightPublisher
 from .batch import make_batch
 from .learner import Learner
 from .tally import Tally

@@ -11,8 +11,8 @@ from typing import Self
 from redis import Redis
 
 from ...messages.errors import RolloutMQError, WaitTimeout
-from ...messages.model.workers import WorkerStatus
-from ...messages.redis.keys import Keys
+from ...messages.model import WorkerStatus
+from ...messages.redis import Keys
 from ...producer.blocking import BlockingRolloutClient
 
 EVERY_S = 0.5

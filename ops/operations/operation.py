@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from redis.asyncio import Redis
 
 from ...messages.errors import InvalidField
-from ...messages.model.base import as_invalid_field
+from ...messages.model import as_invalid_field
 
 PROGRESS_EVERY_S = 0.5
 """Progress is written at most this often."""

@@ -17,8 +17,7 @@ from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegist
 from rq.worker_registration import get_keys
 
 from ...messages.errors import ConfigError, InvalidField, RedisUnavailable
-from ...messages.redis.keys import Keys
-from ...messages.redis.url import parse, redacted
+from ...messages.redis import Keys, parse, redacted
 from .operation import checked
 from .rq_job import ENTRY, ForeignJob, MsgpackSerializer, OperationJob
 

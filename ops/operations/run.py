@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from ..redis.access import connected
+from ..redis import connected
 from .operation import Context, checked
 
 Report = Callable[[dict[str, Any]], None]

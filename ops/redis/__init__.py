@@ -1,0 +1,7 @@
+"""A redis-server of one's own, and a command's access to a pool's Redis."""
+
+from . import parent_bound
+from .access import ask, connected
+from .embedded import EmbeddedRedis
+
+__all__ = ["EmbeddedRedis", "ask", "connected", "parent_bound"]

@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from ...messages.broker.broker import Broker
-from ...messages.redis.connection import PoolRedis, connect, ping
-from ...messages.redis.keys import Keys
+from ...messages.broker import Broker
+from ...messages.redis import Keys, PoolRedis, connect, ping
 
 T = TypeVar("T")
 

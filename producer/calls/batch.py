@@ -7,11 +7,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ...messages.broker.broker import Reply
-from ...messages.model.jobs import GenerateJob
-from ..inbox.inbox import Inbox
-from ..inbox.outcomes import Group, as_group
-from ..inbox.reader import ReplyReader
+from ...messages.broker import Reply
+from ...messages.model import GenerateJob
+from ..inbox import Group, Inbox, ReplyReader, as_group
 
 if TYPE_CHECKING:
     from ..client import RolloutClient

@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ...messages.model.results import RolloutResult
+from ...messages.model import RolloutResult
 from .delta import Delta
 from .prompts import Prompt
 from .session import Session

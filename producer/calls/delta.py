@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...messages.broker.broker import PIECES_COUNT
+from ...messages.broker import PIECES_COUNT
 from ...messages.errors import MessageError
-from ...messages.model.results import Partial, RolloutResult, Segment
-from ...messages.wire.codec import decode
+from ...messages.model import Partial, RolloutResult, Segment
+from ...messages.wire import decode
 
 log = logging.getLogger(__name__)
 Segments = Sequence[Segment]

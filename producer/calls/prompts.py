@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...messages.errors import InvalidField
-from ...messages.model.chat import ChatMessage
-from ...messages.model.jobs import GenerateJob
+from ...messages.model import ChatMessage, GenerateJob
 
 Messages = Sequence[ChatMessage | Mapping[str, Any]]
 Prompt = str | Sequence[int] | npt.NDArray[Any] | Messages

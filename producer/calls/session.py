@@ -14,11 +14,8 @@ import numpy.typing as npt
 
 from ...messages.errors import InvalidField, RolloutMQError, WaitTimeout
 from ...messages.ids import new_id
-from ...messages.model.chat import ChatMessage
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.results import RolloutResult
-from ..inbox.inbox import Inbox
-from ..inbox.outcomes import JobHandle
+from ...messages.model import ChatMessage, GenerateJob, RolloutResult
+from ..inbox import Inbox, JobHandle
 from .delta import Delta
 from .prompts import Prompt, prompt_fields
 

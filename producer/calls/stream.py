@@ -6,12 +6,10 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
-from ...messages.broker.broker import Broker
+from ...messages.broker import Broker
 from ...messages.errors import JobFailed, RolloutMQError
-from ...messages.model.results import JobFailure, RolloutResult
-from ..inbox.inbox import Inbox, as_failure
-from ..inbox.news import News
-from ..inbox.reader import ReplyReader
+from ...messages.model import JobFailure, RolloutResult
+from ..inbox import Inbox, News, ReplyReader, as_failure
 from .delta import Delta, Watched
 
 Until = Callable[[Callable[[], bool], float | None], Awaitable[None]]

@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.sampling import SamplingParams
-from ..inbox.outcomes import Group, JobHandle
+from ...messages.model import GenerateJob, SamplingParams
+from ..inbox import Group, JobHandle
 from .batch import generate
 from .delta import Delta
 from .prompts import Prompt, as_jobs

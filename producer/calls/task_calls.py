@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from ...messages.model.embed import RewardResult
-from ...messages.model.score import ScoreResult
+from ...messages.model import RewardResult, ScoreResult
 from . import tasks
 
 if TYPE_CHECKING:

@@ -14,10 +14,18 @@ import numpy.typing as npt
 from redis.exceptions import RedisError
 
 from ...messages.errors import InvalidField, JobFailed, PoolBusy, WaitTimeout
-from ...messages.model.embed import EmbedJob, EmbedResult, PoolingJob, RewardJob, RewardResult
-from ...messages.model.results import JobFailure
-from ...messages.model.score import ScoreJob, ScoreResult
-from ...messages.model.tasks import TaskJob, TaskResult
+from ...messages.model import (
+    EmbedJob,
+    EmbedResult,
+    JobFailure,
+    PoolingJob,
+    RewardJob,
+    RewardResult,
+    ScoreJob,
+    ScoreResult,
+    TaskJob,
+    TaskResult,
+)
 
 if TYPE_CHECKING:
     from ..client import RolloutClient

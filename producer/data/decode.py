@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...messages.errors import ConfigError, InvalidField
-from ...messages.model.results import RolloutResult
+from ...messages.model import RolloutResult
 
 Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 

@@ -18,10 +18,7 @@ from pydantic import ValidationError
 
 from ...messages.errors import InvalidField
 from ...messages.fetch import fetch
-from ...messages.model.base import as_invalid_field
-from ...messages.model.chat import ChatMessage, MediaKind
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.media import MAX_MEDIUM_BYTES, Medium, mime_of
+from ...messages.model import MAX_MEDIUM_BYTES, ChatMessage, GenerateJob, MediaKind, Medium, as_invalid_field, mime_of
 
 Urls = Literal["client", "worker"]
 

@@ -16,9 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ...messages.errors import ConfigError, InvalidField
-from ...messages.model.base import as_invalid_field
-from ...messages.model.chat import MAX_TEXT, ChatMessage
-from ...messages.model.tools import Tool, ToolCall
+from ...messages.model import MAX_TEXT, ChatMessage, Tool, ToolCall, as_invalid_field
 
 Runner = Callable[..., Any]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from redis.exceptions import NoPermissionError
 
-from ...messages.broker.broker import Broker
+from ...messages.broker import Broker
 from ...messages.errors import FeatureUnavailable
-from ...messages.model.workers import WorkerStatus
-from ...messages.wire.kinds import Job
+from ...messages.model import WorkerStatus
+from ...messages.wire import Job
 
 FRESH_S = 1.0
 """So old the pool's answer may be, in seconds."""

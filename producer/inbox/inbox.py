@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ...messages.broker.broker import Reply
+from ...messages.broker import Reply
 from ...messages.errors import RolloutMQError
-from ...messages.model.results import JobFailure
+from ...messages.model import JobFailure
 
 FAILURE = -1
 """The place of a job's failure among its samples' numbers."""

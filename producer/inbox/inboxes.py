@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ...messages.broker.broker import Reply
-from ...messages.model.tasks import TaskResult
+from ...messages.broker import Reply
+from ...messages.model import TaskResult
 from .inbox import MEMORY, Inbox
 
 

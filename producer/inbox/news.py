@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from ...messages.broker.broker import Broker
+from ...messages.broker import Broker
 
 log = logging.getLogger(__name__)
 BLOCK_MS = 1000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...messages.broker.broker import Reply
-from ...messages.model.results import JobFailure, RolloutResult
+from ...messages.broker import Reply
+from ...messages.model import JobFailure, RolloutResult
 
 Outcome = RolloutResult | JobFailure
 

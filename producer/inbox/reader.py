@@ -9,7 +9,7 @@ from collections.abc import Callable
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from ...messages.broker.broker import Broker, Receipt, Reply
+from ...messages.broker import Broker, Receipt, Reply
 from ...messages.errors import RolloutMQError, WaitTimeout
 from .inboxes import Inboxes
 

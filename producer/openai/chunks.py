@@ -6,8 +6,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ...messages.model.results import RolloutResult
-from ..calls.delta import Delta
+from ...messages.model import RolloutResult
+from ..calls import Delta
 from .incremental import GrowingText
 from .logprobs import Tokens, chat_logprobs, completion_logprobs
 from .request import Request

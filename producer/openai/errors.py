@@ -15,7 +15,7 @@ from ...messages.errors import (
     RolloutMQError,
     WaitTimeout,
 )
-from ...messages.model.results import JobFailure
+from ...messages.model import JobFailure
 
 BAD_REQUEST, TIMEOUT, TOO_MANY, INTERNAL, UNAVAILABLE, GATEWAY_TIMEOUT = 400, 408, 429, 500, 503, 504
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...messages.model.results import RolloutResult
+from ...messages.model import RolloutResult
 
 Decode = Callable[[Sequence[int]], str]
 

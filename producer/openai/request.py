@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...messages.dialects.translate import job_fields
+from ...messages.dialects import job_fields
 from ...messages.errors import InvalidField
-from ...messages.model.chat import ChatMessage
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.sampling import LogprobOptions
+from ...messages.model import ChatMessage, GenerateJob, LogprobOptions
 from .tools import Tools, read_tools
 
 Kind = Literal["chat", "completion"]
@@ -148,7 +146,7 @@ def _same_meaning(names: Any) -> set[str]:
 
 
 def _sampling(update: dict[str, Any]) -> Any:
-    from ...messages.model.sampling import SamplingParams  # noqa: PLC0415 – here only
+    from ...messages.model import SamplingParams  # noqa: PLC0415 – here only
 
     return SamplingParams(**update)
 
@@ -175,7 +173,7 @@ def _messages(raw: Any) -> tuple[tuple[ChatMessage, ...], dict[str, Any]]:
     for place, message in enumerate(raw):
         if not isinstance(message, Mapping):
             raise InvalidField(f"messages[{place}]", message, "an object with role and content")
-    from ..data.media import from_openai  # noqa: PLC0415 – images are decoded there
+    from ..data import from_openai  # noqa: PLC0415 – images are decoded there
 
     messages, media = from_openai([_plain(message) for message in raw])
     return tuple(messages), {"media": tuple(media)} if media else {}

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.results import RolloutResult
+from ...messages.model import GenerateJob, RolloutResult
 from .logprobs import Tokens, chat_logprobs, completion_logprobs
 from .request import Request
 

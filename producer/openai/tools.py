@@ -10,9 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ...messages.errors import InvalidField
-from ...messages.model.base import as_invalid_field
-from ...messages.model.results import RolloutResult
-from ...messages.model.tools import Tool
+from ...messages.model import RolloutResult, Tool, as_invalid_field
 
 
 @dataclass(frozen=True, slots=True)

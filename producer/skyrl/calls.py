@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 from ...messages.errors import JobFailed, RolloutMQError, WaitTimeout
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.results import JobFailure, RolloutResult
+from ...messages.model import GenerateJob, JobFailure, RolloutResult
 from ..client import RolloutClient
-from ..inbox.outcomes import JobHandle
+from ..inbox import JobHandle
 
 SLICE = 256
 """Jobs submitted at a time, so that a large batch's first results are taken while its last prompts go in."""

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ...messages.errors import FeatureUnavailable, InvalidField, RolloutMQError
-from ...messages.model.command_params import MEMORY_TAGS
+from ...messages.model import MEMORY_TAGS
 from .commands import COMMAND_S, NOBODY, Commands
 
 SAVE_S = 3600.0

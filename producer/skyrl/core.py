@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import RedisError
 
 from ...messages.errors import FeatureUnavailable, InvalidField, RolloutMQError
-from ...messages.model.workers import WorkerStatus
-from ...messages.redis.connection import default_url
-from ...messages.redis.keys import Keys
+from ...messages.model import WorkerStatus
+from ...messages.redis import Keys, default_url
 from ..client import RolloutClient
 from .calls import Calls
 from .texts import Texts
 
 if TYPE_CHECKING:
-    from ...sync.publish.publisher import WeightPublisher  # torch
+    from ...sync.publish import WeightPublisher  # torch
 
 KNOWN_S = 5.0
 """So old it may be where asking again would hold up the caller's event loop."""

@@ -40,7 +40,7 @@ class DiskMethods(LoraMethods):
 
 def _publish(publisher: Any, version: int, path: Path, wanted: str | None) -> Any:
     from ...sync.disk.checkpoint import checkpoint_format  # noqa: PLC0415 – torch
-    from ...sync.receive.held import open_version  # noqa: PLC0415
+    from ...sync.receive import open_version  # noqa: PLC0415
 
     found = checkpoint_format(path)
     if wanted not in (None, "auto", found):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...messages.errors import InvalidField
-from ...messages.model.jobs import GenerateJob
+from ...messages.model import GenerateJob
 from .calls import run_jobs
 from .outputs import Samples, output_of
 from .requests import read_batch

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from ...messages.broker.broker import Broker
-from ...messages.model.workers import WorkerStatus
-from ...messages.redis.connection import connect
+from ...messages.broker import Broker
+from ...messages.model import WorkerStatus
+from ...messages.redis import connect
 
 LOOK_S = 5.0
 

@@ -19,8 +19,8 @@ class LoraMethods(ChatMethods):
         Prompts ask for it by `lora` in their sampling parameters. A published adapter stays, pinned or not, and workers
         that come later get it, too. Returns (True, ""). Raises WeightSyncError if no worker has taken it, InvalidField.
         """
-        from ...sync.adapters.folder import read_adapter  # noqa: PLC0415 – torch
-        from ...sync.transfer.ledger import Ledger  # noqa: PLC0415
+        from ...sync.adapters import read_adapter  # noqa: PLC0415 – torch
+        from ...sync.transfer import Ledger  # noqa: PLC0415
 
         client, publisher = await self.client(), await self._weight_publisher()
         newest = (await Ledger(client.broker.redis, self.pool).newest_adapters()).get(lora_name, 0)

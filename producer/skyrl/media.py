@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...messages.errors import InvalidField
-from ...messages.model.chat import MediaKind
-from ...messages.model.media import Medium
-from ..data.media import from_openai, medium
+from ...messages.model import MediaKind, Medium
+from ..data import from_openai, medium
 
 KINDS: Mapping[str, MediaKind] = {"image_data": "image", "video_data": "video", "audio_data": "audio"}
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.results import RolloutResult, Segment
+from ...messages.model import GenerateJob, RolloutResult, Segment
 from .requests import Wishes
 from .texts import Texts
 from .types import InferenceEngineOutput, VersionSpan, newest_version

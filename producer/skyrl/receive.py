@@ -19,9 +19,8 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from ...messages.errors import ConfigError, InvalidField, TransferTimeout
+from ...sync.wire import MARGIN_S, local_end, nccl_environment, settle
 from ...sync.wire.bounded_store import begin
-from ...sync.wire.group import MARGIN_S, _nccl_environment, settle
-from ...sync.wire.rendezvous import local_end
 from .updates import Update
 
 BACKENDS = ("gloo", "nccl")
@@ -96,7 +95,7 @@ class ReceivingGroup:
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(days=1)  # deadlines are kept by `receive`
-        with _nccl_environment(), torch.cuda.device(self.device):
+        with nccl_environment(), torch.cuda.device(self.device):
             return ProcessGroupNCCL(PrefixStore("cuda/", store), rank, world, options)
 
     def receive(self, update: Update, timeout_s: float) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,10 +8,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...messages.dialects.translate import job_fields
+from ...messages.dialects import job_fields
 from ...messages.errors import InvalidField
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.sampling import LogprobOptions
+from ...messages.model import GenerateJob, LogprobOptions
 from .texts import Texts
 from .types import InferenceEngineInput
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...messages.errors import InvalidField
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.results import RolloutResult
+from ...messages.model import GenerateJob, RolloutResult
 from .calls import run_jobs
 from .history import Base, History, Turn
 from .outputs import output_of, request_id

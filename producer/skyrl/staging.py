@@ -62,8 +62,7 @@ class Staging:
             return
         if not checkpoint:
             return
-        from ...sync.receive.layout import TIED  # noqa: PLC0415 – torch
-        from ...sync.receive.names import check_names  # noqa: PLC0415
+        from ...sync.receive import TIED, check_names  # noqa: PLC0415 – torch, which this module has no other need of
 
         if missing := sorted(checkpoint.keys() - shapes.keys() - set(TIED)):
             raise IncompleteWeights(missing)

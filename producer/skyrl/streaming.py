@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from ...messages.errors import JobFailed
-from ...messages.model.jobs import GenerateJob
-from ..calls.delta import Delta
+from ...messages.model import GenerateJob
+from ..calls import Delta
 from ..client import RolloutClient
-from ..inbox.outcomes import JobHandle
-from ..openai.incremental import GrowingText
+from ..inbox import JobHandle
+from ..openai import GrowingText
 from .calls import Call
 from .generation import GenerationMethods
 from .requests import read_batch

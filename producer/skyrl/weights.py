@@ -7,15 +7,15 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ...messages.errors import InvalidField, WeightSyncError
-from ...sync.transfer.ledger import Ledger
+from ...sync.transfer import Ledger
 from .control import ControlMethods
 from .staging import Shapes, Staging
 from .transfer_handle import WeightTransferHandle
 from .updates import Update, read_update
 
 if TYPE_CHECKING:
+    from ...sync.publish import WeightPublisher
     from ...sync.publish.handle import PublishHandle, PublishReport
-    from ...sync.publish.publisher import WeightPublisher
     from .receive import ReceivingGroup
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class WeightMethods(ControlMethods):
     async def _weight_publisher(self) -> WeightPublisher:
         async with self._making:
             if self._publisher is None:
-                from ...sync.publish.publisher import WeightPublisher  # noqa: PLC0415 – torch
+                from ...sync.publish import WeightPublisher  # noqa: PLC0415 – torch
 
                 # In place, as SGLang's own update is: what pause_generation left where it was goes on from there.
                 self._publisher = await asyncio.to_thread(
@@ -178,7 +178,7 @@ class WeightMethods(ControlMethods):
         """What the model's checkpoint has, if it is on this host and the trainer's names are the checkpoint's."""
         if getattr(publisher, "_rename", None) is not None:
             return {}
-        from ...sync.receive.names import checkpoint_shapes  # noqa: PLC0415 – torch
+        from ...sync.receive import checkpoint_shapes  # noqa: PLC0415 – torch
 
         models = {worker.model for worker in await self.workers(fresh=False) if worker.model}
         if len(models) != 1:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ...messages.errors import InvalidField
-from ..disk.errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
+from ..disk import BrokenSnapshot, NoSuchSnapshot, disk_errors
 from .format import CONFIG_BYTES, MOST_BYTES, Adapter, check_config, check_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

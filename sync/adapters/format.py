@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...messages.errors import InvalidField
-from ..packing.packing import PackedWeights
+from ..packing import PackedWeights
 
 MOST_BYTES = 4 << 30
 MOST_VERSION = (1 << 40) - 1

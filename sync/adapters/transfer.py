@@ -20,16 +20,12 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ...messages.errors import DigestMismatch, InvalidField, MalformedMessage, TransferTimeout
-from ...messages.model.weights import WeightAnnouncement, WeightManifest
-from ...messages.redis.bell import Bell
-from ...messages.wire.codec import encode
-from ..tensors.digester import Digester, hex_of, values_of
-from ..tensors.snapshot import Snapshot, unpack
-from ..transfer.ledger import Join, Ledger
-from ..transfer.patience import Patience
-from ..transfer.rounds import Terms, Transfer, TransferResult, repeated
-from ..wire.broadcaster import Broadcaster
-from ..wire.rendezvous import EpochKeys, fetch, fetch_manifest, join_store, why_broken
+from ...messages.model import WeightAnnouncement, WeightManifest
+from ...messages.redis import Bell
+from ...messages.wire import encode
+from ..tensors import Digester, Snapshot, hex_of, unpack, values_of
+from ..transfer import Join, Ledger, Patience, Terms, Transfer, TransferResult, repeated
+from ..wire import Broadcaster, EpochKeys, fetch, fetch_manifest, join_store, why_broken
 from .format import MOST_BYTES, Adapter, check_config, check_tensors
 
 CHUNK_BYTES = 4 << 20

@@ -1,0 +1,8 @@
+"""Weights versions on disk: written whole or not at all, and verified when they are read."""
+
+from .draft import folder_name
+from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
+from .read import DiskVersion
+from .store import SnapshotStore
+
+__all__ = ["BrokenSnapshot", "DiskVersion", "NoSuchSnapshot", "SnapshotStore", "disk_errors", "folder_name"]

@@ -16,9 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...messages.errors import DigestMismatch, InvalidField
-from ...messages.model.weights import TensorSpec, WeightManifest
-from ..tensors.digester import Digester, digest, hex_of
-from ..tensors.places import BUCKET_BYTES, Place, Planner, dtype_name
+from ...messages.model import TensorSpec, WeightManifest
+from ..tensors import BUCKET_BYTES, Digester, Place, Planner, digest, dtype_name, hex_of
 from .draft import INDEX
 from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
 from .index import WEIGHT_MAP

@@ -18,8 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...messages.errors import InvalidField
-from ...messages.model.base import as_invalid_field
-from ...messages.model.weights import TensorSpec, WeightManifest
+from ...messages.model import TensorSpec, WeightManifest, as_invalid_field
 from .draft import INDEX
 from .errors import BrokenSnapshot
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ...messages.errors import DigestMismatch, InvalidField
-from ...messages.model.weights import TensorSpec, WeightManifest
+from ...messages.model import TensorSpec, WeightManifest
 from .draft import INDEX
 from .errors import BrokenSnapshot, disk_errors
 from .index import MAX_INDEX_BYTES, WEIGHT_MAP, Shard, SnapshotIndex, check_padding, weight_map
@@ -20,7 +20,7 @@ from .index import MAX_INDEX_BYTES, WEIGHT_MAP, Shard, SnapshotIndex, check_padd
 if TYPE_CHECKING:
     import torch
 
-    from ..tensors.snapshot import Snapshot
+    from ..tensors import Snapshot
 
 
 class DiskVersion:
@@ -78,7 +78,7 @@ class DiskVersion:
         """The version as its publisher had it, in the same buckets, verified where it is used."""
         import torch  # noqa: PLC0415
 
-        from ..tensors.snapshot import Snapshot, check_places  # noqa: PLC0415
+        from ..tensors import Snapshot, check_places  # noqa: PLC0415
 
         try:
             check_places(self.manifest)
@@ -145,7 +145,7 @@ class DiskVersion:
             _read_into(fd, shard.starts[spec.name], memoryview(flat.numpy()), shard.name)
 
     def _check(self, spec: TensorSpec, flat: torch.Tensor) -> None:
-        from ..tensors.digester import digest  # noqa: PLC0415
+        from ..tensors import digest  # noqa: PLC0415
 
         found = digest(flat)
         if found != spec.digest:

@@ -18,7 +18,7 @@ from .index import same_tensors
 from .read import DiskVersion
 
 if TYPE_CHECKING:
-    from ..tensors.snapshot import Snapshot
+    from ..tensors import Snapshot
 
 log = logging.getLogger(__name__)
 FILE_BYTES = 5 << 30

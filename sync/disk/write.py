@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...messages.errors import InvalidField
-from ..tensors.snapshot import Snapshot, check_places
+from ..tensors import Snapshot, check_places
 from .draft import Draft
 from .index import WEIGHT_MAP, Beside, FileEntry, Shard, SnapshotIndex, counts, is_ours, split, weight_map
 

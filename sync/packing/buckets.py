@@ -7,9 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from ...messages.errors import InvalidField
-from ..tensors.copies import Copies
-from ..tensors.digester import Digester
-from ..tensors.places import ALIGN, Place, padded
+from ..tensors import ALIGN, Copies, Digester, Place, padded
 
 Keep = Literal["auto", "device", "host"]
 MARGIN = 0.1

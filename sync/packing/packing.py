@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from ...messages.errors import ConfigError, InvalidField
-from ...messages.model.weights import TensorSpec, WeightManifest
-from ..tensors.digester import hex_of
-from ..tensors.places import BUCKET_BYTES, LONGEST_NAME, Place, Places, Planner, dtype_name
-from ..tensors.snapshot import Snapshot
+from ...messages.model import TensorSpec, WeightManifest
+from ..tensors import BUCKET_BYTES, LONGEST_NAME, Place, Places, Planner, Snapshot, dtype_name, hex_of
 from .buckets import Buckets, Keep
 from .gather import gathered, is_sharded, plain
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ...messages.errors import InvalidField
-from ...messages.model.weights import TensorSpec
-from ..tensors.copies import Copies
+from ...messages.model import TensorSpec
+from ..tensors import Copies
 from .boxes import settle
 from .engine import EngineTensors
 from .trace import PlanImpossible, Recorder, Source, Write

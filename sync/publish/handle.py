@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...messages.errors import WaitTimeout, WeightSyncError
 
 if TYPE_CHECKING:
-    from ..packing.packing import PackedWeights
+    from ..packing import PackedWeights
 
 
 State = Literal["committed", "failed", "aborted", "superseded", "delegated"]

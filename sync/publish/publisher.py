@@ -15,18 +15,14 @@ from typing import Any, Self, get_args
 import torch
 
 from ...messages.errors import InvalidField, WeightSyncError
-from ...messages.model.weights import NonFinitePolicy, TransferPath, UpdateMode
-from ...messages.redis.connection import connect, default_url, first_node_url, ping
-from ...messages.redis.keys import Keys
+from ...messages.model import NonFinitePolicy, TransferPath, UpdateMode
+from ...messages.redis import Keys, connect, default_url, first_node_url, ping
+from ..adapters import Parcel
 from ..adapters import format as adapter_format
-from ..adapters.transfer import Parcel
-from ..disk.store import SnapshotStore
-from ..packing.buckets import Keep, release_host_memory
-from ..packing.packing import PackedWeights
-from ..tensors.places import BUCKET_BYTES, Places
-from ..tensors.snapshot import Snapshot
-from ..tensors.streams import side_stream
-from ..wire.rendezvous import own_address_towards
+from ..disk import SnapshotStore
+from ..packing import Keep, PackedWeights, release_host_memory
+from ..tensors import BUCKET_BYTES, Places, Snapshot, side_stream
+from ..wire import own_address_towards
 from . import checks as check
 from .handle import Order, PublishHandle, PublishProgress, PublishReport, State
 from .saver import SnapshotSaver, store_of

@@ -8,10 +8,8 @@ import time
 from pathlib import Path
 
 from ...messages.errors import WeightSyncError
-from ..disk.errors import disk_errors
-from ..disk.store import SnapshotStore
-from ..tensors.snapshot import Snapshot
-from ..tensors.streams import side_stream
+from ..disk import SnapshotStore, disk_errors
+from ..tensors import Snapshot, side_stream
 from . import checks as check
 
 log = logging.getLogger(__name__)

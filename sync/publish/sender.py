@@ -12,15 +12,23 @@ from typing import Literal
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from ...messages.model.weights import NonFinitePolicy, UpdateMode, WeightAnnouncement
-from ...messages.redis.bell import Bell
-from ..adapters.transfer import AdapterSender
-from ..tensors.snapshot import Snapshot
-from ..transfer.ledger import Join, Ledger, nccl_settings
-from ..transfer.patience import Patience
-from ..transfer.rounds import GLANCE_S, GRACE_S, Terms, Transfer, TransferResult, repeated
-from ..wire.broadcaster import Broadcaster
-from ..wire.ipc import gpu_id
+from ...messages.model import NonFinitePolicy, UpdateMode, WeightAnnouncement
+from ...messages.redis import Bell
+from ..adapters import AdapterSender
+from ..tensors import Snapshot
+from ..transfer import (
+    GLANCE_S,
+    GRACE_S,
+    Join,
+    Ledger,
+    Patience,
+    Terms,
+    Transfer,
+    TransferResult,
+    nccl_settings,
+    repeated,
+)
+from ..wire import Broadcaster, gpu_id
 from .handle import Phase, PublishProgress
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,9 @@
+"""One engine rank's side of a transfer: receive, verify, load, and send on to others."""
+
+from .held import open_version
+from .layout import TIED
+from .lend import held_tensors, send_held
+from .names import check_names, checkpoint_shapes
+from .receiver import Receiver
+
+__all__ = ["TIED", "Receiver", "check_names", "checkpoint_shapes", "held_tensors", "open_version", "send_held"]

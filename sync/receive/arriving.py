@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ...messages.errors import TransferTimeout
-from ..wire.group import Group, Queued, check_unbroken, settle
-from ..wire.rendezvous import SLICE_S
+from ..wire import SLICE_S, Group, Queued, check_unbroken, settle
 from .layout import Arrival, Loading
 
 

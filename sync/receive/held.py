@@ -9,12 +9,11 @@ from pathlib import Path
 import torch
 
 from ...messages.errors import WeightSyncError
-from ...messages.model.weights import WeightManifest
+from ...messages.model import WeightManifest
+from ..disk import DiskVersion, SnapshotStore
 from ..disk.checkpoint import VERSION_FOLDER, Checkpoint, checkpoint_format
-from ..disk.read import DiskVersion
-from ..disk.store import SnapshotStore
-from ..plan.plan import CopyPlan
-from ..tensors.snapshot import check_places
+from ..plan import CopyPlan
+from ..tensors import check_places
 
 
 @dataclass(frozen=True, slots=True)

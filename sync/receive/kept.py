@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from ..plan.plan import CopyPlan
+from ..plan import CopyPlan
 from .layout import Arrival, Loading, Model, bucket_views, plan_for
 from .pending import Pending
 

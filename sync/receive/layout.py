@@ -13,10 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from ...messages.errors import DigestMismatch
-from ...messages.model.weights import WeightManifest
-from ..plan.plan import Bound, CopyPlan, PlanImpossible
-from ..tensors.digester import Digester, digests, hex_of
-from ..tensors.snapshot import unpack
+from ...messages.model import WeightManifest
+from ..plan import Bound, CopyPlan, PlanImpossible
+from ..tensors import Digester, digests, hex_of, unpack
 
 log = logging.getLogger(__name__)
 TIED = frozenset({"lm_head.weight"})

@@ -16,15 +16,12 @@ from typing import Any
 import torch
 
 from ...messages.errors import TransferTimeout, WeightSyncError
-from ...messages.model.weights import WeightAnnouncement, WeightManifest
-from ..packing.buckets import fill
-from ..plan.plan import CopyPlan, PlanImpossible
-from ..tensors.places import Place, dtype_named
-from ..tensors.streams import side_stream
-from ..tensors.turns import short_turns
-from ..transfer.order import TransferOrder, TransferReport
-from ..wire.broadcaster import Broadcaster
-from ..wire.rendezvous import EpochKeys, join_store
+from ...messages.model import WeightAnnouncement, WeightManifest
+from ..packing import fill
+from ..plan import CopyPlan, PlanImpossible
+from ..tensors import Place, dtype_named, short_turns, side_stream
+from ..transfer import TransferOrder, TransferReport
+from ..wire import Broadcaster, EpochKeys, join_store
 from .layout import TIED
 from .receiver import Receiver
 

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 
 from ...messages.errors import TransferTimeout
-from ...messages.model.weights import WeightManifest
+from ...messages.model import WeightManifest
+from ..disk import DiskVersion
 from ..disk.checkpoint import Checkpoint
-from ..disk.read import DiskVersion
-from ..transfer.order import Phase, TransferOrder, TransferReport
-from ..wire.brief import Told
-from ..wire.group import Group
-from ..wire.rendezvous import EpochKeys
+from ..transfer import Phase, TransferOrder, TransferReport
+from ..wire import EpochKeys, Group, Told
 from .arriving import Arriving
 
 

@@ -18,18 +18,14 @@ from typing import Any
 import torch
 
 from ...messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
-from ...messages.model.weights import StagingPolicy, WeightManifest
+from ...messages.model import StagingPolicy, WeightManifest
+from ..disk import DiskVersion
 from ..disk.checkpoint import Checkpoint
-from ..disk.read import DiskVersion
-from ..plan.plan import CopyPlan
-from ..tensors.staging import Staging
-from ..tensors.turns import short_turns
-from ..transfer.order import Phase, TransferOrder, TransferReport
-from ..wire.brief import Told, is_group_for
-from ..wire.group import Group
-from ..wire.ipc import open_handles
-from ..wire.line import Wire
-from ..wire.rendezvous import EpochKeys, await_key, fetch, fetch_brief, fetch_manifest
+from ..plan import CopyPlan
+from ..tensors import Staging, short_turns
+from ..transfer import Phase, TransferOrder, TransferReport
+from ..wire import EpochKeys, Group, Told, Wire, await_key, fetch, fetch_brief, fetch_manifest
+from ..wire import is_group_for, open_handles
 from .arriving import Arriving
 from .held import Lent, open_version, read_into
 from .kept import Kept

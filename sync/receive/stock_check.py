@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 
 from ...messages.errors import DigestMismatch, WeightSyncError
-from ...messages.model.weights import WeightManifest
-from ..plan.plan import CopyPlan
-from ..tensors.digester import Digester, hex_of
-from ..transfer.order import TransferReport
+from ...messages.model import WeightManifest
+from ..plan import CopyPlan
+from ..tensors import Digester, hex_of
+from ..transfer import TransferReport
 from .pending import Pending
 
 

@@ -7,8 +7,7 @@ from functools import cache
 
 import torch
 
-from ..tensors.copies import Copies
-from ..tensors.digester import Digester
+from ..tensors import Copies, Digester
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...messages.model.weights import NCCL_CTAS
+from ...messages.model import NCCL_CTAS
 from .copies import WORD
 
 STEP_WORDS = 4096

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from ...messages.errors import InvalidField
-from ...messages.model.weights import TensorSpec, WeightManifest
+from ...messages.model import TensorSpec, WeightManifest
 from .places import dtype_named
 
 _MOST_BYTES = 1 << 62

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...messages.model.weights import StagingPolicy
+from ...messages.model import StagingPolicy
 
 log = logging.getLogger(__name__)
 ROTATING = 3

@@ -1,0 +1,28 @@
+"""A transfer as a record: its order and report, the ledger in Redis, and its rounds. Free of torch."""
+
+from .ledger import Epoch, Join, Ledger, nccl_settings, through_outage
+from .ledger_view import LedgerView, TransferRecord, VersionRecord
+from .order import Phase, TransferOrder, TransferReport
+from .patience import Patience
+from .rounds import GLANCE_S, GRACE_S, Terms, Transfer, TransferResult, repeated
+
+__all__ = [
+    "GLANCE_S",
+    "GRACE_S",
+    "Epoch",
+    "Join",
+    "Ledger",
+    "LedgerView",
+    "Patience",
+    "Phase",
+    "Terms",
+    "Transfer",
+    "TransferOrder",
+    "TransferRecord",
+    "TransferReport",
+    "TransferResult",
+    "VersionRecord",
+    "nccl_settings",
+    "repeated",
+    "through_outage",
+]

@@ -18,10 +18,10 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ...messages.errors import MessageError, WeightSyncError
-from ...messages.model.weights import NCCL_AGREED, NCCL_CTAS, WeightAnnouncement
-from ...messages.redis.keys import Keys
-from ...messages.scripts.runner import Scripts
-from ...messages.wire.codec import decode, encode
+from ...messages.model import NCCL_AGREED, NCCL_CTAS, WeightAnnouncement
+from ...messages.redis import Keys
+from ...messages.scripts import Scripts
+from ...messages.wire import decode, encode
 from .order import TransferReport
 
 T = TypeVar("T")

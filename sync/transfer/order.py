@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from ...messages.errors import MalformedMessage
-from ...messages.model.weights import NonFinitePolicy, Transport, UpdateMode
+from ...messages.model import NonFinitePolicy, Transport, UpdateMode
 
 Phase = Literal["rendezvous", "receive", "verify", "load", "ready", "staged", "done"]
 

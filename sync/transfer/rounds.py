@@ -12,8 +12,8 @@ from functools import partial
 from typing import Literal, Protocol
 
 from ...messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
-from ...messages.model.weights import NonFinitePolicy, UpdateMode, WeightAnnouncement
-from ...messages.redis.bell import Bell
+from ...messages.model import NonFinitePolicy, UpdateMode, WeightAnnouncement
+from ...messages.redis import Bell
 from .ledger import Epoch, Join, Ledger, through_outage
 from .order import TransferReport
 

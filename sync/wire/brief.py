@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from ...messages.errors import DigestMismatch
-from ...messages.model.weights import TensorSpec, WeightManifest
-from ..tensors.digester import hex_of, values_of
+from ...messages.model import TensorSpec, WeightManifest
+from ..tensors import hex_of, values_of
 
 NAME_BYTES = 16
 _SHOWN = 16

@@ -12,17 +12,15 @@ from typing import Any, Protocol
 import torch
 
 from ...messages.errors import TransferTimeout
-from ...messages.model.weights import WeightAnnouncement, WeightManifest
-from ...messages.wire.codec import encode
-from ..publish.stock import StockGroup, lot_bytes
-from ..tensors.snapshot import Snapshot
-from ..tensors.staging import Staging
-from ..tensors.turns import short_turns
-from ..transfer.ledger import Join
+from ...messages.model import WeightAnnouncement, WeightManifest
+from ...messages.wire import encode
+from ..tensors import Snapshot, Staging, short_turns
+from ..transfer import Join
 from .brief import Told, group_for, is_group_for
 from .group import Group, Queued, here, open_group, settle
 from .ipc import export_handles
 from .rendezvous import EpochKeys, serve_store
+from .stock import StockGroup, lot_bytes
 
 log = logging.getLogger(__name__)
 CPU = torch.device("cpu")

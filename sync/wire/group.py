@@ -20,7 +20,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from ...messages.errors import ConfigError, TransferTimeout
-from ...messages.model.weights import NCCL_CTAS
+from ...messages.model import NCCL_CTAS
 from .bounded_store import BoundedStore, within
 from .rendezvous import local_end
 
@@ -148,7 +148,7 @@ class NcclGroup:
         options._timeout = timedelta(days=30)
         options.is_high_priority_stream = True  # digests and copies fill the GPU; the wire must not wait for them
         options.config.min_ctas = options.config.max_ctas = NCCL_CTAS  # the environment goes before it
-        with _nccl_environment():
+        with nccl_environment():
             self._group = ProcessGroupNCCL(
                 PrefixStore("cuda/", PrefixStore(f"{name}/", _raw(store))), rank, world, options
             )
@@ -297,7 +297,7 @@ def _with_deadline(work: Callable[[], None], deadline: float, abort: Callable[[]
 
 
 @contextlib.contextmanager
-def _nccl_environment() -> Iterator[None]:
+def nccl_environment() -> Iterator[None]:
     """What ProcessGroupNCCL reads when it is made, for this one only."""
     with _env_lock:
         before = {name: os.environ.get(name) for name in _NCCL_ENV}

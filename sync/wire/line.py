@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..transfer.order import TransferOrder
+from ..transfer import TransferOrder
 from .group import Group, here, open_group
 from .rendezvous import join_store, lost, why_broken
 

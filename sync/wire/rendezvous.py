@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 from torch.distributed import TCPStore
 
 from ...messages.errors import DigestMismatch, RedisUnavailable, TransferTimeout, WeightSyncError
-from ...messages.model.weights import WeightManifest
-from ...messages.wire.codec import decode
+from ...messages.model import WeightManifest
+from ...messages.wire import decode
 from .bounded_store import BoundedStore, begin
 
 SLICE_S = 0.5

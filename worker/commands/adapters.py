@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ...messages.errors import EngineError, InvalidField, RequestRefused
-from ...messages.model.command_params import LoadAdapterParams, NoParams, UnloadAdapterParams
-from ..engine.protocol import Engine
-from ..weights.adapters import FEATURE, LOAD_S, NOT_ENABLED, AdapterFollower
+from ...messages.model import LoadAdapterParams, NoParams, UnloadAdapterParams
+from ..engine import FEATURE, NOT_ENABLED, Engine
+from ..weights import LOAD_S, AdapterFollower
 from .queue import Handler
 
 
@@ -33,7 +33,7 @@ class AdapterCommands:
         }
 
     async def _load(self, params: LoadAdapterParams, deadline: float) -> Mapping[str, Any]:
-        from ...sync.adapters.folder import read_adapter  # noqa: PLC0415 – torch
+        from ...sync.adapters import read_adapter  # noqa: PLC0415 – torch
 
         self._check()
         loaded = self._engine.info.adapters

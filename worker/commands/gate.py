@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ...messages.errors import EngineError, RequestRefused
-from ...messages.model.command_params import AbortParams, NoParams, PauseMode, PauseParams, SleepParams, WakeParams
-from ...sync.transfer.order import TransferOrder
-from ..engine.protocol import Engine
+from ...messages.model import AbortParams, NoParams, PauseMode, PauseParams, SleepParams, WakeParams
+from ...sync.transfer import TransferOrder
+from ..engine import Engine
 from ..generation import Generation
-from ..lease.claims import ClaimLoop
-from ..lease.handback import Handback
-from ..lease.outbox import Outbox
-from ..weights.follower import WeightFollower
-from ..weights.snapshots import SLOWEST, TIMEOUT_S
+from ..lease import ClaimLoop, Handback, Outbox
+from ..weights import SLOWEST, TIMEOUT_S, WeightFollower
 from .queue import Handler
 from .sleep import SleepState
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...messages.model.command_params import StartProfileParams, StopProfileParams
-from ..engine.protocol import Engine
+from ...messages.model import StartProfileParams, StopProfileParams
+from ..engine import Engine
 from .queue import Handler
 from .upload import check_url, upload
 

@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 from redis.exceptions import RedisError
 
-from ...messages.broker.command_channel import CommandBox
+from ...messages.broker import CommandBox
 from ...messages.errors import MessageError, RolloutMQError
-from ...messages.model.command_params import ACTIONS, check_params
-from ...messages.model.commands import Command, CommandReply
+from ...messages.model import ACTIONS, Command, CommandReply, check_params
 
 log = logging.getLogger(__name__)
 Lane = Literal["now", "gate", "profile", "work"]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...messages.errors import RequestRefused
-from ...messages.model.command_params import MEMORY_TAGS, MemoryTag
+from ...messages.model import MEMORY_TAGS, MemoryTag
 
 
 @dataclass(frozen=True, slots=True)

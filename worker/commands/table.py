@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...messages.model.command_params import NoParams, StopParams
-from ...sync.transfer.ledger import Ledger
-from ..engine.protocol import Engine
+from ...messages.model import NoParams, StopParams
+from ...sync.transfer import Ledger
+from ..engine import Engine
 from ..generation import Generation
-from ..weights.follower import WeightFollower
+from ..weights import WeightFollower
 from .adapters import AdapterCommands
 from .gate import Service
 from .profile import ProfileCommands

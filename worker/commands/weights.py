@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ...messages.errors import EngineError, InvalidField, RequestRefused
-from ...messages.model.command_params import AuditParams, LoadParams, SaveParams, SetVersionParams
-from ...sync.transfer.ledger import Ledger
-from ..engine.protocol import Engine
+from ...messages.model import AuditParams, LoadParams, SaveParams, SetVersionParams
+from ...sync.transfer import Ledger
+from ..engine import Engine
 from ..generation import Generation
-from ..weights.follower import WeightFollower
-from ..weights.snapshots import SLOWEST, TIMEOUT_S
+from ..weights import SLOWEST, TIMEOUT_S, WeightFollower
 from .gate import disk_order
 from .queue import Handler
 from .upload import check_url, upload

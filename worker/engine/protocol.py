@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...messages.model.media import Medium
-from ...messages.model.sampling import LogitProcessor, LogprobOptions, SamplingParams
-from ...sync.transfer.order import TransferOrder, TransferReport
-from ..weights.adapters import LoadedAdapters
+from ...messages.model import LogitProcessor, LogprobOptions, Medium, SamplingParams
+from ...sync.transfer import TransferOrder, TransferReport
+from .adapters import LoadedAdapters
 from .tasks import TaskOutput, TaskRequest
 
 if TYPE_CHECKING:
-    from ...sync.adapters.format import Adapter  # torch
+    from ...sync.adapters import Adapter  # torch
 
 FinishReason = Literal["stop", "length", "abort"]
 MatchedStop = int | str | tuple[int, ...]

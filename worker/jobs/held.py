@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ...messages.broker.lease import Claim, Release
-from ...messages.wire.kinds import Job
+from ...messages.broker import Claim, Release
+from ...messages.wire import Job
 from .task import Run
 
 

@@ -11,19 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from ...messages.broker.lease import Claim
+from ...messages.broker import Claim
 from ...messages.errors import InvalidField, MessageError, RequestRefused
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.media import Medium
-from ...messages.model.results import Partial
-from ...messages.model.tasks import TaskJob
-from ...messages.wire.codec import decode, decode_one_of
-from ...messages.wire.kinds import JOBS
-from ..engine.protocol import EngineInfo
-from ..engine.tasks import POOLING_FEATURES
-from ..text.chat import after_context
-from ..text.tokenizer import Tokenizer
-from ..weights.adapters import FEATURE, check
+from ...messages.model import GenerateJob, Medium, Partial, TaskJob
+from ...messages.wire import JOBS, decode, decode_one_of
+from ..engine import FEATURE, POOLING_FEATURES, EngineInfo, check
+from ..text import Tokenizer, after_context
 from .held import HeldJob
 from .media import must_fetch, with_media_here
 from .sample import SampleRun
@@ -204,7 +197,7 @@ def _check_tools(job: GenerateJob, tokenizer: Tokenizer | None) -> None:
     """What reads the calls must be here before the job runs: raises RequestRefused."""
     if tokenizer is None:
         raise _Later
-    from ..text.tool_calls import check_parser  # noqa: PLC0415 – only where a job has tools
+    from ..text import check_parser  # noqa: PLC0415 – only where a job has tools
 
     check_parser(job.tool_parser)
     tokenizer.decode(np.zeros(1, np.int32))

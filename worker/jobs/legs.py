@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...messages.model.results import Segment
+from ...messages.model import Segment
 
 
 @dataclass(slots=True)

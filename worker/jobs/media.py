@@ -8,8 +8,7 @@ from typing import Any
 
 from ...messages.errors import InvalidField, RequestRefused
 from ...messages.fetch import fetch
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.media import MAX_MEDIUM_BYTES, Medium, check_media, mime_of
+from ...messages.model import MAX_MEDIUM_BYTES, GenerateJob, Medium, check_media, mime_of
 
 FEATURE = "media"
 """Of EngineInfo.features: the model sees or hears, and SGLang can prepare what it is shown."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...messages.wire.kinds import Result
-from ..engine.protocol import EngineInfo
-from ..text.tokenizer import Tokenizer
+from ...messages.wire import Result
+from ..engine import EngineInfo
+from ..text import Tokenizer
 from .task import Run, TaskRun
 
 
@@ -16,7 +16,7 @@ def as_result(run: Run, worker_id: str, info: EngineInfo, tokenizer: Tokenizer) 
     result = run.result(worker_id, info, text)
     if not run.job.tools:
         return result
-    from ..text.tool_calls import calls_in  # noqa: PLC0415 – only where a job has tools
+    from ..text import calls_in  # noqa: PLC0415 – only where a job has tools
 
     calls = calls_in(tokenizer.decode(run.tokens, special=True), run.job, run.index)
     return result.model_copy(update={"tool_calls": calls}) if calls else result

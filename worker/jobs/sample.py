@@ -12,22 +12,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...messages.broker.lease import Piece
+from ...messages.broker import Piece
 from ...messages.errors import InvalidField
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.results import Partial, RolloutResult, Segment, Timings
-from ..engine.protocol import (
+from ...messages.model import GenerateJob, Partial, RolloutResult, Segment, Timings
+from ..engine import (
     NOTHING_MORE,
+    AdapterUse,
     EngineInfo,
     EngineOutput,
     EngineRequest,
     FinishReason,
+    LoadedAdapters,
     MatchedStop,
     Progress,
     Wanted,
 )
-from ..text.sample_stream import SampleStream
-from ..weights.adapters import AdapterUse, LoadedAdapters
+from ..text import SampleStream
 from .generated import Generated
 from .legs import Leg
 

@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...messages.broker.lease import Piece
-from ...messages.model.embed import EmbedJob, EmbedResult, RewardJob, RewardResult
-from ...messages.model.results import Timings
-from ...messages.model.score import ScoreJob, ScoreResult
-from ...messages.model.tasks import TaskJob, TaskResult
-from ..engine.protocol import EngineInfo
-from ..engine.tasks import TaskOutput, TaskRequest
+from ...messages.broker import Piece
+from ...messages.model import (
+    EmbedJob,
+    EmbedResult,
+    RewardJob,
+    RewardResult,
+    ScoreJob,
+    ScoreResult,
+    TaskJob,
+    TaskResult,
+    Timings,
+)
+from ..engine import EngineInfo, TaskOutput, TaskRequest
 from .legs import Leg
 from .sample import SampleRun
 

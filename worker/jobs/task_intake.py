@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...messages.broker.lease import Claim
+from ...messages.broker import Claim
 from ...messages.errors import RequestRefused
-from ...messages.model.embed import PoolingJob
-from ...messages.model.score import ScoreJob
-from ...messages.model.tasks import TaskJob
-from ..engine.protocol import EngineInfo
-from ..text.tokenizer import Tokenizer
+from ...messages.model import PoolingJob, ScoreJob, TaskJob
+from ..engine import EngineInfo
+from ..text import Tokenizer
 from .task import TaskRun
 
 Ids = npt.NDArray[np.int32]

@@ -1,0 +1,11 @@
+"""What a worker holds and for how long: membership, claims, saving, publishing, handing back."""
+
+from .claims import ClaimLoop
+from .deadlines import Deadlines
+from .handback import Handback
+from .membership import Membership
+from .outbox import Outbox
+from .saving import Checkpoints
+from .streaming import Streaming
+
+__all__ = ["Checkpoints", "ClaimLoop", "Deadlines", "Handback", "Membership", "Outbox", "Streaming"]

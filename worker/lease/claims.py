@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from ...messages.broker.lease import Claim, Lease
+from ...messages.broker import Claim, Lease
 
 log = logging.getLogger(__name__)
 MAX_JOBS = 256

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
-from ...messages.broker.lease import Lease
-from ..jobs.held import HeldJobs
+from ...messages.broker import Lease
+from ..jobs import HeldJobs
 
 log = logging.getLogger(__name__)
 

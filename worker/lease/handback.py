@@ -9,9 +9,8 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from ...messages.broker.broker import Broker
-from ...messages.broker.lease import MAX_CALL_TOKENS, Lease, Release
-from ..jobs.held import HeldJob, HeldJobs
+from ...messages.broker import MAX_CALL_TOKENS, Broker, Lease, Release
+from ..jobs import HeldJob, HeldJobs
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.2

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 
 from redis.exceptions import RedisError
 
-from ...messages.broker.lease import Beat, Lease
+from ...messages.broker import Beat, Lease
 from ...messages.errors import LeaseLost
-from ...messages.model.workers import WorkerStatus
+from ...messages.model import WorkerStatus
 
 log = logging.getLogger(__name__)
 REAPED = 256

@@ -9,7 +9,7 @@ from itertools import islice
 
 from redis.exceptions import RedisError
 
-from ...messages.broker.lease import Finished, Lease
+from ...messages.broker import Finished, Lease
 
 MAX_BATCH = 256
 MAX_BYTES = 4 << 20

@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 
 from redis.exceptions import RedisError
 
-from ...messages.broker.lease import MAX_CALL_TOKENS, Lease, Piece
-from ..engine.protocol import Progress
-from ..jobs.held import HeldJobs
-from ..jobs.sample import SampleRun
-from ..jobs.task import Run
+from ...messages.broker import MAX_CALL_TOKENS, Lease, Piece
+from ..engine import Progress
+from ..jobs import HeldJobs, Run, SampleRun
 
 log = logging.getLogger(__name__)
 MAX_PIECES = 256

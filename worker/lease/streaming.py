@@ -11,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from redis.exceptions import RedisError
 
-from ...messages.broker.lease import MAX_CALL_TOKENS, Lease, Piece
-from ...messages.model.jobs import GenerateJob
-from ..engine.protocol import Progress
-from ..jobs.held import HeldJob
-from ..jobs.sample import SampleRun
-from ..text.sample_stream import SampleStream
+from ...messages.broker import MAX_CALL_TOKENS, Lease, Piece
+from ...messages.model import GenerateJob
+from ..engine import Progress
+from ..jobs import HeldJob, SampleRun
+from ..text import SampleStream
 from .saving import MAX_PIECES, save
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from ...messages.errors import ConfigError, InvalidField, RequestRefused
-from ...messages.model.sampling import LogitProcessor as Asked
+from ...messages.model import LogitProcessor as Asked
 from .processor import LogitProcessor
 
 GROUP = "rolloutmq.logit_processors"

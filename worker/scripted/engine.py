@@ -17,10 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ...messages.errors import EngineDead, EngineError, RequestRefused
-from ...sync.transfer.order import TransferOrder, TransferReport
-from ..engine.protocol import EngineInfo, EngineOutput, EngineRequest, Progress
-from ..engine.tasks import TASK_FEATURES, TaskOutput, TaskRequest
-from ..weights.adapters import FEATURE, LoadedAdapters
+from ...sync.transfer import TransferOrder, TransferReport
+from ..engine import (
+    FEATURE,
+    TASK_FEATURES,
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    LoadedAdapters,
+    Progress,
+    TaskOutput,
+    TaskRequest,
+)
 from .ops import ScriptedOps
 
 VOCAB = 50_000
@@ -197,7 +205,7 @@ class ScriptedEngine:
     async def prepare_weights(self, order: TransferOrder) -> TransferReport:
         import torch  # noqa: PLC0415 – needed only when weights are published
 
-        from ...sync.receive.receiver import Receiver  # noqa: PLC0415
+        from ...sync.receive import Receiver  # noqa: PLC0415
 
         if not self._alive:
             raise EngineDead("the scripted engine is not running")
@@ -223,7 +231,7 @@ class ScriptedEngine:
     async def send_weights(self, order: TransferOrder) -> TransferReport:
         if not self._alive or self._receiver is None:
             raise EngineDead("the scripted engine is not running")
-        from ...sync.receive.lend import send_held  # noqa: PLC0415
+        from ...sync.receive import send_held  # noqa: PLC0415
 
         report: TransferReport = await asyncio.to_thread(send_held, self._receiver, order, self.weights)
         return report

@@ -149,7 +149,7 @@ class ScriptedOps:
     def _audit(self, params: Mapping[str, Any]) -> dict[str, Any]:
         import torch  # noqa: PLC0415
 
-        from ...sync.tensors.digester import digest  # noqa: PLC0415
+        from ...sync.tensors import digest  # noqa: PLC0415
 
         weights, most = dict(self.weights()), int(params["names"])
         values = {name: digest(tensor.contiguous()) for name, tensor in weights.items()}
@@ -177,8 +177,8 @@ class ScriptedOps:
         }
 
     def _export(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        from ...sync.disk.store import SnapshotStore  # noqa: PLC0415
-        from ...sync.packing.packing import PackedWeights  # noqa: PLC0415
+        from ...sync.disk import SnapshotStore  # noqa: PLC0415
+        from ...sync.packing import PackedWeights  # noqa: PLC0415
 
         if not self.weights():
             raise EngineError("the scripted engine has received no weights")

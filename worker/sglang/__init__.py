@@ -1,0 +1,3 @@
+"""The engine protocol on SGLang: the half that runs in the worker's process."""
+
+__all__ = []

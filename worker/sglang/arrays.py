@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...messages.errors import EngineError, RequestRefused
-from ...messages.model.arrays import MAX_BYTES
-from ..engine.protocol import EngineRequest
+from ...messages.model import MAX_BYTES
+from ..engine import EngineRequest
 
 NO_TOKEN = -1
 """In "prompt_top_ids" of the first token, which nothing predicted."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...messages.errors import EngineError, MessageError
-from ...sync.transfer.order import TransferReport
+from ...sync.transfer import TransferReport
 
 LINE_LIMIT = 1 << 26
 

@@ -26,7 +26,7 @@ from typing import Any
 from ...messages.errors import ConfigError, EngineError
 from ...messages.nearest import nearest
 from ..cpu_support import prepare_engine
-from ..engine.protocol import EngineRequest
+from ..engine import EngineRequest
 from .arrays import Shapes
 from .inside.entry import ChildSetup, run_scheduler
 from .loader import loader_request

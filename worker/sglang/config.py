@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...messages.errors import ConfigError
-from ...messages.model.weights import StagingPolicy
+from ...messages.model import StagingPolicy
 from .parallel import check_parallelism
 from .reward_head import LOADER as HEAD_LOADER
 

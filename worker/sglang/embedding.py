@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...messages.errors import RequestRefused
-from ..engine.tasks import TaskOutput, TaskRequest
+from ..engine import TaskOutput, TaskRequest
 from .answer import aborted, answer
 
 

@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ...messages.errors import EngineDead, EngineError, RequestRefused
-from ...sync.transfer.order import TransferOrder, TransferReport
-from ..engine.protocol import NOTHING_MORE, EngineInfo, EngineOutput, EngineRequest, Progress
-from ..engine.tasks import POOLING_FEATURES, TASK_FEATURES, TaskOutput, TaskRequest
+from ...sync.transfer import TransferOrder, TransferReport
+from ..engine import (
+    NOTHING_MORE,
+    POOLING_FEATURES,
+    TASK_FEATURES,
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    Progress,
+    TaskOutput,
+    TaskRequest,
+)
 from ..jobs import media
 from ..logit_processors import Registry
 from . import lora as sglang_lora
@@ -30,7 +39,7 @@ from .stock_updates import StockUpdates
 from .weights import commit_weights, prepare_weights, send_weights
 
 if TYPE_CHECKING:
-    from ...sync.adapters.format import Adapter  # torch
+    from ...sync.adapters import Adapter  # torch
 
 __all__ = ["SGLangConfig", "SGLangEngine"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...messages.model.sampling import GRAMMARS
-from ..engine.tasks import TASK_FEATURES
+from ...messages.model import GRAMMARS
+from ..engine import FEATURE as LORA
+from ..engine import TASK_FEATURES
 from ..logit_processors import known_processors
-from ..weights.adapters import FEATURE as LORA
 from .config import SGLangConfig
 from .inside.tokenizer import engine_tokenizer
 

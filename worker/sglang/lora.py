@@ -19,7 +19,7 @@ from ...messages.errors import EngineError, InvalidField
 if TYPE_CHECKING:
     import torch
 
-    from ...sync.adapters.format import Adapter
+    from ...sync.adapters import Adapter
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 Shapes = dict[str, tuple[int, ...]]

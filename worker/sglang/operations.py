@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ...messages.errors import EngineError, RequestRefused
-from ..engine.protocol import EngineInfo
+from ..engine import EngineInfo
 from .run import SGLangRun
 
 IDLE_S = 10.0

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from ..engine.protocol import NOTHING_MORE, EngineRequest
+from ..engine import NOTHING_MORE, EngineRequest
 from ..jobs import media
 from . import streaming as sglang_streaming
 from .extras import GENERATED, pack

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from ...messages.errors import EngineError, RequestRefused
-from ..engine.protocol import NOTHING_MORE, EngineInfo, EngineOutput, EngineRequest, FinishReason, Progress
+from ..engine import NOTHING_MORE, EngineInfo, EngineOutput, EngineRequest, FinishReason, Progress
 from ..logit_processors import Registry
 from .arrays import Shapes, check_sizes, expert_arrays, hidden_arrays, prompt_arrays, token_rows
 from .inside.stops import what_ended

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ...messages.errors import EngineDead, EngineError, RolloutMQError
-from ...messages.model.weights import NCCL_AGREED
+from ...messages.model import NCCL_AGREED
 from ..cpu_support import gpu_found, share_cores
-from ..engine.protocol import EngineInfo
+from ..engine import EngineInfo
 from .channel import Channel
 from .config import SGLangConfig, server_arguments
 from .inside.entry import ChildSetup, restore_environment

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.tasks import TaskOutput, TaskRequest
+from ..engine import TaskOutput, TaskRequest
 from .answer import aborted, answer
 
 

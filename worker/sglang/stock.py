@@ -1,6 +1,6 @@
 """SGLang's own weight update, the engine's side: join a group, receive request by request, leave.
 
-The sender is sync/publish/stock.py. SGLang has no way to call a waiting engine off: its scheduler blocks in the
+The sender is sync/wire/stock.py. SGLang has no way to call a waiting engine off: its scheduler blocks in the
 rendezvous (up to 30 minutes) or in a broadcast, and everything else with it. So each call here has a deadline; after
 TransferTimeout the engine has to be restarted. Works with and without `begin_weight_update`, see :mod:`.sglang_compat`.
 """
@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from ...messages.errors import TransferTimeout, WeightSyncError
-from ...sync.publish.stock import StockRequest
+from ...sync.wire import StockRequest
 
 
 class StockReceiver:

@@ -13,9 +13,8 @@ import time
 from typing import Any, Literal
 
 from ...messages.errors import EngineError, TransferTimeout, WeightSyncError
-from ...sync.publish.stock import StockRequest, lot_bytes, requests_for
-from ...sync.transfer.order import TransferOrder, TransferReport
-from ...sync.wire.rendezvous import EpochKeys, fetch, fetch_manifest, join_store, why_broken
+from ...sync.transfer import TransferOrder, TransferReport
+from ...sync.wire import EpochKeys, StockRequest, fetch, fetch_manifest, join_store, lot_bytes, requests_for, why_broken
 from .channel import Channel
 from .stock import StockReceiver
 from .weights import commit_weights

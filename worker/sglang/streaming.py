@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..engine.protocol import EngineRequest
+from ..engine import EngineRequest
 from .extras import extras_of
 
 STREAM = "stream"

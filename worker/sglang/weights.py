@@ -9,7 +9,7 @@ import secrets
 from typing import Any, Literal
 
 from ...messages.errors import EngineError
-from ...sync.transfer.order import TransferOrder, TransferReport
+from ...sync.transfer import TransferOrder, TransferReport
 from .channel import Channel
 from .inside.control import refused
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...messages.errors import RequestRefused
-from ...messages.model.sampling import SamplingParams
-from ..engine.protocol import MatchedStop
+from ...messages.model import SamplingParams
+from ..engine import MatchedStop
 from .pieces import Pieces
 from .regex import LAST_NEWLINE, MAX_STATES, Automaton, Step, UnsupportedRegex, automaton
 

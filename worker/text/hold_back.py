@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ...messages.model.sampling import SamplingParams
+from ...messages.model import SamplingParams
 
 MOST_CHARS = 1024
 """A regular expression that can match more: nothing is known of the sample before its end."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from ...messages.model.jobs import GenerateJob
+from ...messages.model import GenerateJob
 from .hold_back import hold_back
 from .stream import TextStream
 

@@ -12,9 +12,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...messages.errors import RequestRefused
-from ...messages.model.chat import MAX_CALLS, MAX_TOOL_NAME
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.tools import FORMATS, Tool, ToolCall, why_invalid, why_unsendable
+from ...messages.model import (
+    FORMATS,
+    MAX_CALLS,
+    MAX_TOOL_NAME,
+    GenerateJob,
+    Tool,
+    ToolCall,
+    why_invalid,
+    why_unsendable,
+)
 from . import function_syntax
 
 log = logging.getLogger(__name__)

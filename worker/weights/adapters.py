@@ -1,122 +1,21 @@
-"""LoRA adapters on a worker: which versions its engine has, which samples use them, and how new ones come."""
+"""LoRA adapters on a worker: how new versions come into its engine, and superseded ones leave it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
-from weakref import WeakSet
 
 from ...messages.errors import EngineDead, EngineError, InvalidField, RequestRefused
-from ...messages.model.jobs import GenerateJob
-from ...messages.model.weights import WeightAnnouncement
-from ...sync.transfer.ledger import Ledger
-from ...sync.transfer.order import TransferReport
-
-if TYPE_CHECKING:
-    from ..engine.protocol import Engine
+from ...messages.model import WeightAnnouncement
+from ...sync.transfer import Ledger, TransferReport
+from ..engine import FEATURE, NOT_ENABLED, Engine, LoadedAdapters, adapter_names
 
 log = logging.getLogger(__name__)
-FEATURE = "lora"
-"""Of EngineInfo.features: the engine was started for adapters."""
-NOT_ENABLED = "LoRA is not enabled on this worker's engine: start the worker with --max-lora-rank"
 ASK_S = 1.0
 """What is missing is asked for this often."""
 LOAD_S = 60.0
 """How long an engine may take to load or unload an adapter."""
-
-
-class AdapterUse:
-    """A sample's hold on one version of an adapter: as long as it exists the engine keeps that version."""
-
-    __slots__ = ("__weakref__", "name", "version")
-
-    def __init__(self, name: str, version: int) -> None:
-        self.name, self.version = name, version
-
-
-class LoadedAdapters:
-    """The adapter versions of one life of an engine."""
-
-    def __init__(self) -> None:
-        self._versions: dict[str, set[int]] = {}
-        self._uses: WeakSet[AdapterUse] = WeakSet()
-        self.pinned: set[tuple[str, int]] = set()
-        """Versions that stay when newer ones come."""
-
-    def versions(self) -> dict[str, tuple[int, ...]]:
-        """Name -> every version that is here, oldest first."""
-        return {name: tuple(sorted(versions)) for name, versions in self._versions.items() if versions}
-
-    def used(self, name: str, version: int) -> bool:
-        """Whether a sample holds this very version."""
-        return any((use.name, use.version) == (name, version) for use in self._uses)
-
-    def newest(self, name: str) -> int:
-        """The newest version of an adapter, 0 if the engine has none."""
-        return max(self._versions.get(name, ()), default=0)
-
-    def current(self) -> dict[str, int]:
-        """Name -> newest version."""
-        return {name: max(versions) for name, versions in self._versions.items() if versions}
-
-    def add(self, name: str, version: int) -> None:
-        """The engine has it now."""
-        self._versions.setdefault(name, set()).add(version)
-
-    def remove(self, name: str, version: int) -> None:
-        """The engine will not have it much longer: no sample may begin with it."""
-        self._versions.get(name, set()).discard(version)
-
-    def has(self, name: str, version: int) -> bool:
-        """Whether requests may use this very version."""
-        return version in self._versions.get(name, ())
-
-    def use(self, name: str, before: int = 0) -> AdapterUse:
-        """For a leg of a sample: version `before`, which it went on with so far, if that is here; else the newest."""
-        use = AdapterUse(name, before if self.has(name, before) else self.newest(name))
-        self._uses.add(use)
-        return use
-
-    def superseded(self) -> list[tuple[str, int]]:
-        """Versions that are not the newest, that no sample uses, and that are not pinned."""
-        used = {(use.name, use.version) for use in self._uses} | self.pinned
-        return [
-            (name, version)
-            for name, versions in self._versions.items()
-            for version in sorted(versions)
-            if version < max(versions) and (name, version) not in used
-        ]
-
-
-class AdapterMissing(RequestRefused):
-    """The job's adapter, or that version of it, is not on this worker. It may be in the pool."""
-
-    def __init__(self, adapter: str, text: str) -> None:
-        super().__init__(text)
-        self.adapter = adapter
-
-
-def check(job: GenerateJob, adapters: LoadedAdapters, features: frozenset[str]) -> None:
-    """Raises AdapterMissing for a job that cannot run with these adapters."""
-    if job.lora is None:
-        return
-    if FEATURE not in features:
-        unable = InvalidField("lora", job.lora, NOT_ENABLED)
-        raise AdapterMissing(job.lora, str(unable))
-    newest = adapters.newest(job.lora)
-    if newest >= max(1, job.min_adapter_version):
-        return
-    if newest:
-        text = str(InvalidField("min_adapter_version", job.min_adapter_version, f"at most {newest} of {job.lora!r}"))
-    else:
-        text = str(InvalidField("lora", job.lora, f"an adapter that this worker has: {_names(adapters.current())}"))
-    raise AdapterMissing(job.lora, text)
-
-
-def _names(adapters: dict[str, int]) -> str:
-    return ", ".join(repr(name) for name in sorted(adapters)) or "none"
 
 
 class AdapterFollower:
@@ -136,7 +35,7 @@ class AdapterFollower:
         known = await self._ledger.adapters()
         if name in known:
             return None
-        there = f"an adapter that was published to this pool: {_names(known)}"
+        there = f"an adapter that was published to this pool: {adapter_names(known)}"
         if FEATURE not in self._engine.info.features:
             there += "; nor is LoRA enabled on this worker's engine"
         return RequestRefused(str(InvalidField("lora", name, there)))
@@ -169,7 +68,7 @@ class AdapterFollower:
         return report
 
     async def _take(self, announcement: WeightAnnouncement) -> TransferReport:
-        from ...sync.adapters.transfer import Fetch  # noqa: PLC0415 – torch: only where adapters are published
+        from ...sync.adapters import Fetch  # noqa: PLC0415 – torch: only where adapters are published
 
         name, version = announcement.adapter, announcement.version
         if FEATURE not in self._engine.info.features:

@@ -13,10 +13,9 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from ...messages.errors import EngineDead, EngineError, MessageError, TransferTimeout
-from ...messages.model.weights import WeightAnnouncement
-from ...sync.transfer.ledger import Epoch, Join, Ledger, through_outage
-from ...sync.transfer.order import TransferOrder, TransferReport
-from ..engine.protocol import Engine
+from ...messages.model import WeightAnnouncement
+from ...sync.transfer import Epoch, Join, Ledger, TransferOrder, TransferReport, through_outage
+from ..engine import Engine
 from ..generation import Generation
 from .adapters import AdapterFollower
 from .orders import order_for

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...messages.model.weights import Transport, WeightAnnouncement
-from ...sync.transfer.order import TransferOrder
+from ...messages.model import Transport, WeightAnnouncement
+from ...sync.transfer import TransferOrder
 
 
 def order_for(announcement: WeightAnnouncement, worker_id: str) -> TransferOrder:

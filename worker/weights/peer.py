@@ -17,14 +17,11 @@ from typing import Any, Literal
 from redis.exceptions import RedisError
 
 from ...messages.errors import EngineError, RolloutMQError, TransferTimeout
-from ...messages.model.weights import WeightAnnouncement
-from ...messages.redis.bell import Bell
-from ...messages.redis.connection import first_node_url
-from ...sync.transfer.ledger import Join, Ledger, nccl_settings
-from ...sync.transfer.order import TransferOrder
-from ...sync.transfer.rounds import GRACE_S, Terms, Transfer, TransferResult
+from ...messages.model import WeightAnnouncement
+from ...messages.redis import Bell, first_node_url
+from ...sync.transfer import GRACE_S, Join, Ledger, Terms, Transfer, TransferOrder, TransferResult, nccl_settings
 from ..config import WorkerConfig
-from ..engine.protocol import Engine
+from ..engine import Engine
 from .follower import WeightFollower
 
 log = logging.getLogger(__name__)
@@ -174,7 +171,7 @@ class _Lender:
         """Start to listen. Raises RedisUnavailable if no address of this host leads to the pool."""
 
         def make() -> None:
-            from ...sync.wire.rendezvous import own_address_towards, serve_store  # noqa: PLC0415 – torch
+            from ...sync.wire import own_address_towards, serve_store  # noqa: PLC0415 – torch
 
             self._host = own_address_towards(first_node_url(redis_url))
             self._store = serve_store(self._host)
@@ -188,7 +185,7 @@ class _Lender:
 
     async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
         """See Source. The engine puts the manifest there when it sends."""
-        from ...sync.wire.rendezvous import EpochKeys  # noqa: PLC0415 – torch
+        from ...sync.wire import EpochKeys  # noqa: PLC0415 – torch
 
         self._keys = EpochKeys(announcement.epoch)
         answer = await ledger.offer(announcement, self._worker_id, self._over)

@@ -8,10 +8,8 @@ import logging
 from pathlib import Path
 
 from ...messages.errors import RolloutMQError, WeightSyncError
-from ...sync.disk.draft import folder_name
-from ...sync.disk.errors import NoSuchSnapshot
-from ...sync.disk.store import SnapshotStore
-from ...sync.transfer.order import TransferOrder
+from ...sync.disk import NoSuchSnapshot, SnapshotStore, folder_name
+from ...sync.transfer import TransferOrder
 
 log = logging.getLogger(__name__)
 SLOWEST = 50e6

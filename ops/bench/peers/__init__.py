@@ -2,3 +2,7 @@
 
 They run in environments of their own, without this package: `python -m peers.<name>_peer worker|client URL LOAD-JSON`.
 """
+
+from .load import Load, Tally, main
+
+__all__ = ["Load", "Tally", "main"]

@@ -13,9 +13,9 @@ from asyncio.subprocess import PIPE, Process
 from types import TracebackType
 from typing import Any, Self
 
-from ....messages.broker.lease import Lease
-from ....messages.model.workers import WorkerStatus
-from ....messages.redis.connection import connect
+from ....messages.broker import Lease
+from ....messages.model import WorkerStatus
+from ....messages.redis import connect
 
 POOL = "growth"
 LEASE_S = 60.0

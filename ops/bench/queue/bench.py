@@ -16,8 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ...redis.embedded import EmbeddedRedis
-from ..peers.load import Load
+from ...redis import EmbeddedRedis
+from ..peers import Load
 from .environments import CACHE, peer_systems
 from .growth import Cost, growth
 from .host import describe_host

@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from ....messages.broker.broker import Broker, Caps
-from ....messages.broker.lease import Claim, Finished
-from ....messages.model.results import RolloutResult, Segment
-from ....messages.redis.connection import connect
-from ..peers.load import Load
+from ....messages.broker import Broker, Caps, Claim, Finished
+from ....messages.model import RolloutResult, Segment
+from ....messages.redis import connect
+from ..peers import Load
 from .beats import POOL, Beater, beat, fleet, status
 from .ours import TOKENS, job_of
 

@@ -13,15 +13,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ....messages.model.jobs import GenerateJob
-from ....messages.model.results import RolloutResult
-from ....messages.model.sampling import SamplingParams
+from ....messages.model import GenerateJob, RolloutResult, SamplingParams
 from ....producer.client import Outcome, RolloutClient
 from ....worker.config import WorkerConfig
-from ....worker.scripted.engine import ScriptedEngine
-from ....worker.text.tokenizer import NoTokenizer
+from ....worker.scripted import ScriptedEngine
+from ....worker.text import NoTokenizer
 from ....worker.worker import Worker
-from ..peers.load import Load, Tally, main
+from ..peers import Load, Tally, main
 
 POOL = "bench"
 TOKENS = 16

@@ -17,13 +17,12 @@ from typing import Any
 
 import redis
 
-from ....messages.broker.broker import BATCH_BYTES, ENTRY_BYTES, Caps
-from ....messages.model.jobs import PRIORITIES
-from ....messages.model.workers import WorkerStatus
-from ....messages.redis.keys import Keys
-from ....messages.scripts.runner import script_source
-from ....messages.wire.codec import encode
-from ..peers.load import Load, Tally, main
+from ....messages.broker import BATCH_BYTES, ENTRY_BYTES, Caps
+from ....messages.model import PRIORITIES, WorkerStatus
+from ....messages.redis import Keys
+from ....messages.scripts import script_source
+from ....messages.wire import encode
+from ..peers import Load, Tally, main
 from .ours import POOL, job_of
 
 CLIENT, WORKER = "raw-client", "raw-worker"

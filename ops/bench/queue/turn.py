@@ -13,7 +13,7 @@ from typing import Any
 import redis
 
 from ....messages.errors import RolloutMQError
-from ..peers.load import Load
+from ..peers import Load
 
 GRACE_S = 180.0
 """How much longer than its load a client may take: start, warm-up, and what was outstanding at the end."""

@@ -1,0 +1,6 @@
+"""`rolloutmq bench sync`: how fast weights get from a trainer into engines."""
+
+from .bench import make_plan, run_sync_bench
+from .shapes import one_shape
+
+__all__ = ["make_plan", "one_shape", "run_sync_bench"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ....messages.errors import ConfigError, RolloutMQError
-from ...redis.embedded import EmbeddedRedis
+from ...redis import EmbeddedRedis
 from .figures import ratios, span_ms, summary, table
 from .session import START_S, STEP_S, Session, together
 from .shapes import Shape, parse_shapes

@@ -8,8 +8,8 @@ import secrets
 
 import numpy as np
 
-from ....messages.model.sampling import SamplingParams
-from ....worker.engine.protocol import EngineRequest
+from ....messages.model import SamplingParams
+from ....worker.engine import EngineRequest
 from .child import now
 from .loader import BenchEngine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....sync.tensors.staging import Staging
+from ....sync.tensors import Staging
 from ....worker.sglang.engine import SGLangEngine
 from ....worker.sglang.inside import control as sglang_control
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from ....messages.model.weights import UpdateMode, WeightAnnouncement
-from ....sync.packing.packing import PackedWeights
-from ....sync.tensors.snapshot import Snapshot
-from ....sync.wire.brief import group_for
-from ....sync.wire.broadcaster import Broadcaster
+from ....messages.model import UpdateMode, WeightAnnouncement
+from ....sync.packing import PackedWeights
+from ....sync.tensors import Snapshot
+from ....sync.wire import Broadcaster, group_for
 
 
 class OursSender:

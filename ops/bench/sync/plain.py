@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ....messages.errors import ConfigError
-from ....messages.model.weights import StagingPolicy
-from ....sync.receive.receiver import Receiver
-from ....sync.tensors.staging import Staging
-from ....sync.transfer.order import TransferOrder, TransferReport
-from ....worker.engine.protocol import EngineInfo
+from ....messages.model import StagingPolicy
+from ....sync.receive import Receiver
+from ....sync.tensors import Staging
+from ....sync.transfer import TransferOrder, TransferReport
+from ....worker.engine import EngineInfo
 from .shapes import SHAPES
 
 FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ....sync.transfer.order import TransferOrder, TransferReport
+from ....sync.transfer import TransferOrder, TransferReport
 from ....worker.config import WorkerConfig
-from ....worker.engine.protocol import Engine
-from ....worker.text.tokenizer import NoTokenizer
+from ....worker.engine import Engine
+from ....worker.text import NoTokenizer
 from ....worker.worker import Worker
 from .child import now
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ....sync.wire.group import Group, Queued, open_group
-from ....sync.wire.rendezvous import join_store
+from ....sync.wire import Group, Queued, join_store, open_group
 from .child import now
 from .figures import Span
 

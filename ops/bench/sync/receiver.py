@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from ....messages.errors import WeightSyncError
-from ....sync.publish.stock import StockRequest
-from ....sync.transfer.order import TransferOrder, TransferReport
+from ....sync.transfer import TransferOrder, TransferReport
+from ....sync.wire import StockRequest
 from ....worker.config import WorkerConfig
 from ....worker.sglang.config import SGLangConfig
 from ....worker.sglang.stock import StockReceiver

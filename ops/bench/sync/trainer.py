@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from ....sync.publish.stock import Lot, StockGroup, request_of, split
-from ....sync.wire.rendezvous import serve_store
+from ....sync.wire import Lot, StockGroup, request_of, serve_store, split
 from .child import Call, serve
 from .ours import OursSender
 from .raw import Raw
@@ -133,7 +132,7 @@ class Trainer:
 
     async def publisher_open(self, redis_url: str, pool: str, timeout_s: float) -> int:
         """A WeightPublisher; the last version it knows of."""
-        from ....sync.publish.publisher import WeightPublisher  # noqa: PLC0415 – starts threads and connections of its own
+        from ....sync.publish import WeightPublisher  # noqa: PLC0415 – starts threads and connections of its own
 
         def make() -> WeightPublisher:
             return WeightPublisher(redis_url, pool, host=HOST, transfer_timeout_s=timeout_s)

@@ -1,0 +1,3 @@
+"""Configuration files of SkyRL and verl, translated key by key."""
+
+__all__ = []

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ....messages.dialects.names import Rule
-from ....messages.dialects.readers import logprob_kind
+from ....messages.dialects import Rule, logprob_kind
 from ....worker.sglang.config import OWNED_ARGUMENTS, SGLangConfig
 from ....worker.sglang.parallel import DP_REASON, PP_REASON
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ....messages.dialects.names import Dialect, Rule
-from ....messages.dialects.translate import Fate, collect
+from ....messages.dialects import Dialect, Fate, Rule, collect
 from ....messages.errors import ConfigError
 from ....messages.nearest import nearest
 from ..read.interpolation import MISSING, CannotResolve, Resolver

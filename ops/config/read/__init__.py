@@ -1,0 +1,3 @@
+"""A configuration file, the environment and flags as plain data."""
+
+__all__ = []

@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
-from ....messages.dialects.translate import collect
+from ....messages.dialects import collect
 from ....messages.errors import ConfigError
 from ....messages.nearest import nearest
 from ....worker.config import WorkerConfig

@@ -3,3 +3,7 @@
 `layout` is the table of keys, `rules` says what has to hold, `look` reads (each fact in one step of Redis), and `sweep`
 looks again at whatever seemed wrong, because a pool moves while it is read.
 """
+
+from .sweep import Sweep
+
+__all__ = ["Sweep"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ....messages.model.jobs import PRIORITIES
+from ....messages.model import PRIORITIES
 
 Life = Literal["fixed", "ttl", "worker", "job", "client"]
 """fixed: one of a few names, may stay. ttl: must expire. worker: belongs to a registered worker. job: open, or expires.

@@ -9,9 +9,9 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from ....messages.model.jobs import PRIORITIES
-from ....messages.redis.keys import Keys
-from ....messages.scripts.runner import Scripts
+from ....messages.model import PRIORITIES
+from ....messages.redis import Keys
+from ....messages.scripts import Scripts
 
 CHUNK = 256
 """Keys, jobs or members one call looks at."""

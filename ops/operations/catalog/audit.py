@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from ..audit.sweep import Sweep
+from ..audit import Sweep
 from ..operation import Context, Operation, Params, operation
 
 

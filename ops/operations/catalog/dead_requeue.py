@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from ....messages.broker.broker import Broker
-from ....messages.broker.dead_letters import DeadFilter, DeadLetters
+from ....messages.broker import Broker, DeadFilter, DeadLetters
 from ....messages.errors import CannotRequeue, InvalidField, NoSuchDeadLetter, PoolBusy
 from ..operation import Context, Operation, Params, operation
 

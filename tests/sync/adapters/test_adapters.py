@@ -25,8 +25,8 @@ from rolloutmq.sync.disk.store import SnapshotStore
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferReport
 from rolloutmq.sync.wire.rendezvous import serve_store
+from rolloutmq.worker.engine.adapters import NOT_ENABLED
 from rolloutmq.worker.scripted.engine import ScriptedEngine
-from rolloutmq.worker.weights.adapters import NOT_ENABLED
 
 Q = f"{HEAD}.q_proj"
 

@@ -11,8 +11,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from rolloutmq.messages.errors import TransferTimeout
 from rolloutmq.sync.packing.packing import PackedWeights
-from rolloutmq.sync.publish.stock import StockGroup, StockRequest, buffers_of, flatten, request_of, requests_for, split
 from rolloutmq.sync.wire.rendezvous import join_store, serve_store
+from rolloutmq.sync.wire.stock import StockGroup, StockRequest, buffers_of, flatten, request_of, requests_for, split
 
 TENSORS = [
     ("a", torch.arange(6, dtype=torch.bfloat16).view(2, 3)),

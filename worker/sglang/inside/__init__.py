@@ -1,0 +1,3 @@
+"""The half that runs inside SGLang's scheduler processes."""
+
+__all__ = []

@@ -31,10 +31,9 @@ from typing import Any
 
 import torch
 
-from ....sync.receive.lend import send_held
-from ....sync.receive.receiver import Receiver
-from ....sync.tensors.turns import short_turns
-from ....sync.transfer.order import TransferOrder, TransferReport
+from ....sync.receive import Receiver, send_held
+from ....sync.tensors import short_turns
+from ....sync.transfer import TransferOrder, TransferReport
 from ..channel import LINE_LIMIT, socket_path
 
 logger = logging.getLogger(__name__)

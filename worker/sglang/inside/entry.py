@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ....messages.model.weights import StagingPolicy
+from ....messages.model import StagingPolicy
 from ...cpu_support import prepare_engine
 
 prepare_engine()

@@ -14,8 +14,8 @@ from typing import Any
 from weakref import ref
 
 from ....messages.errors import RequestRefused
-from ....messages.model.sampling import GRAMMARS
-from ...engine.protocol import EngineInfo, EngineRequest
+from ....messages.model import GRAMMARS
+from ...engine import EngineInfo, EngineRequest
 from ..extras import abort, extras_of, generated_before
 from .tokenizer import EngineTokenizer, background
 

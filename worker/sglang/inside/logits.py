@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine.protocol import NOTHING_MORE, EngineRequest
+from ...engine import NOTHING_MORE, EngineRequest
 
 PROCESSORS, SCALED, ALL_STATES = "processors", "scaled", "all_states"
 """[[name, params], ...] in the job's order; logprobs after temperature; a hidden state for each token."""

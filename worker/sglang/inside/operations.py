@@ -16,16 +16,12 @@ from typing import Any
 import torch
 
 from ....messages.errors import DigestMismatch, EngineError, InvalidField, RolloutMQError, WeightSyncError
-from ....messages.model.weights import TensorSpec
-from ....sync.disk.store import SnapshotStore
-from ....sync.packing.packing import PackedWeights
-from ....sync.plan.plan import CopyPlan
-from ....sync.receive.lend import held_tensors
-from ....sync.receive.names import checkpoint_shapes
-from ....sync.receive.receiver import Receiver
-from ....sync.tensors.digester import Digester, digests, hex_of, length_term
-from ....sync.tensors.places import dtype_name
-from ....sync.tensors.streams import side_stream
+from ....messages.model import TensorSpec
+from ....sync.disk import SnapshotStore
+from ....sync.packing import PackedWeights
+from ....sync.plan import CopyPlan
+from ....sync.receive import Receiver, checkpoint_shapes, held_tensors
+from ....sync.tensors import Digester, digests, dtype_name, hex_of, length_term, side_stream
 from . import scheduler as sglang_scheduler
 from . import sharded as sglang_sharded
 

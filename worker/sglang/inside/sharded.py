@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ....messages.errors import DigestMismatch, EngineError
-from ....sync.disk.errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
-from ....sync.tensors.digester import digest, digests, hex_of
+from ....sync.disk import BrokenSnapshot, NoSuchSnapshot, disk_errors
+from ....sync.tensors import digest, digests, hex_of
 
 FILE_BYTES = 5 << 30
 

@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from ....messages.errors import RequestRefused
-from ...engine.protocol import EngineInfo, EngineRequest, MatchedStop
-from ...stops.matcher import Match, StopMatcher, Stops, check_stops
+from ...engine import EngineInfo, EngineRequest, MatchedStop
+from ...stops import Match, StopMatcher, Stops, check_stops
 from ..extras import abort, extras_of, generated_before
 from .tokenizer import EngineTokenizer
 

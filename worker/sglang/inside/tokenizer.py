@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from ....messages.errors import ConfigError
-from ...stops.pieces import Pieces, pieces_of
+from ...stops import Pieces, pieces_of
 from ..config import SGLangConfig
 
 logger = logging.getLogger(__name__)

@@ -24,11 +24,10 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo
 
 from ...messages.errors import ConfigError, TransferTimeout
-from ...messages.model.weights import WeightManifest
-from ..tensors.places import dtype_named
-from ..tensors.snapshot import Snapshot
-from ..wire.group import Queued, _nccl_environment, settle
+from ...messages.model import WeightManifest
+from ..tensors import Snapshot, dtype_named
 from ..wire.rendezvous import local_end
+from .group import Queued, nccl_environment, settle
 
 IN_FLIGHT = 2
 """So many flattened lots are in memory at a time, and the one that is being made."""
@@ -133,7 +132,7 @@ class StockGroup:
 
             nccl = ProcessGroupNCCL.Options()
             nccl._timeout = timedelta(days=1)  # deadlines are kept by `send`
-            with _nccl_environment():
+            with nccl_environment():
                 self._group = ProcessGroupNCCL(PrefixStore("cuda/", inner), 0, world, nccl)
             return
         options = ProcessGroupGloo._Options()

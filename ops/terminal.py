@@ -1,4 +1,4 @@
-"""One line on a terminal that says how far an operation is; lines of their own where there is no terminal."""
+"""What is written to a terminal: text that cannot steer it, and one line that says how far an operation is."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import time
 from types import TracebackType
 from typing import Any
 
-from .cli.errors import printable
-
 LOG_EVERY_S = 10.0
+
+
+def printable(text: str) -> str:
+    """`text` without what would steer a terminal: letters and errors come from whoever wrote them."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 class ProgressLine:
