@@ -24,8 +24,18 @@ from ..disk.checkpoint import Checkpoint
 from ..plan import CopyPlan
 from ..tensors import Staging, short_turns
 from ..transfer import Phase, TransferOrder, TransferReport
-from ..wire import EpochKeys, Group, Told, Wire, await_key, fetch, fetch_brief, fetch_manifest
-from ..wire import is_group_for, open_handles
+from ..wire import (
+    EpochKeys,
+    Group,
+    Told,
+    Wire,
+    await_key,
+    fetch,
+    fetch_brief,
+    fetch_manifest,
+    is_group_for,
+    open_handles,
+)
 from .arriving import Arriving
 from .held import Lent, open_version, read_into
 from .kept import Kept
