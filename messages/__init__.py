@@ -2,6 +2,7 @@
 
 from .broker.broker import Broker, Caps, PoolLoad, Reply
 from .broker.lease import Beat, Claim, Finished, Lease, Piece, Release
+from .codec import decode, encode
 from .errors import (
     ClientBusy,
     ConfigError,
@@ -34,7 +35,6 @@ from .model.weights import TensorSpec, WeightAnnouncement, WeightManifest
 from .model.workers import DeadLetter, WorkerStatus
 from .redis.connection import connect
 from .redis.keys import Keys
-from .wire.codec import decode, encode
 
 __all__ = [
     "Beat",

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
+from ..codec import MAX_MESSAGE_BYTES, RESULTS, Job, Result, decode, decode_one_of, encode
 from ..errors import InvalidField, MessageError, PoolBusy, RedisRefused
 from ..model import PRIORITIES, JobFailure, WorkerStatus
 from ..redis import Keys
 from ..scripts import Scripts
-from ..wire import MAX_MESSAGE_BYTES, RESULTS, Job, Result, decode, decode_one_of, encode
 
 BATCH_JOBS = 512
 BATCH_BYTES = 4 << 20

@@ -16,12 +16,12 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from ..codec import decode, encode
 from ..errors import InvalidField, MessageError
 from ..ids import new_id
 from ..model import Command, CommandReply
 from ..redis import Keys
 from ..scripts import Scripts
-from ..wire import decode, encode
 
 ANSWERS_TTL_S = 600
 """Answers are kept so long after the first one; late ones are of use to nobody but people."""

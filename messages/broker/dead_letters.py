@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..codec import MINOR, decode
 from ..errors import CannotRequeue, InvalidField, MessageError, NoSuchDeadLetter
 from ..ids import check_client_id, derived_id
 from ..model import DeadLetter, GenerateJob
 from ..scripts import Scripts
-from ..wire import MINOR, decode
 from .broker import Broker
 
 PAGE = 64

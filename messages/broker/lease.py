@@ -8,11 +8,11 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from ..codec import Result, encode
 from ..errors import LeaseLost
 from ..model import PRIORITIES, Partial, WorkerStatus
 from ..redis import Keys
 from ..scripts import Scripts
-from ..wire import Result, encode
 
 MAX_CALL_TOKENS = 1 << 19
 """So many tokens with their logprobs (4 MiB) are enough for one call of checkpoint or release: callers send batches."""

@@ -1,7 +1,6 @@
 """The messages: what travels between trainers, workers and operators, as checked pydantic models."""
 
-from .arrays import MAX_BYTES
-from .base import Message, as_invalid_field
+from .base import MAX_ARRAY_BYTES, Message, as_invalid_field
 from .chat import MAX_CALLS, MAX_TEXT, MAX_TOOL_NAME, ChatMessage, MediaKind
 from .command_params import (
     ACTIONS,
@@ -26,13 +25,21 @@ from .command_params import (
     check_params,
 )
 from .commands import Command, CommandReply
-from .embed import EmbedJob, EmbedResult, PoolingJob, RewardJob, RewardResult
 from .jobs import PRIORITIES, GenerateJob
 from .media import MAX_MEDIUM_BYTES, Medium, check_media, mime_of
 from .results import JobFailure, Partial, RolloutResult, Segment, Timings
 from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
-from .score import ScoreJob, ScoreResult
-from .tasks import TaskJob, TaskResult
+from .tasks import (
+    EmbedJob,
+    EmbedResult,
+    PoolingJob,
+    RewardJob,
+    RewardResult,
+    ScoreJob,
+    ScoreResult,
+    TaskJob,
+    TaskResult,
+)
 from .tools import FORMATS, Tool, ToolCall, why_invalid, why_unsendable
 from .weights import (
     NCCL_AGREED,
@@ -52,7 +59,7 @@ __all__ = [
     "ACTIONS",
     "FORMATS",
     "GRAMMARS",
-    "MAX_BYTES",
+    "MAX_ARRAY_BYTES",
     "MAX_CALLS",
     "MAX_MEDIUM_BYTES",
     "MAX_TEXT",

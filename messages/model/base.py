@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.functional_validators import SkipValidation
 
 from ..errors import InvalidField
+from ..ids import is_id, new_id
 
 MAX_TOKENS = 1 << 20
 """Most token ids or logprobs in one array (4 MiB packed)."""
@@ -87,3 +98,64 @@ def as_invalid_field(error: ValidationError) -> InvalidField:
     more = error.error_count() - 1
     allowed = first["msg"] + (f" (and {more} more)" if more else "")
     return InvalidField(field, first.get("input"), allowed)
+
+
+ARRAY_DTYPES = ("float32", "float16", "int32", "uint8", "uint16")
+"""What may travel; uint16 also holds bfloat16, which numpy does not know, bit by bit."""
+MAX_AXES = 4
+MAX_ARRAY_BYTES = 16 << 20
+
+
+def _read_array(value: Any) -> npt.NDArray[Any]:
+    if isinstance(value, list | tuple) and len(value) == 3 and isinstance(value[2], bytes | bytearray | memoryview):
+        dtype, shape, data = value
+        if dtype not in ARRAY_DTYPES:
+            raise ValueError(f"dtype {dtype!r}: one of {', '.join(ARRAY_DTYPES)}")
+        if not isinstance(shape, list | tuple) or len(shape) > MAX_AXES:
+            raise ValueError(f"shape {shape!r}: at most {MAX_AXES} sizes")
+        if not all(type(size) is int and 0 <= size <= MAX_ARRAY_BYTES for size in shape):
+            raise ValueError(f"shape {shape!r}: sizes from 0 to {MAX_ARRAY_BYTES}")
+        wire = np.dtype(dtype).newbyteorder("<")
+        if math.prod(shape) * wire.itemsize != len(data):
+            raise ValueError(f"{len(data)} bytes for {dtype} of shape {tuple(shape)}")
+        return np.frombuffer(data, dtype=wire).reshape(shape)
+    array = np.array(value)
+    if array.dtype.name not in ARRAY_DTYPES:
+        raise ValueError(f"dtype {array.dtype.name}: one of {', '.join(ARRAY_DTYPES)}")
+    if array.ndim > MAX_AXES or array.nbytes > MAX_ARRAY_BYTES:
+        raise ValueError(f"shape {array.shape}: at most {MAX_AXES} axes and {MAX_ARRAY_BYTES} bytes")
+    array.setflags(write=False)
+    return array
+
+
+def _packed_array(value: npt.NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
+    wire = value.astype(value.dtype.newbyteorder("<"), copy=False)
+    return value.dtype.name, value.shape, wire.tobytes()
+
+
+Packed = Annotated[
+    SkipValidation[npt.NDArray[Any]], BeforeValidator(_read_array), PlainSerializer(_packed_array, return_type=tuple)
+]
+"""An array of up to four axes and 16 MiB; on the wire (dtype, shape, little-endian bytes in row order)."""
+Arrays = Annotated[dict[Annotated[str, Field(min_length=1, max_length=64)], Packed], Field(max_length=16)]
+"""Named arrays."""
+
+
+class Submitted(Message):
+    """Gives a job an id where none is given. It has no fields of its own, so that each kind of job keeps their order,
+    which is that of the bytes on the wire; a kind declares `id` and `group_id`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _give_it_an_id(cls, data: Any) -> Any:
+        # A default would not count as set, and only what is set travels.
+        if isinstance(data, dict) and "id" not in data:
+            return {**data, "id": new_id()}
+        return data
+
+    @field_validator("id", check_fields=False)
+    @classmethod
+    def _id_has_the_fixed_form(cls, value: str) -> str:
+        if not is_id(value):
+            raise ValueError("32 lower-case hex digits (rolloutmq.new_id() makes one)")
+        return value

@@ -6,11 +6,10 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .base import Name, TokenIds
+from .base import Name, Submitted, TokenIds
 from .chat import ChatMessage
 from .media import MAX_MEDIA, Medium, check_media
 from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
-from .submitted import Submitted
 from .tools import Tool
 
 Priority = Literal["high", "normal", "low"]

@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .arrays import Arrays
-from .base import Floats, Message, TokenIds
+from .base import Arrays, Floats, Message, TokenIds
 from .tools import ToolCall
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
-from .base import Message
-from .chat import ChatMessage
+from .base import Floats, Message, Submitted, TokenIds
+from .chat import MAX_TEXT, ChatMessage
 from .jobs import MAX_METADATA_ITEMS, MAX_SAMPLES, Metadata, Priority
 from .results import Timings
-from .submitted import Submitted
 
 Conversation = Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=4096)]
 
@@ -88,3 +88,132 @@ class TaskResult(Message):
     fingerprint: dict[str, str] = Field(default_factory=dict, max_length=32)
     metadata: Metadata = Field(default_factory=dict)
     trace_id: str | None = None
+
+
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=MAX_TEXT)], ...], Field(min_length=1)]
+Inputs = Annotated[tuple[TokenIds, ...], Field(min_length=1)]
+
+
+class PoolingJob(TaskJob):
+    """Inputs, in exactly one form: ids, texts as the model's tokenizer reads them, or conversations.
+
+    Conversations are rendered by the model's chat template, without the beginning of an answer.
+    """
+
+    token_ids: Inputs | None = None
+    texts: Texts | None = None
+    conversations: Annotated[tuple[Conversation, ...], Field(min_length=1)] | None = None
+
+    @property
+    def n(self) -> int:
+        """See TaskJob."""
+        return len(self.token_ids or self.texts or self.conversations or ())
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        given = [name for name in ("token_ids", "texts", "conversations") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of token_ids, texts and conversations is required, got {given or 'none'}")
+        for place, ids in enumerate(self.token_ids or ()):
+            if ids.size == 0:
+                raise ValueError(f"token_ids[{place}]: at least one token is required")
+        return self
+
+
+class EmbedJob(PoolingJob):
+    """An embedding of each input.
+
+    dimensions: keep so many of the first components (of a model trained for it: Matryoshka); None keeps all. More than
+        the model has is refused.
+    normalize: to length 1, after cutting. False leaves what the model's own pooling gives, and many of SGLang's
+        embedding models normalise by themselves.
+    """
+
+    KIND: ClassVar[int] = 32
+    task: ClassVar[Literal["embed", "reward", "score"]] = "embed"
+
+    dimensions: int | None = Field(default=None, ge=1, le=1 << 16)
+    normalize: bool = True
+
+
+class EmbedResult(TaskResult):
+    """embedding: (d,) float32."""
+
+    KIND: ClassVar[int] = 33
+
+    embedding: Floats
+
+
+class RewardJob(PoolingJob):
+    """A reward model's score of each input: prompt and response as one sequence, or as a conversation."""
+
+    KIND: ClassVar[int] = 34
+    task: ClassVar[Literal["embed", "reward", "score"]] = "reward"
+
+
+class RewardResult(TaskResult):
+    """scores: (k,) float32, one for each of the model's labels, no activation applied."""
+
+    KIND: ClassVar[int] = 35
+
+    scores: Floats
+
+    @property
+    def score(self) -> float:
+        """The score of a model that gives one: the first."""
+        return float(self.scores[0])
+
+
+class ScoreJob(TaskJob):
+    """The log-probability of each continuation of one prompt, under the model's own distribution.
+
+    token_ids, text or messages: the prompt, as in GenerateJob. continuations: ids, or `texts`, tokenised by themselves
+    without special tokens and set behind the prompt's ids: so what is scored is exactly these tokens.
+    """
+
+    KIND: ClassVar[int] = 36
+    task: ClassVar[Literal["embed", "reward", "score"]] = "score"
+
+    token_ids: TokenIds | None = None
+    text: Annotated[str, Field(min_length=1, max_length=MAX_TEXT)] | None = None
+    messages: Conversation | None = None
+    continuations: Inputs | None = None
+    texts: Texts | None = None
+
+    @property
+    def n(self) -> int:
+        """See TaskJob."""
+        return len(self.continuations or self.texts or ())
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        for names in (("token_ids", "text", "messages"), ("continuations", "texts")):
+            given = [name for name in names if getattr(self, name) is not None]
+            if len(given) != 1:
+                raise ValueError(f"exactly one of {', '.join(names)} is required, got {given or 'none'}")
+        if self.token_ids is not None and self.token_ids.size == 0:
+            raise ValueError("token_ids: at least one prompt token is required")
+        for place, ids in enumerate(self.continuations or ()):
+            if ids.size == 0:
+                raise ValueError(f"continuations[{place}]: at least one token is required")
+        return self
+
+
+class ScoreResult(TaskResult):
+    """logprobs: (t,) float32, natural log of the probability of each token of the continuation given all before it,
+    before any temperature. token_ids: (t,) int32, what the texts of a job became, else None."""
+
+    KIND: ClassVar[int] = 37
+
+    logprobs: Floats
+    token_ids: TokenIds | None = None
+
+    @property
+    def sum(self) -> float:
+        """Log-probability of the continuation; added up in float64."""
+        return float(np.sum(self.logprobs, dtype=np.float64))
+
+    @property
+    def mean(self) -> float:
+        """Log-probability per token."""
+        return self.sum / self.logprobs.size

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...messages.broker import PIECES_COUNT
+from ...messages.codec import decode
 from ...messages.errors import MessageError
 from ...messages.model import Partial, RolloutResult, Segment
-from ...messages.wire import decode
 
 log = logging.getLogger(__name__)
 Segments = Sequence[Segment]

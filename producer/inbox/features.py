@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from redis.exceptions import NoPermissionError
 
 from ...messages.broker import Broker
+from ...messages.codec import Job
 from ...messages.errors import FeatureUnavailable
 from ...messages.model import WorkerStatus
-from ...messages.wire import Job
 
 FRESH_S = 1.0
 """So old the pool's answer may be, in seconds."""

@@ -19,10 +19,10 @@ import torch
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from ...messages.codec import encode
 from ...messages.errors import DigestMismatch, InvalidField, MalformedMessage, TransferTimeout
 from ...messages.model import WeightAnnouncement, WeightManifest
 from ...messages.redis import Bell
-from ...messages.wire import encode
 from ..tensors import Digester, Snapshot, hex_of, unpack, values_of
 from ..transfer import Join, Ledger, Patience, Terms, Transfer, TransferResult, repeated
 from ..wire import Broadcaster, EpochKeys, fetch, fetch_manifest, join_store, why_broken

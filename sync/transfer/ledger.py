@@ -17,11 +17,11 @@ from typing import Any, Literal, TypeVar
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from ...messages.codec import decode, encode
 from ...messages.errors import MessageError, WeightSyncError
 from ...messages.model import NCCL_AGREED, NCCL_CTAS, WeightAnnouncement
 from ...messages.redis import Keys
 from ...messages.scripts import Scripts
-from ...messages.wire import decode, encode
 from .order import TransferReport
 
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ...messages.codec import encode
 from ...messages.errors import TransferTimeout
 from ...messages.model import WeightAnnouncement, WeightManifest
-from ...messages.wire import encode
 from ..tensors import Snapshot, Staging, short_turns
 from ..transfer import Join
 from .brief import Told, group_for, is_group_for

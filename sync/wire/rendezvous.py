@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 from torch.distributed import TCPStore
 
+from ...messages.codec import decode
 from ...messages.errors import DigestMismatch, RedisUnavailable, TransferTimeout, WeightSyncError
 from ...messages.model import WeightManifest
-from ...messages.wire import decode
 from .bounded_store import BoundedStore, begin
 
 SLICE_S = 0.5

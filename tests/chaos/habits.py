@@ -49,7 +49,7 @@ def adopt(options: Options, tell: Tell) -> None:
 
 
 def _another_version(options: Options) -> None:
-    from rolloutmq.messages.wire import codec  # noqa: PLC0415
+    from rolloutmq.messages import codec  # noqa: PLC0415
 
     original = codec.msgpack
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from support.pools.pool import check_scripted
 
 from rolloutmq.messages import RolloutResult
+from rolloutmq.messages.codec import decode
 from rolloutmq.messages.errors import MessageError
-from rolloutmq.messages.wire.codec import decode
 
 from .journal import FAILURE, Received, Submitted, digest
 from .ledger import Event

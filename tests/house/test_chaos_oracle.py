@@ -17,9 +17,9 @@ from support.pools.pool import status
 
 from rolloutmq.messages import Broker, Finished, GenerateJob, Lease, RolloutResult, SamplingParams, Segment, connect
 from rolloutmq.messages.broker.lease import Claim
+from rolloutmq.messages.codec import decode, encode
 from rolloutmq.messages.errors import LeaseLost
 from rolloutmq.messages.scripts import runner as messages_lua
-from rolloutmq.messages.wire.codec import decode, encode
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.worker.scripted.engine import scripted_token
 

@@ -13,10 +13,10 @@ from hypothesis.extra import numpy as hnp
 from support.specimens.messages import specimens
 
 from rolloutmq.messages import InvalidField, Partial, RolloutResult, Segment, decode, encode
-from rolloutmq.messages.model.arrays import DTYPES, MAX_BYTES
+from rolloutmq.messages.model.base import ARRAY_DTYPES, MAX_ARRAY_BYTES
 
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=5)
-ARRAYS = st.sampled_from(DTYPES).flatmap(lambda dtype: hnp.arrays(np.dtype(dtype), SHAPES))
+ARRAYS = st.sampled_from(ARRAY_DTYPES).flatmap(lambda dtype: hnp.arrays(np.dtype(dtype), SHAPES))
 
 
 def result(**fields: Any) -> RolloutResult:
@@ -44,7 +44,7 @@ def test_what_was_decoded_is_a_view_that_nobody_can_change() -> None:
         (("object", (1,), bytes(8)), "dtype 'object'"),
         (("float32", (2,), bytes(4)), "4 bytes for float32"),
         (("float32", (-1,), bytes(4)), "sizes from 0"),
-        (("float32", (1 << 40, 0), b""), f"sizes from 0 to {MAX_BYTES}"),
+        (("float32", (1 << 40, 0), b""), f"sizes from 0 to {MAX_ARRAY_BYTES}"),
         (("float32", (1, 1, 1, 1, 1), bytes(4)), "at most 4 sizes"),
         (("float32", (True,), bytes(4)), "sizes from 0"),
         (("float32", "1", bytes(4)), "sizes"),

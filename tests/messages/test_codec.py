@@ -27,8 +27,8 @@ from rolloutmq.messages import (
     decode,
     encode,
 )
+from rolloutmq.messages.codec import KINDS, MAJOR, MINOR
 from rolloutmq.messages.model.base import MAX_TOKENS
-from rolloutmq.messages.wire.codec import KINDS, MAJOR, MINOR
 
 
 def frame(kind: int, fields: Any, *, major: int = MAJOR, minor: int = MINOR) -> bytes:

@@ -22,8 +22,8 @@ from rolloutmq.messages import (
     decode,
     encode,
 )
+from rolloutmq.messages.codec import KINDS, MAJOR, MAX_MESSAGE_BYTES, MINOR
 from rolloutmq.messages.model.base import MAX_TOKENS, Message
-from rolloutmq.messages.wire.codec import KINDS, MAJOR, MAX_MESSAGE_BYTES, MINOR
 
 FRAMES = {name: encode(message) for name, message in specimens().items()}
 

@@ -15,8 +15,7 @@ from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, GenerateJob, JobFailed, WaitTimeout
 from rolloutmq.messages.broker.broker import Caps
 from rolloutmq.messages.errors import FeatureUnavailable, InvalidField
-from rolloutmq.messages.model.embed import EmbedJob
-from rolloutmq.messages.model.score import ScoreJob
+from rolloutmq.messages.model.tasks import EmbedJob, ScoreJob
 from rolloutmq.producer.calls.tasks import embed, reward, score, similarity
 from rolloutmq.worker.scripted.engine import ScriptedEngine, scripted_logprob
 

@@ -11,12 +11,10 @@ from support.pools.pool import eventually
 from support.specimens.byte_tokenizer import Bytes
 
 from rolloutmq.messages.broker.lease import Claim
+from rolloutmq.messages.codec import encode
 from rolloutmq.messages.errors import EngineDead, EngineError, RequestRefused
 from rolloutmq.messages.model.chat import ChatMessage
-from rolloutmq.messages.model.embed import EmbedJob, RewardJob
-from rolloutmq.messages.model.score import ScoreJob, ScoreResult
-from rolloutmq.messages.model.tasks import TaskJob
-from rolloutmq.messages.wire.codec import encode
+from rolloutmq.messages.model.tasks import EmbedJob, RewardJob, ScoreJob, ScoreResult, TaskJob
 from rolloutmq.worker.engine.protocol import EngineInfo
 from rolloutmq.worker.engine.tasks import TaskOutput, TaskRequest
 from rolloutmq.worker.generation import Generation

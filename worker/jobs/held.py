@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...messages.broker import Claim, Release
-from ...messages.wire import Job
+from ...messages.codec import Job
 from .task import Run
 
 

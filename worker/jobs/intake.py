@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...messages.broker import Claim
+from ...messages.codec import JOBS, decode, decode_one_of
 from ...messages.errors import InvalidField, MessageError, RequestRefused
 from ...messages.model import GenerateJob, Medium, Partial, TaskJob
-from ...messages.wire import JOBS, decode, decode_one_of
 from ..engine import FEATURE, POOLING_FEATURES, EngineInfo, check
 from ..text import Tokenizer, after_context
 from .held import HeldJob

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...messages.wire import Result
+from ...messages.codec import Result
 from ..engine import EngineInfo
 from ..text import Tokenizer
 from .task import Run, TaskRun

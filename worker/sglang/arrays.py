@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...messages.errors import EngineError, RequestRefused
-from ...messages.model import MAX_BYTES
+from ...messages.model import MAX_ARRAY_BYTES
 from ..engine import EngineRequest
 
 NO_TOKEN = -1
@@ -48,9 +48,9 @@ def check_sizes(request: EngineRequest, shapes: Shapes) -> None:
     if wanted.routed_experts:
         sizes.append(("routed_experts", max(most, prompt), 4 * shapes.layers * shapes.experts))
     for name, rows, width in sizes:
-        if rows * width > MAX_BYTES:
+        if rows * width > MAX_ARRAY_BYTES:
             raise RequestRefused(
-                f"{name}: {width} bytes for each of up to {rows} tokens; an array may have {MAX_BYTES} bytes"
+                f"{name}: {width} bytes for each of up to {rows} tokens; an array may have {MAX_ARRAY_BYTES} bytes"
             )
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import redis
 
 from ....messages.broker import BATCH_BYTES, ENTRY_BYTES, Caps
+from ....messages.codec import encode
 from ....messages.model import PRIORITIES, WorkerStatus
 from ....messages.redis import Keys
 from ....messages.scripts import script_source
-from ....messages.wire import encode
 from ..peers import Load, Tally, main
 from .ours import POOL, job_of
 

@@ -7,7 +7,7 @@ import asyncio
 from rolloutmq import GenerateJob, JobFailure, PoolBusy
 from rolloutmq.messages import Broker, Caps, connect
 from rolloutmq.messages.broker.dead_letters import DeadLetters
-from rolloutmq.messages.wire.codec import MAJOR, MINOR
+from rolloutmq.messages.codec import MAJOR, MINOR
 
 from ..context import POOL, Chaos, Trainer, until
 from ..habits import Options

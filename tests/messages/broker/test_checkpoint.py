@@ -24,7 +24,7 @@ from rolloutmq.messages import (
     Segment,
     decode,
 )
-from rolloutmq.messages.wire import codec
+from rolloutmq.messages import codec
 from rolloutmq.worker.engine.protocol import Progress
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 

@@ -23,8 +23,7 @@ from rolloutmq.messages import (
 from rolloutmq.messages.model.base import Message
 from rolloutmq.messages.model.chat import ChatMessage
 from rolloutmq.messages.model.commands import Command, CommandReply
-from rolloutmq.messages.model.embed import EmbedJob, EmbedResult, RewardJob, RewardResult
-from rolloutmq.messages.model.score import ScoreJob, ScoreResult
+from rolloutmq.messages.model.tasks import EmbedJob, EmbedResult, RewardJob, RewardResult, ScoreJob, ScoreResult
 
 ID = "0192f0c1a2b37c4d8e5f60718293a4b5"
 

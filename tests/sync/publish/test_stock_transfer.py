@@ -10,7 +10,7 @@ from test_publish import publish, publisher
 
 from rolloutmq import InvalidField, WeightPublisher
 from rolloutmq.messages import WeightAnnouncement
-from rolloutmq.messages.wire.codec import decode, encode
+from rolloutmq.messages.codec import decode, encode
 
 
 def test_the_switch_takes_two_values() -> None:

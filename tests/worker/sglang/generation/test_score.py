@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from rolloutmq.messages.broker.lease import Claim
+from rolloutmq.messages.codec import encode
 from rolloutmq.messages.errors import RequestRefused
 from rolloutmq.messages.model.jobs import GenerateJob
-from rolloutmq.messages.model.score import ScoreJob
-from rolloutmq.messages.wire.codec import encode
+from rolloutmq.messages.model.tasks import ScoreJob
 from rolloutmq.worker.engine.tasks import TaskRequest
 from rolloutmq.worker.jobs.intake import admit
 from rolloutmq.worker.jobs.task import TaskRun

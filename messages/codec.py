@@ -17,18 +17,33 @@ from typing import Any, TypeVar
 import msgpack
 from pydantic import ValidationError
 
-from ..errors import InvalidField, MalformedMessage, UnsupportedVersion
-from ..model import (
+from .errors import InvalidField, MalformedMessage, UnsupportedVersion
+from .model import (
     Command,
     CommandReply,
+    EmbedJob,
+    EmbedResult,
+    GenerateJob,
     Message,
     Partial,
+    RewardJob,
+    RewardResult,
+    RolloutResult,
+    ScoreJob,
+    ScoreResult,
+    TaskJob,
+    TaskResult,
     WeightAnnouncement,
     WeightManifest,
     WorkerStatus,
     as_invalid_field,
 )
-from .kinds import JOBS, RESULTS
+
+Job = GenerateJob | TaskJob
+Result = RolloutResult | TaskResult
+
+JOBS: tuple[type[GenerateJob] | type[TaskJob], ...] = (GenerateJob, EmbedJob, RewardJob, ScoreJob)
+RESULTS: tuple[type[RolloutResult] | type[TaskResult], ...] = (RolloutResult, EmbedResult, RewardResult, ScoreResult)
 
 MAJOR = 1
 MINOR = 0
