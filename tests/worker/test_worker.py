@@ -124,7 +124,11 @@ async def test_what_cannot_run_is_refused_by_name_and_its_neighbours_run(redis_d
     assert {letter.job_id for letter in await letters(broker)} == {one.id for one in refused.values()}
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xff" * 50, encode(job())[:-4], b"\x02\x00\x01\x80", encode(job())])
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xff" * 50, encode(job())[:-4], b"\x02\x00\x01\x80", encode(job())],
+    ids=["empty", "garbage", "cut-short", "newer-major", "names-no-client"],
+)
 async def test_a_payload_that_is_no_job_is_buried_alone(
     redis_db: str, broker: Broker, db: Redis, payload: bytes
 ) -> None:

@@ -167,8 +167,9 @@ class Commands:
                 raise CommandTimeout(f"{action}: others went first until its time was over; it was not begun")
             result = await self._handlers[action](check_params(action, command.params), deadline)
         except RolloutMQError as error:
-            log.warning("command %s: %s: %s", command.id, type(error).__name__, error)
-            return box.failure(command.id, error)
+            reply = box.failure(command.id, error)  # its text can be encoded; the error's own need not be
+            log.warning("command %s: %s: %s", command.id, reply.kind, reply.error)
+            return reply
         except Exception as error:  # whatever it is, it ends this command and nothing else
             log.exception("command %s failed", command.id)
             return box.failure(command.id, error)

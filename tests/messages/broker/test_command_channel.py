@@ -151,13 +151,14 @@ async def test_garbage_for_a_command_is_answered_and_nothing_else_suffers(redis_
 
 
 async def test_an_error_that_is_no_text_is_told_and_the_next_command_is_done(
-    redis_db: str, control: PoolControl, tmp_path: Path
+    redis_db: str, control: PoolControl, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Names of files can be any bytes."""
+    """Names of files can be any bytes. What the worker logs of them can be written to a file of text."""
     os.mknod(os.fsencode(tmp_path) + b"/\xff.bin")
     async with worker(redis_db) as running:
         answer = (await control.load(str(tmp_path), 7, timeout_s=20.0))[running.id]
         assert (answer.kind, "may be a pickle" in answer.error) == ("InvalidField", True)
+        assert b"may be a pickle" in caplog.text.encode()
         assert (await control.flush_cache(timeout_s=5.0)).ok
 
 

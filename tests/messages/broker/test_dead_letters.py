@@ -187,6 +187,7 @@ NEWER_MINOR = bytes((1, 1, 1)) + encode(job())[3:]
         (encode(job(metadata={str(i): i for i in range(64)})), "InvalidField: metadata"),
         (encode(GenerateJob(token_ids=[1])), "names no client"),
     ],
+    ids=["empty", "garbage", "newer-major", "newer-minor", "invalid-field", "no-client"],
 )
 async def test_what_cannot_be_a_job_says_why_and_stays(
     payload: bytes, why: str, broker: Broker, db: Redis, letters: DeadLetters

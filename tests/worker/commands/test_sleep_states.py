@@ -15,8 +15,17 @@ SETS = [frozenset(some) for some in chain.from_iterable(combinations(MEMORY_TAGS
 STATES = [SleepState(asleep, stale) for asleep in SETS for stale in (False, True)]
 
 
-@pytest.mark.parametrize("tags", SETS, ids=lambda some: "+".join(sorted(some)) or "all")
-@pytest.mark.parametrize("state", STATES, ids=str)
+def named(tags: frozenset[MemoryTag]) -> str:
+    """The same text in every run, whatever order a set has."""
+    return "+".join(sorted(tags)) or "all"
+
+
+def state_named(state: SleepState) -> str:
+    return ("+".join(sorted(state.asleep)) or "awake") + ("-stale" if state.stale else "")
+
+
+@pytest.mark.parametrize("tags", SETS, ids=named)
+@pytest.mark.parametrize("state", STATES, ids=state_named)
 def test_sleep(state: SleepState, tags: frozenset[MemoryTag]) -> None:
     """Legal for memory that is awake; without tags for all that is."""
     wanted = tags or frozenset(MEMORY_TAGS) - state.asleep
@@ -35,8 +44,8 @@ def test_sleep(state: SleepState, tags: frozenset[MemoryTag]) -> None:
 
 
 @pytest.mark.parametrize("intact", [True, False])
-@pytest.mark.parametrize("tags", SETS, ids=lambda some: "+".join(sorted(some)) or "all")
-@pytest.mark.parametrize("state", STATES, ids=str)
+@pytest.mark.parametrize("tags", SETS, ids=named)
+@pytest.mark.parametrize("state", STATES, ids=state_named)
 def test_wake(state: SleepState, tags: frozenset[MemoryTag], intact: bool) -> None:
     """Legal for memory that is asleep; the KV cache not before the weights."""
     wanted = tags or state.asleep
@@ -56,7 +65,7 @@ def test_wake(state: SleepState, tags: frozenset[MemoryTag], intact: bool) -> No
         assert after.serves == (not after.asleep and not after.stale)
 
 
-@pytest.mark.parametrize("state", STATES, ids=str)
+@pytest.mark.parametrize("state", STATES, ids=state_named)
 def test_a_version_is_loaded_into_weights_that_are_awake(state: SleepState) -> None:
     if "weights" in state.asleep:
         with pytest.raises(RequestRefused, match="while the weights are asleep"):
