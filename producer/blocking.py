@@ -125,15 +125,13 @@ class BlockingRolloutClient(BlockingTaskCalls):
         """See RolloutClient.repeats."""
         return self._client.repeats
 
-    def submit(
-        self, job: GenerateJob | None = None, /, *, busy_timeout: float | None = 0.0, **fields: Any
-    ) -> JobHandle:
+    def submit(self, job: GenerateJob | None = None, /, *, timeout: float | None = 0.0, **fields: Any) -> JobHandle:
         """See RolloutClient.submit."""
-        return self._run(self._client.submit(job, busy_timeout=busy_timeout, **fields))
+        return self._run(self._client.submit(job, timeout=timeout, **fields))
 
-    def submit_many(self, jobs: Iterable[GenerateJob], *, busy_timeout: float | None = 0.0) -> list[JobHandle]:
+    def submit_many(self, jobs: Iterable[GenerateJob], *, timeout: float | None = 0.0) -> list[JobHandle]:
         """See RolloutClient.submit_many."""
-        return self._run(self._client.submit_many(jobs, busy_timeout=busy_timeout))
+        return self._run(self._client.submit_many(jobs, timeout=timeout))
 
     def cancel(self, jobs: Sequence[JobHandle | str]) -> list[str]:
         """See RolloutClient.cancel."""

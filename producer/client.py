@@ -121,19 +121,19 @@ class RolloutClient(StreamCalls, TaskCalls):
     # --- jobs in ---------------------------------------------------------------------------------------------------
 
     async def submit(
-        self, job: GenerateJob | None = None, /, *, busy_timeout: float | None = 0.0, **fields: Any
+        self, job: GenerateJob | None = None, /, *, timeout: float | None = 0.0, **fields: Any
     ) -> JobHandle:
         """Submit one job, given whole or by the fields of GenerateJob: `submit(token_ids=[…], n=8)`.
 
         Raises InvalidField, PoolBusy, ClientBusy.
         """
         whole = job if job is not None else GenerateJob.build(**fields)
-        return (await self.submit_many([whole], busy_timeout=busy_timeout))[0]
+        return (await self.submit_many([whole], timeout=timeout))[0]
 
-    async def submit_many(self, jobs: Iterable[GenerateJob], *, busy_timeout: float | None = 0.0) -> list[JobHandle]:
+    async def submit_many(self, jobs: Iterable[GenerateJob], *, timeout: float | None = 0.0) -> list[JobHandle]:
         """Submit jobs in order.
 
-        busy_timeout: seconds to wait for room in a pool that is full; 0 raises PoolBusy at once, None waits for ever.
+        timeout: seconds to wait for room in a pool that is full; 0 raises PoolBusy at once, None waits for ever.
         If it is this client's own results that fill the pool, another task has to take some meanwhile.
         If PoolBusy is raised, its `accepted` first ones are in and will be answered. FeatureUnavailable says that no
         worker there is can do what one of them asks for; nothing was sent then.
@@ -152,7 +152,7 @@ class RolloutClient(StreamCalls, TaskCalls):
                 f"max_outstanding={self._max_outstanding}: take some results first"
             )
         try:
-            states = await self._send_in_time(mine, busy_timeout)
+            states = await self._send_in_time(mine, timeout)
         except PoolBusy as busy:
             await self._settle(mine, busy.states)
             raise

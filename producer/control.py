@@ -107,7 +107,7 @@ class PoolAudit:
 class PoolControl:
     """Says things to the workers of one pool.
 
-    Every method takes `worker_id` ("" for all that are alive) and `timeout_s`, and returns Answers when all have
+    Every method takes `worker_id` ("" for all that are alive) and `timeout`, and returns Answers when all have
     answered or the time is over; a worker that is silent is in them, too. A parameter that no worker could take raises
     InvalidField before anything is sent. Methods may be called from several tasks of one event loop.
 
@@ -136,50 +136,50 @@ class PoolControl:
             await self._own.aclose()
 
     async def send(
-        self, action: str, params: Mapping[str, Any] | None = None, *, worker_id: str = "", timeout_s: float = 30.0
+        self, action: str, params: Mapping[str, Any] | None = None, *, worker_id: str = "", timeout: float = 30.0
     ) -> Answers:
         """Any action by its name. Raises InvalidField, RedisUnavailable."""
         given = dict(params or {})
         check_params(action, given)
-        sent = await self._sender.send(action, given, worker_id=worker_id, timeout_s=timeout_s)
+        sent = await self._sender.send(action, given, worker_id=worker_id, timeout_s=timeout)
         replies = await self._sender.answers(sent)
         silent = [worker for worker in sent.workers if worker not in replies]
         gone = await self._sender.gone(silent) if silent else set()
         answers = [Answer(one.worker_id, one.ok, one.result, one.kind, one.error) for one in replies.values()]
         for worker in silent:
             left = "; its lease is over, or it has left" if worker in gone else ""
-            why = f"no answer{'' if left else f' within {timeout_s:g} s'}{left}"
+            why = f"no answer{'' if left else f' within {timeout:g} s'}{left}"
             answers.append(Answer(worker, False, {}, NO_ANSWER, why))
         return Answers(action, sorted(answers, key=lambda answer: answer.worker_id))
 
     # --- serving ---------------------------------------------------------------------------------------------------
 
     async def pause(
-        self, mode: PauseMode = "abort", *, hand_back: bool = False, worker_id: str = "", timeout_s: float = 60.0
+        self, mode: PauseMode = "abort", *, hand_back: bool = False, worker_id: str = "", timeout: float = 60.0
     ) -> Answers:
         """Stop generating; see PauseParams for the modes. Nothing is lost: `resume` goes on."""
         params = {"mode": mode, "hand_back": hand_back}
-        return await self.send("pause", params, worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("pause", params, worker_id=worker_id, timeout=timeout)
 
-    async def resume(self, *, worker_id: str = "", timeout_s: float = 30.0) -> Answers:
+    async def resume(self, *, worker_id: str = "", timeout: float = 30.0) -> Answers:
         """Go on."""
-        return await self.send("resume", worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("resume", worker_id=worker_id, timeout=timeout)
 
-    async def abort(self, *, drop: bool = True, worker_id: str = "", timeout_s: float = 30.0) -> Answers:
+    async def abort(self, *, drop: bool = True, worker_id: str = "", timeout: float = 30.0) -> Answers:
         """Cancel what the workers hold; drop=False only interrupts it. What is queued in the pool stays there."""
-        return await self.send("abort", {"drop": drop}, worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("abort", {"drop": drop}, worker_id=worker_id, timeout=timeout)
 
-    async def stop(self, *, drain_s: float | None = None, worker_id: str = "", timeout_s: float = 120.0) -> Answers:
+    async def stop(self, *, drain_s: float | None = None, worker_id: str = "", timeout: float = 120.0) -> Answers:
         """Drain workers, and wait until they have left the pool. They end by themselves after that, engines too."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout
         params = {} if drain_s is None else {"drain_s": drain_s}
-        told = await self.send("stop", params, worker_id=worker_id, timeout_s=timeout_s)
+        told = await self.send("stop", params, worker_id=worker_id, timeout=timeout)
         there = {worker for worker, answer in told.items() if answer.ok or answer.kind == NO_ANSWER}
         while there and time.monotonic() < deadline:
             if not (there := there - await self._sender.gone(sorted(there))):
                 break
             await asyncio.sleep(LOOK_S)
-        return Answers("stop", [_stopped(answer, answer.worker_id in there, timeout_s) for answer in told.values()])
+        return Answers("stop", [_stopped(answer, answer.worker_id in there, timeout) for answer in told.values()])
 
     async def sleep(
         self,
@@ -187,44 +187,44 @@ class PoolControl:
         *,
         hand_back: bool = False,
         worker_id: str = "",
-        timeout_s: float = 120.0,
+        timeout: float = 120.0,
     ) -> Answers:
         """Give up GPU memory: "weights", "kv_cache", "cuda_graph", or all of it. What runs waits and comes back."""
         params = {"tags": list(tags), "hand_back": hand_back}
-        return await self.send("sleep", params, worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("sleep", params, worker_id=worker_id, timeout=timeout)
 
-    async def wake(self, tags: Sequence[MemoryTag] = (), *, worker_id: str = "", timeout_s: float = 120.0) -> Answers:
+    async def wake(self, tags: Sequence[MemoryTag] = (), *, worker_id: str = "", timeout: float = 120.0) -> Answers:
         """Take memory again. Weights that did not survive are loaded again before anything is sampled with them."""
-        return await self.send("wake", {"tags": list(tags)}, worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("wake", {"tags": list(tags)}, worker_id=worker_id, timeout=timeout)
 
     # --- caches ----------------------------------------------------------------------------------------------------
 
-    async def flush_cache(self, *, worker_id: str = "", timeout_s: float = 60.0) -> Answers:
+    async def flush_cache(self, *, worker_id: str = "", timeout: float = 60.0) -> Answers:
         """Forget cached prefixes; what runs is interrupted for it, and goes on."""
-        return await self.send("flush_cache", worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("flush_cache", worker_id=worker_id, timeout=timeout)
 
-    async def clear_storage(self, *, worker_id: str = "", timeout_s: float = 120.0) -> Answers:
+    async def clear_storage(self, *, worker_id: str = "", timeout: float = 120.0) -> Answers:
         """Empty the storage of a hierarchical cache; refused by engines that have none."""
-        return await self.send("clear_storage", worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("clear_storage", worker_id=worker_id, timeout=timeout)
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
-    async def version(self, *, worker_id: str = "", timeout_s: float = 10.0) -> Answers:
+    async def version(self, *, worker_id: str = "", timeout: float = 10.0) -> Answers:
         """What each worker serves, and in which state it is. Needs no turn: answered while anything else is done."""
-        return await self.send("version", worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("version", worker_id=worker_id, timeout=timeout)
 
-    async def versions(self, *, worker_id: str = "", timeout_s: float = 10.0) -> dict[str, int]:
+    async def versions(self, *, worker_id: str = "", timeout: float = 10.0) -> dict[str, int]:
         """Worker -> version. Raises CommandFailed if one does not answer."""
-        answers = (await self.version(worker_id=worker_id, timeout_s=timeout_s)).check()
+        answers = (await self.version(worker_id=worker_id, timeout=timeout)).check()
         return {worker: int(result["version"]) for worker, result in answers.results.items()}
 
-    async def set_version(self, version: int, *, worker_id: str = "", timeout_s: float = 30.0) -> Answers:
+    async def set_version(self, version: int, *, worker_id: str = "", timeout: float = 30.0) -> Answers:
         """Call the weights that are there by another, higher number, which the pool has not given away."""
-        return await self.send("set_version", {"version": version}, worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("set_version", {"version": version}, worker_id=worker_id, timeout=timeout)
 
-    async def audit(self, *, names: int = 20, worker_id: str = "", timeout_s: float = 600.0) -> PoolAudit:
+    async def audit(self, *, names: int = 20, worker_id: str = "", timeout: float = 600.0) -> PoolAudit:
         """Look at every bit of every engine's weights while it serves, and compare the workers with one another."""
-        answers = await self.send("audit", {"names": names}, worker_id=worker_id, timeout_s=timeout_s)
+        answers = await self.send("audit", {"names": names}, worker_id=worker_id, timeout=timeout)
         prints: dict[tuple[int, str], dict[str, list[str]]] = {}
         for worker, result in answers.results.items():
             alike = prints.setdefault((int(result["version"]), str(result["kind"])), {})
@@ -244,11 +244,11 @@ class PoolControl:
         format: Literal["safetensors", "sharded"] = "safetensors",
         upload: str = "",
         worker_id: str = "",
-        timeout_s: float = 3600.0,
+        timeout: float = 3600.0,
     ) -> Answers:
         """The served version to a folder on the worker's host, and from there to a URL; usually of one worker."""
         params = {"path": path, "format": format} | ({"upload": upload} if upload else {})
-        return await self.send("save", params, worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("save", params, worker_id=worker_id, timeout=timeout)
 
     async def load(
         self,
@@ -257,17 +257,17 @@ class PoolControl:
         *,
         format: Literal["auto", "snapshot", "safetensors", "sharded"] = "auto",
         worker_id: str = "",
-        timeout_s: float = 3600.0,
+        timeout: float = 3600.0,
     ) -> Answers:
         """Weights from a folder on the workers' hosts, to be served as `version`, above all that the pool has."""
         params = {"path": path, "version": version, "format": format}
-        return await self.send("load", params, worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("load", params, worker_id=worker_id, timeout=timeout)
 
     # --- adapters --------------------------------------------------------------------------------------------------
 
-    async def adapters(self, *, worker_id: str = "", timeout_s: float = 10.0) -> Answers:
+    async def adapters(self, *, worker_id: str = "", timeout: float = 10.0) -> Answers:
         """The LoRA adapters of each worker, with their versions, and which are pinned."""
-        return await self.send("adapters", worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("adapters", worker_id=worker_id, timeout=timeout)
 
     async def load_adapter(
         self,
@@ -277,18 +277,18 @@ class PoolControl:
         *,
         pinned: bool = True,
         worker_id: str = "",
-        timeout_s: float = 120.0,
+        timeout: float = 120.0,
     ) -> Answers:
         """A LoRA adapter from a folder on the workers' hosts, as PEFT saves it."""
         params = {"name": name, "version": version, "path": path, "pinned": pinned}
-        return await self.send("load_adapter", params, worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("load_adapter", params, worker_id=worker_id, timeout=timeout)
 
     async def unload_adapter(
-        self, name: str, version: int | None = None, *, worker_id: str = "", timeout_s: float = 120.0
+        self, name: str, version: int | None = None, *, worker_id: str = "", timeout: float = 120.0
     ) -> Answers:
         """One version of an adapter out of the engines, or all of them; refused while samples use it."""
         params: dict[str, Any] = {"name": name} | ({} if version is None else {"version": version})
-        return await self.send("unload_adapter", params, worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("unload_adapter", params, worker_id=worker_id, timeout=timeout)
 
     # --- profiles --------------------------------------------------------------------------------------------------
 
@@ -299,24 +299,24 @@ class PoolControl:
         activities: Sequence[ProfileActivity] = (),
         steps: int | None = None,
         worker_id: str = "",
-        timeout_s: float = 60.0,
+        timeout: float = 60.0,
     ) -> Answers:
         """Record what the engines do, into a folder on their hosts."""
         params: dict[str, Any] = {"activities": list(activities)}
         params |= {name: value for name, value in (("folder", folder), ("steps", steps)) if value is not None}
-        return await self.send("start_profile", params, worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("start_profile", params, worker_id=worker_id, timeout=timeout)
 
     async def stop_profile(
-        self, *, upload: str = "", fetch_bytes: int = 0, worker_id: str = "", timeout_s: float = 300.0
+        self, *, upload: str = "", fetch_bytes: int = 0, worker_id: str = "", timeout: float = 300.0
     ) -> Answers:
         """End it; results have `files`, and where they are: on the host, at `uploaded`, or in `fetched` themselves."""
         params = {"fetch_bytes": fetch_bytes} | ({"upload": upload} if upload else {})
-        return await self.send("stop_profile", params, worker_id=worker_id, timeout_s=timeout_s)
+        return await self.send("stop_profile", params, worker_id=worker_id, timeout=timeout)
 
 
-def _stopped(answer: Answer, there: bool, timeout_s: float) -> Answer:
+def _stopped(answer: Answer, there: bool, timeout: float) -> Answer:
     if there:
-        return Answer(answer.worker_id, False, {}, NO_ANSWER, f"still in the pool after {timeout_s:g} s")
+        return Answer(answer.worker_id, False, {}, NO_ANSWER, f"still in the pool after {timeout:g} s")
     if answer.kind == NO_ANSWER:  # it had no time left to answer, and is gone as it was told to be
         return Answer(answer.worker_id, True, {})
     return answer

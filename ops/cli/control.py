@@ -42,7 +42,7 @@ def version(
     json: Json = False,
 ) -> None:
     """Which version each worker serves, and in which state it is."""
-    _say(redis, pool, lambda to: to.version(worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.version(worker_id=worker, timeout=timeout), json)
 
 
 @app.command()
@@ -57,7 +57,7 @@ def pause(
 ) -> None:
     """Stop generating; what runs is finished, interrupted, or frozen with its KV. `resume` goes on."""
     params = {"mode": mode, "hand_back": hand_back}
-    _say(redis, pool, lambda to: to.send("pause", params, worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.send("pause", params, worker_id=worker, timeout=timeout), json)
 
 
 @app.command()
@@ -69,7 +69,7 @@ def resume(
     json: Json = False,
 ) -> None:
     """Go on after `pause`."""
-    _say(redis, pool, lambda to: to.resume(worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.resume(worker_id=worker, timeout=timeout), json)
 
 
 @app.command()
@@ -82,7 +82,7 @@ def abort(
     json: Json = False,
 ) -> None:
     """Cancel the jobs that workers hold; their clients are told. What is queued stays."""
-    _say(redis, pool, lambda to: to.abort(drop=not keep, worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.abort(drop=not keep, worker_id=worker, timeout=timeout), json)
 
 
 @app.command()
@@ -95,7 +95,7 @@ def stop(
     json: Json = False,
 ) -> None:
     """Drain workers and wait until they have left; unfinished jobs go back to the pool."""
-    _say(redis, pool, lambda to: to.stop(drain_s=drain, worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.stop(drain_s=drain, worker_id=worker, timeout=timeout), json)
 
 
 @app.command()
@@ -110,7 +110,7 @@ def sleep(
 ) -> None:
     """Give up GPU memory, all of it or by tag."""
     params = {"tags": tag or [], "hand_back": hand_back}
-    _say(redis, pool, lambda to: to.send("sleep", params, worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.send("sleep", params, worker_id=worker, timeout=timeout), json)
 
 
 @app.command()
@@ -123,7 +123,7 @@ def wake(
     json: Json = False,
 ) -> None:
     """Take GPU memory again, all of it or by tag."""
-    _say(redis, pool, lambda to: to.send("wake", {"tags": tag or []}, worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.send("wake", {"tags": tag or []}, worker_id=worker, timeout=timeout), json)
 
 
 @app.command("flush-cache")
@@ -135,7 +135,7 @@ def flush_cache(
     json: Json = False,
 ) -> None:
     """Forget cached prefixes; what runs is interrupted for it, and goes on."""
-    _say(redis, pool, lambda to: to.flush_cache(worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.flush_cache(worker_id=worker, timeout=timeout), json)
 
 
 @app.command("clear-storage")
@@ -147,7 +147,7 @@ def clear_storage(
     json: Json = False,
 ) -> None:
     """Empty the storage of a hierarchical cache."""
-    _say(redis, pool, lambda to: to.clear_storage(worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.clear_storage(worker_id=worker, timeout=timeout), json)
 
 
 @app.command("set-version")
@@ -160,7 +160,7 @@ def set_version(
     json: Json = False,
 ) -> None:
     """Call the weights that workers have by another number."""
-    _say(redis, pool, lambda to: to.set_version(number, worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.set_version(number, worker_id=worker, timeout=timeout), json)
 
 
 @app.command()
@@ -172,7 +172,7 @@ def audit(
     json: Json = False,
 ) -> None:
     """Compare every bit of the engines' weights with the trainer's digests; exit code 1 for any finding."""
-    found = _ask(redis, pool, lambda to: to.audit(worker_id=worker, timeout_s=timeout))
+    found = _ask(redis, pool, lambda to: to.audit(worker_id=worker, timeout=timeout))
     lines = [
         f"{one.worker_id}  version {one.result['version']}  {_audited(one.result)}" if one.ok else _failed(one)
         for one in found.answers.values()
@@ -195,7 +195,7 @@ def save(
 ) -> None:
     """Write the served version to disk, and copy it to a URL."""
     params = {"path": str(path), "format": format} | ({"upload": upload} if upload else {})
-    _say(redis, pool, lambda to: to.send("save", params, worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.send("save", params, worker_id=worker, timeout=timeout), json)
 
 
 @app.command()
@@ -211,7 +211,7 @@ def load(
 ) -> None:
     """Serve weights from disk."""
     params = {"path": str(path), "version": number, "format": format}
-    _say(redis, pool, lambda to: to.send("load", params, worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.send("load", params, worker_id=worker, timeout=timeout), json)
 
 
 @app.command()
@@ -223,7 +223,7 @@ def adapters(
     json: Json = False,
 ) -> None:
     """LoRA adapters of each worker."""
-    _say(redis, pool, lambda to: to.adapters(worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.adapters(worker_id=worker, timeout=timeout), json)
 
 
 @app.command("load-adapter")
@@ -243,7 +243,7 @@ def load_adapter(
     _say(
         redis,
         pool,
-        lambda to: to.load_adapter(name, number, where, pinned=pin, worker_id=worker, timeout_s=timeout),
+        lambda to: to.load_adapter(name, number, where, pinned=pin, worker_id=worker, timeout=timeout),
         json,
     )
 
@@ -259,7 +259,7 @@ def unload_adapter(
     json: Json = False,
 ) -> None:
     """Take a LoRA adapter out of the engines."""
-    _say(redis, pool, lambda to: to.unload_adapter(name, number, worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.unload_adapter(name, number, worker_id=worker, timeout=timeout), json)
 
 
 @app.command("start-profile")
@@ -277,7 +277,7 @@ def start_profile(
     params: dict[str, Any] = {"activities": activity or []}
     params |= {} if folder is None else {"folder": str(folder)}
     params |= {} if steps is None else {"steps": steps}
-    _say(redis, pool, lambda to: to.send("start_profile", params, worker_id=worker, timeout_s=timeout), json)
+    _say(redis, pool, lambda to: to.send("start_profile", params, worker_id=worker, timeout=timeout), json)
 
 
 @app.command("stop-profile")
@@ -297,7 +297,7 @@ def stop_profile(
             _with(
                 redis,
                 pool,
-                lambda to: to.stop_profile(upload=upload, fetch_bytes=fetch, worker_id=worker, timeout_s=timeout),
+                lambda to: to.stop_profile(upload=upload, fetch_bytes=fetch, worker_id=worker, timeout=timeout),
             )
         )
     for one, result in answers.results.items():

@@ -45,7 +45,7 @@ async def generate(
                     kept.enter_context(inbox.reserved(batch[-1].id))
                 under_way.extend(batch)
                 if batch:
-                    await client.submit_many(batch, busy_timeout=None)
+                    await client.submit_many(batch, timeout=None)
                 first = under_way[0].id
                 await until(lambda job=first: (it := inbox.tracked(job)) is None or it.ended, timeout)  # type: ignore[misc]
                 replies = inbox.take_job(first)

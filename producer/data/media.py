@@ -29,7 +29,7 @@ def medium(
     *,
     urls: Urls = "client",
     hosts: Collection[str] | None = None,
-    timeout_s: float = 10.0,
+    timeout: float = 10.0,
 ) -> Medium:
     """One medium from bytes, a path (str or Path), a file:// , data: or http(s) URL, or a PIL image.
 
@@ -45,7 +45,7 @@ def medium(
                 return Medium(kind=kind, url=source)
             except ValidationError as error:
                 raise as_invalid_field(error) from None
-        data = fetch(source, max_bytes=MAX_MEDIUM_BYTES, timeout_s=timeout_s, hosts=hosts)
+        data = fetch(source, max_bytes=MAX_MEDIUM_BYTES, timeout_s=timeout, hosts=hosts)
     else:
         data = _bytes_of(kind, source)
     return _checked(kind, data, str(source)[:80] if isinstance(source, str | Path) else type(source).__name__)
@@ -80,14 +80,14 @@ def from_openai(
     files: Path | None = None,
     urls: Urls = "client",
     hosts: Collection[str] | None = None,
-    timeout_s: float = 10.0,
+    timeout: float = 10.0,
 ) -> tuple[tuple[ChatMessage, ...], tuple[Medium, ...]]:
     """Messages in OpenAI's form as a job takes them: with places for the media, and the media in order.
 
     Parts may be text, image_url, video_url, audio_url, input_audio, and {"type": "image", "image": anything `medium`
     takes}, the same for video and audio.
     files: where paths in URLs may lead; None for nowhere, because messages are often written by somebody else.
-    urls, hosts, timeout_s: as for `medium`. Raises InvalidField naming the part. May block.
+    urls, hosts, timeout: as for `medium`. Raises InvalidField naming the part. May block.
     """
     found: list[Medium] = []
     chat: list[ChatMessage] = []
@@ -104,7 +104,7 @@ def from_openai(
                 if written:
                     source = _allowed(where, source, files)
                 try:
-                    found.append(medium(kind, source, urls=urls, hosts=hosts, timeout_s=timeout_s))
+                    found.append(medium(kind, source, urls=urls, hosts=hosts, timeout=timeout))
                 except InvalidField as error:
                     raise InvalidField(f"{where}.{error.field}", error.value, error.allowed) from error
                 parts.append({"type": kind})

@@ -102,27 +102,27 @@ _KEYS = {name for names in _NAMES for name in names} | {"config"}
 
 
 async def run_tool_calls(
-    calls: Sequence[ToolCall], registry: ToolRegistry, timeout_s: float | None = None
+    calls: Sequence[ToolCall], registry: ToolRegistry, timeout: float | None = None
 ) -> list[ToolOutcome]:
     """Run the calls of a turn at the same time; their outcomes in the order of the calls.
 
-    timeout_s: of each. A plain function that is late is not waited for, but cannot be stopped: it goes on in its
+    timeout: of each. A plain function that is late is not waited for, but cannot be stopped: it goes on in its
     thread, and its answer is dropped. Whatever a tool raises becomes an outcome with an error, as does an invalid call.
     """
-    return list(await asyncio.gather(*(_run(call, registry, timeout_s) for call in calls)))
+    return list(await asyncio.gather(*(_run(call, registry, timeout) for call in calls)))
 
 
-async def _run(call: ToolCall, registry: ToolRegistry, timeout_s: float | None) -> ToolOutcome:
+async def _run(call: ToolCall, registry: ToolRegistry, timeout: float | None) -> ToolOutcome:
     runner = registry.runner(call.name)
     if call.error is not None or runner is None:
         error = call.error or f"there is no tool {call.name!r}"
         return ToolOutcome(call, f"Error: {error}", error)
     began = time.monotonic()
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout):
             answer = _as_text(await _call(runner, call.arguments or {}))
     except TimeoutError:
-        error = f"{call.name} did not answer within {timeout_s:g} s" if timeout_s else f"{call.name}: TimeoutError"
+        error = f"{call.name} did not answer within {timeout:g} s" if timeout else f"{call.name}: TimeoutError"
     except Exception as raised:  # a tool may raise anything; the other calls go on
         error = f"{call.name}: {type(raised).__name__}: {raised}"
     else:

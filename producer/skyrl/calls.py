@@ -111,7 +111,7 @@ async def _submit(
                 return
             part = jobs[start : start + SLICE]
             call.open.update((job.id, JobHandle(job.id, job.group, job.n)) for job in part)
-            for handle in await client.submit_many(part, busy_timeout=_left(deadline)):
+            for handle in await client.submit_many(part, timeout=_left(deadline)):
                 handles.put_nowait(handle)
             if call.stopped():  # meanwhile: whoever stopped it did it before these were there
                 await client.stop([job.id for job in part])

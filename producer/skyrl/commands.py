@@ -26,7 +26,7 @@ class Commands(EngineCore):
         what it cannot do; WaitTimeout if one that still lives did not answer.
         """
         client = await self.client()
-        answers = await PoolControl(client).send(action, params, worker_id=worker_id, timeout_s=timeout_s)
+        answers = await PoolControl(client).send(action, params, worker_id=worker_id, timeout=timeout_s)
         silent = [one for one in answers.failed if one.kind == NO_ANSWER]
         left = {worker.worker_id for worker in await self.workers()} if silent else set()
         for one in answers.failed:

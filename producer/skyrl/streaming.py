@@ -110,7 +110,7 @@ async def merged(
         try:
             if not call.stopped():
                 call.open[job.id] = JobHandle(job.id, job.group, job.n)
-                handle = await client.submit(job.model_copy(update={"stream": True}), busy_timeout=timeout_s)
+                handle = await client.submit(job.model_copy(update={"stream": True}), timeout=timeout_s)
                 if call.stopped():  # meanwhile: whoever stopped it did it before the pool knew this job
                     await client.stop([job.id])
                 async for delta in client.stream(handle, timeout=timeout_s):

@@ -92,12 +92,12 @@ class PublishHandle:
         """Whether `wait` would return at once."""
         return self._future.done()
 
-    def wait(self, timeout_s: float | None = None) -> PublishReport:
+    def wait(self, timeout: float | None = None) -> PublishReport:
         """The report, when there is one. Raises WaitTimeout, or WeightSyncError if the publisher itself broke."""
         try:
-            return self._future.result(timeout_s)
+            return self._future.result(timeout)
         except FutureTimeout:
-            raise WaitTimeout(f"version {self.version} is still on its way after {timeout_s} s") from None
+            raise WaitTimeout(f"version {self.version} is still on its way after {timeout} s") from None
 
 
 @dataclass(slots=True)

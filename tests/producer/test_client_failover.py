@@ -67,7 +67,7 @@ async def test_jobs_that_had_ended_are_not_waited_for_when_the_pool_is_busy(redi
 async def test_closing_ends_a_submission_that_waits_for_room(redis_db: str, broker: Broker) -> None:
     client = await RolloutClient(redis_db, caps=Caps(jobs=1)).open()
     await client.submit(job(reply_to=""))
-    waiting = asyncio.create_task(client.submit(job(reply_to=""), busy_timeout=None))
+    waiting = asyncio.create_task(client.submit(job(reply_to=""), timeout=None))
     await eventually(lambda: client._inbox.jobs == 1 and not waiting.done())
     await client.aclose()
     with pytest.raises(RolloutMQError, match="closed"):

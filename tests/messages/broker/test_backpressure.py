@@ -115,10 +115,10 @@ async def test_a_stream_that_expired_unread_is_counted_no_more(broker: Broker, d
 async def test_submit_waits_for_room(redis_db: str, broker: Broker) -> None:
     async with RolloutClient(redis_db, client_id="client", caps=Caps(jobs=4)) as client:
         with pytest.raises(PoolBusy) as caught:
-            await client.submit_many([job(sampling=SHORT) for _ in range(6)], busy_timeout=0.1)
+            await client.submit_many([job(sampling=SHORT) for _ in range(6)], timeout=0.1)
         assert caught.value.accepted == client.outstanding == 4
         jobs = [job(sampling=SHORT) for _ in range(20)]
-        more = asyncio.create_task(client.submit_many(jobs, busy_timeout=None))
+        more = asyncio.create_task(client.submit_many(jobs, timeout=None))
         async with worker(redis_db):
             assert {handle.state for handle in await more} == {"new"}
             outcomes = [outcome async for outcome in client.results(timeout=10)]
@@ -143,5 +143,5 @@ async def test_a_slow_client_is_held_up_and_loses_nothing(redis_db: str, broker:
         assert await db.xlen(broker.keys.reply("client")) == sent
         taken = [outcome async for outcome in client.results(timeout=10)]
         assert len(taken) == sent
-        await client.submit(job(sampling=SHORT), busy_timeout=10)  # there is room again once they are acknowledged
+        await client.submit(job(sampling=SHORT), timeout=10)  # there is room again once they are acknowledged
         assert len([outcome async for outcome in client.results(timeout=10)]) == 1

@@ -29,7 +29,7 @@ async def test_every_worker_answers_and_one_that_does_not_is_told_of(
 ) -> None:
     await joined("silent")
     async with worker(redis_db) as one, worker(redis_db) as other:
-        answers = await control.version(timeout_s=0.5)
+        answers = await control.version(timeout=0.5)
         assert set(answers) == {one.id, other.id, "silent"}
         assert answers[one.id].result["version"] == 0
         assert (answers["silent"].kind, answers["silent"].error) == ("NoAnswer", "no answer within 0.5 s")
@@ -49,7 +49,7 @@ async def test_a_worker_that_dies_is_told_from_one_that_is_slow(
     control: PoolControl, joined: Any, expire_lease: Any
 ) -> None:
     dying = await joined("dying")
-    asked = asyncio.create_task(control.version(timeout_s=0.5))
+    asked = asyncio.create_task(control.version(timeout=0.5))
     await asyncio.sleep(0.1)
     await expire_lease(dying)
     assert "its lease is over" in (await asked)["dying"].error
@@ -62,7 +62,7 @@ async def test_workers_that_are_gone_are_not_waited_for(
     monkeypatch.setattr(command_channel, "GONE_S", 0.2)
     dying = await joined("dying")
     began = time.monotonic()
-    asked = asyncio.create_task(control.version(timeout_s=60.0))
+    asked = asyncio.create_task(control.version(timeout=60.0))
     await asyncio.sleep(0.2)
     assert not asked.done()
     await expire_lease(dying)
@@ -156,10 +156,10 @@ async def test_an_error_that_is_no_text_is_told_and_the_next_command_is_done(
     """Names of files can be any bytes. What the worker logs of them can be written to a file of text."""
     os.mknod(os.fsencode(tmp_path) + b"/\xff.bin")
     async with worker(redis_db) as running:
-        answer = (await control.load(str(tmp_path), 7, timeout_s=20.0))[running.id]
+        answer = (await control.load(str(tmp_path), 7, timeout=20.0))[running.id]
         assert (answer.kind, "may be a pickle" in answer.error) == ("InvalidField", True)
         assert b"may be a pickle" in caplog.text.encode()
-        assert (await control.flush_cache(timeout_s=5.0)).ok
+        assert (await control.flush_cache(timeout=5.0)).ok
 
 
 async def test_questions_and_aborts_do_not_wait_for_slow_work_and_work_is_done_in_order(
@@ -180,10 +180,10 @@ async def test_questions_and_aborts_do_not_wait_for_slow_work_and_work_is_done_i
         audit = asyncio.create_task(control.audit())
         await eventually(running.worker._follower.turn.locked)
         flush = asyncio.create_task(control.flush_cache())
-        assert (await control.version(timeout_s=5.0)).ok
-        assert (await control.abort(timeout_s=5.0)).ok
-        assert (await control.pause("finish", timeout_s=5.0)).ok
-        assert (await control.resume(timeout_s=5.0)).ok
+        assert (await control.version(timeout=5.0)).ok
+        assert (await control.abort(timeout=5.0)).ok
+        assert (await control.pause("finish", timeout=5.0)).ok
+        assert (await control.resume(timeout=5.0)).ok
         assert done == []
         gate.set()
         assert (await audit).answers.ok
@@ -205,7 +205,7 @@ async def test_what_takes_longer_than_it_may_is_told_and_goes_on(
 
         monkeypatch.setattr(running.engine, "operate", operate)
         began = time.monotonic()
-        answer = (await control.flush_cache(timeout_s=0.4))[running.id]
+        answer = (await control.flush_cache(timeout=0.4))[running.id]
         assert time.monotonic() - began < 3.0
         assert answer.kind in {"CommandTimeout", "NoAnswer"}
         gate.set()
@@ -221,9 +221,9 @@ async def test_a_worker_answers_what_it_has_not_begun_when_it_leaves(
             await asyncio.Event().wait()
 
         monkeypatch.setattr(running.engine, "operate", never)
-        first = asyncio.create_task(control.flush_cache(timeout_s=8.0))
+        first = asyncio.create_task(control.flush_cache(timeout=8.0))
         await eventually(running.worker._follower.turn.locked)
-        second = asyncio.create_task(control.clear_storage(timeout_s=8.0))
+        second = asyncio.create_task(control.clear_storage(timeout=8.0))
         await eventually(lambda: running.worker._commands._lanes["work"].qsize() == 1)
         await running.stop()
         assert (await second)[running.id].kind == "WorkerLeaves"
@@ -261,4 +261,4 @@ async def test_a_lease_of_another_pool_hears_nothing(redis_db: str, db: Redis) -
     lease = Lease(db, "other", "w")
     await lease.join(status("w"))
     async with PoolControl(redis_db, "default") as control:
-        assert len(await control.version(timeout_s=0.2)) == 0
+        assert len(await control.version(timeout=0.2)) == 0

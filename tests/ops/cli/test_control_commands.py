@@ -111,7 +111,7 @@ def test_the_same_without_asyncio(redis_db: str, serving: Serving) -> None:
     with BlockingPoolControl(redis_db) as control:
         assert control.version().ok
         assert list(control.versions().values()) == [0]
-        assert control.pause("finish", timeout_s=10.0).ok
+        assert control.pause("finish", timeout=10.0).ok
         assert control.resume().ok
         with pytest.raises(InvalidField):
             control.sleep(["lungs"])

@@ -252,7 +252,7 @@ def test_what_is_no_url_is_refused_by_name(url: str) -> None:
         fetch(url, max_bytes=1, timeout_s=1)
     for urls in ("client", "worker"):
         with pytest.raises(InvalidField):
-            medium("image", url + "x" * 5000, urls=urls, timeout_s=1)
+            medium("image", url + "x" * 5000, urls=urls, timeout=1)
 
 
 def test_a_worker_fetches_only_from_hosts_that_its_operator_names(server: str) -> None:

@@ -245,7 +245,7 @@ async def test_calls_run_at_the_same_time_and_come_back_in_order() -> None:
     registry.add(schema("meet"), meet)
     registry.add(schema("gather"), gather)
     calls = [call(name, i, k=i) for i, name in enumerate(["meet", "gather", "meet", "gather"])]
-    outcomes = await run_tool_calls(calls, registry, timeout_s=10)
+    outcomes = await run_tool_calls(calls, registry, timeout=10)
     assert [outcome.content for outcome in outcomes] == ["async 0", "plain 1", "async 2", "plain 3"]
     assert outcomes[1].as_message().rendered() == {
         "role": "tool",
@@ -271,7 +271,7 @@ async def test_what_goes_wrong_is_an_answer_and_takes_no_neighbour_along() -> No
     invalid = ToolCall(id="i", name="fine", error="the arguments are no JSON")
     calls = [call("slow"), call("hangs"), call("broken"), invalid, call("unknown"), call("fine", wrong=1), call("fine")]
     try:
-        outcomes = await run_tool_calls(calls, registry, timeout_s=0.2)
+        outcomes = await run_tool_calls(calls, registry, timeout=0.2)
     finally:
         release.set()
     assert [outcome.ok for outcome in outcomes] == [False] * 6 + [True]

@@ -145,7 +145,7 @@ async def test_a_drain_lifts_a_pause_in_place_and_saves_what_there_is(
 async def test_the_whole_pool_is_stopped_in_time(redis_db: str, control: PoolControl, broker: Broker) -> None:
     async with worker(redis_db, engine=slow(), max_running=1) as one, worker(redis_db) as other:
         began = time.monotonic()
-        answers = await control.stop(drain_s=0.5, timeout_s=20.0)
+        answers = await control.stop(drain_s=0.5, timeout=20.0)
         assert answers.ok, answers.told()
         assert set(answers) == {one.id, other.id}
         assert time.monotonic() - began < 10
@@ -157,7 +157,7 @@ async def test_the_whole_pool_is_stopped_in_time(redis_db: str, control: PoolCon
 
 async def test_a_worker_that_does_not_leave_is_told_of(control: PoolControl, joined: Any, db: Redis) -> None:
     await joined("stays")
-    answers = await control.stop(timeout_s=0.3)
+    answers = await control.stop(timeout=0.3)
     assert (answers["stays"].kind, answers["stays"].error) == ("NoAnswer", "still in the pool after 0.3 s")
 
 

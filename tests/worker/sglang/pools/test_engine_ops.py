@@ -256,7 +256,7 @@ def test_a_stopped_worker_leaves_no_process(worker: WorkerProcess, tell: Any, cl
     handle = client.submit(greedy(1500))
     while sum(each.running for each in client.workers()) < 1:
         pass
-    assert tell(lambda to: to.stop(drain_s=0.5, timeout_s=30.0)).ok
+    assert tell(lambda to: to.stop(drain_s=0.5, timeout=30.0)).ok
     assert worker.process.wait(60) == 0
     assert psutil.wait_procs(family, timeout=10)[1] == []
     assert client.workers() == []
