@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from .base import Message
 
 UpdateMode = Literal["resume", "in_place", "drain"]
-Transport = Literal["gloo", "nccl", "ipc", "disk", "stock"]
-TransferPath = Literal["own", "stock"]
+Transport = Literal["gloo", "nccl", "ipc", "disk"]
 NonFinitePolicy = Literal["refuse", "allow"]
 StagingPolicy = Literal["auto", "on", "off"]
 NCCL_AGREED = ("NCCL_CUMEM_ENABLE", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS")
@@ -73,7 +72,7 @@ class WeightAnnouncement(Message):
     nonfinite: what receivers do with a tensor that has NaN or Inf in it. verify: whether they compare digests.
     adapter: name of the LoRA adapter that `version` is one of; "" for the model's own weights. Adapters have no ranks
         and no group: every worker of the roster reads the tensors from the store, see sync/adapters/transfer.py.
-    stock: the group is SGLang's own update group. Set only where it is so: an unset field does not travel.
+    stock: set by trainers of older releases that send through SGLang's own update group. Workers refuse it by name.
     Filled in when sealed:
     roster: worker id -> rank of its first engine process in the group (the sender is rank 0), or 0 for a worker that
         takes the buffers over by CUDA IPC and is not in the group.

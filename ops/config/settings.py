@@ -19,12 +19,12 @@ from ...messages.model import (
     LogprobOptions,
     NonFinitePolicy,
     SamplingParams,
-    TransferPath,
     UpdateMode,
     as_invalid_field,
 )
 from ...messages.nearest import nearest
 from ...messages.redis import DEFAULT_URL, parse, redacted
+from ...sync.transfer import STOCK_GONE
 from ...worker.config import WorkerConfig
 from ...worker.sglang.config import OWNED_ARGUMENTS, SGLangConfig
 from ...worker.sglang.parallel import check_parallelism
@@ -52,7 +52,6 @@ PUBLISHER_WORDS: Mapping[str, tuple[str, ...]] = {
     "mode": get_args(UpdateMode),
     "keep": ("auto", "device", "host"),
     "nonfinite": get_args(NonFinitePolicy),
-    "transfer": get_args(TransferPath),
 }
 SETTING_OF: Mapping[str, str] = {
     "mem_fraction_static": "mem_fraction",
@@ -177,6 +176,8 @@ class Settings:
             setting = self.said.get(f"publisher.{name}")
             if setting is not None and setting.value not in words:
                 raise InvalidField(name, setting.value, f"one of {', '.join(words)}")
+        if (setting := self.said.get("publisher.transfer")) is not None and setting.value != "own":
+            raise InvalidField("transfer", setting.value, STOCK_GONE)
         for name, default in PUBLISHER.items():
             setting = self.said.get(f"publisher.{name}")
             if setting is not None and (kind := _unlike(setting.value, default)):

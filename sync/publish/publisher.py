@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 
 from ...messages.errors import InvalidField, WeightSyncError
-from ...messages.model import NonFinitePolicy, TransferPath, UpdateMode
+from ...messages.model import NonFinitePolicy, UpdateMode
 from ...messages.redis import Keys, connect, default_url, first_node_url, ping
 from ..adapters import Parcel
 from ..adapters import format as adapter_format
 from ..disk import SnapshotStore
 from ..packing import Keep, PackedWeights, release_host_memory
 from ..tensors import BUCKET_BYTES, Places, Snapshot, side_stream
+from ..transfer import STOCK_GONE
 from ..wire import own_address_towards
 from . import checks as check
 from .handle import Order, PublishHandle, PublishProgress, PublishReport, State
@@ -61,8 +62,7 @@ class WeightPublisher:
         nonfinite: "refuse" sends no version that has NaN or Inf in it, and no worker loads one; "allow" does.
         gpu_direct: False sends through host memory (gloo) even between GPUs.
         verify: False leaves the digests unchecked. For measuring what they cost.
-        transfer: "own", or "stock" for SGLang's own update group: slower, nothing overlaps, a worker that gets stuck
-            in it has to restart its engine, and what has arrived is only looked at in the engine's parameters.
+        transfer: "own", the only one there is.
         snapshots: a folder (or a SnapshotStore) to save committed versions in, for workers that come when this trainer
             is gone, and for a trainer that starts again. In the background: a version that waits for its turn is
             skipped when a newer one is committed. See `snapshots_saved`.
@@ -90,7 +90,7 @@ class WeightPublisher:
         nonfinite: NonFinitePolicy = "refuse",
         gpu_direct: bool = True,
         verify: bool = True,
-        transfer: TransferPath = "own",
+        transfer: Literal["own"] = "own",
         snapshots: str | Path | SnapshotStore | None = None,
         snapshot_every: int = 1,
         keep_snapshots: int = 2,
@@ -98,15 +98,13 @@ class WeightPublisher:
         check.one_of("mode", mode, get_args(UpdateMode))
         check.one_of("keep", keep, get_args(Keep))
         check.one_of("nonfinite", nonfinite, get_args(NonFinitePolicy))
-        check.one_of("transfer", transfer, get_args(TransferPath))
+        if transfer != "own":
+            raise InvalidField("transfer", transfer, STOCK_GONE)
         check.seconds("join_timeout_s", join_timeout_s)
         check.seconds("transfer_timeout_s", transfer_timeout_s)
         check.port("port", port)
         check.count("snapshot_every", snapshot_every)
         check.count("keep_snapshots", keep_snapshots)
-        if transfer == "stock" and mode == "in_place":
-            why = "SGLang's own update does not begin before every request has ended"
-            raise InvalidField("mode", mode, f"'resume' or 'drain' with transfer='stock': {why}")
         url = redis_url or default_url()
         Keys(pool)  # a bad pool name is told here, not in the thread
         self._bucket_bytes, self._keep, self._rename = bucket_bytes, keep, rename
@@ -137,7 +135,6 @@ class WeightPublisher:
             verify=verify,
             nonfinite=nonfinite,
             gpu_direct=gpu_direct,
-            stock=transfer == "stock",
         )
         self._thread = threading.Thread(target=self._main, name="rolloutmq-weights", daemon=True)
         self._thread.start()

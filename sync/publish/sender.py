@@ -50,7 +50,6 @@ class Settings:
     verify: bool = True
     nonfinite: NonFinitePolicy = "refuse"
     gpu_direct: bool = True
-    stock: bool = False
 
 
 class Sender:
@@ -169,12 +168,11 @@ class Sender:
             transfer_timeout_s=settings.transfer_timeout_s,
             verify=settings.verify,
             nonfinite=settings.nonfinite,
-            stock=settings.stock,
         )
         expected = await self._ledger.live_workers() if only is None else only
         if self._stopped:
             return TransferResult(committed=False, failures=dict.fromkeys(expected, self._stopped))
-        source = _Retained(snapshot, self._line, settings.gpu_direct, self._not_by_ipc, stock=settings.stock)
+        source = _Retained(snapshot, self._line, settings.gpu_direct, self._not_by_ipc)
         self._under_way = transfer = Transfer(self._ledger, self._bell, terms, source)
         try:
             result = await transfer.run(expected, catch_up=only is not None)
@@ -188,20 +186,12 @@ class Sender:
 class _Retained:
     """A snapshot in this process, and the line it is sent over: a `Source`."""
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        line: Broadcaster,
-        gpu_direct: bool,
-        not_by_ipc: AbstractSet[str],
-        *,
-        stock: bool = False,
-    ) -> None:
-        """not_by_ipc: workers on which handing over has failed before. stock: through SGLang's own update group."""
+    def __init__(self, snapshot: Snapshot, line: Broadcaster, gpu_direct: bool, not_by_ipc: AbstractSet[str]) -> None:
+        """not_by_ipc: workers on which handing over has failed before."""
         self.version, self.digest = snapshot.manifest.version, snapshot.manifest.fingerprint
         self.handed_over: set[str] = set()
         self._snapshot, self._line = snapshot, line
-        self._gpu_direct, self._not_by_ipc, self._stock = gpu_direct, not_by_ipc, stock
+        self._gpu_direct, self._not_by_ipc = gpu_direct, not_by_ipc
 
     @property
     def absent(self) -> frozenset[int]:
@@ -221,7 +211,7 @@ class _Retained:
 
     def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
         """See Source."""
-        here = gpu_id(self._snapshot.device) if self._gpu_direct and not self._stock else ""
+        here = gpu_id(self._snapshot.device) if self._gpu_direct else ""
         self.handed_over = {worker for worker, join in joins.items() if here and join.gpu == here} - self._not_by_ipc
         return set(self.handed_over)
 
@@ -241,7 +231,7 @@ class _Retained:
 
     def name_group(self, epoch: int, members: Mapping[str, int], joins: Mapping[str, Join]) -> str:
         """See Source: the standing one as long as nobody comes or goes."""
-        return self._line.name_group(epoch, members, joins, stock=self._stock)
+        return self._line.name_group(epoch, members, joins)
 
     async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
         """See Source."""

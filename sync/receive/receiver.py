@@ -12,7 +12,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +41,6 @@ from .kept import Kept
 from .layout import Loading, Model
 from .names import Shape, check_names, checkpoint_shapes
 from .pending import Pending, say_ready
-from .stock_check import stock_report
 from .warm import warm_up
 
 CPU = torch.device("cpu")
@@ -121,8 +119,6 @@ class Receiver:
         keys = EpochKeys(order.epoch)
         broken = self.wire.broken(store, order)
         told = self._hear(order, store, deadline, broken)
-        if order.transport == "stock":  # SGLang receives it; see `check_stock`
-            return Pending(order, deadline, store, told, None, [], staged=False)
         if order.transport == "ipc":
             raw = fetch(store, keys.handles, deadline, broken, "handles of the trainer's buckets")
             buckets = open_handles(raw, self.device, told.outline.bucket_nbytes)
@@ -280,21 +276,6 @@ class Receiver:
             load_s=seconds,
             readback=loading.readback and pending.order.verify,
         )
-
-    def check_stock(self, epoch: int, model: Model, *, loaded: bool) -> TransferReport:
-        """What there is to check around SGLang's own update: the names before it, the parameters after. Never raises.
-
-        Must run where nothing else uses the model. What is wrong before it leaves the engine intact.
-        """
-        pending = self._pending
-        if self._lent or pending is None or (pending.order.epoch, pending.order.transport) != (epoch, "stock"):
-            return TransferReport(ok=False, phase="load", error=f"transfer {epoch} is not prepared", intact=not loaded)
-        if loaded:
-            self._pending = self._held = None
-        report = stock_report(pending, partial(self.kept.plan, pending, model), self.device, loaded=loaded)
-        if loaded and report.ok and pending.order.verify:
-            self._held = pending.told, self.kept.plan(pending, model)
-        return report
 
     def _await_go(self, pending: Pending) -> None:
         """Until all are ready: what is queued before could be left with nothing to load but what the buffers had."""

@@ -2,13 +2,14 @@
 
 from .ledger import Epoch, Join, Ledger, nccl_settings, through_outage
 from .ledger_view import LedgerView, TransferRecord, VersionRecord
-from .order import Phase, TransferOrder, TransferReport
+from .order import STOCK_GONE, Phase, TransferOrder, TransferReport
 from .patience import Patience
 from .rounds import GLANCE_S, GRACE_S, Terms, Transfer, TransferResult, repeated
 
 __all__ = [
     "GLANCE_S",
     "GRACE_S",
+    "STOCK_GONE",
     "Epoch",
     "Join",
     "Ledger",

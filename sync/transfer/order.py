@@ -9,6 +9,11 @@ from typing import Any, Literal, get_args
 from ...messages.errors import MalformedMessage
 from ...messages.model import NonFinitePolicy, Transport, UpdateMode
 
+STOCK_GONE = (
+    "'own'; updates no longer go through SGLang's own update group: where NCCL does not work, publish with "
+    "gpu_direct=False, which sends over gloo"
+)
+"""What is allowed where transfer='stock' was asked for."""
 Phase = Literal["rendezvous", "receive", "verify", "load", "ready", "staged", "done"]
 
 
@@ -21,8 +26,7 @@ class TransferOrder:
     digests) under the epoch's keys; see rendezvous.EpochKeys. Everything must be over within `timeout_s` seconds of
     the moment the engine learns of it; with mode "drain" what runs has `drain_s` of them to end. transport: "nccl" and
     "gloo" are broadcasts in `group`, "ipc" opens the trainer's own buffers on the same GPU (then there is no group and
-    no rank), "disk" reads the version from the snapshots in folder `path` (then there is no sender either), "stock" is
-    SGLang's own update group over `backend`.
+    no rank), "disk" reads the version from the snapshots in folder `path` (then there is no sender either).
     As an order to send (`Engine.send_weights`) it makes this engine rank 0, in the trainer's place.
     """
 
@@ -40,7 +44,6 @@ class TransferOrder:
     nonfinite: NonFinitePolicy = "refuse"
     drain_s: float = 0.0
     path: str = ""
-    backend: Literal["gloo", "nccl"] = "gloo"
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> TransferOrder:

@@ -38,7 +38,6 @@ class Terms:
     transfer_timeout_s: float
     verify: bool = True
     nonfinite: NonFinitePolicy = "refuse"
-    stock: bool = False
     adapter: str = ""
 
 
@@ -148,8 +147,6 @@ class Transfer:
             verify=terms.verify,
             nonfinite=terms.nonfinite,
         )
-        if terms.stock:
-            announcement = announcement.model_copy(update={"stock": True})
         if terms.adapter:
             announcement = announcement.model_copy(update={"adapter": terms.adapter})
         if not await source.announce(ledger, announcement):

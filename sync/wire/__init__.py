@@ -18,7 +18,6 @@ from .rendezvous import (
     serve_store,
     why_broken,
 )
-from .stock import Lot, StockGroup, StockRequest, lot_bytes, request_of, requests_for, split
 
 __all__ = [
     "MARGIN_S",
@@ -26,10 +25,7 @@ __all__ = [
     "Broadcaster",
     "EpochKeys",
     "Group",
-    "Lot",
     "Queued",
-    "StockGroup",
-    "StockRequest",
     "Told",
     "Wire",
     "await_key",
@@ -42,15 +38,11 @@ __all__ = [
     "is_group_for",
     "join_store",
     "local_end",
-    "lot_bytes",
     "nccl_environment",
     "open_group",
     "open_handles",
     "own_address_towards",
-    "request_of",
-    "requests_for",
     "serve_store",
     "settle",
-    "split",
     "why_broken",
 ]

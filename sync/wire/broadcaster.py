@@ -20,7 +20,6 @@ from .brief import Told, group_for, is_group_for
 from .group import Group, Queued, here, open_group, settle
 from .ipc import export_handles
 from .rendezvous import EpochKeys, serve_store
-from .stock import StockGroup, lot_bytes
 
 log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -50,7 +49,6 @@ class Broadcaster:
         self.store: Any = store or serve_store(host, port)
         self.host = host
         self._group: Group | None = None
-        self._stock: StockGroup | None = None  # in the group's place, for transfers through SGLang's own
         self._members: dict[str, int] = {}
         self._groups = 0
         self.absent: frozenset[int] = frozenset()
@@ -91,23 +89,16 @@ class Broadcaster:
         self.store.set(EpochKeys(epoch).brief, told.brief())
         self.store.set(EpochKeys(epoch).manifest, encode(manifest))
 
-    def name_group(
-        self, epoch: int, roster: Mapping[str, int], joins: Mapping[str, Join], *, stock: bool = False
-    ) -> str:
-        """The group for this transfer: the standing one, if all its members are the same and still in it.
-
-        It also lasts no longer than versions lie alike, but for SGLang's own, which does not care.
-        """
-        standing = self._stock if stock else self._group
-        if standing is not None and self._members == dict(roster):
-            name, lasts = standing.name, stock or is_group_for(standing.name, self.layout)
-            if lasts and all(joins[worker].group == name for worker in roster):
+    def name_group(self, epoch: int, roster: Mapping[str, int], joins: Mapping[str, Join]) -> str:
+        """The group for this transfer: the standing one, if layout and members are the same and all are still in it."""
+        if self._group is not None and self._members == dict(roster):
+            name = self._group.name
+            if is_group_for(name, self.layout) and all(joins[worker].group == name for worker in roster):
                 return name
         self._drop_group()
         self._members = dict(roster)
         self._groups += 1
-        name = f"group-{epoch}-{self._groups}"
-        return name if stock else group_for(name, self.layout)
+        return group_for(f"group-{epoch}-{self._groups}", self.layout)
 
     # --- after it --------------------------------------------------------------------------------------------------
 
@@ -120,9 +111,7 @@ class Broadcaster:
             with short_turns():  # engines may stand still until the last bucket: not while a training loop has its turn
                 if 0 in announcement.roster.values():
                     self.store.set(keys.handles, export_handles(tuple(snapshot.buckets)))
-                if announcement.stock:
-                    self._send_by_stock(snapshot, announcement, deadline)
-                elif announcement.world_size > 1:
+                if announcement.world_size > 1:
                     self._send_to_group(snapshot, announcement, deadline)
         except Exception as error:
             if time.monotonic() >= deadline:
@@ -135,8 +124,6 @@ class Broadcaster:
         """End the `send` under way, from another thread."""
         self._why = why
         self._stopped.set()
-        if (stock := self._stock) is not None:  # it does not ask
-            stock.abort()
 
     def clean(self, announcement: WeightAnnouncement) -> None:
         """Forget what the store holds of a transfer that is over."""
@@ -169,23 +156,6 @@ class Broadcaster:
             self._check()
             self._group.broadcast(bucket.cpu(), deadline)
             self.sent_bytes += bucket.numel()
-
-    def _send_by_stock(self, snapshot: Sendable, announcement: WeightAnnouncement, deadline: float) -> None:
-        """Through SGLang's own group, once all are ready: who waits in it cannot be called off any more."""
-        assert isinstance(snapshot, Snapshot)
-        self._await_ready(announcement, deadline)
-        self.store.set(EpochKeys(announcement.epoch).go, "1")
-        if self._stock is None:
-            self._stock = StockGroup(
-                self.store,
-                announcement.group,
-                world=announcement.world_size,
-                host=self.host,
-                device=_device_of(snapshot) if announcement.backend == "nccl" else CPU,
-                timeout_s=max(0.001, deadline - time.monotonic()),
-            )
-        self._check()
-        self._stock.send_snapshot(snapshot, lot_bytes(snapshot.manifest), max(0.001, deadline - time.monotonic()))
 
     def _send_from_gpu(
         self, group: Group, snapshot: Sendable, device: torch.device, deadline: float, go: Callable[[], object]
@@ -240,9 +210,7 @@ class Broadcaster:
         """
         keys, ranks = EpochKeys(announcement.epoch), range(1, announcement.world_size)
         away = frozenset(rank for rank in ranks if not self.store.check([here(announcement.group, rank)]))
-        if announcement.stock:  # which has no such keys
-            away = frozenset()
-        if away or (self._group is None and not announcement.stock):
+        if away or self._group is None:
             return away
         return frozenset(rank for rank in ranks if not self.store.check([keys.ready(rank)]))
 
@@ -254,11 +222,9 @@ class Broadcaster:
             raise TransferTimeout(f"transfer broken off: {why}")
 
     def _drop_group(self) -> None:
-        groups = self._group, self._stock
-        self._group, self._stock, self._members = None, None, {}
-        for group in groups:
-            if group is not None:
-                group.abort()
+        group, self._group, self._members = self._group, None, {}
+        if group is not None:
+            group.abort()
 
 
 def _device_of(snapshot: Sendable) -> torch.device:

@@ -209,9 +209,6 @@ class ScriptedEngine:
 
         if not self._alive:
             raise EngineDead("the scripted engine is not running")
-        if order.transport == "stock":
-            why = "the scripted engine has no update group of SGLang's: publish with transfer='own'"
-            return TransferReport(ok=False, phase="rendezvous", error=why)
         self._receiver = self.ops.receiver = self._receiver or Receiver(torch.device("cpu"))
         report: TransferReport = await asyncio.to_thread(self._receiver.prepare, order)
         return report

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -233,26 +232,6 @@ def gpu_of(engine: Any) -> str:
     if arguments.device != "cuda" or arguments.tp_size != 1:
         return ""
     return str(torch.cuda.get_device_properties(arguments.base_gpu_id).uuid)
-
-
-@contextlib.asynccontextmanager
-async def weight_update(manager: Any) -> AsyncIterator[None]:
-    """A weight-update session, where the release has them; it is closed in any case.
-
-    Raises RuntimeError if it cannot be opened or closed.
-    """
-    if not hasattr(manager, "begin_weight_update"):
-        yield
-        return
-    _expect(await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None))
-    try:
-        yield
-    except asyncio.CancelledError:  # the engine is gone: nobody would answer
-        raise
-    except BaseException:
-        await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None)
-        raise
-    _expect(await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
 
 
 async def run_loader(manager: Any, loader: str, text: str, tp_size: int) -> None:

@@ -35,7 +35,6 @@ from .inside import stops as sglang_stops
 from .requests import check_request, check_wanted, engine_output, progress_of
 from .run import SGLangRun
 from .scoring import scored
-from .stock_updates import StockUpdates
 from .weights import commit_weights, prepare_weights, send_weights
 
 if TYPE_CHECKING:
@@ -57,7 +56,6 @@ class SGLangEngine:
         self.config = config
         self._info: EngineInfo | None = None
         self._run: SGLangRun | None = None
-        self._stock: StockUpdates | None = None
         self._processors = Registry(config.logit_processors)
         self._shapes = Shapes()
         self._asking: dict[str, EngineRequest] = {}  # running requests that ask for more than tokens
@@ -75,7 +73,7 @@ class SGLangEngine:
             if self._run.alive:
                 raise EngineError("the engine is already running")
             await self.close()
-        self._run, self._stock = SGLangRun(self.config, self._weight_loader), None
+        self._run = SGLangRun(self.config, self._weight_loader)
         try:
             self._processors.load_own()
             info = await self._run.open()
@@ -170,9 +168,6 @@ class SGLangEngine:
     async def commit_weights(self, order: TransferOrder) -> TransferReport:
         """See the protocol. A caller that is cancelled does not stop the transfer, which has its own deadline."""
         run, loader, tp_size = self._current(), self._weight_loader, self.config.tp_size
-        if order.transport == "stock":
-            self._stock = self._stock or StockUpdates(run.manager, run.channel, loader=loader, tp_size=tp_size)
-            return await run.race(self._stock.commit(order))
         return await run.race(commit_weights(run.manager, run.channel, order, loader=loader, tp_size=tp_size))
 
     async def send_weights(self, order: TransferOrder) -> TransferReport:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import secrets
-from typing import Any, Literal
+from typing import Any
 
 from ...messages.errors import EngineError
 from ...sync.transfer import TransferOrder, TransferReport
@@ -33,7 +33,6 @@ async def commit_weights(
     *,
     loader: str,
     tp_size: int,
-    stock: Literal["", "plan", "check"] = "",
 ) -> TransferReport:
     """The second half: SGLang calls `loader` on every rank between two batches.
 
@@ -41,17 +40,15 @@ async def commit_weights(
 
     Prefixes cached under older weights stay until their memory is wanted; every request's cache key keeps versions
     apart. Raises EngineError if a rank is silent.
-
-    stock: of a transfer through SGLang's own group, instead: what there is to check before or after its update.
     """
     from . import compat as sglang_compat  # noqa: PLC0415  (sglang itself: only where an engine runs)
 
     ticket = secrets.token_hex(8)  # not the epoch: those numbers start again in a Redis that lost its data
-    told = {"epoch": order.epoch, "mode": order.mode, "version": order.version, "stock": stock, "ticket": ticket}
+    told = {"epoch": order.epoch, "mode": order.mode, "version": order.version, "ticket": ticket}
     timeout_s = order.timeout_s + COMMIT_GRACE_S
     try:
         async with asyncio.timeout(timeout_s):
-            if tp_size == 1 and not stock and order.mode != "in_place" and not manager.rid_to_state:
+            if tp_size == 1 and order.mode != "in_place" and not manager.rid_to_state:
                 question = {"commit": ticket, "loader": loader, "told": json.dumps(told), "timeout_s": timeout_s}
                 report = await channel.ask(0, question)
                 if report.phase != "ready":  # else a request came first

@@ -12,7 +12,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from ...messages.errors import EngineDead, EngineError, MessageError, TransferTimeout
+from ...messages.errors import EngineDead, EngineError, InvalidField, MessageError, TransferTimeout
 from ...messages.model import WeightAnnouncement
 from ...sync.transfer import Epoch, Join, Ledger, TransferOrder, TransferReport, through_outage
 from ..engine import Engine
@@ -179,7 +179,7 @@ class WeightFollower:
         self._stop_reading()
         try:
             report = await self._receive_and_load(order_for(sealed.announcement, worker_id))
-        except EngineDead as error:
+        except (EngineDead, InvalidField) as error:
             report = TransferReport(ok=False, phase="rendezvous", error=str(error))
         in_group = report.ok and sealed.announcement.roster[worker_id] > 0
         self._group = sealed.announcement.group if in_group else ""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from ...messages.errors import InvalidField
 from ...messages.model import Transport, WeightAnnouncement
-from ...sync.transfer import TransferOrder
+from ...sync.transfer import STOCK_GONE, TransferOrder
 
 
 def order_for(announcement: WeightAnnouncement, worker_id: str) -> TransferOrder:
-    """What a sealed announcement asks of this worker, which is in its roster."""
+    """What a sealed announcement asks of this worker, which is in its roster.
+
+    Raises InvalidField for a transfer through SGLang's own update group, as older trainers send them.
+    """
+    if announcement.stock:
+        raise InvalidField("transfer", "stock", STOCK_GONE)
     rank = announcement.roster[worker_id]
-    own: Transport = announcement.backend if rank else "ipc"
+    transport: Transport = announcement.backend if rank else "ipc"
     return TransferOrder(
         version=announcement.version,
         epoch=announcement.epoch,
-        transport="stock" if announcement.stock else own,
-        backend=announcement.backend,
+        transport=transport,
         host=announcement.host,
         port=announcement.port,
         group=announcement.group,

@@ -8,10 +8,8 @@ from typing import Any
 
 from ....messages.errors import WeightSyncError
 from ....sync.transfer import TransferOrder, TransferReport
-from ....sync.wire import StockRequest
 from ....worker.config import WorkerConfig
 from ....worker.sglang.config import SGLangConfig
-from ....worker.sglang.stock import StockReceiver
 from .child import Call, now, serve
 from .figures import stall_ms, steps
 from .load import Load
@@ -19,6 +17,7 @@ from .loader import BenchEngine
 from .plain import PlainEngine
 from .pool import PoolMember
 from .raw import Raw
+from .stock import StockReceiver, StockRequest
 
 
 class EngineProcess:

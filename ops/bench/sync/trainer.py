@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from ....sync.wire import Lot, StockGroup, request_of, serve_store, split
+from ....sync.wire import serve_store
 from .child import Call, serve
 from .ours import OursSender
 from .raw import Raw
 from .shapes import SHAPES
+from .stock import Lot, StockGroup, request_of, split
 
 HOST = "127.0.0.1"
 

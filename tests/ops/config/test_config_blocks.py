@@ -260,7 +260,7 @@ def test_sizes_that_it_can_follow(sizes: dict[str, int]) -> None:
 
 
 def test_the_publishers_options_and_defaults_are_those_written_down_here() -> None:
-    tree = ast.parse((ROOT / "sync" / "publisher.py").read_text())
+    tree = ast.parse((ROOT / "sync" / "publish" / "publisher.py").read_text())
     (publisher,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "WeightPublisher")
     (init,) = (node for node in publisher.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     defaults = dict(zip((arg.arg for arg in init.args.kwonlyargs), init.args.kw_defaults, strict=True))

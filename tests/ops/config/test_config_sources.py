@@ -162,6 +162,7 @@ def test_values_of_the_environment_are_json_or_text() -> None:
         ("job: {min_tokens: 5, max_tokens: 4}", "at most max_new_tokens=4"),
         ("job: {priority: urgent}", "job.priority='urgent'"),
         ("publisher: {mode: fast}", "publisher.mode='fast': one of resume"),
+        ("publisher: {transfer: stock}", "publisher.transfer='stock': 'own'; updates no longer go through"),
         ("publisher: {port: any}", "publisher.port='any': a whole number"),
         ("publisher: {transfer_timeout_s: -1}", "publisher.transfer_timeout_s=-1: a number, not negative"),
         ("publisher: {verify: 2}", "publisher.verify=2: true or false"),

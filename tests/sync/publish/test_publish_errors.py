@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from support.peers.publishing import WEIGHTS, publish, publisher
-from support.pools.pool import eventually
+from support.pools.pool import eventually, worker
 from support.specimens import adapters
 
 from rolloutmq import InvalidField, WeightPublisher
-from rolloutmq.messages import WeightSyncError
+from rolloutmq.messages import WeightAnnouncement, WeightSyncError
 from rolloutmq.sync.disk.errors import SnapshotError
 from rolloutmq.sync.packing import packing
+from rolloutmq.sync.transfer import Transfer
 
 LAYER = torch.nn.Linear(2, 3)
 PAIRS = r"\(name, tensor\) pairs, such as model\.named_parameters\(\)"
@@ -51,6 +52,33 @@ def test_times_that_cannot_be_waited(redis_db: str, field: str, value: Any) -> N
 def test_numbers_that_cannot_be(redis_db: str, tmp_path: Path, field: str, value: Any) -> None:
     with pytest.raises(InvalidField, match=rf"^{field}={value!r}: "):
         WeightPublisher(redis_db, snapshots=tmp_path, **{field: value})
+
+
+def test_sglangs_own_update_group_is_refused_with_what_to_use(redis_db: str) -> None:
+    for leader in (True, False):
+        with pytest.raises(InvalidField, match=r"^transfer='stock': 'own'; .*gpu_direct=False") as caught:
+            WeightPublisher(redis_db, leader=leader, transfer="stock")  # type: ignore[arg-type]
+        assert (caught.value.field, caught.value.value) == ("transfer", "stock")
+
+
+async def test_an_older_trainers_transfer_through_it_is_refused_by_name(
+    redis_db: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal = Transfer._seal
+
+    def by_stock(self: Transfer, *told: Any) -> WeightAnnouncement:
+        return seal(self, *told).model_copy(update={"stock": True})
+
+    async with worker(redis_db) as one, publisher(redis_db) as source:
+        with monkeypatch.context() as older:
+            older.setattr(Transfer, "_seal", by_stock)
+            report = await publish(source, 1)
+        assert report.state == "failed"
+        assert "transfer='stock': 'own'; " in report.failures[one.id]
+        assert one.engine.weights == {}
+        assert not one.worker._follower.quarantined
+        report = await publish(source, 2)
+        assert (report.state, report.workers) == ("committed", (one.id,))
 
 
 def test_a_port_that_is_taken(redis_db: str) -> None:

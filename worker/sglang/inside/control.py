@@ -168,7 +168,7 @@ def listen(folder: str, *, rank: int, ranks: int, gpu: int | None, model: str, s
 def commit(model: Any, named_tensors: Any) -> None:
     """SGLang's weight-loader hook: the second half of a transfer, on the thread that runs the model.
 
-    The one tensor's name is JSON: {"epoch", "mode", "version", "stock", "ticket"}. Never raises, because an exception
+    The one tensor's name is JSON: {"epoch", "mode", "version", "ticket"}. Never raises, because an exception
     here ends the engine; what happened goes through the channel.
     """
     from . import scheduler as sglang_scheduler  # noqa: PLC0415 – only in a scheduler's process
@@ -177,9 +177,6 @@ def commit(model: Any, named_tensors: Any) -> None:
     told = json.loads(payload)
     assert _server is not None
     server, epoch, key, ticket = _server, int(told["epoch"]), str(told["version"]), str(told["ticket"])
-    if stock := told.get("stock", ""):
-        server.post(ticket, server.receiver.check_stock(epoch, model, loaded=stock == "check"))
-        return
     try:
         if told["mode"] != "in_place":
             server.post(ticket, server.receiver.commit(epoch, model, idle=sglang_scheduler.idle()))

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from support.engines.stock_line import carry_out
+from support.engines.carry_out import carry_out
 from support.pools.in_place import Judge, greedy, prompts, until, write_versions
 
 from rolloutmq.messages.model.weights import UpdateMode, WeightAnnouncement

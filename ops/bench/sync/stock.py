@@ -1,36 +1,32 @@
-"""The trainer's side of SGLang's own weight update: the portable baseline, and what the fast path is compared with.
+"""SGLang's own weight update, both ends of it: what the benchmark compares RolloutMQ's transfers with.
 
-SGLang's engines join a process group (`init_weights_update_group`) and are told, request by request, which tensors the
-next broadcasts bring (`update_weights_from_distributed`; the engine's side is worker/sglang/stock.py). Here is the
-rank that sends: its group is built directly, in the key layout of the engine's `init_custom_process_group`, so the
-trainer's default group and torchrun's environment are not touched.
+SGLang's engines join a process group (`init_weights_update_group`). They are told, request by request, which tensors
+the next broadcasts bring (`update_weights_from_distributed`). `StockGroup` is the rank that sends: its group is built
+directly, in the key layout of the engine's `init_custom_process_group`. `StockReceiver` drives the engine.
 
-What the stock path does not give, and nothing around it can: an engine that waits in a broadcast cannot be called off
-(after a deadline it has to be restarted), nothing that arrives is checked, and a success says that the copies were
-queued, not that they have landed. Verification is a second step after it.
+An engine that waits in a broadcast cannot be called off: after a deadline it has to be restarted. Nothing that arrives
+is checked. A success says that the copies were queued, not that they have landed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo
 
-from ...messages.errors import ConfigError, TransferTimeout
-from ...messages.model import WeightManifest
-from ..tensors import Snapshot, dtype_named
-from ..wire.rendezvous import local_end
-from .group import Queued, nccl_environment, settle
+from ....messages.errors import ConfigError, TransferTimeout, WeightSyncError
+from ....sync.wire import Queued, local_end, nccl_environment, settle
 
 IN_FLIGHT = 2
-"""So many flattened lots are in memory at a time, and the one that is being made."""
+"""This many broadcasts are queued on a GPU at a time, and the one that is being queued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,7 @@ class StockRequest:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> StockRequest:
-        """Of `to_dict`."""
+        """The inverse of `to_dict`."""
         shapes = tuple(tuple(shape) for shape in raw["shapes"])
         return cls(tuple(raw["names"]), tuple(raw["dtypes"]), shapes, raw["bucketed"])
 
@@ -82,35 +78,13 @@ def split(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int | None)
 
 
 def request_of(lot: Sequence[tuple[str, torch.Tensor]], *, bucketed: bool) -> StockRequest:
-    """What the engine is told of a lot."""
+    """The request that announces a lot to the engine."""
     return StockRequest(
         names=tuple(name for name, _ in lot),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in lot),
         shapes=tuple(tuple(tensor.shape) for _, tensor in lot),
         bucketed=bucketed,
     )
-
-
-def requests_for(manifest: WeightManifest, bucket_bytes: int | None) -> list[StockRequest]:
-    """What an engine is told of a version whose manifest it has: the same lots as `send_snapshot` sends."""
-    meta = torch.device("meta")
-    tensors = ((t.name, torch.empty(t.shape, dtype=dtype_named(t.dtype), device=meta)) for t in manifest.tensors)
-    return [request_of(lot, bucketed=bucket_bytes is not None) for lot in split(tensors, bucket_bytes)]
-
-
-def lot_bytes(manifest: WeightManifest) -> int:
-    """How large the lots of a version are, as both ends can tell: like its buckets."""
-    return max(manifest.bucket_nbytes, default=1)
-
-
-def flatten(lot: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """(nbytes,) uint8: a copy of the lot's bytes, without gaps, as a flattened bucket is sent."""
-    return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in lot])
-
-
-def buffers_of(lot: Sequence[tuple[str, torch.Tensor]], *, bucketed: bool) -> list[torch.Tensor]:
-    """What is broadcast for a lot, in order."""
-    return [flatten(lot)] if bucketed else [tensor.detach().contiguous() for _, tensor in lot]
 
 
 class StockGroup:
@@ -158,7 +132,7 @@ class StockGroup:
                 for buffer in buffers:
                     queued.append(self.broadcast(buffer, deadline))
                     if self.device.type == "cuda" and len(queued) >= IN_FLIGHT:
-                        queued[-IN_FLIGHT].wait()  # its memory is free for the lot after the next
+                        queued[-IN_FLIGHT].wait()
                 if self.device.type == "cuda":
                     for broadcast in queued:
                         broadcast.wait()
@@ -169,12 +143,6 @@ class StockGroup:
             raise TransferTimeout(f"broadcast in group {self.name} broke off: {error}") from error
         finally:
             aborting.cancel()
-
-    def send_snapshot(self, snapshot: Snapshot, bucket_bytes: int | None, timeout_s: float) -> None:
-        """Send a version, flattened lot by lot (its own buckets have gaps, which SGLang does not know). See `send`."""
-        lots = split(((name, tensor.to(self.device)) for name, tensor in snapshot.tensors()), bucket_bytes)
-        bucketed = bucket_bytes is not None
-        self.send((buffer for lot in lots for buffer in buffers_of(lot, bucketed=bucketed)), timeout_s)
 
     def broadcast(self, buffer: torch.Tensor, deadline: float) -> Queued:
         """Queue one (NCCL, behind the current stream) or send it (gloo). Raises RuntimeError."""
@@ -195,3 +163,91 @@ class StockGroup:
         NCCL's wait on and have to be restarted."""
         with contextlib.suppress(RuntimeError, AttributeError):
             self._group.abort()
+
+
+class StockReceiver:
+    """One engine's part in one update group. Its methods are called one at a time."""
+
+    def __init__(self, manager: Any, name: str) -> None:
+        """manager: SGLang's tokenizer manager. name: the group's, the same at the sender."""
+        self.name = name
+        self._manager = manager
+
+    async def join(
+        self, *, host: str, port: int, rank_offset: int, world: int, backend: Literal["gloo", "nccl"], timeout_s: float
+    ) -> None:
+        """Join; tensor-parallel rank r becomes rank `rank_offset + r`. The sender must make its group meanwhile.
+
+        Raises TransferTimeout, after which the engine has to be restarted, or WeightSyncError if SGLang refuses.
+        """
+        from sglang.srt.managers import io_struct  # noqa: PLC0415  (only where an engine runs already)
+
+        request = io_struct.InitWeightsUpdateGroupReqInput(
+            master_address=host,
+            master_port=port,
+            rank_offset=rank_offset,
+            world_size=world,
+            group_name=self.name,
+            backend=backend,
+        )
+        async with _deadline(timeout_s, "the update group was not full"):
+            _expect(await self._manager.init_weights_update_group(request, None))
+
+    async def receive(
+        self, requests: Sequence[StockRequest], *, timeout_s: float, after: Callable[[], Awaitable[None]]
+    ) -> None:
+        """One version: every request in turn, then `after()` within the same update session.
+
+        No request may be running, unless the engine is paused: SGLang waits for them all. Prefixes cached under older
+        weights are not dropped. Success means that the copies are queued; `after` waits for the rest.
+
+        Raises TransferTimeout or WeightSyncError; the weights are partly written then.
+        """
+        from sglang.srt.managers import io_struct  # noqa: PLC0415
+
+        async with _deadline(timeout_s, "the update did not come through"), _session(self._manager):
+            for request in requests:
+                update = io_struct.UpdateWeightsFromDistributedReqInput(
+                    names=list(request.names),
+                    dtypes=list(request.dtypes),
+                    shapes=[list(shape) for shape in request.shapes],
+                    group_name=self.name,
+                    flush_cache=False,
+                    load_format="flattened_bucket" if request.bucketed else None,
+                )
+                _expect(await self._manager.update_weights_from_distributed(update, None))
+            await after()
+
+
+@contextlib.asynccontextmanager
+async def _session(manager: Any) -> AsyncIterator[None]:
+    """SGLang's weight-update session, in the releases that have one. It is closed in any case."""
+    if not hasattr(manager, "begin_weight_update"):
+        yield
+        return
+    from sglang.srt.managers import io_struct  # noqa: PLC0415
+
+    _expect(await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None))
+    try:
+        yield
+    except asyncio.CancelledError:  # the engine is gone: nobody would answer
+        raise
+    except BaseException:
+        await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None)
+        raise
+    _expect(await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
+
+
+@contextlib.asynccontextmanager
+async def _deadline(timeout_s: float, what: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise TransferTimeout(f"{what} within {timeout_s:.1f} s; the engine has to be restarted") from error
+
+
+def _expect(answer: Any) -> None:
+    success, message = (answer[0], answer[1]) if isinstance(answer, tuple) else (answer.success, answer.message)
+    if not success:
+        raise WeightSyncError(f"SGLang refused: {message}")

@@ -1,4 +1,4 @@
-"""The stock transfer's trainer side: how tensors are cut into requests, and the group SGLang's engines join."""
+"""SGLang's own update, as the benchmark drives it: how tensors are cut into requests, and the group engines join."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from rolloutmq.messages.errors import TransferTimeout
-from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.ops.bench.sync.stock import StockGroup, StockRequest, request_of, split
 from rolloutmq.sync.wire.rendezvous import join_store, serve_store
-from rolloutmq.sync.wire.stock import StockGroup, StockRequest, buffers_of, flatten, request_of, requests_for, split
 
 TENSORS = [
     ("a", torch.arange(6, dtype=torch.bfloat16).view(2, 3)),
@@ -34,14 +33,16 @@ def test_lots_are_full_and_every_tensor_lies_where_its_dtype_may() -> None:
 
 
 def test_a_bucket_is_sglangs_own_flattened_bucket() -> None:
+    """The trainer sends slices of one memory, in which a lot's tensors lie as they would in SGLang's bucket."""
     from rolloutmq.worker.cpu_support import prepare_engine  # noqa: PLC0415
 
     prepare_engine()
     bucket = pytest.importorskip("sglang.srt.weight_sync.tensor_bucket").FlattenedTensorBucket
     (lot, _) = split(TENSORS, None)
+    flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in lot])
     theirs = bucket(named_tensors=lot)
-    assert torch.equal(flatten(lot), theirs.get_flattened_tensor())
-    rebuilt = bucket(flattened_tensor=flatten(lot), metadata=theirs.get_metadata()).reconstruct_tensors()
+    assert torch.equal(flat, theirs.get_flattened_tensor())
+    rebuilt = bucket(flattened_tensor=flat, metadata=theirs.get_metadata()).reconstruct_tensors()
     assert all(torch.equal(tensor, dict(lot)[name]) for name, tensor in rebuilt)
 
 
@@ -50,25 +51,6 @@ def test_requests_survive_json_and_say_what_is_broadcast() -> None:
     request = request_of(lot, bucketed=True)
     assert request == StockRequest(("a", "b", "c"), ("bfloat16", "float32", "int8"), ((2, 3), (5,), ()), True)
     assert StockRequest.from_dict(request.to_dict()) == request
-    assert [buffer.numel() for buffer in buffers_of(lot, bucketed=True)] == [12 + 20 + 1]
-    assert [buffer.dtype for buffer in buffers_of(lot, bucketed=False)] == [torch.bfloat16, torch.float32, torch.int8]
-
-
-@pytest.mark.parametrize("bucket_bytes", [None, 31, 1 << 20])
-def test_a_version_is_told_and_sent_in_the_same_lots(bucket_bytes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshot = PackedWeights(1, TENSORS).snapshot()
-    requests = requests_for(snapshot.manifest, bucket_bytes)
-    assert [list(request.names) for request in requests] == names(bucket_bytes)
-    sent: list[torch.Tensor] = []
-    group = StockGroup.__new__(StockGroup)
-    group.name, group.device = "g", torch.device("cpu")
-    monkeypatch.setattr(group, "send", lambda buffers, timeout_s: sent.extend(buffers), raising=False)
-    group.send_snapshot(snapshot, bucket_bytes, 1.0)
-    assert torch.equal(
-        torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in sent]),
-        torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in TENSORS]),
-    )
-    assert len(sent) == (len(requests) if bucket_bytes else len(TENSORS))
 
 
 def engine_rank(port: int, name: str, into: torch.Tensor, rank: int, world: int) -> None:
