@@ -2,6 +2,6 @@
 
 from .names import RULES, Dialect, Rule
 from .readers import logprob_kind
-from .translate import Fate, collect, job_fields
+from .translate import Fate, collect, job_fields, sampling_from
 
-__all__ = ["RULES", "Dialect", "Fate", "Rule", "collect", "job_fields", "logprob_kind"]
+__all__ = ["RULES", "Dialect", "Fate", "Rule", "collect", "job_fields", "logprob_kind", "sampling_from"]

@@ -1,6 +1,22 @@
 """A job's inputs and outputs as data: media, decoding, tools, masks."""
 
 from .decode import Decoder
-from .media import from_openai, medium
+from .masks import Turn, loss_mask, prompt_tokens, response_mask, scatter, turn_masks, turn_numbers
+from .media import chat_job, from_openai, medium
+from .tools import ToolRegistry, run_tool_calls
 
-__all__ = ["Decoder", "from_openai", "medium"]
+__all__ = [
+    "Decoder",
+    "ToolRegistry",
+    "Turn",
+    "chat_job",
+    "from_openai",
+    "loss_mask",
+    "medium",
+    "prompt_tokens",
+    "response_mask",
+    "run_tool_calls",
+    "scatter",
+    "turn_masks",
+    "turn_numbers",
+]
