@@ -1,34 +1,70 @@
-"""Keeps the engine full: samples wait here for a slot, run leg by leg, and stop and go on around weight updates."""
+"""Keeps the engine full: samples wait here for a slot, run leg by leg, stop and go on around weight updates."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 from ..messages.errors import EngineDead, EngineError, RequestRefused
 from .engine import Engine, EngineOutput, EngineRequest, TaskOutput, TaskRequest
+from .gate import Gate
 from .jobs import Leg, Run, SampleRun
-from .pressure import RETRIES_S, Pressure, is_out_of_memory
 
 log = logging.getLogger(__name__)
 INTERRUPT_S = 15.0
+"""An engine that has not ended its requests so long after it was told to counts as dead."""
 ABORT_AGAIN_S = 0.1
-"""A request on its way into the scheduler is not there yet to be aborted: ask again until the engine is idle."""
+"""An abort misses a request that is still on its way into the scheduler: it is repeated until the engine is idle."""
 OF_A_SAMPLE = 40
 """Digits of a request id that are the same for all legs of a sample in this attempt."""
+RETRIES_S = (0.5, 1.0, 2.0)
+"""A sample that failed for want of memory is tried again this often, each time after so many seconds."""
+GROW_S = 30.0
+"""After so long without another such failure an eighth of the full number of slots is added again."""
+_MEMORY = re.compile(
+    r"out of memory|outofmemory|can't allocate memory|cannot allocate memory|bad_alloc|no available memory"
+    r"|not enough memory|kv cache pool is full|memory pressure|memoryerror",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an engine's error says that the memory of a GPU, the host or the KV cache was not enough."""
+    return _MEMORY.search(f"{type(error).__name__}: {error}") is not None
+
+
+class Pressure:
+    """How many of `most` slots are used: half as many after the engine ran out of memory, more again with time."""
+
+    def __init__(self, most: int) -> None:
+        self.most = self.slots = most
+        self._changed = 0.0
+
+    def relieve(self) -> None:
+        """Use half as many slots from now on."""
+        self.slots = max(1, self.slots // 2)
+        self._changed = time.monotonic()
+
+    def grow(self) -> None:
+        """Called now and then: use a few more if the last change was long ago."""
+        if self.slots < self.most and time.monotonic() - self._changed > GROW_S:
+            self.slots = min(self.most, self.slots + max(1, self.most // 8))
+            self._changed = time.monotonic()
 
 
 class Generation:
     """Runs samples on one engine, at most `slots` at once.
 
-    on_finished(sample), on_refused(sample, error), on_failed(sample, error): what becomes of a sample; another worker
-    may do better with one that failed. on_dead(): the engine died; the samples
-    that were in it are in `died_with` until `clear`.
+    gate: whoever holds it keeps every leg from starting.
+    on_finished(sample), on_refused(sample, error), on_failed(sample, error): what became of a sample. One that failed
+    may succeed on another worker. on_dead(): the engine died; `died_with` has the samples that were in it, until
+    `clear`.
     """
 
     def __init__(
@@ -55,9 +91,9 @@ class Generation:
         self._running: dict[str, Run] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._closed_by: set[str] = set()
-        self._settled = asyncio.Event()  # no switch is under way
-        self._settled.set()
+        self.gate = Gate(self._start_what_may)
+        self._outputs = Gate()  # held while weights are switched: no leg's output is taken in
+        self._recovery = self.gate.holder("memory")
 
     # --- what is here ----------------------------------------------------------------------------------------------
 
@@ -73,19 +109,25 @@ class Generation:
     # --- work in ---------------------------------------------------------------------------------------------------
 
     def add(self, samples: Iterable[Run], *, end: bool = False) -> None:
-        """Queue samples; they start as slots get free. end: finish them at once with what they have."""
+        """Queue samples; they start as slots become free. end: finish them at once with what they have."""
         added = list(samples)
         self._waiting.extend(added)
         if end:
             self.end(added)
-        self._pump()
+        self._start_what_may()
 
-    def _pump(self) -> None:
-        while self._waiting and not self._closed_by and len(self._tasks) < self.pressure.slots:
+    def grow(self) -> None:
+        """Called now and then: see `Pressure.grow`."""
+        self.pressure.grow()
+        self._start_what_may()
+
+    def _start_what_may(self) -> None:
+        """The one place that decides which samples start: called after each change of gate, slots, queue and legs."""
+        while self._waiting and self.gate.is_open and len(self._tasks) < self.pressure.slots:
             sample = self._waiting.popleft()
             if sample.dropped:
                 continue
-            # Registered before the task first runs: whoever closes the gate in between must see it.
+            # Registered before its task first runs: whoever holds the gate from now on must see that it runs.
             request = sample.next_request(self.version)
             self._running[request.request_id] = sample
             self._idle.clear()
@@ -97,10 +139,10 @@ class Generation:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail_unexpectedly(sample, error)
-        self._pump()
+        self._start_what_may()
 
     def _fail_unexpectedly(self, sample: Run, error: BaseException) -> None:
-        # Held for ever otherwise: nobody would generate or publish it any more.
+        # Otherwise the worker would hold its job for ever: nobody would generate or publish it any more.
         log.error("a sample failed in a way nobody expected", exc_info=error)
         self._on_refused(sample, RequestRefused(f"unexpected {type(error).__name__}: {error}"))
 
@@ -114,7 +156,7 @@ class Generation:
             else:
                 output = await self._engine.perform(request)
             seconds = time.monotonic() - began
-            await self._settled.wait()  # until then nobody can say which version sampled what
+            await self._outputs.opened()  # until then nobody can say which version sampled what
         except EngineDead:
             self._lost(sample)
             return
@@ -159,21 +201,21 @@ class Generation:
         self.finished += 1
         try:
             self._on_finished(sample)
-        except Exception as error:  # its text, its size: it ends this job, and not the worker that was told to end it
+        except Exception as error:  # its text, its size: only this job ends, not the worker that was told to end it
             self._fail_unexpectedly(sample, error)
 
     def _try_again(self, sample: Run, request_id: str, error: EngineError) -> bool:
-        """After a pause and with half as many beside it, if it was memory that was missing; not for ever."""
+        """Queue it again after want of memory, for after a pause beside half as many. False after too many tries."""
         key = request_id[:OF_A_SAMPLE]
         tries = self._tries.pop(key, 0)
         if tries >= len(RETRIES_S) or not is_out_of_memory(error):
             return False
         self._tries[key] = tries + 1
         self._waiting.appendleft(sample)
-        if "memory" not in self._closed_by:  # all that ran together may say the same
+        if not self._recovery.holds:  # all that ran together may say the same
             self.pressure.relieve()
-            self.close_gate("memory")
-            asyncio.get_running_loop().call_later(RETRIES_S[tries], self.open_gate, "memory")
+            self._recovery.acquire()
+            asyncio.get_running_loop().call_later(RETRIES_S[tries], self._recovery.release)
             log.warning("out of memory, %d samples at once from now on: %s", self.pressure.slots, error)
         return True
 
@@ -183,61 +225,48 @@ class Generation:
 
     # --- stopping and going on -------------------------------------------------------------------------------------
 
-    def close_gate(self, reason: str) -> None:
-        """Start nothing more until `open_gate` with the same reason; several reasons may hold it."""
-        self._closed_by.add(reason)
-
-    def open_gate(self, reason: str) -> None:
-        self._closed_by.discard(reason)
-        self._pump()
-
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
         """The engine runs nothing inside this block: what runs is interrupted, keeps what it has, and goes on after.
 
-        Raises EngineDead, and tells on_dead, if the engine cannot be interrupted.
+        Several blocks may overlap: legs start when the last one has been left. Raises EngineDead, and calls on_dead,
+        if the engine cannot be interrupted.
         """
-        self.close_gate("quiet")
-        try:
+        with self.gate.holder("quiet"):
             if not await self.interrupt():
                 self._on_dead()
                 raise EngineDead(f"what runs could not be interrupted within {INTERRUPT_S:g} s")
             yield
-        finally:
-            self.open_gate("quiet")
 
     @asynccontextmanager
     async def switching(self) -> AsyncIterator[None]:
         """Weights may change inside this block while samples run.
 
-        Nothing starts and nothing ends in it: a leg whose output comes meanwhile waits, still counted as running, and
-        offers nothing to be saved. Say inside what became of the weights: `switched`, or `spoiled` if they are neither
-        old nor new; saying nothing means that they are the old ones. An exception counts as `spoiled`. Every leg's
-        request is on its way into the engine before the block begins, so that the engine knows it at the switch.
+        Nothing starts and nothing ends in it: a leg whose output comes meanwhile waits, still counts as running, and
+        offers nothing to be saved. The caller says inside what became of the weights: `switched`, or `spoiled` if they
+        are neither old nor new. Without either they are the old ones. An exception counts as `spoiled`. Every leg's
+        request is on its way into the engine before the block begins, so the engine knows it at the switch.
         """
-        self.close_gate("switch")
-        self._settled.clear()
-        try:
-            await asyncio.sleep(0)  # legs whose task has not run yet hand over their requests
-            for leg in self._legs():
-                leg.held = True
-            yield
-        except BaseException:
-            self.spoiled()
-            raise
-        finally:
-            for leg in self._legs():
-                leg.held = False
-            self._settled.set()
-            self.open_gate("switch")
+        with self.gate.holder("switch"), self._outputs.holder("switch"):
+            try:
+                await asyncio.sleep(0)  # legs whose task has not run yet hand over their requests
+                for leg in self._legs():
+                    leg.switching = True
+                yield
+            except BaseException:
+                self.spoiled()
+                raise
+            finally:
+                for leg in self._legs():
+                    leg.switching = False
 
     def switched(self, version: int, counts: Mapping[str, int]) -> None:
-        """The weights are `version` now. Only inside `switching`.
+        """The weights are `version` now. Raises RuntimeError outside `switching`.
 
         counts: by request id, how many tokens the older weights sampled, for every request in the engine at the switch.
-        A leg that is not among them had ended before: all of it is older.
+        A leg that is not among them had ended before: the older weights sampled all of it.
         """
-        if self._settled.is_set():
+        if self._outputs.is_open:
             raise RuntimeError("weights can only be switched inside `switching`")
         for leg in self._legs():
             if (count := counts.get(leg.request_id)) is not None:
@@ -245,7 +274,7 @@ class Generation:
         self.version = version
 
     def spoiled(self) -> None:
-        """What runs may hold tokens that no version sampled: it is thrown away, as if the engine had died with it."""
+        """What runs may have tokens that no version sampled: it is thrown away, as if the engine had died with it."""
         for leg in self._legs():
             leg.spoiled = True
 
@@ -253,7 +282,7 @@ class Generation:
         return [sample.leg for sample in self._running.values() if sample.leg is not None]
 
     async def idle(self, timeout_s: float) -> bool:
-        """Let what is in the engine run to its end; False if that took longer. Close the gate first."""
+        """Let what is in the engine run to its end; False if that took longer. The caller holds the gate."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -262,20 +291,20 @@ class Generation:
         return True
 
     async def interrupt(self, timeout_s: float = INTERRUPT_S) -> bool:
-        """Stop everything that runs; the samples wait here with what they have. The gate must be closed.
+        """Stop everything that runs; the samples wait here with what they have. The caller holds the gate.
 
-        False if the engine did not answer in time: it is stuck.
+        False if the engine took longer than `timeout_s`: it is stuck. Time in which weights are switched does not
+        count, because no leg can end then.
         """
-        deadline = time.monotonic() + timeout_s
         while self._running:
-            if time.monotonic() >= deadline:
-                return False
+            await self._outputs.opened()
+            began = time.monotonic()
             self._engine.abort_all()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_AGAIN_S):
                     await self._idle.wait()
-            except TimeoutError:
-                continue
+            if self._outputs.is_open and (timeout_s := timeout_s - (time.monotonic() - began)) <= 0:
+                return not self._running
         return True
 
     def end(self, samples: Iterable[Run]) -> None:

@@ -11,10 +11,9 @@ from redis.exceptions import RedisError
 from ..messages.broker import Lease
 from ..messages.errors import EngineError, LeaseLost
 from .engine import Engine
-from .generation import Generation
+from .generation import RETRIES_S, Generation
 from .jobs import HeldJobs
 from .lease import ClaimLoop, Handback, Outbox
-from .pressure import RETRIES_S
 from .weights import WeightFollower
 
 log = logging.getLogger(__name__)
@@ -41,6 +40,7 @@ class EngineKeeper:
         self.dead = asyncio.Event()
         self.restarts = 0
         self._in_a_row = 0
+        self._no_engine = generation.gate.holder("dead")
         self._engine, self._generation, self._held = engine, generation, held
         self._outbox, self._handback, self._most = outbox, handback, most
 
@@ -67,7 +67,7 @@ class EngineKeeper:
         """The engine is dead, or must be taken for it. False if that is known."""
         if self.dead.is_set():
             return False
-        self._generation.close_gate("dead")
+        self._no_engine.acquire()
         self.dead.set()
         return True
 
@@ -93,11 +93,14 @@ class EngineKeeper:
                 raise EngineError(f"the engine died {self._in_a_row} times without finishing a sample")
             # Nobody can tell whether it died for want of memory: with half as many samples it need not again.
             self._generation.pressure.relieve()
-            await self._start_again()
-            self.dead.clear()
-            on_restarted()
-            follower.restarted()
-            self._generation.open_gate("dead")
+            # Whoever has the turn now has heard that its engine is gone, and gives it up: what it does about the old
+            # engine must not come after the new one is there.
+            async with follower.turn.take("a restart of the engine"):
+                await self._start_again()
+                self.dead.clear()
+                on_restarted()
+                follower.restarted()
+            self._no_engine.release()
 
     async def _give_back(self, lease: Lease) -> None:
         died_with = {sample.job.id for sample in self._generation.died_with}

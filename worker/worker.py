@@ -92,7 +92,7 @@ class Worker:
         ledger = Ledger(redis, self.config.pool)
         snapshots = Snapshots(self.config.snapshots) if self.config.snapshots is not None else None
         self._follower = WeightFollower(self._engine, self._generation, ledger, self._engine_died, snapshots=snapshots)
-        self._service.follower = self._follower
+        self._service.follow(self._follower)
         self._commands = worker_commands(
             self._engine,
             self._generation,
@@ -168,7 +168,7 @@ class Worker:
         """Finish what fits, hand back the rest with its partials, unregister."""
         await self._service.lift()
         deadline = time.monotonic() + self._drain_s
-        self._generation.close_gate("drain")
+        self._generation.gate.holder("drain").acquire()
         fits = max(0.0, self._drain_s - LEAVE_S)
         log.info("draining: %d samples run, %d jobs are held", self._generation.running, len(self._held))
         busy = self._outbox.jobs()
@@ -277,7 +277,7 @@ class Worker:
                 self._drop(job_id)
         await self._handback.disown(self._lease, beat.held > len(self._held), self._known)
         self._generation.abort_dropped()
-        self._generation.pressure.grow()
+        self._generation.grow()
         if beat.epoch or beat.committed > self._generation.version:
             self._follower.poke()
         if not self._keeper.dead.is_set() and not await self._engine.healthy():

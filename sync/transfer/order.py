@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from ...messages.errors import MalformedMessage
-from ...messages.model import NonFinitePolicy, Transport, UpdateMode
+from ...messages.errors import InvalidField, MalformedMessage
+from ...messages.model import NonFinitePolicy, Transport, UpdateMode, WeightAnnouncement
 
 STOCK_GONE = (
     "'own'; updates no longer go through SGLang's own update group: where NCCL does not work, publish with "
@@ -44,6 +44,57 @@ class TransferOrder:
     nonfinite: NonFinitePolicy = "refuse"
     drain_s: float = 0.0
     path: str = ""
+
+    @classmethod
+    def of_announcement(
+        cls, announcement: WeightAnnouncement, rank: int, *, timeout_s: float | None = None
+    ) -> TransferOrder:
+        """What a sealed announcement asks of an engine whose first rank in the group is `rank`.
+
+        rank: as in its roster; 0 for a receiver that opens the sender's buffers by IPC, and for the sender itself,
+        whose order goes by the announcement's backend. timeout_s: of a sender; None is a receiver's deadline.
+
+        Raises InvalidField for a transfer through SGLang's own update group, as older trainers announce them.
+        """
+        if announcement.stock:
+            raise InvalidField("transfer", "stock", STOCK_GONE)
+        sends = timeout_s is not None
+        return cls(
+            version=announcement.version,
+            epoch=announcement.epoch,
+            transport=announcement.backend if rank or sends else "ipc",
+            host=announcement.host,
+            port=announcement.port,
+            group=announcement.group,
+            rank_offset=rank,
+            world_size=announcement.world_size,
+            timeout_s=announcement.deadline_s if timeout_s is None else timeout_s,
+            drain_s=announcement.join_timeout_s,
+            mode=announcement.mode,
+            verify=announcement.verify,
+            nonfinite=announcement.nonfinite,
+        )
+
+    @classmethod
+    def from_disk(cls, path: str, version: int, number: int, *, timeout_s: float) -> TransferOrder:
+        """To read `version` from folder `path`: there is no sender and no group.
+
+        number: below 0, and another one for each order: it stands for the epoch. Values that are not finite are let
+        pass: a snapshot has what its trainer let pass, and a checkpoint with NaN is refused when it is opened.
+        """
+        return cls(
+            version=version,
+            epoch=number,
+            transport="disk",
+            host="",
+            port=0,
+            group="",
+            rank_offset=0,
+            world_size=1,
+            timeout_s=timeout_s,
+            nonfinite="allow",
+            path=path,
+        )
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> TransferOrder:

@@ -13,9 +13,8 @@ from support.specimens.messages import job
 from rolloutmq.messages.errors import EngineDead, EngineError
 from rolloutmq.worker import generation as module
 from rolloutmq.worker.engine.protocol import EngineRequest
-from rolloutmq.worker.generation import Generation
+from rolloutmq.worker.generation import RETRIES_S, Generation, Pressure, is_out_of_memory
 from rolloutmq.worker.jobs.sample import SampleRun
-from rolloutmq.worker.pressure import RETRIES_S, Pressure, is_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_halved_and_grown_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slots == [8, 4, 2, 1, 1, 1]
     pressure.grow()
     assert pressure.slots == 1  # not so soon
-    monkeypatch.setattr("rolloutmq.worker.pressure.GROW_S", 0.0)
+    monkeypatch.setattr("rolloutmq.worker.generation.GROW_S", 0.0)
     slots = []
     for _ in range(9):
         time.sleep(0.001)  # the clock must move for "longer ago than"

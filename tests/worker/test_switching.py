@@ -7,76 +7,15 @@ import contextlib
 
 import numpy as np
 import pytest
+from support.engines.manual import Bench, all_that_can_happen_now
 from support.pools.pool import eventually
 
 from rolloutmq.messages.errors import EngineDead
 from rolloutmq.messages.model.jobs import GenerateJob
 from rolloutmq.messages.model.results import Segment
 from rolloutmq.messages.model.sampling import SamplingParams
-from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest, Progress
-from rolloutmq.worker.generation import Generation
 from rolloutmq.worker.jobs.legs import Leg
 from rolloutmq.worker.jobs.sample import SampleRun
-
-
-def tokens(count: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.arange(count, dtype=np.int32), -np.arange(count, dtype=np.float32)
-
-
-class ManualEngine:
-    """Requests end when the test says so, with as many tokens as it says."""
-
-    def __init__(self) -> None:
-        self.requests: list[EngineRequest] = []
-        self.ends: dict[str, asyncio.Future[EngineOutput]] = {}
-        self.made: dict[str, int] = {}
-
-    async def generate(self, request: EngineRequest) -> EngineOutput:
-        self.requests.append(request)
-        self.ends[request.request_id] = asyncio.get_running_loop().create_future()
-        return await self.ends[request.request_id]
-
-    def progress(self, request_id: str, start: int = 0) -> Progress | None:
-        token_ids, logprobs = tokens(self.made.get(request_id, 0))
-        return Progress(token_ids[start:], logprobs[start:])
-
-    def end(self, request_id: str, count: int, reason: str = "length") -> None:
-        self.ends[request_id].set_result(EngineOutput(*tokens(count), reason))  # type: ignore[arg-type]
-
-    def abort_all(self) -> None:
-        for request_id, end in self.ends.items():
-            if not end.done():
-                self.end(request_id, self.made.get(request_id, 0), "abort")
-
-
-class Bench:
-    """Samples running on a ManualEngine."""
-
-    def __init__(self, slots: int = 8) -> None:
-        self.engine = ManualEngine()
-        self.finished: list[SampleRun] = []
-        self.deaths = 0
-        self.generation = Generation(
-            self.engine,  # type: ignore[arg-type]
-            slots,
-            on_finished=self.finished.append,
-            on_refused=lambda sample, error: pytest.fail(str(error)),
-            on_failed=lambda sample, error: pytest.fail(str(error)),
-            on_dead=self._died,
-        )
-        self.generation.version = 1
-
-    def _died(self) -> None:
-        self.deaths += 1
-
-    async def run(self, count: int) -> tuple[list[SampleRun], list[str]]:
-        """Samples that run, and their request ids."""
-        before = len(self.engine.requests)
-        job = GenerateJob(token_ids=[1, 2], n=count, sampling=SamplingParams(max_new_tokens=100))
-        samples = [SampleRun(job, np.array([1, 2], np.int32), i, 1, 0.0) for i in range(count)]
-        self.generation.add(samples)
-        await eventually(lambda: len(self.engine.requests) == before + count)
-        return samples, [request.request_id for request in self.engine.requests[before:]]
 
 
 @pytest.mark.parametrize(
@@ -107,8 +46,7 @@ async def test_legs_that_end_during_a_switch_wait_and_are_told_apart() -> None:
     async with bench.generation.switching():
         bench.engine.end(ids[0], 10)  # ended before the switch: the engine does not count it
         bench.engine.end(ids[1], 20)
-        for _ in range(10):
-            await asyncio.sleep(0)  # everything that could happen now does
+        await all_that_can_happen_now()
         assert bench.finished == []
         assert bench.generation.running == 3
         bench.generation.switched(2, {ids[1]: 15, ids[2]: 16})
@@ -148,8 +86,7 @@ async def test_the_gate_is_shut_during_a_switch_and_what_waited_starts_under_the
         ids = [request.request_id for request in bench.engine.requests]
         for request_id in ids:
             bench.engine.end(request_id, 5)
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await all_that_can_happen_now()
         assert len(bench.engine.requests) == 2
         bench.generation.switched(2, dict.fromkeys(ids, 5))
     await eventually(lambda: len(bench.engine.requests) == 4)
@@ -228,10 +165,11 @@ async def test_an_interruption_waits_for_the_switch() -> None:
     (sample,), (request_id,) = await bench.run(1)
     bench.engine.made[request_id] = 5
     async with bench.generation.switching():
-        bench.generation.close_gate("drain")
-        stopping = asyncio.create_task(bench.generation.interrupt(5))
-        await eventually(bench.engine.ends[request_id].done)
+        bench.generation.gate.holder("drain").acquire()
+        stopping = asyncio.create_task(bench.generation.interrupt(0.0))  # the time of the switch does not count
+        await all_that_can_happen_now()
         assert not stopping.done()
+        assert not bench.engine.ends[request_id].done()
         bench.generation.switched(2, {request_id: 3})
     assert await stopping
     assert sample.segments == [Segment(1, 3), Segment(2, 2)]

@@ -253,7 +253,7 @@ async def test_a_drain_while_weights_are_waited_for_in_drain_mode(redis_db: str,
             await broker.enqueue([job(n=4, sampling=LONG)])
             await eventually(lambda: len(engine._aborts) == 2)
             handle = source.publish(1, {"one": torch.ones(3)})
-            await eventually(lambda: running.worker._generation._closed_by)
+            await eventually(lambda: not running.worker._generation.gate.is_open)
             assert len(engine._aborts) == 2  # they run on
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait_for(running.stop(), 6)

@@ -11,9 +11,9 @@ from ..engine import Engine
 from ..generation import Generation
 from ..weights import WeightFollower
 from .adapters import AdapterCommands
-from .gate import Service
 from .profile import ProfileCommands
 from .queue import Commands, Handler, own_version
+from .service import Service
 from .weights import WeightCommands
 
 
@@ -38,7 +38,7 @@ def worker_commands(
             "in_service": follower.in_service,
             "updating": follower.updating,
             "quarantined": follower.quarantined,
-            "holds": sorted(follower.holds),
+            "holds": follower.gate.reasons,
             "adapters": info.adapters.current(),
             "engine": f"{info.name} {info.version}",
             "model": info.model,

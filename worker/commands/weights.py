@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,8 +14,7 @@ from ...messages.model import AuditParams, LoadParams, SaveParams, SetVersionPar
 from ...sync.transfer import Ledger
 from ..engine import Engine
 from ..generation import Generation
-from ..weights import SLOWEST, TIMEOUT_S, WeightFollower
-from .gate import disk_order
+from ..weights import WeightFollower, folder_order
 from .queue import Handler
 from .upload import check_url, upload
 
@@ -78,8 +76,7 @@ class WeightCommands:
             raise InvalidField("path", params.path, "one of the versions in it, v000000000012 or the like")
         if params.format not in ("auto", found):
             raise InvalidField("format", params.format, f"{found!r} or 'auto': that is what is in {params.path}")
-        if self._follower.holds:
-            raise RequestRefused(f"load: the engine is {', '.join(sorted(self._follower.holds))}")
+        self._untouched("load")
         await self._reserve("load", params.version, f"{found} {params.path}")
         if found == "sharded":
             result = await self._load_sharded(params, deadline)
@@ -90,23 +87,26 @@ class WeightCommands:
 
     async def _load_named(self, params: LoadParams, deadline: float) -> dict[str, Any]:
         nbytes = await asyncio.to_thread(_size, Path(params.path))
-        order = disk_order(params.path, params.version, TIMEOUT_S + nbytes / SLOWEST)
-        report = await self._follower.load(order)
+        report = await self._follower.load(folder_order(params.path, params.version, nbytes))
         if not report.ok:
             raise EngineError(f"load: {report.phase}: {report.error}")
         return {"tensors": report.tensors, "nbytes": report.nbytes, "verified": report.readback}
 
     async def _load_sharded(self, params: LoadParams, deadline: float) -> dict[str, Any]:
-        async with self._whole("load", deadline), self._generation.quiet():
+        async with self._whole("load", deadline) as before:
+            self._untouched("load")
+            if before >= params.version:  # while the turn was waited for
+                raise EngineError(f"load: version {before} came first")
             if self._follower.give_way is not None and not await self._follower.give_way("weights are to be loaded"):
                 raise EngineError("load: the engine still sends its weights to others")
-            checked = await self._engine.operate("check_sharded", {"path": params.path})
-            try:
-                await self._engine.operate("load_sharded", {"path": params.path})
-            except BaseException:
-                self._follower.mend()  # half of it may be there
-                raise
-            self._follower.mended(params.version)
+            async with self._generation.quiet():
+                checked = await self._engine.operate("check_sharded", {"path": params.path})
+                try:
+                    await self._engine.operate("load_sharded", {"path": params.path})
+                except BaseException:
+                    self._follower.mend()  # half of it may be there
+                    raise
+                self._follower.mended(params.version)
         return {"tensors": checked["tensors"], "verified": True}
 
     async def _reserve(self, what: str, version: int, of: str) -> None:
@@ -116,23 +116,20 @@ class WeightCommands:
         if taken:
             raise InvalidField(f"{what}: version", version, f"above {max(taken, here)}: that number is taken")
 
+    def _untouched(self, what: str) -> None:
+        if not (gate := self._follower.gate).is_open:
+            raise RequestRefused(f"{what}: the engine is {', '.join(gate.reasons)}")
+
     @asynccontextmanager
     async def _whole(self, what: str, deadline: float) -> AsyncIterator[int]:
         """The version that the engine has, which is not changed inside."""
         follower = self._follower
-        try:
-            async with asyncio.timeout(max(0.001, deadline - time.monotonic())):
-                await follower.turn.acquire()
-        except TimeoutError:
-            raise EngineError(f"{what}: an update of the weights is under way, and did not end in time") from None
-        try:
-            if "asleep" in follower.holds:
+        async with follower.turn.take(what, deadline):
+            if "asleep" in follower.gate.reasons:
                 raise RequestRefused(f"{what}: the engine's weights are asleep")
             if follower.quarantined:
                 raise RequestRefused(f"{what}: the engine's weights are no version: it waits for one")
             yield self._generation.version
-        finally:
-            follower.turn.release()
 
 
 def _size(folder: Path) -> int:

@@ -11,13 +11,13 @@ from ...messages.model import Segment
 class Leg:
     """A request from when it is made until its output is taken in.
 
-    version: of the weights it began under. held: weights are being switched right now, so that nobody can say yet which
-    version sampled its newest tokens. spoiled: nobody ever will; what it generated must not be used.
+    version: of the weights it began under. switching: weights are being switched right now, and nobody can say yet
+    which version sampled its newest tokens. spoiled: nobody ever will; what it generated must not be used.
     """
 
     request_id: str
     version: int
-    held: bool = False
+    switching: bool = False
     spoiled: bool = False
     _switches: list[Segment] = field(default_factory=list)  # what was sampled up to each switch
 

@@ -174,7 +174,7 @@ class SampleRun:
         made_at = time.monotonic()
         unsaved, segments, adapter_segments = self.done.cut(self._saved), self.segments, self.adapter_segments
         leg = self.leg
-        if progress is not None and leg is not None and not (leg.held or leg.spoiled):
+        if progress is not None and leg is not None and not (leg.switching or leg.spoiled):
             start = max(0, self._saved - len(self.done))
             if (more := progress(leg.request_id, start)) is not None and len(more.token_ids):
                 unsaved = unsaved.then(Generated(more.token_ids, more.logprobs, more.token_arrays))

@@ -2,7 +2,8 @@
 
 from .adapters import LOAD_S, AdapterFollower
 from .follower import WeightFollower
+from .orders import folder_order
 from .peer import Peer
-from .snapshots import SLOWEST, TIMEOUT_S, Snapshots
+from .snapshots import Snapshots
 
-__all__ = ["LOAD_S", "SLOWEST", "TIMEOUT_S", "AdapterFollower", "Peer", "Snapshots", "WeightFollower"]
+__all__ = ["LOAD_S", "AdapterFollower", "Peer", "Snapshots", "WeightFollower", "folder_order"]

@@ -16,9 +16,9 @@ from ...messages.errors import EngineDead, EngineError, InvalidField, MessageErr
 from ...messages.model import WeightAnnouncement
 from ...sync.transfer import Epoch, Join, Ledger, TransferOrder, TransferReport, through_outage
 from ..engine import Engine
+from ..gate import Gate, WeightsTurn
 from ..generation import Generation
 from .adapters import AdapterFollower
-from .orders import order_for
 from .snapshots import Snapshots
 
 log = logging.getLogger(__name__)
@@ -38,14 +38,15 @@ class WeightFollower:
     """Follows the ledger for one worker.
 
     on_stuck(): the engine does not answer, or has weights that are neither old nor new and no transfer to mend them.
-    in_service: False until the worker has verified the newest version that was committed when it came.
+    in_service: False until the worker has verified the newest version that was committed when it joined.
     adapters: follows the pool's LoRA adapters, which come by transfers of their own.
     quarantined: a load broke off half way. The engine generates nothing until a whole version has arrived, or, after
         `quarantine_s` without one, until it has been restarted.
-    snapshots: where to look for the committed version before anybody is asked for it.
-    holds: why the engine's weights may not be touched now; while there is a reason nothing is joined or asked for.
-    turn: held while an update is under way; whoever takes it has the weights to itself.
-    give_way: awaited before the engine takes part in an update: ends what it sends to others, or says that it goes on.
+    snapshots: where to look for the committed version before asking anybody for it.
+    gate: whoever holds it keeps the engine's weights from being touched: nothing is joined, read or asked for.
+    turn: of whoever changes the weights or needs them unchanged; an update has it.
+    give_way: awaited before the engine takes part in an update. It ends what the engine sends to others; False means
+        that the engine still sends.
     """
 
     give_way: GiveWay | None = None
@@ -75,8 +76,9 @@ class WeightFollower:
         self._halted = False
         self._poked = asyncio.Event()
         self._patient = False
-        self.holds: set[str] = set()
-        self.turn = asyncio.Lock()
+        self.gate = Gate(self.poke)
+        self.turn = WeightsTurn()
+        self._unmended = generation.gate.holder("quarantine")
 
     @property
     def quarantined(self) -> bool:
@@ -85,9 +87,13 @@ class WeightFollower:
     @property
     def lendable(self) -> int:
         """The version that the engine has verified, keeps for now, and may send to others; 0 for none."""
-        busy = self.turn.locked() or self.updating or self.quarantined or self._halted or self.holds
-        settled = self.in_service and not busy
-        return self._generation.version if settled else 0
+        busy = self.turn.locked() or self.updating or self.quarantined or not self._may_touch
+        return self._generation.version if self.in_service and not busy else 0
+
+    @property
+    def _may_touch(self) -> bool:
+        """Whether there is an engine, and nobody keeps its weights from being touched."""
+        return self.gate.is_open and not self._halted
 
     def poke(self) -> None:
         """Look at the ledger now."""
@@ -97,9 +103,10 @@ class WeightFollower:
         """Take part in nothing until `restarted`: there is no engine to load into."""
         self._halted = True
         self._stop_reading()
+        self.poke()  # whoever has the turn gives it up: the restart waits for it
 
     def restarted(self) -> None:
-        """The engine has its base weights again: version 0, and maybe behind."""
+        """The engine has its base weights again: version 0, and maybe behind. The caller has the turn."""
         self._halted = False
         self._group = ""
         self._generation.version = 0
@@ -120,24 +127,26 @@ class WeightFollower:
                     on_change()
                 number = await self._ledger.open_epoch()
                 # Not "greater": the numbers start again in a Redis that lost its data.
-                if number and number != self._seen_epoch and not self._halted and not self.holds:
-                    self._seen_epoch = number
-                    async with self.turn:
-                        await self._take_part(number, worker_id)
-                    on_change()
-                    continue
-                if not self.holds and await self._read(committed, digest):
+                if number and number != self._seen_epoch and self._may_touch:
+                    async with self.turn.take("a weight transfer"):
+                        if took_part := self._may_touch:  # it may have gone to sleep, or died, before it had the turn
+                            self._seen_epoch = number
+                            await self._take_part(number, worker_id)
+                    if took_part:
+                        on_change()
+                        continue
+                if self._may_touch and await self._read(committed, digest):
                     await self._ledger.unwant(worker_id)
                     on_change()
                     continue
-                may_ask = self._reading is None and not self.holds
+                may_ask = self._reading is None and self.gate.is_open
                 if may_ask and self._given_up_on_mending():
                     self._on_stuck()
                 if may_ask and self._generation.version < committed and time.monotonic() - asked > LOOK_S:
                     asked = time.monotonic()
                     await self._ledger.want(worker_id, self._generation.version)
                     self._say_that_it_waits(committed)
-                if not self._halted:
+                if self._may_touch:
                     await self.adapters.keep_up(worker_id)
             except (RedisError, OSError, MessageError) as error:
                 log.warning("the weights ledger cannot be read: %s", error)
@@ -178,7 +187,8 @@ class WeightFollower:
             return
         self._stop_reading()
         try:
-            report = await self._receive_and_load(order_for(sealed.announcement, worker_id))
+            order = TransferOrder.of_announcement(sealed.announcement, sealed.announcement.roster[worker_id])
+            report = await self._receive_and_load(order)
         except (EngineDead, InvalidField) as error:
             report = TransferReport(ok=False, phase="rendezvous", error=str(error))
         in_group = report.ok and sealed.announcement.roster[worker_id] > 0
@@ -259,11 +269,8 @@ class WeightFollower:
             async with self._generation.switching():
                 yield True
         elif order.mode == "drain":
-            self._generation.close_gate("update")
-            try:
+            with self._generation.gate.holder("update"):
                 yield await self._generation.idle(order.drain_s)
-            finally:
-                self._generation.open_gate("update")
         else:
             async with self._generation.quiet():
                 yield True
@@ -281,11 +288,12 @@ class WeightFollower:
 
     async def load(self, order: TransferOrder) -> TransferReport:
         """Take what an operator's order says, by both halves of an update. Raises EngineDead."""
-        async with self.turn:
+        async with self.turn.take(f"the load of version {order.version}"):
             here = self._generation.version
-            if self.holds or not (order.version > here or self.quarantined):  # while the turn was waited for
-                error = f"the engine is {sorted(self.holds)}" if self.holds else f"version {here} came first"
-                return TransferReport(ok=False, phase="load", error=error)
+            if not self.gate.is_open:
+                return TransferReport(ok=False, phase="load", error=f"the engine is {', '.join(self.gate.reasons)}")
+            if not (order.version > here or self.quarantined):  # one came while the turn was waited for
+                return TransferReport(ok=False, phase="load", error=f"version {here} came first")
             self._stop_reading()
             if not await self._may_load(f"version {order.version} is to be loaded"):
                 return TransferReport(ok=False, phase="load", error="the engine still sends its weights to others")
@@ -319,7 +327,7 @@ class WeightFollower:
 
         The reading goes on while transfers are looked out for: whoever sends the version meanwhile goes first.
         """
-        if self._snapshots is None or self._halted or self._generation.version >= committed:
+        if self._snapshots is None or self._generation.version >= committed:
             self._stop_reading()
             return False
         if self._reading is None:
@@ -335,7 +343,9 @@ class WeightFollower:
         self._reading = None
         try:
             report = reading.result()
-            async with self.turn:
+            async with self.turn.take(f"the load of version {order.version}"):
+                if not self._may_touch or self._generation.version >= order.version:
+                    return False
                 if report.ok:
                     report = await self._commit(order)
         except EngineDead:
@@ -367,13 +377,13 @@ class WeightFollower:
     def _quarantine(self) -> None:
         if self._quarantined_at is None:
             self._quarantined_at = time.monotonic()
-            self._generation.close_gate("quarantine")
+            self._unmended.acquire()
         self._generation.version = 0
         self.in_service = False
 
     def _release(self) -> None:
         self._quarantined_at, self._patient = None, False
-        self._generation.open_gate("quarantine")
+        self._unmended.release()
 
     def _given_up_on_mending(self) -> bool:
         since = self._quarantined_at
@@ -382,7 +392,7 @@ class WeightFollower:
 
     async def _sealed(self, number: int, deadline: float) -> Epoch | None:
         """The epoch once it is sealed; None if it closed, vanished or was never sealed in time."""
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._halted:
             self._poked.clear()
             with suppress(RedisError, OSError):  # it joined, and is waited for: Redis may come back in time
                 epoch = await self._ledger.epoch(number)

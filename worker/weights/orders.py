@@ -1,33 +1,18 @@
-"""From what is announced to what the engine is told: one worker's order for a transfer."""
+"""Orders for an engine to read a version from disk."""
 
 from __future__ import annotations
 
-from ...messages.errors import InvalidField
-from ...messages.model import Transport, WeightAnnouncement
-from ...sync.transfer import STOCK_GONE, TransferOrder
+import itertools
+
+from ...sync.transfer import TransferOrder
+
+SLOWEST = 50e6
+"""Bytes per second that a disk is given at least."""
+TIMEOUT_S = 60.0
+_numbers = itertools.count(-1, -1)
+"""Numbers that no transfer of the ledger has. An engine tells prepared versions apart by them."""
 
 
-def order_for(announcement: WeightAnnouncement, worker_id: str) -> TransferOrder:
-    """What a sealed announcement asks of this worker, which is in its roster.
-
-    Raises InvalidField for a transfer through SGLang's own update group, as older trainers send them.
-    """
-    if announcement.stock:
-        raise InvalidField("transfer", "stock", STOCK_GONE)
-    rank = announcement.roster[worker_id]
-    transport: Transport = announcement.backend if rank else "ipc"
-    return TransferOrder(
-        version=announcement.version,
-        epoch=announcement.epoch,
-        transport=transport,
-        host=announcement.host,
-        port=announcement.port,
-        group=announcement.group,
-        rank_offset=rank,
-        world_size=announcement.world_size,
-        timeout_s=announcement.deadline_s,
-        drain_s=announcement.join_timeout_s,
-        mode=announcement.mode,
-        verify=announcement.verify,
-        nonfinite=announcement.nonfinite,
-    )
+def folder_order(path: str, version: int, nbytes: int) -> TransferOrder:
+    """For an engine to load the `nbytes` bytes that a folder has, as `version`."""
+    return TransferOrder.from_disk(path, version, next(_numbers), timeout_s=TIMEOUT_S + nbytes / SLOWEST)

@@ -212,17 +212,7 @@ class _Lender:
 
     async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
         """See Source."""
-        order = TransferOrder(
-            version=announcement.version,
-            epoch=announcement.epoch,
-            transport=announcement.backend,
-            host=announcement.host,
-            port=announcement.port,
-            group=announcement.group,
-            rank_offset=0,
-            world_size=announcement.world_size,
-            timeout_s=timeout_s,
-        )
+        order = TransferOrder.of_announcement(announcement, 0, timeout_s=timeout_s)
         try:
             async with asyncio.timeout(timeout_s + ENGINE_GRACE_S):
                 report = await self._engine.send_weights(order)

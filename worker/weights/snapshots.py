@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from pathlib import Path
 
 from ...messages.errors import RolloutMQError, WeightSyncError
 from ...sync.disk import NoSuchSnapshot, SnapshotStore, folder_name
 from ...sync.transfer import TransferOrder
+from .orders import folder_order
 
 log = logging.getLogger(__name__)
-SLOWEST = 50e6
-"""Bytes per second that a disk is given at least."""
-TIMEOUT_S = 60.0
 
 
 class Snapshots:
@@ -24,8 +21,6 @@ class Snapshots:
         self._folder = Path(folder)
         self._store = SnapshotStore(folder)
         self._refused: set[tuple[int, int, int]] = set()
-        # Numbers that no transfer of the ledger has: by them an engine tells one prepared version from another.
-        self._numbers = itertools.count(-1, -1)
 
     async def order(self, version: int, digest: str) -> TransferOrder | None:
         """For the engine to read `version`, if it is there; its tensors must be those of `digest`.
@@ -54,19 +49,7 @@ class Snapshots:
         except (RolloutMQError, OSError) as error:
             self.refuse(version, str(error))
             return None
-        return TransferOrder(
-            version=version,
-            epoch=next(self._numbers),
-            transport="disk",
-            host="",
-            port=0,
-            group="",
-            rank_offset=0,
-            world_size=1,
-            timeout_s=TIMEOUT_S + nbytes / SLOWEST,
-            nonfinite="allow",  # the trainer's policy let it pass, and every bit is as it was then
-            path=str(self._folder),
-        )
+        return folder_order(str(self._folder), version, nbytes)
 
     def _identity(self, version: int) -> tuple[int, int, int] | None:
         try:

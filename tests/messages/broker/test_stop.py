@@ -220,7 +220,7 @@ def test_samples_are_told_apart_by_what_they_are() -> None:
     """A job that was handed back and claimed again: what is left of its first time here looks the same."""
     ended: list[Any] = []
     idle = Generation(ScriptedEngine(), 1, on_finished=ended.append, on_refused=print, on_failed=print, on_dead=print)
-    idle.close_gate("test")
+    idle.gate.holder("test").acquire()
     of = job()
     left, again = (SampleRun(of.model_copy(), np.array([1, 2, 3], np.int32), 0, 1, 0.0) for _ in range(2))
     for one in (left, again):

@@ -6,10 +6,9 @@ import asyncio
 
 from rolloutmq.messages.model.weights import WeightAnnouncement
 from rolloutmq.sync.tensors.snapshot import Snapshot
-from rolloutmq.sync.transfer.order import TransferReport
+from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.sync.wire.broadcaster import Broadcaster
 from rolloutmq.worker.sglang.engine import SGLangEngine
-from rolloutmq.worker.weights.orders import order_for
 
 
 async def carry_out(
@@ -20,7 +19,7 @@ async def carry_out(
     timeout_s: float,
 ) -> TransferReport:
     """One transfer to worker "w", sent from a thread."""
-    order = order_for(announcement, "w")
+    order = TransferOrder.of_announcement(announcement, announcement.roster["w"])
     sending = asyncio.create_task(asyncio.to_thread(broadcaster.send, snapshot, announcement, timeout_s))
     report = await engine.prepare_weights(order)
     if report.ok:

@@ -38,7 +38,7 @@ async def no_progress(running: Running, ledger: Ledger) -> None:
     assert running.worker._follower.quarantined
     assert running.worker._status().state == "syncing"
     assert running.worker._room() == 0
-    assert running.worker._generation._closed_by == {"quarantine"}
+    assert running.worker._generation.gate.reasons == ["quarantine"]
     assert running.worker._generation.running == 0
 
 

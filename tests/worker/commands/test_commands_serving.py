@@ -233,7 +233,7 @@ async def test_nothing_is_loaded_while_the_engine_sends_nor_sent_while_somebody_
         answer = (await control.load(str(tmp_path), 5))[running.id]
         assert "still sends its weights to others" in answer.error
         assert follower.lendable == 4
-        async with follower.turn:
+        async with follower.turn.take("a test"):
             assert follower.lendable == 0
 
 
@@ -290,6 +290,6 @@ async def test_an_engine_that_dies_gets_half_as_much_and_then_more_again(
         await eventually(lambda: running.engine.starts == 2)
         pressure = running.worker._generation.pressure
         assert pressure.slots == 4
-        monkeypatch.setattr("rolloutmq.worker.pressure.GROW_S", 0.0)
+        monkeypatch.setattr("rolloutmq.worker.generation.GROW_S", 0.0)
         await eventually(lambda: pressure.slots == 8)
         await all_done(broker, jobs)

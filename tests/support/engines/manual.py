@@ -1,0 +1,80 @@
+"""Generation on an engine whose every request ends when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from support.pools.pool import eventually
+
+from rolloutmq.messages.model.jobs import GenerateJob
+from rolloutmq.messages.model.sampling import SamplingParams
+from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest, Progress
+from rolloutmq.worker.generation import Generation
+from rolloutmq.worker.jobs.sample import SampleRun
+
+
+def tokens(count: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(count, dtype=np.int32), -np.arange(count, dtype=np.float32)
+
+
+class ManualEngine:
+    """Requests end when the test says so, with as many tokens as it says."""
+
+    def __init__(self) -> None:
+        self.requests: list[EngineRequest] = []
+        self.ends: dict[str, asyncio.Future[EngineOutput]] = {}
+        self.made: dict[str, int] = {}
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        self.requests.append(request)
+        self.ends[request.request_id] = asyncio.get_running_loop().create_future()
+        return await self.ends[request.request_id]
+
+    def progress(self, request_id: str, start: int = 0) -> Progress | None:
+        token_ids, logprobs = tokens(self.made.get(request_id, 0))
+        return Progress(token_ids[start:], logprobs[start:])
+
+    def end(self, request_id: str, count: int, reason: str = "length") -> None:
+        self.ends[request_id].set_result(EngineOutput(*tokens(count), reason))  # type: ignore[arg-type]
+
+    def abort_all(self) -> None:
+        for request_id, end in self.ends.items():
+            if not end.done():
+                self.end(request_id, self.made.get(request_id, 0), "abort")
+
+
+class Bench:
+    """Samples running on a ManualEngine."""
+
+    def __init__(self, slots: int = 8) -> None:
+        self.engine = ManualEngine()
+        self.finished: list[SampleRun] = []
+        self.deaths = 0
+        self.generation = Generation(
+            self.engine,  # type: ignore[arg-type]
+            slots,
+            on_finished=self.finished.append,
+            on_refused=lambda sample, error: pytest.fail(str(error)),
+            on_failed=lambda sample, error: pytest.fail(str(error)),
+            on_dead=self._died,
+        )
+        self.generation.version = 1
+
+    def _died(self) -> None:
+        self.deaths += 1
+
+    async def run(self, count: int) -> tuple[list[SampleRun], list[str]]:
+        """Samples that run, and their request ids."""
+        before = len(self.engine.requests)
+        job = GenerateJob(token_ids=[1, 2], n=count, sampling=SamplingParams(max_new_tokens=100))
+        samples = [SampleRun(job, np.array([1, 2], np.int32), i, 1, 0.0) for i in range(count)]
+        self.generation.add(samples)
+        await eventually(lambda: len(self.engine.requests) == before + count)
+        return samples, [request.request_id for request in self.engine.requests[before:]]
+
+
+async def all_that_can_happen_now() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)

@@ -1,0 +1,117 @@
+"""Gates that several parties may hold shut, and the turn of whoever touches an engine's weights."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import TracebackType
+
+from ..messages.errors import EngineError
+
+
+class Gate:
+    """Open unless somebody holds it. Belongs to one event loop.
+
+    on_change(): is called after each change of who holds it. It is the place to decide what may happen now.
+    """
+
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        self._on_change = on_change
+        self._holders: set[Holder] = set()
+        self._opened = asyncio.Event()
+        self._opened.set()
+
+    def holder(self, reason: str) -> Holder:
+        """A new holder, which does not hold yet. reason: what `reasons` says while it does."""
+        return Holder(self, reason)
+
+    @property
+    def is_open(self) -> bool:
+        return not self._holders
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why it is shut, once for each holder, sorted."""
+        return sorted(holder.reason for holder in self._holders)
+
+    async def opened(self) -> None:
+        """Return as soon as nobody holds it."""
+        while self._holders:
+            await self._opened.wait()
+
+    def _change(self, holder: Holder, holds: bool) -> None:
+        if holds == (holder in self._holders):
+            return
+        if holds:
+            self._holders.add(holder)
+            self._opened.clear()
+        else:
+            self._holders.remove(holder)
+            if not self._holders:
+                self._opened.set()
+        self._on_change()
+
+
+class Holder:
+    """One party that may hold a gate: by `acquire` and `release`, or as a `with` block.
+
+    A gate opens when its last holder has released it. Two holders are two, though their reasons are the same. One
+    holder holds once: to acquire or to release it again changes nothing.
+    """
+
+    def __init__(self, gate: Gate, reason: str) -> None:
+        self.reason = reason
+        self._gate = gate
+
+    @property
+    def holds(self) -> bool:
+        return self in self._gate._holders
+
+    def acquire(self) -> None:
+        self._gate._change(self, True)
+
+    def release(self) -> None:
+        self._gate._change(self, False)
+
+    def __enter__(self) -> Holder:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class WeightsTurn:
+    """Whoever changes an engine's weights, needs them unchanged, or replaces the engine takes its turn first."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._taken_by = ""
+
+    def locked(self) -> bool:
+        """Whether somebody has the turn."""
+        return self._lock.locked()
+
+    @asynccontextmanager
+    async def take(self, what: str, deadline: float | None = None) -> AsyncIterator[None]:
+        """Wait for the turn, and have it inside the block.
+
+        what: for the errors of others. deadline: on time.monotonic; None waits for ever.
+
+        Raises EngineError if others have the turn until the deadline.
+        """
+        left_s = None if deadline is None else max(0.001, deadline - time.monotonic())
+        try:
+            async with asyncio.timeout(left_s):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise EngineError(f"{what}: {self._taken_by} is under way, and did not end in time") from None
+        self._taken_by = what
+        try:
+            yield
+        finally:
+            self._lock.release()
