@@ -22,9 +22,9 @@ from rolloutmq.messages import (
     RolloutResult,
     SamplingParams,
     Segment,
+    codec,
     decode,
 )
-from rolloutmq.messages import codec
 from rolloutmq.worker.engine.protocol import Progress
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
