@@ -15,7 +15,7 @@ from ..codec import MAX_MESSAGE_BYTES, RESULTS, Job, Result, decode, decode_one_
 from ..errors import InvalidField, MessageError, PoolBusy, RedisRefused
 from ..model import PRIORITIES, JobFailure, WorkerStatus
 from ..redis import Keys
-from ..scripts import Scripts
+from ..scripts import Scripts, calls
 
 BATCH_JOBS = 512
 BATCH_BYTES = 4 << 20
@@ -112,7 +112,7 @@ class Broker:
         for batch in list(self._batches(jobs)):
             caps = (self.caps.jobs, self.caps.nbytes, self.caps.unread)
             try:
-                answer = await self._scripts.run("enqueue", *caps, letter, *batch)
+                answer = await self._scripts.run(calls.enqueue(*caps, letter, *batch))
             except RedisRefused as refused:
                 if refused.reason != "memory":
                     raise
@@ -132,25 +132,33 @@ class Broker:
         }[reason]
         return PoolBusy(f"pool {self.keys.pool}: {text}", states, reason)
 
-    def _batches(self, jobs: Sequence[Job]) -> Iterator[list[str | int | bytes]]:
-        batch: list[str | int | bytes] = []
-        count = size = 0
+    def _batches(self, jobs: Sequence[Job]) -> Iterator[list[calls.Submission]]:
+        batch: list[calls.Submission] = []
+        size = 0
         for job in jobs:
             if not job.reply_to:
                 raise InvalidField("reply_to", job.reply_to, "the id of the client that reads the results")
             payload = encode(job)
             if len(payload) > self.caps.payload:
                 raise InvalidField("job", f"{len(payload)} bytes", f"at most {self.caps.payload} bytes encoded")
-            if batch and (count >= BATCH_JOBS or size + len(payload) > BATCH_BYTES):
+            if batch and (len(batch) >= BATCH_JOBS or size + len(payload) > BATCH_BYTES):
                 yield batch
-                batch, count, size = [], 0, 0
-            staleness = "" if job.max_staleness is None else job.max_staleness
-            deadline = "" if job.deadline_s is None else max(1, round(job.deadline_s * 1000))
-            batch += [job.id, payload, job.n, PRIORITIES.index(job.priority)]
-            batch += [job.reply_to, job.min_version, staleness, deadline, job.group_id]
-            batch.append("" if job.lora is None else f"{job.lora}@{job.min_adapter_version}")
-            batch.append(_preference(job))
-            count += 1
+                batch, size = [], 0
+            batch.append(
+                calls.Submission(
+                    job_id=job.id,
+                    payload=payload,
+                    n=job.n,
+                    priority=PRIORITIES.index(job.priority),
+                    client=job.reply_to,
+                    min_version=job.min_version,
+                    max_staleness="" if job.max_staleness is None else job.max_staleness,
+                    deadline_ms="" if job.deadline_s is None else max(1, round(job.deadline_s * 1000)),
+                    group=job.group_id,
+                    adapter="" if job.lora is None else f"{job.lora}@{job.min_adapter_version}",
+                    prefers=_preference(job),
+                )
+            )
             size += len(payload)
         if batch:
             yield batch
@@ -159,7 +167,7 @@ class Broker:
         """Cancel jobs; returns per job "ok", or the state it had already ended in, or "unknown"."""
         states: list[str] = []
         for start in range(0, len(job_ids), BATCH_JOBS):
-            answer = await self._scripts.run("cancel", cause, *job_ids[start : start + BATCH_JOBS])
+            answer = await self._scripts.run(calls.cancel(cause, *job_ids[start : start + BATCH_JOBS]))
             states += [state.decode() for state in answer]
         return states
 
@@ -172,7 +180,7 @@ class Broker:
         """
         states: list[str] = []
         for start in range(0, len(job_ids), BATCH_JOBS):
-            answer = await self._scripts.run("stop", cause, *job_ids[start : start + BATCH_JOBS])
+            answer = await self._scripts.run(calls.stop(cause, *job_ids[start : start + BATCH_JOBS]))
             states += [state.decode() for state in answer]
         return states
 
@@ -188,7 +196,7 @@ class Broker:
             raise InvalidField("group_id", group_id, "a group's name, a job's id, or None for all jobs")
         cursor, cancelled = 0, 0
         while True:
-            answer = await self._scripts.run("cancel_client", client_id, group_id or "", cause, cursor, BATCH_JOBS)
+            answer = await self._scripts.run(calls.cancel_client(client_id, group_id or "", cause, cursor, BATCH_JOBS))
             cursor, cancelled = int(answer[0]), cancelled + int(answer[1])
             if cursor == 0:
                 return cancelled
@@ -206,7 +214,7 @@ class Broker:
 
     async def end_overdue(self, budget: int = 256) -> int:
         """End jobs past their deadline; returns how many. Workers do it too, but a pool may have none."""
-        return int(await self._scripts.run("overdue", budget))
+        return int(await self._scripts.run(calls.overdue(budget)))
 
     async def read_replies(
         self, client_id: str, after: str, *, count: int = 256, block_ms: int | None = None, redis: Redis | None = None
@@ -261,8 +269,8 @@ class Broker:
     async def ack(self, client_id: str, receipts: Sequence[Receipt | Reply]) -> None:
         """Drop entries from a reply stream: the client has them safe."""
         for start in range(0, len(receipts), BATCH_JOBS):
-            pairs = [part for it in receipts[start : start + BATCH_JOBS] for part in (it.entry_id, it.nbytes)]
-            await self._scripts.run("ack", client_id, *pairs)
+            entries = (calls.Entry(it.entry_id, it.nbytes) for it in receipts[start : start + BATCH_JOBS])
+            await self._scripts.run(calls.ack(client_id, *entries))
 
     async def unread(self) -> dict[str, int]:
         """Bytes of results that wait to be taken, by client."""

@@ -21,7 +21,7 @@ from ..errors import InvalidField, MessageError
 from ..ids import new_id
 from ..model import Command, CommandReply
 from ..redis import Keys
-from ..scripts import Scripts
+from ..scripts import Scripts, calls
 
 ANSWERS_TTL_S = 600
 """Answers are kept so long after the first one; late ones are of use to nobody but people."""
@@ -64,7 +64,7 @@ class CommandSender:
         )
         deadline = time.monotonic() + timeout_s
         lasts_ms = max(1, round(timeout_s * 1000))
-        roster = await self._scripts.run("command", command.id, worker_id, encode(command), lasts_ms)
+        roster = await self._scripts.run(calls.command(command.id, worker_id, encode(command), lasts_ms))
         return Sent(command, tuple(sorted(worker.decode() for worker in roster)), deadline)
 
     async def answers(self, sent: Sent) -> dict[str, CommandReply]:
@@ -111,7 +111,7 @@ class CommandBox:
         Raises MessageError for one that cannot be read.
         """
         # The same token gets it again: redis-py sends a command whose reply was lost once more.
-        answer = await self._scripts.run("take_command", command_id, self.worker_id, secrets.token_hex(8))
+        answer = await self._scripts.run(calls.take_command(command_id, self.worker_id, secrets.token_hex(8)))
         if not answer:
             return None
         command = decode(answer[0], Command)
@@ -125,7 +125,7 @@ class CommandBox:
                 raise InvalidField("result", f"{len(frame)} bytes", f"at most {MAX_ANSWER_BYTES} bytes encoded")
         except InvalidField as error:
             frame = encode(self.failure(reply.id, error))
-        await self._scripts.run("answer_command", reply.id, self.worker_id, frame, ANSWERS_TTL_S)
+        await self._scripts.run(calls.answer_command(reply.id, self.worker_id, frame, ANSWERS_TTL_S))
 
     def failure(self, command_id: str, error: BaseException) -> CommandReply:
         """The answer that tells of an error."""

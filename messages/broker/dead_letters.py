@@ -17,7 +17,7 @@ from ..codec import MINOR, decode
 from ..errors import CannotRequeue, InvalidField, MessageError, NoSuchDeadLetter
 from ..ids import check_client_id, derived_id
 from ..model import DeadLetter, GenerateJob
-from ..scripts import Scripts
+from ..scripts import Scripts, calls
 from .broker import Broker
 
 PAGE = 64
@@ -132,7 +132,7 @@ class DeadLetters:
             raise _missing(entry_id)
 
     async def _page(self, begin: str, end: str, *, newest_first: bool, count: int) -> list[LetterHead]:
-        raw = await self._scripts.run("dead_page", int(newest_first), begin, end, count, HEAD_BYTES)
+        raw = await self._scripts.run(calls.dead_page(int(newest_first), begin, end, count, HEAD_BYTES))
         return [
             LetterHead(
                 entry_id=raw[i].decode(),

@@ -12,7 +12,7 @@ from ..codec import Result, encode
 from ..errors import LeaseLost
 from ..model import PRIORITIES, Partial, WorkerStatus
 from ..redis import Keys
-from ..scripts import Scripts
+from ..scripts import Scripts, calls
 
 MAX_CALL_TOKENS = 1 << 19
 """So many tokens with their logprobs (4 MiB) are enough for one call of checkpoint or release: callers send batches."""
@@ -113,7 +113,7 @@ class Lease:
 
     async def _beat(self, status: WorkerStatus, join: bool) -> Beat:
         lease_ms = round(self.lease_s * 1000)
-        answer = await self._scripts.run("heartbeat", self.worker_id, lease_ms, encode(status), int(join))
+        answer = await self._scripts.run(calls.heartbeat(self.worker_id, lease_ms, encode(status), int(join)))
         if answer[0] == b"FENCED":
             raise LeaseLost(f"worker {self.worker_id} was not heard of for {self.lease_s} s")
         return Beat(*answer[1:])
@@ -128,9 +128,9 @@ class Lease:
         A claim whose reply was lost is given again by the next call. Raises LeaseLost.
         """
         number = self._claims + 1
-        has = [part for adapter in (adapters or {}).items() for part in adapter]
+        has = (calls.AdapterVersion(*adapter) for adapter in (adapters or {}).items())
         answer = await self._scripts.run(
-            "claim", self.worker_id, number, max_jobs, max_samples, version, len(PRIORITIES), *has
+            calls.claim(self.worker_id, number, max_jobs, max_samples, version, len(PRIORITIES), *has)
         )
         if answer and answer[0] == b"NOLEASE":
             raise LeaseLost(f"worker {self.worker_id} holds no lease")
@@ -139,48 +139,45 @@ class Lease:
 
     async def complete(self, finished: Sequence[Finished]) -> list[str]:
         """Publish samples; per sample "ok", "again" (was out already) or "fenced" (refused: another has the job)."""
-        args: list[str | int | bytes] = []
-        for item in finished:
-            args += [item.job_id, item.attempt, item.sample, item.payload]
-        return [state.decode() for state in await self._scripts.run("complete", self.worker_id, *args)]
+        samples = (calls.FinishedSample(it.job_id, it.attempt, it.sample, it.payload) for it in finished)
+        return [state.decode() for state in await self._scripts.run(calls.complete(self.worker_id, *samples))]
 
     async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:
         """Save what unfinished samples have generated; per piece "ok", "fenced", or "gap".
 
         Sending one again is harmless. A gap: an earlier piece is missing and this one was not kept; begin with 0 again.
         """
-        args: list[str | int | bytes] = []
-        for piece in pieces:
-            args += [piece.job_id, piece.attempt, piece.sample, piece.number, piece.payload]
-            args.append(1 if piece.streamed else "")
-        return [state.decode() for state in await self._scripts.run("checkpoint", self.worker_id, *args)]
+        saved = (
+            calls.SavedPiece(it.job_id, it.attempt, it.sample, it.number, it.payload, 1 if it.streamed else "")
+            for it in pieces
+        )
+        return [state.decode() for state in await self._scripts.run(calls.checkpoint(self.worker_id, *saved))]
 
     async def release(self, jobs: Sequence[Release], max_lost: int) -> list[str]:
         """Give jobs back unfinished; per job "ok", "dead" (lost once too often) or "fenced"."""
-        args: list[str | int | bytes] = [max_lost]
+        given: list[tuple[calls.Arg, ...]] = []
         for job in jobs:
-            args += [job.job_id, job.attempt, int(job.lost), len(job.pieces)]
-            for piece in job.pieces:
-                args += [piece.sample, piece.number, piece.payload]
-        return [state.decode() for state in await self._scripts.run("release", self.worker_id, *args)]
+            given.append((job.job_id, job.attempt, int(job.lost), len(job.pieces)))
+            given += [(piece.sample, piece.number, piece.payload) for piece in job.pieces]
+        return [state.decode() for state in await self._scripts.run(calls.release(self.worker_id, max_lost, *given))]
 
     async def bury(self, job_id: str, attempt: int, cause: str, host: str, error: str) -> bool:
         """Dead-letter a job. False if it is not this worker's any more."""
-        answer: bytes = await self._scripts.run("dead", self.worker_id, job_id, attempt, cause, host, error[:2000])
+        answer: bytes = await self._scripts.run(calls.dead(self.worker_id, job_id, attempt, cause, host, error[:2000]))
         return answer == b"ok"
 
     async def expire(self, job_id: str, attempt: int) -> bool:
         """End a running job whose deadline passed. False if it is not this worker's any more."""
-        answer: bytes = await self._scripts.run("expire", self.worker_id, job_id, attempt)
+        answer: bytes = await self._scripts.run(calls.expire(self.worker_id, job_id, attempt))
         return answer == b"ok"
 
     async def leave(self) -> int:
         """Unregister; returns how many jobs are still held (0: gone)."""
-        return int(await self._scripts.run("leave", self.worker_id))
+        return int(await self._scripts.run(calls.leave(self.worker_id)))
 
     async def reap(self, max_lost: int, budget: int = 256) -> tuple[int, int, int, int]:
         """Take back the jobs of dead workers: (requeued, dead-lettered, expired, workers removed)."""
-        requeued, dead, expired, removed = await self._scripts.run("reap", max_lost, budget)
+        requeued, dead, expired, removed = await self._scripts.run(calls.reap(max_lost, budget))
         return requeued, dead, expired, removed
 
     async def attempts(self, job_ids: Sequence[str]) -> dict[str, int]:

@@ -1,8 +1,7 @@
-"""Every change of a pool's state as a Lua script, and the one class that runs them.
+"""Every change of a pool's state as a Lua script, each with a typed call, and the one class that runs them."""
 
-Few files: the rest of the room is Lua, in a folder for each thing that scripts are about.
-"""
+from . import calls
+from .runner import Scripts
+from .source import script_source
 
-from .runner import Scripts, script_source
-
-__all__ = ["Scripts", "script_source"]
+__all__ = ["Scripts", "calls", "script_source"]

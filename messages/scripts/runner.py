@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
@@ -16,8 +15,8 @@ from redis.exceptions import NoScriptError
 
 from ..errors import NotReplicated, RedisRefused
 from ..redis import RETRY_BUDGET_S, Durability, Keys, told_as_ours
-
-FOLDER = Path(__file__).parent
+from .calls import Arg, Call
+from .source import script_source
 
 WAITS = frozenset({"enqueue", "complete", "close", "cancel", "cancel_client", "release", "dead", "expire"})
 """What a failover must not take back: with `min_replicas` these return once that many replicas have it."""
@@ -44,18 +43,6 @@ _MARK = "redis.call('DEL', KEYS[1]) redis.call('SET', KEYS[1], 1, 'EX', 60)"
 
 
 @cache
-def script_source(name: str, *preamble: str) -> str:
-    """The text sent to Redis: the shared functions, `preamble`, then the script."""
-    return (FOLDER / "lib.lua").read_text() + "\n" + "".join(preamble) + script_path(name).read_text()
-
-
-@cache
-def script_path(name: str) -> Path:
-    """Where the script of that name is: each kind has a folder of its own. Raises KeyError."""
-    return {path.stem: path for path in FOLDER.rglob("*.lua")}[name]
-
-
-@cache
 def _sha(source: str) -> str:
     return hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
@@ -73,11 +60,12 @@ class Scripts:
         self._preamble = (_SLOT_IS_HERE,) if getattr(redis, "clustered", False) else ()
         self._address = getattr(redis, "where", "its address")
 
-    async def run(self, name: str, *args: str | int | float | bytes) -> Any:
-        """Run `<name>.lua` with the pool's prefix before `args`.
+    async def run(self, call: Call) -> Any:
+        """Run a script with the pool's prefix before the call's arguments.
 
         Raises RedisUnavailable, RedisRefused (nothing was written) or NotReplicated; it may be run again after any.
         """
+        name, args = call
         try:
             return await self._run(name, script_source(name, *self._preamble), args)
         except RedisRefused as refused:
@@ -85,7 +73,7 @@ class Scripts:
                 raise
         return await self._run(name, script_source(name, *self._preamble, _PAST_THE_LIMIT), args)
 
-    async def _run(self, name: str, source: str, args: tuple[str | int | float | bytes, ...]) -> Any:
+    async def _run(self, name: str, source: str, args: tuple[Arg, ...]) -> Any:
         call = ("EVALSHA", _sha(source), 1, self._keys.load, self._keys.prefix, *args)
         wait = self._durability.min_replicas > 0 and name in WAITS
         for _ in range(LOADS):

@@ -21,7 +21,7 @@ from ...messages.codec import decode, encode
 from ...messages.errors import MessageError, WeightSyncError
 from ...messages.model import NCCL_AGREED, NCCL_CTAS, WeightAnnouncement
 from ...messages.redis import Keys
-from ...messages.scripts import Scripts
+from ...messages.scripts import Scripts, calls
 from .order import TransferReport
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class Ledger:
     async def announce(self, announcement: WeightAnnouncement) -> None:
         """Open the transfer for joins and ring the bell. Raises WeightSyncError if other weights have the number."""
         message = encode(announcement)
-        state = await self._scripts.run("announce", announcement.epoch, _what(announcement), message, REMEMBER_S)
+        state = await self._scripts.run(calls.announce(announcement.epoch, _what(announcement), message, REMEMBER_S))
         if state == b"given":
             raise WeightSyncError(
                 f"version {announcement.version}: an operator's command has given this number to other weights, "
@@ -135,7 +135,7 @@ class Ledger:
 
         Returns 0, or the newest number that is taken, which this one is not above. No trainer can announce it then.
         """
-        return int(await self._scripts.run("reserve", version, of, REMEMBER_S))
+        return int(await self._scripts.run(calls.reserve(version, of, REMEMBER_S)))
 
     async def offer(self, announcement: WeightAnnouncement, worker_id: str, over: int = 0) -> str:
         """Open a transfer of the newest version as the worker that has it, if others wait for it.
@@ -145,28 +145,28 @@ class Ledger:
         """
         message = encode(announcement)
         answer: bytes = await self._scripts.run(
-            "offer", announcement.epoch, announcement.version, message, REMEMBER_S, worker_id, over
+            calls.offer(announcement.epoch, announcement.version, message, REMEMBER_S, worker_id, over)
         )
         return answer.decode()
 
     async def join(self, epoch: int, worker_id: str, join: Join) -> bool:
         """Take part. False if it is too late or the worker holds no lease."""
-        answer: bytes = await self._scripts.run("join", epoch, worker_id, json.dumps(asdict(join)))
+        answer: bytes = await self._scripts.run(calls.join(epoch, worker_id, json.dumps(asdict(join))))
         return answer == b"ok"
 
     async def seal(self, announcement: WeightAnnouncement) -> None:
         """Close the transfer for joins; `announcement` now carries roster and world size."""
-        await self._scripts.run("seal", announcement.epoch, encode(announcement))
+        await self._scripts.run(calls.seal(announcement.epoch, encode(announcement)))
 
     async def report(self, epoch: int, worker_id: str, report: TransferReport, adapter: str = "") -> None:
         """How the transfer ended on a worker; success also takes it off the list of those that wait for one."""
         told = replace(report, switched={}).to_json()  # that is between the worker and its engine
-        await self._scripts.run("report", epoch, worker_id, told, int(report.ok), adapter)
+        await self._scripts.run(calls.report(epoch, worker_id, told, int(report.ok), adapter))
 
     async def close(self, announcement: WeightAnnouncement, committed: bool, digest: str = "") -> None:
         """End the transfer; a committed version becomes the pool's newest if it is. digest: see `manifest_digest`."""
         state = "committed" if committed else "failed"
-        await self._scripts.run("close", announcement.epoch, _what(announcement), state, REMEMBER_S, digest)
+        await self._scripts.run(calls.close(announcement.epoch, _what(announcement), state, REMEMBER_S, digest))
 
     async def adapters(self) -> dict[str, int]:
         """The pool's LoRA adapters: name -> newest committed version."""
@@ -190,7 +190,7 @@ class Ledger:
 
     async def want(self, worker_id: str, version: int, adapter: str = "") -> None:
         """Ask for a transfer: this worker has only `version`, of the weights or of an adapter."""
-        await self._scripts.run("want", worker_id, version, adapter)
+        await self._scripts.run(calls.want(worker_id, version, adapter))
 
     async def unwant(self, worker_id: str) -> None:
         """Take the question back: the worker has found a version elsewhere."""

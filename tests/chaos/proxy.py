@@ -10,7 +10,7 @@ from hashlib import sha1
 from types import TracebackType
 from typing import Literal, Self
 
-from rolloutmq.messages.scripts.runner import FOLDER, script_source
+from rolloutmq.messages.scripts.source import FOLDER, script_source
 
 from .resp import Requests
 

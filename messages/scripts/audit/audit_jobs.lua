@@ -1,5 +1,6 @@
 -- What a job's record says and what the indexes say of it, for each job in one step. Changes nothing.
--- ARGV: prefix, number of priority classes, 1 to search the lists too (which costs their length), job ids
+-- ARGV: prefix, classes, search, *job_ids
+-- classes: how many priority classes there are. search: 1 to search the lists too, which costs their length.
 -- Returns per job: {state, class, owner, client, bytes, deadline, TTL in ms, held by its owner, owner's lease, entry in
 --   deadlines, in its client's set, indexes of queued jobs it is in: name, times, ...}; false where there is nothing
 local classes, search = tonumber(ARGV[2]), ARGV[3] == '1'

@@ -1,5 +1,6 @@
 -- What keys are and whom they belong to, each looked at in one step. Changes nothing.
--- ARGV: prefix, then per key: its name without the prefix, the worker it belongs to ('' for none)
+-- ARGV: prefix, *keys (name, worker)
+-- name: without the prefix. worker: whom the key belongs to, '' for nobody.
 -- Returns per key: type (none: gone), TTL in ms (-1: none), 1 if that worker is registered
 local seen = {}
 

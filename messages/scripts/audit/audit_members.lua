@@ -1,5 +1,6 @@
 -- Members of an index and the jobs they name, each looked at in one step. Changes nothing.
--- ARGV: prefix, the index's key without the prefix, job ids
+-- ARGV: prefix, index, *job_ids
+-- index: its key without the prefix.
 -- Returns per id: {1 if it is a member, its score if it has one, the job's state, class, owner, client, deadline}; false
 --   where there is nothing
 local key = prefix .. ARGV[2]

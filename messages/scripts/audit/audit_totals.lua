@@ -1,5 +1,6 @@
 -- The pool's counters and what they count, in one step. Changes nothing.
--- ARGV: prefix, most jobs whose bytes are added up, ids of the clients with open jobs
+-- ARGV: prefix, most, *clients
+-- most: jobs whose bytes are added up. clients: those with open jobs.
 -- Returns {load's fields and values, jobs in the clients' sets, bytes of those (-1: too many to add up), sum of the
 --   unread hash}
 local most = tonumber(ARGV[2])

@@ -1,5 +1,6 @@
 -- A worker's answer to a command; the first one stays.
--- ARGV: prefix, command id, worker id, encoded CommandReply, seconds for which answers are kept
+-- ARGV: prefix, command_id, worker, reply, keep_s
+-- reply: an encoded CommandReply. keep_s: for how long answers are kept.
 local key = prefix .. 'answers:' .. ARGV[2]
 if redis.call('HEXISTS', key, ARGV[3]) == 0 then
   redis.call('HSET', key, ARGV[3], ARGV[4])

@@ -1,5 +1,6 @@
 -- Give workers something to do, those that are alive now.
--- ARGV: prefix, command id, worker id ('' for all), encoded Command, milliseconds for which it may be begun
+-- ARGV: prefix, command_id, worker, command, lasts_ms
+-- worker: '' for all. command: an encoded Command. lasts_ms: for how long it may be begun.
 -- Returns the ids of the workers it was given to.
 local key = prefix .. 'command:' .. ARGV[2]
 local known = redis.call('HGETALL', key)

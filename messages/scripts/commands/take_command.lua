@@ -1,5 +1,6 @@
 -- A worker takes a command it was given: once, and only while the command lasts.
--- ARGV: prefix, command id, worker id, a token of this call
+-- ARGV: prefix, command_id, worker, token
+-- token: of this call.
 -- Returns {encoded Command, milliseconds left}, or nothing.
 local key, field = prefix .. 'command:' .. ARGV[2], 'w:' .. ARGV[3]
 local by = redis.call('HGET', key, field)

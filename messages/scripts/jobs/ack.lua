@@ -1,5 +1,6 @@
 -- A client has outcomes safe: they leave its reply stream.
--- ARGV: prefix, client id, then per entry: id, bytes it was counted for
+-- ARGV: prefix, client, *entries (entry_id, nbytes)
+-- nbytes: what the entry was counted for.
 local client = ARGV[2]
 local reply = prefix .. 'reply:' .. client
 local bytes = 0

@@ -1,6 +1,6 @@
 -- Cancel jobs wherever they are. Samples already published stand; a running job's worker hears the bell, and anything
 -- it still publishes is refused.
--- ARGV: prefix, cause, job ids
+-- ARGV: prefix, cause, *job_ids
 -- Returns per job: ok, or the state it already had ended in, or unknown.
 local states, running = {}, {}
 for i = 3, #ARGV do

@@ -1,5 +1,6 @@
 -- Cancel a part of a client's open jobs, or of one group's among them; called again until the cursor is 0.
--- ARGV: prefix, client id, group id ('' for all), cause, cursor (0 to begin), jobs to look at
+-- ARGV: prefix, client, group, cause, cursor, count
+-- group: '' for all. cursor: 0 to begin. count: jobs to look at.
 -- Returns {cursor, jobs cancelled}
 local group, cancelled, running = ARGV[3], 0, {}
 local found = redis.call('SSCAN', client_key(ARGV[2]), ARGV[5], 'COUNT', ARGV[6])

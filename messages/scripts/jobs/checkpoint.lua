@@ -1,5 +1,6 @@
 -- Save what unfinished samples have generated, so that the next worker goes on from there.
--- ARGV: prefix, worker id, then per piece: job id, attempt, sample, number of the piece, its bytes, 1 to tell the client
+-- ARGV: prefix, worker, *pieces (job_id, attempt, sample, number, payload, tell)
+-- tell: 1 to tell the client.
 -- Returns per piece: ok, fenced, or gap (see save_partial).
 -- A client that is told finds a word of it in its `news`, and the piece here. News is short, and nobody needs to read it.
 local worker, states = ARGV[2], {}

@@ -1,6 +1,7 @@
 -- Give queued jobs to a worker that holds a lease.
--- ARGV: prefix, worker id, claim number, max jobs, max samples, weights version, number of classes, then per adapter
---       that the worker has: name, its newest version
+-- ARGV: prefix, worker, claim, max_jobs, max_samples, version, classes, *adapters (name, version)
+-- claim: number of this claim. version: of the worker's weights. classes: how many priority classes there are.
+-- adapters: those that the worker has, each with its newest version.
 -- Returns {'NOLEASE'}, or a flat list, per job: id, attempt, samples, queued ms, ms to the deadline ('' for none),
 --   payload, then a list of what there is of it: s<i>, '' for a published sample, k<i> or k<i>.<j>, bytes for a
 --   partial; and x, '' first if it is to be ended with that (see stop)

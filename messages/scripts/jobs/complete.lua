@@ -1,5 +1,5 @@
 -- Publish finished samples, each exactly once, and close jobs that have all of theirs.
--- ARGV: prefix, worker id, then per sample: job id, attempt, sample, result bytes
+-- ARGV: prefix, worker, *samples (job_id, attempt, sample, payload)
 -- Returns per sample: ok, again (this very sample was published before), or fenced (not this worker's attempt any more,
 -- or a sample that the job does not have).
 local worker = ARGV[2]

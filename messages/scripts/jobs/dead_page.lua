@@ -1,6 +1,6 @@
 -- A page of dead letters without their payloads, which may be large. Changes nothing.
--- ARGV: prefix, newest first (1 or 0), entry id to begin at, entry id to end at (both as XRANGE takes them), most
---       entries, bytes of payload to show
+-- ARGV: prefix, newest_first, begin, end, most, head_bytes
+-- newest_first: 1 or 0. begin, end: entry ids as XRANGE takes them. most: entries. head_bytes: of each payload to show.
 -- Returns per letter: entry id, payload bytes, its first bytes, {field, value, ...} of the rest
 local newest_first = ARGV[2] == '1'
 local page = redis.call(newest_first and 'XREVRANGE' or 'XRANGE', prefix .. 'dead', ARGV[3], ARGV[4], 'COUNT', ARGV[5])

@@ -1,9 +1,10 @@
 -- Accept jobs in order, until one does not fit.
--- ARGV: prefix, most open jobs, most bytes (payloads of open jobs and results nobody has taken yet), most bytes of
---       results that one client may leave untaken, entry id of the dead letter that the job replaces ('' for none),
---       then per job: id, payload, n, class, client id, min_version, max_staleness ('' for none), deadline from now in
---       ms ('' for none), group id ('' for none), adapter as <name>@<least version> ('' for none), worker it prefers, as
---       <ms>@<worker id> ('' for none)
+-- ARGV: prefix, max_jobs, max_bytes, max_unread, letter,
+--       *jobs (job_id, payload, n, priority, client, min_version, max_staleness, deadline_ms, group, adapter, prefers)
+-- max_bytes: payloads of open jobs and results that nobody has taken yet. max_unread: bytes of results that one client
+-- may leave untaken. letter: entry id of the dead letter that the job replaces. adapter: <name>@<least version>.
+-- prefers: the worker it prefers, as <ms>@<worker id>. letter, max_staleness, deadline_ms (from now), group, adapter
+-- and prefers are '' for none.
 -- Returns one of new|q|r|done|cancelled|expired|dead per job; if one does not fit, in its place and as the last:
 --   BUSY, why (jobs|bytes|unread), open jobs, bytes, untaken bytes of this client
 -- With a dead letter that is gone nothing is accepted: the job's state is returned, gone if there is no such job either.

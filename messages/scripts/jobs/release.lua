@@ -1,7 +1,8 @@
 -- A worker gives jobs back unfinished: they go to the front of their queues with what was generated so far. With `lost`
 -- 0 (drain, preemption) nothing is counted against them; with 1 (the engine died under them) it counts like a lost lease.
--- ARGV: prefix, worker id, max lost, then per job: id, attempt, lost, number of partials, then for each of these
---       sample, number of the piece, bytes (see checkpoint)
+-- ARGV: prefix, worker, max_lost, *jobs
+-- A job is: its id, its attempt, lost (0 or 1), the number of its partials, and for each of these sample, number of
+-- the piece, payload (see checkpoint).
 -- Returns per job: ok, dead or fenced.
 local worker, max_lost = ARGV[2], tonumber(ARGV[3])
 local states, i = {}, 4

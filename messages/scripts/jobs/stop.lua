@@ -1,7 +1,8 @@
 -- End jobs with what they have: unfinished samples of a running job are published as they are, by its worker. A queued
 -- job that nobody has generated anything of is cancelled; one of which something is saved or published is ended by who
 -- claims it next, on any weights.
--- ARGV: prefix, cause of a cancellation, job ids
+-- ARGV: prefix, cause, *job_ids
+-- cause: of a cancellation.
 -- Returns per job: ok, unbegun (it was cancelled), or the state it already had ended in, or unknown.
 local states, running, queued = {}, {}, false
 for i = 3, #ARGV do

@@ -1,5 +1,5 @@
 -- Open a weight transfer.
--- ARGV: prefix, epoch, version, announcement bytes, seconds to remember it
+-- ARGV: prefix, epoch, version, announcement, remember_s
 -- Returns ok; the state of a transfer that has gone on or is over; or given: other weights have the number (see reserve).
 local key = prefix .. 'epoch:' .. ARGV[2]
 local state = redis.call('HGET', key, 'st')

@@ -1,6 +1,6 @@
 -- A transfer is over; the version is committed or not. A committed version never goes back.
--- ARGV: prefix, epoch, version (<name>@<version> of an adapter), committed|failed, seconds to remember it, digest of the
---       version's tensors
+-- ARGV: prefix, epoch, version, state, remember_s, digest
+-- version: <name>@<version> of an adapter. state: committed or failed. digest: of the version's tensors.
 -- An adapter gets its number in the pool, by which jobs wait for it, with its first committed version.
 local weights, key = prefix .. 'weights', prefix .. 'epoch:' .. ARGV[2]
 -- Not a transfer that Redis has lost with its data: the next one of that number is another one.

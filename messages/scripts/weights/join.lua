@@ -1,5 +1,6 @@
 -- A worker that holds a lease takes part in a transfer that is still open for joins.
--- ARGV: prefix, epoch, worker id, join JSON
+-- ARGV: prefix, epoch, worker, join
+-- join: JSON.
 -- Returns ok, nolease, or the state the transfer is in.
 local key = prefix .. 'epoch:' .. ARGV[2]
 local state = redis.call('HGET', key, 'st')

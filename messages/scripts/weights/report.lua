@@ -1,5 +1,6 @@
 -- How a transfer ended on one worker.
--- ARGV: prefix, epoch, worker id, report JSON, 1 if the worker now serves the version, adapter ('' for the weights)
+-- ARGV: prefix, epoch, worker, report, serves, adapter
+-- report: JSON. serves: 1 if the worker now serves the version. adapter: '' for the weights.
 local key = prefix .. 'epoch:' .. ARGV[2]
 if redis.call('EXISTS', key) == 0 then return 'unknown' end
 redis.call('HSET', key, 'report:' .. ARGV[3], ARGV[4])

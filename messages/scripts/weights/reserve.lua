@@ -1,5 +1,5 @@
 -- Give a version's number to weights that no trainer announced: an operator has them loaded, or renamed, on workers.
--- ARGV: prefix, version, what it is given to, seconds to remember it
+-- ARGV: prefix, version, given_to, remember_s
 -- Returns 0, also if it was given to the same before; else the newest number that is taken.
 local weights, key, number = prefix .. 'weights', prefix .. 'version:' .. ARGV[2], tonumber(ARGV[2])
 if redis.call('HGET', key, 'by') == ARGV[3] then return 0 end

@@ -1,5 +1,6 @@
 -- Renew a worker's lease, whatever it holds, and tell it what it may have missed.
--- ARGV: prefix, worker id, lease ms, encoded status, join (1 the first time)
+-- ARGV: prefix, worker, lease_ms, status, join
+-- status: an encoded WorkerStatus. join: 1 the first time.
 -- Returns {'FENCED'} if the lease had run out and the jobs are gone, else
 --   {'OK', jobs held, committed version, epoch under way (0 for none)}
 local worker = ARGV[2]

@@ -1,5 +1,5 @@
 -- A worker leaves: allowed once it holds nothing.
--- ARGV: prefix, worker id
+-- ARGV: prefix, worker
 -- Returns the number of jobs it still holds; 0 means it is gone.
 local worker = ARGV[2]
 local left = redis.call('SCARD', held_key(worker))

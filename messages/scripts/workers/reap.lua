@@ -1,5 +1,6 @@
 -- Take back what dead workers held and end what is overdue, a bounded amount per call.
--- ARGV: prefix, max lost leases per job, most jobs per call
+-- ARGV: prefix, max_lost, most
+-- max_lost: leases that a job may lose. most: jobs that one call takes back.
 -- Returns {requeued, dead-lettered, expired, workers removed}
 local max_lost, budget = tonumber(ARGV[2]), tonumber(ARGV[3])
 local now = now_ms()

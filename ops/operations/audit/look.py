@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from ....messages.model import PRIORITIES
 from ....messages.redis import Keys
-from ....messages.scripts import Scripts
+from ....messages.scripts import Scripts, calls
 
 CHUNK = 256
 """Keys, jobs or members one call looks at."""
@@ -109,8 +109,8 @@ class Looker:
     async def key_facts(self, names: Sequence[bytes]) -> list[KeyFacts]:
         facts: list[KeyFacts] = []
         for chunk in _chunks(names, CHUNK):
-            args = [part for name in chunk for part in (name, _worker_of(name))]
-            raw = await self._scripts.run("audit_keys", *args)
+            keys = (calls.AuditedKey(name, _worker_of(name)) for name in chunk)
+            raw = await self._scripts.run(calls.audit_keys(*keys))
             facts += [
                 KeyFacts(name, raw[i].decode(), raw[i + 1], bool(raw[i + 2]))
                 for name, i in zip(chunk, range(0, len(raw), 3), strict=True)
@@ -125,7 +125,7 @@ class Looker:
             length = sum([int(await self._redis.llen(key)) for key in (*self.keys.queues, self.keys.suspects)])
             size = max(1, min(CHUNK, SEARCHED // (length + 1)))
         for chunk in _chunks(ids, size):
-            raw = await self._scripts.run("audit_jobs", len(PRIORITIES), int(search), *chunk)
+            raw = await self._scripts.run(calls.audit_jobs(len(PRIORITIES), int(search), *chunk))
             facts += [_job(job_id, row, (listed or {}).get(job_id, ())) for job_id, row in zip(chunk, raw, strict=True)]
         return facts
 
@@ -156,7 +156,7 @@ class Looker:
     async def member_facts(self, index: str, ids: Iterable[bytes]) -> list[MemberFacts]:
         facts: list[MemberFacts] = []
         for chunk in _chunks(ids, CHUNK):
-            raw = await self._scripts.run("audit_members", index, *chunk)
+            raw = await self._scripts.run(calls.audit_members(index, *chunk))
             facts += [
                 MemberFacts(index, job_id, bool(row[0]), *map(_text, row[1:]))
                 for job_id, row in zip(chunk, raw, strict=True)
@@ -164,7 +164,7 @@ class Looker:
         return facts
 
     async def totals(self, clients: Sequence[bytes]) -> Totals:
-        load, jobs, nbytes, unread = await self._scripts.run("audit_totals", ADDED_UP, *clients)
+        load, jobs, nbytes, unread = await self._scripts.run(calls.audit_totals(ADDED_UP, *clients))
         said = {load[i].decode(): _number(load[i + 1]) for i in range(0, len(load), 2)}
         return Totals(said, jobs, None if nbytes < 0 else nbytes, unread)
 

@@ -15,7 +15,8 @@ from rolloutmq.messages import Broker, Caps, GenerateJob, InvalidField, PoolBusy
 from rolloutmq.messages.broker.dead_letters import DeadFilter, DeadLetters, successor, successor_id
 from rolloutmq.messages.errors import CannotRequeue, NoSuchDeadLetter
 from rolloutmq.messages.ids import is_id
-from rolloutmq.messages.scripts.runner import Scripts
+from rolloutmq.messages.scripts import Scripts
+from rolloutmq.messages.scripts.calls import Call
 
 
 @pytest.fixture
@@ -129,12 +130,12 @@ async def test_twice_at_once_or_sent_twice_it_is_one_job(
 ) -> None:
     once = Scripts.run
 
-    async def twice(self: Scripts, name: str, *args: Any) -> Any:
-        first = await once(self, name, *args)
-        if name != "enqueue":
+    async def twice(self: Scripts, call: Call) -> Any:
+        first = await once(self, call)
+        if call.script != "enqueue":
             return first
         before = await dump(db)
-        assert await once(self, name, *args) == [b"q"]
+        assert await once(self, call) == [b"q"]
         assert await dump(db) == before
         return first
 

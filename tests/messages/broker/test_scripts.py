@@ -13,7 +13,9 @@ from support.specimens.messages import job, result
 from rolloutmq.messages import Broker, Finished, Lease, Partial, Piece, Release, Segment, WeightAnnouncement
 from rolloutmq.messages.broker.command_channel import CommandBox, CommandSender
 from rolloutmq.messages.model.commands import CommandReply
-from rolloutmq.messages.scripts.runner import FOLDER, Scripts
+from rolloutmq.messages.scripts import Scripts, calls
+from rolloutmq.messages.scripts.calls import Call
+from rolloutmq.messages.scripts.source import FOLDER
 from rolloutmq.sync.transfer.ledger import Join, Ledger
 from rolloutmq.sync.transfer.order import TransferReport
 
@@ -99,13 +101,13 @@ async def test_sent_twice_is_done_once(
     once = Scripts.run
     seen: set[str] = set()
 
-    async def twice(self: Scripts, name: str, *args: Any) -> Any:
-        seen.add(name)
-        first = await once(self, name, *args)
+    async def twice(self: Scripts, call: Call) -> Any:
+        seen.add(call.script)
+        first = await once(self, call)
         before = await dump(db, SAYS_LOOK)
-        second = await once(self, name, *args)
-        assert await dump(db, SAYS_LOOK) == before, name
-        if name == "claim":
+        second = await once(self, call)
+        assert await dump(db, SAYS_LOOK) == before, call.script
+        if call.script == "claim":
             assert [part for i, part in enumerate(second) if i % 7 not in (3, 4)] == [
                 part
                 for i, part in enumerate(first)
@@ -123,9 +125,9 @@ async def test_redis_may_forget_the_scripts(
 ) -> None:
     once = Scripts.run
 
-    async def forgotten(self: Scripts, name: str, *args: Any) -> Any:
+    async def forgotten(self: Scripts, call: Call) -> Any:
         await db.script_flush()
-        return await once(self, name, *args)
+        return await once(self, call)
 
     monkeypatch.setattr(Scripts, "run", forgotten)
     await lifecycle(broker, joined, expire_lease)
@@ -169,3 +171,28 @@ async def test_the_wake_up_is_passed_on_while_work_is_left(broker: Broker, db: R
     await db.delete(broker.keys.wake)
     await lease.claim(1, 1, 0)
     assert await db.llen(broker.keys.wake) == 0
+
+
+def test_every_script_has_a_call_and_no_call_lacks_its_script() -> None:
+    scripts = {path.stem for path in FOLDER.rglob("*.lua")} - {"lib"}
+    assert {name for name in vars(calls) if name in scripts or (FOLDER / f"{name}.lua").exists()} == scripts
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        lambda worker, epoch, join: None,
+        lambda epoch, worker: None,
+        lambda epoch, worker, join, more: None,
+    ],
+)
+def test_a_call_that_differs_from_the_scripts_header_is_no_call(declared: Any) -> None:
+    declared.__name__ = "join"
+    with pytest.raises(TypeError, match=r"join.lua takes epoch, worker, join; here it is declared with"):
+        calls._call(declared)
+
+
+def test_arguments_go_by_name_or_by_place_and_rows_one_after_the_other() -> None:
+    row = calls.FinishedSample("job", 1, 0, b"bytes")
+    assert calls.complete("w1", row, row) == ("complete", ("w1", *row, *row))
+    assert calls.expire(attempt=2, job_id="job", worker="w1") == calls.expire("w1", "job", 2)

@@ -19,7 +19,7 @@ from support.redis.machine_workers import WorkerRules
 from support.redis.model import CLASSES, Job
 from support.redis.model_claim import WARD_MS, Claiming, waiting
 
-from rolloutmq.messages.scripts.runner import script_source
+from rolloutmq.messages.scripts.source import script_source
 
 COMMON = settings(deadline=None, database=None, print_blob=True, suppress_health_check=list(HealthCheck))
 QUICK = settings(COMMON, max_examples=60, stateful_step_count=40, derandomize=True)

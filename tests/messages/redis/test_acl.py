@@ -21,7 +21,7 @@ from rolloutmq.messages.broker.dead_letters import DeadLetters
 from rolloutmq.messages.errors import RedisUnavailable
 from rolloutmq.messages.redis.bell import Bell
 from rolloutmq.messages.redis.connection import connect, ping
-from rolloutmq.messages.scripts.runner import script_path
+from rolloutmq.messages.scripts.source import script_path
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.status import pool_state
 from rolloutmq.producer.control import PoolControl

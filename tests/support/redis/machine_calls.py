@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 from support.redis.model import CLASSES, Job, Model, State
 
-from rolloutmq.messages.scripts.runner import script_source
+from rolloutmq.messages.scripts.source import script_source
 
 PREFIX = "rmq:{m}:"
 CLIENTS = ("ca", "cb")

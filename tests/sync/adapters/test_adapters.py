@@ -18,7 +18,8 @@ from rolloutmq import InvalidField
 from rolloutmq.messages import Broker, Lease, connect
 from rolloutmq.messages.errors import EngineError, TransferTimeout
 from rolloutmq.messages.model.weights import WeightAnnouncement
-from rolloutmq.messages.scripts.runner import Scripts
+from rolloutmq.messages.scripts import Scripts
+from rolloutmq.messages.scripts.calls import Call
 from rolloutmq.sync.adapters import transfer as wire
 from rolloutmq.sync.adapters.format import Adapter
 from rolloutmq.sync.disk.store import SnapshotStore
@@ -205,16 +206,16 @@ async def test_every_script_run_twice_changes_nothing(
     seen: set[str] = set()
     quiet = asyncio.Lock()
 
-    async def twice(self: Scripts, name: str, *args: Any) -> Any:
-        if name in {"announce", "seal", "report", "close", "want", "enqueue", "release", "cancel", "leave"}:
+    async def twice(self: Scripts, call: Call) -> Any:
+        if call.script in {"announce", "seal", "report", "close", "want", "enqueue", "release", "cancel", "leave"}:
             async with quiet:
-                first = await once(self, name, *args)
+                first = await once(self, call)
                 before = await dump(db, ("bell", "wake"))
-                await once(self, name, *args)
-                assert await dump(db, ("bell", "wake")) == before, name
-                seen.add(name)
+                await once(self, call)
+                assert await dump(db, ("bell", "wake")) == before, call.script
+                seen.add(call.script)
                 return first
-        return await once(self, name, *args)
+        return await once(self, call)
 
     monkeypatch.setattr(Scripts, "run", twice)
     ledger, lease = Ledger(db, "default"), Lease(db, "default", "w1")

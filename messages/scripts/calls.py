@@ -1,0 +1,203 @@
+"""Every script as a typed function that builds one call: `await scripts.run(calls.expire(worker, job_id, attempt))`.
+
+A function has the script's name, and its parameters are the arguments that the script's header names, in that order.
+Both are compared when this module is imported. What an argument means, and what a script returns, is in its header.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, get_type_hints
+
+from .source import script_path
+
+Arg = str | int | float | bytes
+P = ParamSpec("P")
+
+
+class Call(NamedTuple):
+    """One call of a script; args: what follows the pool's prefix."""
+
+    script: str
+    args: tuple[Arg, ...]
+
+
+class Entry(NamedTuple):
+    """Of a reply stream."""
+
+    entry_id: str
+    nbytes: int
+
+
+class Submission(NamedTuple):
+    """A job to be accepted."""
+
+    job_id: str
+    payload: bytes
+    n: int
+    priority: int
+    client: str
+    min_version: int
+    max_staleness: int | str
+    deadline_ms: int | str
+    group: str
+    adapter: str
+    prefers: str
+
+
+class AdapterVersion(NamedTuple):
+    """What a worker has of an adapter."""
+
+    name: str
+    version: int
+
+
+class FinishedSample(NamedTuple):
+    """A sample to be published."""
+
+    job_id: str
+    attempt: int
+    sample: int
+    payload: bytes
+
+
+class SavedPiece(NamedTuple):
+    """A piece of an unfinished sample."""
+
+    job_id: str
+    attempt: int
+    sample: int
+    number: int
+    payload: bytes
+    tell: int | str
+
+
+class AuditedKey(NamedTuple):
+    """A key and the worker it belongs to."""
+
+    name: bytes
+    worker: str | bytes
+
+
+def _header(name: str) -> str:
+    """The arguments that the script's header names, behind the prefix."""
+    found = re.search(r"^-- ARGV: prefix(?:, ((?:.*,\n--\s+)*.*))?$", script_path(name).read_text(), re.MULTILINE)
+    return re.sub(r"\s*\n--\s*", " ", found[1] or "") if found else "no arguments"
+
+
+def _call(declared: Callable[P, None]) -> Callable[P, Call]:
+    """Makes the declaration a builder of calls. Raises TypeError if its parameters are not those of the header."""
+    name, signature = declared.__name__, inspect.signature(declared)
+    rows = {key: getattr(hint, "_fields", ()) for key, hint in get_type_hints(declared).items()}
+    shown = [
+        f"*{it.name} ({', '.join(rows[it.name])})".removesuffix(" ()") if it.kind is it.VAR_POSITIONAL else it.name
+        for it in signature.parameters.values()
+    ]
+    if ", ".join(shown) != _header(name):
+        raise TypeError(f"{name}.lua takes {_header(name)}; here it is declared with {', '.join(shown)}")
+
+    def call(*args: P.args, **named: P.kwargs) -> Call:
+        given: tuple[Any, ...] = signature.bind(*args, **named).args if named else args
+        flat: list[Arg] = []
+        for arg in given:
+            flat.extend(arg) if isinstance(arg, tuple) else flat.append(arg)
+        return Call(name, tuple(flat))
+
+    return call
+
+
+# jobs
+
+
+@_call
+def enqueue(max_jobs: int, max_bytes: int, max_unread: int, letter: str, *jobs: Submission) -> None: ...
+@_call
+def cancel(cause: str, *job_ids: str) -> None: ...
+@_call
+def cancel_client(client: str, group: str, cause: str, cursor: int, count: int) -> None: ...
+@_call
+def stop(cause: str, *job_ids: str) -> None: ...
+@_call
+def overdue(most: int) -> None: ...
+@_call
+def ack(client: str, *entries: Entry) -> None: ...
+@_call
+def claim(
+    worker: str,
+    claim: int,
+    max_jobs: int,
+    max_samples: int,
+    version: int,
+    classes: int,
+    *adapters: AdapterVersion,
+) -> None: ...
+@_call
+def checkpoint(worker: str, *pieces: SavedPiece) -> None: ...
+@_call
+def complete(worker: str, *samples: FinishedSample) -> None: ...
+@_call
+def release(worker: str, max_lost: int, *jobs: tuple[Arg, ...]) -> None: ...
+@_call
+def expire(worker: str, job_id: str, attempt: int) -> None: ...
+@_call
+def dead(worker: str, job_id: str, attempt: int, cause: str, host: str, error: str) -> None: ...
+@_call
+def dead_page(newest_first: int, begin: str, end: str, most: int, head_bytes: int) -> None: ...
+
+
+# workers
+
+
+@_call
+def heartbeat(worker: str, lease_ms: int, status: bytes, join: int) -> None: ...
+@_call
+def leave(worker: str) -> None: ...
+@_call
+def reap(max_lost: int, most: int) -> None: ...
+
+
+# weights
+
+
+@_call
+def announce(epoch: int, version: int | str, announcement: bytes, remember_s: int) -> None: ...
+@_call
+def offer(epoch: int, version: int, announcement: bytes, remember_s: int, worker: str, over: int) -> None: ...
+@_call
+def reserve(version: int, given_to: str, remember_s: int) -> None: ...
+@_call
+def join(epoch: int, worker: str, join: str) -> None: ...
+@_call
+def seal(epoch: int, announcement: bytes) -> None: ...
+@_call
+def report(epoch: int, worker: str, report: str, serves: int, adapter: str) -> None: ...
+@_call
+def close(epoch: int, version: int | str, state: str, remember_s: int, digest: str) -> None: ...
+@_call
+def want(worker: str, version: int, adapter: str) -> None: ...
+
+
+# commands
+
+
+@_call
+def command(command_id: str, worker: str, command: bytes, lasts_ms: int) -> None: ...
+@_call
+def take_command(command_id: str, worker: str, token: str) -> None: ...
+@_call
+def answer_command(command_id: str, worker: str, reply: bytes, keep_s: int) -> None: ...
+
+
+# audit
+
+
+@_call
+def audit_keys(*keys: AuditedKey) -> None: ...
+@_call
+def audit_jobs(classes: int, search: int, *job_ids: bytes) -> None: ...
+@_call
+def audit_members(index: str, *job_ids: bytes) -> None: ...
+@_call
+def audit_totals(most: int, *clients: bytes) -> None: ...
