@@ -1,40 +1,54 @@
 """What travels between trainers, workers and operators, and the Redis queue it travels on."""
 
-from .broker.broker import Broker, Caps, PoolLoad, Reply
-from .broker.lease import Beat, Claim, Finished, Lease, Piece, Release
-from .codec import decode, encode
-from .errors import (
-    ClientBusy,
-    ConfigError,
-    DigestMismatch,
-    EngineDead,
-    EngineError,
-    FeatureUnavailable,
-    InvalidField,
-    JobFailed,
-    LeaseLost,
-    MalformedMessage,
-    MessageError,
-    NotReplicated,
-    PoolBusy,
-    RedisRefused,
-    RedisUnavailable,
-    RequestRefused,
-    RolloutMQError,
-    TransferTimeout,
-    UnsupportedVersion,
-    WaitTimeout,
-    WeightSyncError,
-)
-from .ids import new_id
-from .model.chat import ChatMessage
-from .model.jobs import GenerateJob
-from .model.results import JobFailure, Partial, RolloutResult, Segment, Timings
-from .model.sampling import LogitProcessor, LogprobOptions, SamplingParams
-from .model.weights import TensorSpec, WeightAnnouncement, WeightManifest
-from .model.workers import DeadLetter, WorkerStatus
-from .redis.connection import connect
-from .redis.keys import Keys
+from typing import TYPE_CHECKING
+
+from .._lazy import lazy
+
+if TYPE_CHECKING:
+    from .broker import Beat, Broker, Caps, Claim, Finished, Lease, Piece, PoolLoad, Release, Reply
+    from .codec import decode, encode
+    from .errors import (
+        ClientBusy,
+        ConfigError,
+        DigestMismatch,
+        EngineDead,
+        EngineError,
+        FeatureUnavailable,
+        InvalidField,
+        JobFailed,
+        LeaseLost,
+        MalformedMessage,
+        MessageError,
+        NotReplicated,
+        PoolBusy,
+        RedisRefused,
+        RedisUnavailable,
+        RequestRefused,
+        RolloutMQError,
+        TransferTimeout,
+        UnsupportedVersion,
+        WaitTimeout,
+        WeightSyncError,
+    )
+    from .ids import new_id
+    from .model import (
+        ChatMessage,
+        DeadLetter,
+        GenerateJob,
+        JobFailure,
+        LogitProcessor,
+        LogprobOptions,
+        Partial,
+        RolloutResult,
+        SamplingParams,
+        Segment,
+        TensorSpec,
+        Timings,
+        WeightAnnouncement,
+        WeightManifest,
+        WorkerStatus,
+    )
+    from .redis import Keys, connect
 
 __all__ = [
     "Beat",
@@ -89,3 +103,4 @@ __all__ = [
     "encode",
     "new_id",
 ]
+__getattr__, __dir__ = lazy(__name__, __all__, ".errors", ".ids", ".model", ".redis", ".codec", ".broker")
