@@ -1,12 +1,12 @@
 """The wire form: three header bytes, then one msgpack map.
 
     byte 0   major version: another major is refused
-    byte 1   minor version: a newer minor decodes, fields unknown here are dropped
+    byte 1   minor version: a newer minor decodes; fields unknown here are dropped
     byte 2   kind of message
     bytes 3… msgpack map, str keys; arrays of tokens and logprobs as packed little-endian bin;
-             a field nobody set is left out, so a changed default is a new major version
+             a field that nobody set is left out, so a changed default needs a new major version
 
-Decoding never trusts a length, never creates anything but plain data, and raises only MessageError subclasses.
+Decoding trusts no length, creates nothing but plain data, and raises only subclasses of MessageError.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message) -> bytes:
-    """The message's frame. Raises InvalidField if it is larger than any decoder accepts or holds what cannot travel."""
+    """The message as a frame. Raises InvalidField if it is larger than a decoder accepts or is no plain data."""
     try:
         body: bytes = msgpack.packb(message.model_dump(exclude_unset=True, exclude_none=True), use_bin_type=True)
     except (OverflowError, TypeError, ValueError) as error:
-        # An integer over 64 bits, an object in free parameters, nesting without end.
+        # An integer over 64 bits, an object in free parameters, or nesting without end.
         raise InvalidField(type(message).__name__, str(error), "plain data, integers of 64 bits") from None
     if len(body) + HEADER > MAX_MESSAGE_BYTES:
         raise InvalidField(type(message).__name__, f"{len(body)} bytes", f"at most {MAX_MESSAGE_BYTES} bytes encoded")
@@ -118,7 +118,7 @@ def _unpack(body: bytes, expect: type[Message]) -> dict[str, Any]:
     def count(fields: dict[Any, Any]) -> dict[Any, Any]:
         nonlocal maps
         maps += 1
-        if maps > MAX_MAPS:  # an empty map is one byte there and 64 here
+        if maps > MAX_MAPS:  # an empty map is one byte in the frame and 64 in memory
             raise ValueError(f"more than {MAX_MAPS} maps")
         return fields
 

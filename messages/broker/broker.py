@@ -1,4 +1,4 @@
-"""The producer's side of a pool: put jobs in, cancel them, read what comes back, look at what is there."""
+"""The producer's side of a pool: submit jobs, cancel them, read outcomes, look at the queue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PIECES_COUNT = 16
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Where a pool starts to answer PoolBusy: what it may take of Redis' memory.
+    """How much of Redis' memory a pool may use. Beyond these limits it answers PoolBusy.
 
     jobs: open (queued or running) jobs.
     nbytes: payloads of open jobs, and results that no client has taken yet.
@@ -46,7 +46,7 @@ class Caps:
 class Reply:
     """One entry of a reply stream; it stays there until `Broker.ack`.
 
-    last: nothing more comes of its job. nbytes: what it was counted for.
+    last: the job has no further outcomes. nbytes: its share of the client's unread bytes.
     """
 
     entry_id: str
@@ -56,7 +56,7 @@ class Reply:
 
 
 class News(NamedTuple):
-    """place: where to read on. jobs: that have new pieces. more: there may be other news, perhaps lost already."""
+    """place: where to read on. jobs: those with new pieces. more: there may be further news, or some were lost."""
 
     place: str
     jobs: frozenset[str]
@@ -64,7 +64,7 @@ class News(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """What an acknowledgement needs of a Reply, without the outcome."""
+    """A Reply without its outcome: what an acknowledgement needs."""
 
     entry_id: str
     nbytes: int
@@ -74,7 +74,7 @@ class Receipt(NamedTuple):
 class PoolLoad:
     """How much is in a pool. queued: jobs per priority class, highest first. suspects: jobs on their last chance.
 
-    A job cancelled while it was queued is counted as queued until a worker comes across it.
+    A job that was cancelled in the queue counts as queued until a worker comes across it.
     """
 
     queued: tuple[int, ...]
@@ -100,15 +100,15 @@ class Broker:
         self._scripts = Scripts(redis, self.keys)
 
     async def enqueue(self, jobs: Sequence[Job], letter: str = "") -> list[str]:
-        """Accept `jobs` in order; returns per job "new", or the state an earlier submission of the same id is in
-        (q queued, r running, or done, cancelled, expired, dead).
+        """Accept `jobs` in order. Returns "new" for each, or the state of an earlier submission under the same id:
+        q (queued), r (running), done, cancelled, expired or dead.
 
-        letter: entry id of the dead letter that the one job replaces; it is deleted with the acceptance. If it is gone
-        already, nothing is accepted, and the state is the job's, or "gone".
-        Raises PoolBusy (with how many were accepted) or InvalidField for a job over the payload limit.
+        letter: entry id of the dead letter that the one job replaces. Accepting the job deletes the letter. If the
+        letter is gone already, nothing is accepted, and the state is the job's, or "gone".
+        Raises PoolBusy, which says how many jobs were accepted, or InvalidField for a job over the payload limit.
         """
         states: list[str] = []
-        # All encoded before the first is sent: a job that is refused leaves none of the others in the pool.
+        # All jobs are encoded before the first is sent, so a refused job leaves none of the others in the pool.
         for batch in list(self._batches(jobs)):
             caps = (self.caps.jobs, self.caps.nbytes, self.caps.unread)
             try:
@@ -164,7 +164,7 @@ class Broker:
             yield batch
 
     async def cancel(self, job_ids: Sequence[str], cause: str = "cancelled by the client") -> list[str]:
-        """Cancel jobs; returns per job "ok", or the state it had already ended in, or "unknown"."""
+        """Cancel jobs. Returns for each "ok", the state in which it had already ended, or "unknown"."""
         states: list[str] = []
         for start in range(0, len(job_ids), BATCH_JOBS):
             answer = await self._scripts.run(calls.cancel(cause, *job_ids[start : start + BATCH_JOBS]))
@@ -174,9 +174,9 @@ class Broker:
     async def stop(self, job_ids: Sequence[str], cause: str = "stopped before it ran") -> list[str]:
         """End jobs with what they have: their unfinished samples are published with finish_reason "abort".
 
-        Returns per job "ok"; "unbegun" for one that had nothing yet, which ends as a cancelled job; or the state it had
-        already ended in, or "unknown". A worker that is not listening at that moment goes on: say it again until no job
-        is "ok". One that dies meanwhile changes nothing: who claims the job next only ends it.
+        Returns for each job "ok", the state in which it had already ended, "unknown", or "unbegun": the job had no
+        token yet and ends as a cancelled one. A worker that is not listening at that moment goes on, so repeat the call
+        until no job is "ok". If the worker dies meanwhile, the next one that claims the job only ends it.
         """
         states: list[str] = []
         for start in range(0, len(job_ids), BATCH_JOBS):
@@ -187,10 +187,10 @@ class Broker:
     async def cancel_client(
         self, client_id: str, group_id: str | None = None, cause: str = "cancelled with all its client's jobs"
     ) -> int:
-        """Cancel what a client has open, or the jobs of one of its groups; returns how many.
+        """Cancel a client's open jobs, or those of one of its groups. Returns how many were cancelled.
 
-        From anywhere: the client need not be there, and may find the outcomes when it is back. A job without a group
-        is one by itself, under its own id. Raises InvalidField for an empty group.
+        Anybody may call it. The client need not be connected, and reads the outcomes when it is back. A job without a
+        group is a group of its own, named by the job's id. Raises InvalidField for an empty group.
         """
         if group_id == "":
             raise InvalidField("group_id", group_id, "a group's name, a job's id, or None for all jobs")
@@ -213,16 +213,16 @@ class Broker:
         return {job: group.decode() if group else job for job, group in zip(ids, groups, strict=True)}
 
     async def end_overdue(self, budget: int = 256) -> int:
-        """End jobs past their deadline; returns how many. Workers do it too, but a pool may have none."""
+        """End jobs past their deadline. Returns how many. Workers do this too, but a pool may have no worker."""
         return int(await self._scripts.run(calls.overdue(budget)))
 
     async def read_replies(
         self, client_id: str, after: str, *, count: int = 256, block_ms: int | None = None, redis: Redis | None = None
     ) -> list[Reply]:
-        """Entries of a client's reply stream after entry id `after` ("0" for the first); they stay in the stream.
+        """Entries of a client's reply stream after entry id `after` ("0" for the first). They stay in the stream.
 
-        block_ms: how long to wait for the first one; None does not wait. redis: a connection for blocking reads.
-        An entry that cannot be decoded becomes a JobFailure, never an exception that hides the others.
+        block_ms: how long to wait for the first entry. None does not wait. redis: a connection for blocking reads.
+        An entry that cannot be decoded becomes a JobFailure, so the others can still be read.
         """
         key = self.keys.reply(client_id)
         reader: Any = redis or self.redis
@@ -234,7 +234,7 @@ class Broker:
         ]
 
     async def read_news(self, client_id: str, after: str, *, block_ms: int, redis: Redis) -> News:
-        """What has new pieces since entry `after` of the client's news ("0": whatever is there); waits `block_ms`.
+        """Jobs with new pieces since entry `after` of the client's news ("0" for all). Waits for `block_ms`.
 
         redis: a connection for blocking reads.
         """
@@ -245,9 +245,9 @@ class Broker:
         return News(entries[-1][0].decode() if entries else after, jobs, len(entries) >= NEWS_COUNT)
 
     async def read_pieces(self, job_id: str, wanted: Mapping[int, int]) -> dict[int, list[bytes]]:
-        """What is saved of unfinished samples, each from a piece on: sample -> number of the first.
+        """The saved pieces of unfinished samples. Each sample is mapped to the number of its first piece to read.
 
-        Per sample the encoded pieces there are, in order, all of one moment and at most PIECES_COUNT of them.
+        Returns at most PIECES_COUNT encoded pieces for each sample, in order, all read at one moment.
         """
         samples = list(wanted)
         async with self.redis.pipeline(transaction=False) as pipe:
@@ -267,7 +267,7 @@ class Broker:
         return int(await self.redis.xlen(self.keys.reply(client_id)))
 
     async def ack(self, client_id: str, receipts: Sequence[Receipt | Reply]) -> None:
-        """Drop entries from a reply stream: the client has them safe."""
+        """Drop entries from a reply stream. Call it when the client has them safe."""
         for start in range(0, len(receipts), BATCH_JOBS):
             entries = (calls.Entry(it.entry_id, it.nbytes) for it in receipts[start : start + BATCH_JOBS])
             await self._scripts.run(calls.ack(client_id, *entries))
@@ -278,7 +278,7 @@ class Broker:
         return {client.decode(): int(nbytes) for client, nbytes in found.items()}
 
     async def drop_replies(self, client_id: str) -> int:
-        """Throw away what waits for a client that will not come back; returns how many outcomes that were."""
+        """Throw away the outcomes of a client that will not come back. Returns how many there were."""
         dropped = 0
         while replies := await self.read_replies(client_id, "0", count=BATCH_JOBS):
             await self.ack(client_id, replies)
@@ -312,7 +312,7 @@ class Broker:
         )
 
     async def workers(self) -> list[WorkerStatus]:
-        """The workers whose lease has not been taken back, as of their last heartbeat, as far as they can be read."""
+        """Workers that hold a lease, as of their last heartbeat. A status that cannot be decoded is left out."""
         ids = [worker.decode() for worker in await self.redis.zrange(self.keys.workers, 0, -1)]
         if not ids:
             return []
@@ -322,7 +322,7 @@ class Broker:
             blobs = await pipe.execute()
         statuses: list[WorkerStatus] = []
         for blob in blobs:
-            # One of another major version, in the middle of an upgrade, does not hide the others.
+            # During an upgrade a status of another major version must not hide the others.
             with contextlib.suppress(MessageError):
                 statuses += [decode(blob, WorkerStatus)] if blob else []
         return statuses

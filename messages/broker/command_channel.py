@@ -1,8 +1,8 @@
-"""Commands to workers, with an answer from each: what a sender says, what a worker makes of it, and how both travel.
+"""Commands to workers, and an answer from each.
 
-A command is a record in Redis with a time to live, which is its deadline, and the workers that were alive when it was
-sent; the bell says that it is there. A worker takes it once, however often it hears of it, and only while it lasts, so
-that nobody does late what nobody waits for any more. Answers are fields of a second record.
+A command is a record in Redis. Its time to live is its deadline, and it names the workers that were alive when it was
+sent. The bell announces it. A worker takes a command once, however often it hears of it, and only before the deadline:
+nobody carries out a command that nobody waits for. Answers are fields of a second record.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..redis import Keys
 from ..scripts import Scripts, calls
 
 ANSWERS_TTL_S = 600
-"""Answers are kept so long after the first one; late ones are of use to nobody but people."""
+"""How long answers are kept after the first one."""
 MAX_ANSWER_BYTES = 16 << 20
 FIRST_LOOK_S = 0.005
 SLOWEST_LOOK_S = 0.2
 LOOK_FOR_THEM_S = 1.0
 GONE_S = 3.0
-"""A worker that is away for longer is not waited for; one that Redis was taken from may come back in that time."""
+"""How long to wait for a worker that has gone: one that lost its connection to Redis may come back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A command on its way. workers: who was alive when it was sent; those, and no others, answer."""
+    """A command that was sent. workers: those that were alive then. They, and no others, answer."""
 
     command: Command
     workers: tuple[str, ...]
@@ -43,7 +43,7 @@ class Sent:
 
 
 class CommandSender:
-    """The side that asks."""
+    """The sender's side."""
 
     def __init__(self, redis: Redis, pool: str) -> None:
         # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
@@ -54,7 +54,7 @@ class CommandSender:
     async def send(
         self, action: str, params: dict[str, Any] | None = None, *, worker_id: str = "", timeout_s: float = 30.0
     ) -> Sent:
-        """Say it to the workers that are alive now. Raises InvalidField, RedisUnavailable or RedisRefused."""
+        """Send it to the workers that are alive now. Raises InvalidField, RedisUnavailable or RedisRefused."""
         command = Command.build(
             id=new_id(),
             action=action,
@@ -68,8 +68,8 @@ class CommandSender:
         return Sent(command, tuple(sorted(worker.decode() for worker in roster)), deadline)
 
     async def answers(self, sent: Sent) -> dict[str, CommandReply]:
-        """Answers by worker: all of them, or those that came by the deadline, or before the others had been gone for
-        a while."""
+        """Answers by worker. Returns when all have answered, at the deadline, or when the others have been gone for a
+        while."""
         key, look_s, gone_since = self.keys.answers(sent.command.id), FIRST_LOOK_S, 0.0
         looked = time.monotonic()
         while True:
@@ -91,7 +91,7 @@ class CommandSender:
         return {worker: _reply(sent.command.id, worker, raw[worker]) for worker in sent.workers if worker in raw}
 
     async def gone(self, workers: Sequence[str]) -> set[str]:
-        """Those of these workers whose lease is over, or that have left."""
+        """Which of these workers have left or lost their lease."""
         seconds, micros = await self._redis.time()
         now = seconds * 1000 + micros // 1000
         alive = await self._redis.zrangebyscore(self.keys.workers, now, "+inf")
@@ -99,18 +99,18 @@ class CommandSender:
 
 
 class CommandBox:
-    """The side that is asked: one incarnation of a worker."""
+    """The side of one incarnation of a worker."""
 
     def __init__(self, redis: Redis, pool: str, worker_id: str) -> None:
         self.worker_id = worker_id
         self._scripts = Scripts(redis, Keys(pool))
 
     async def take(self, command_id: str) -> Command | None:
-        """The command, if it is for this worker, lasts, and was not taken before; timeout_s is then what is left.
+        """The command, or None if it is for others, over, or was taken before. Its timeout_s is the time that is left.
 
-        Raises MessageError for one that cannot be read.
+        Raises MessageError for a command that cannot be decoded.
         """
-        # The same token gets it again: redis-py sends a command whose reply was lost once more.
+        # The same token gets the command again, because redis-py repeats a call whose reply was lost.
         answer = await self._scripts.run(calls.take_command(command_id, self.worker_id, secrets.token_hex(8)))
         if not answer:
             return None
@@ -118,7 +118,7 @@ class CommandBox:
         return command.model_copy(update={"timeout_s": max(0.001, int(answer[1]) / 1000)})
 
     async def answer(self, reply: CommandReply) -> None:
-        """Tell the sender. An answer that is too large becomes an error that says so."""
+        """Answer the sender. An answer that is too large becomes an error that says so."""
         try:
             frame = encode(reply)
             if len(frame) > MAX_ANSWER_BYTES:
@@ -128,7 +128,7 @@ class CommandBox:
         await self._scripts.run(calls.answer_command(reply.id, self.worker_id, frame, ANSWERS_TTL_S))
 
     def failure(self, command_id: str, error: BaseException) -> CommandReply:
-        """The answer that tells of an error."""
+        """The answer that reports an error."""
         text = (str(error) or type(error).__name__).encode(errors="replace").decode()  # names of files can be any bytes
         return CommandReply(
             id=command_id, worker_id=self.worker_id, ok=False, kind=type(error).__name__[:64], error=text[:8192]

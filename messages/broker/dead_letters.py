@@ -1,8 +1,8 @@
 """The operator's side of dead letters: look at them, submit them again, drop them.
 
-A dead letter's client has been told "dead", and an accepted job reaches one terminal outcome. So a requeue is a *new*
-job, whose id follows from the letter: asked for twice, it is still one job. Accepting it and deleting the letter is one
-script, so a crash leaves either the letter or the job.
+A dead letter's client has been told "dead", and an accepted job has exactly one terminal outcome. So a requeue submits
+a *new* job. Its id follows from the letter, so a repeated requeue is still one job. One script accepts the job and
+deletes the letter, so a crash leaves either the letter or the job.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class LetterHead:
 
 @dataclass(frozen=True, slots=True)
 class DeadFilter:
-    """Which letters: cause contains `cause` (any case), died at or after `since` (Unix seconds by Redis' clock), not
-    after entry `until`, at most `limit`."""
+    """Selects letters: the cause contains `cause` in any case, the job died at or after `since` (Unix seconds by Redis'
+    clock) and not after entry `until`. At most `limit` of them."""
 
     cause: str = ""
     since: float | None = None
@@ -64,7 +64,7 @@ class DeadLetters:
         self._scripts = Scripts(broker.redis, broker.keys)
 
     async def count(self) -> int:
-        """How many there are."""
+        """How many letters there are."""
         return int(await self._broker.redis.xlen(self._broker.keys.dead))
 
     async def now(self) -> float:
@@ -78,13 +78,13 @@ class DeadLetters:
         return page[0].entry_id if page else None
 
     async def page(self, *, before: str | None = None, count: int = PAGE) -> list[LetterHead]:
-        """The newest `count` letters, newest first; those before entry `before` for the next page."""
+        """The newest `count` letters, newest first. before: an entry id, for the next page."""
         if before is not None:
             _check_entry(before)
         return await self._page(f"({before}" if before else "+", "-", newest_first=True, count=count)
 
     async def find(self, which: DeadFilter, *, newest_first: bool = True) -> AsyncIterator[LetterHead]:
-        """The letters that match, read page by page; those that come or go meanwhile may or may not be among them."""
+        """The letters that match, read page by page. Letters that come or go meanwhile may be missed."""
         oldest = "-" if which.since is None else str(max(0, int(which.since * 1000)))
         newest = which.until or "+"
         begin, end = (newest, oldest) if newest_first else (oldest, newest)
@@ -111,11 +111,11 @@ class DeadLetters:
         return DeadLetter(entry_id=entry_id, payload=fields.get(b"payload", b""), **_told(fields))
 
     async def requeue(self, entry_id: str, *, reply_to: str | None = None) -> str:
-        """Submit a letter's job again, all its samples, and delete the letter; returns the new job's id.
+        """Submit a letter's job again with all its samples, and delete the letter. Returns the new job's id.
 
-        Results go to the client that submitted it first, or to `reply_to`. `metadata["requeued_from"]` is the old id.
-        Repeated, it is the same job. Raises NoSuchDeadLetter, CannotRequeue, InvalidField, or PoolBusy (the letter
-        stays).
+        Results go to the client that submitted the job first, or to `reply_to`. `metadata["requeued_from"]` is the old
+        id. A repeated call submits the same job. Raises NoSuchDeadLetter, CannotRequeue, InvalidField, or PoolBusy (the
+        letter stays).
         """
         if reply_to is not None:
             check_client_id("reply_to", reply_to)
@@ -149,7 +149,7 @@ def successor(letter: DeadLetter, reply_to: str | None = None) -> GenerateJob:
     where = f"dead letter {letter.entry_id} (job {letter.job_id})"
     try:
         job = decode(letter.payload, GenerateJob)
-        if letter.payload[1] > MINOR:  # decoding has dropped fields that this side does not know
+        if letter.payload[1] > MINOR:  # decoding drops fields that this side does not know
             raise CannotRequeue(f"{where} was written by a newer release: requeue it with that one")
         fields: dict[str, Any] = {name: getattr(job, name) for name in job.model_fields_set}
         fields["id"] = successor_id(letter.entry_id, letter.job_id)
@@ -163,13 +163,13 @@ def successor(letter: DeadLetter, reply_to: str | None = None) -> GenerateJob:
 
 
 def successor_id(entry_id: str, job_id: str) -> str:
-    """The id of the job that replaces a letter: always the same, in the form `new_id` gives, as old as the letter."""
+    """The id of the job that replaces a letter. It depends on the letter alone and carries the letter's time."""
     digest = hashlib.sha256(f"{entry_id} {job_id}".encode()).digest()
     return derived_id(int(entry_id.partition("-")[0]), digest)
 
 
 def _told(fields: dict[bytes, bytes]) -> dict[str, Any]:
-    """What a letter says beside its payload, as far as it says it: one that is strange does not hide the others."""
+    """A letter without its payload. Missing fields are left empty, so an odd letter does not hide the others."""
 
     def text(name: bytes) -> str:
         return fields.get(name, b"").decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The worker's side of a pool: a lease for everything it holds, and what it does with jobs under that lease."""
+"""The worker's side of a pool: its lease, and everything it does with jobs under that lease."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..redis import Keys
 from ..scripts import Scripts, calls
 
 MAX_CALL_TOKENS = 1 << 19
-"""So many tokens with their logprobs (4 MiB) are enough for one call of checkpoint or release: callers send batches."""
+"""Most tokens, with their logprobs 4 MiB, in one call of checkpoint or release. Callers send more in batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One claimed job, still encoded: a payload that cannot be read must not take its neighbours down.
+    """One claimed job. It is still encoded, so a payload that cannot be decoded harms no other job of the claim.
 
-    attempt: the fencing token. n: its samples, as it was accepted. queued_s: how long it had waited. left_s: seconds to
-    its deadline, None if it has none. published: samples that are out. partials: per sample that is to be continued the
-    encoded pieces of what there is of it, in order. ending: it is to be published as it is, see Broker.stop.
+    attempt: the fencing token. n: number of samples. queued_s: seconds it waited in the queue. left_s: seconds to its
+    deadline, None without one. published: samples that were published before. partials: for each sample to be
+    continued, its encoded pieces in order. ending: publish what there is and generate no more, see Broker.stop.
     """
 
     job_id: str
@@ -40,7 +40,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a heartbeat brought back: jobs Redis thinks this worker holds, newest committed version, open epoch or 0."""
+    """A heartbeat's answer. held: jobs that Redis has under this worker's name. committed: newest committed version.
+    epoch: the open transfer, 0 for none."""
 
     held: int
     committed: int
@@ -58,15 +59,15 @@ class Finished:
     payload: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Here, where one sample fails alone, and not when it is in a batch with others.
+        # Encoded here, where a sample fails alone, and not in a batch with others.
         object.__setattr__(self, "payload", encode(self.result))
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a sample has generated since it was last saved. number: 0 for the first; saving 0 again starts it over.
+    """What a sample has generated since it was last saved. number: 0 for the first piece. Saving 0 again starts over.
 
-    streamed: the client is told of it. Raises InvalidField if it is larger than a message may be.
+    streamed: tell the client. Raises InvalidField if it is larger than a message may be.
     """
 
     job_id: str
@@ -83,7 +84,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A job to be given back. lost: it was in an engine that died, which counts against it like a lost lease."""
+    """A job to be given back. lost: it was in an engine that died. That counts like a lost lease."""
 
     job_id: str
     attempt: int
@@ -92,7 +93,7 @@ class Release:
 
 
 class Lease:
-    """One incarnation of a worker. After LeaseLost it is over: join again under a new id."""
+    """One incarnation of a worker. It ends with LeaseLost: the worker joins again under a new id."""
 
     def __init__(self, redis: Redis, pool: str, worker_id: str, lease_s: float = 10.0) -> None:
         # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
@@ -104,11 +105,11 @@ class Lease:
         self._claims = 0
 
     async def join(self, status: WorkerStatus) -> Beat:
-        """Register; from here on the worker may claim, for `lease_s` seconds at a time."""
+        """Register. From then on the worker may claim. Each beat renews the lease for `lease_s` seconds."""
         return await self._beat(status, join=True)
 
     async def heartbeat(self, status: WorkerStatus) -> Beat:
-        """Renew. Cost does not depend on how much is held. Raises LeaseLost if others have the jobs by now."""
+        """Renew the lease. The cost does not depend on how much is held. Raises LeaseLost if others have the jobs."""
         return await self._beat(status, join=False)
 
     async def _beat(self, status: WorkerStatus, join: bool) -> Beat:
@@ -121,11 +122,10 @@ class Lease:
     async def claim(
         self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None
     ) -> list[Claim]:
-        """Take queued jobs of together about `max_samples` samples (the last one may go over), highest class first.
+        """Take queued jobs, highest class first, of about `max_samples` samples together. The last job may go over.
 
-        Only jobs that can run on weights `version` and on these versions of these adapters; and those for an adapter
-        that the pool does not have.
-        A claim whose reply was lost is given again by the next call. Raises LeaseLost.
+        Gives jobs that can run on weights `version` with these adapters, and jobs for adapters that the pool does not
+        have at all. If the reply to a claim was lost, the next call returns the same jobs. Raises LeaseLost.
         """
         number = self._claims + 1
         has = (calls.AdapterVersion(*adapter) for adapter in (adapters or {}).items())
@@ -138,14 +138,14 @@ class Lease:
         return [_claim(answer[i : i + 7]) for i in range(0, len(answer), 7)]
 
     async def complete(self, finished: Sequence[Finished]) -> list[str]:
-        """Publish samples; per sample "ok", "again" (was out already) or "fenced" (refused: another has the job)."""
+        """Publish samples. Returns for each "ok", "again" (published before) or "fenced" (another has the job)."""
         samples = (calls.FinishedSample(it.job_id, it.attempt, it.sample, it.payload) for it in finished)
         return [state.decode() for state in await self._scripts.run(calls.complete(self.worker_id, *samples))]
 
     async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:
-        """Save what unfinished samples have generated; per piece "ok", "fenced", or "gap".
+        """Save what unfinished samples have generated. Returns for each piece "ok", "fenced", or "gap".
 
-        Sending one again is harmless. A gap: an earlier piece is missing and this one was not kept; begin with 0 again.
+        A repeated piece is harmless. "gap": an earlier piece is missing and this one was not kept. Begin with 0 again.
         """
         saved = (
             calls.SavedPiece(it.job_id, it.attempt, it.sample, it.number, it.payload, 1 if it.streamed else "")
@@ -154,7 +154,7 @@ class Lease:
         return [state.decode() for state in await self._scripts.run(calls.checkpoint(self.worker_id, *saved))]
 
     async def release(self, jobs: Sequence[Release], max_lost: int) -> list[str]:
-        """Give jobs back unfinished; per job "ok", "dead" (lost once too often) or "fenced"."""
+        """Give unfinished jobs back. Returns for each "ok", "dead" (lost once too often) or "fenced"."""
         given: list[tuple[calls.Arg, ...]] = []
         for job in jobs:
             given.append((job.job_id, job.attempt, int(job.lost), len(job.pieces)))
@@ -172,16 +172,16 @@ class Lease:
         return answer == b"ok"
 
     async def leave(self) -> int:
-        """Unregister; returns how many jobs are still held (0: gone)."""
+        """Unregister. Returns how many jobs the worker still holds. At 0 it is gone."""
         return int(await self._scripts.run(calls.leave(self.worker_id)))
 
     async def reap(self, max_lost: int, budget: int = 256) -> tuple[int, int, int, int]:
-        """Take back the jobs of dead workers: (requeued, dead-lettered, expired, workers removed)."""
+        """Take back the jobs of dead workers. Returns (requeued, dead-lettered, expired, workers removed)."""
         requeued, dead, expired, removed = await self._scripts.run(calls.reap(max_lost, budget))
         return requeued, dead, expired, removed
 
     async def attempts(self, job_ids: Sequence[str]) -> dict[str, int]:
-        """The present attempt of each job; 0 for one that Redis does not have."""
+        """The current attempt of each job, 0 for a job that Redis does not have."""
         async with self.redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
                 pipe.hget(self.keys.job(job_id), "a")

@@ -1,6 +1,6 @@
 """How the values of sampling parameters are read: from what other engines take to the fields of a GenerateJob.
 
-Every reader gets the value of one name and returns {field: value}, the fields named as in `dialects.py`. It raises
+Every reader gets the value of one name and returns {field: value}, the fields named as in GenerateJob. It raises
 ValueError saying what is allowed.
 """
 

@@ -4,7 +4,7 @@
 
 Only what is said is set: a name that is absent, or None, leaves this package's default (which is not always the
 other's: vLLM generates 16 tokens where nothing is said, this package 128). Two names for one thing must agree. Every
-name and its fate are in `dialect_names.py`.
+name and its fate are in `names.py`.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class Keys:
 
     @property
     def bell(self) -> str:
-        """STREAM (bounded) that says something changed: weights, cancellations, controls; see bell.py."""
+        """STREAM (bounded) that says something changed: weights, cancellations, controls; see Ring."""
         return f"{self.prefix}bell"
 
     @property
@@ -140,7 +140,7 @@ class Keys:
 
     @property
     def mark(self) -> str:
-        """STRING with a TTL, written before WAIT; see lua.py."""
+        """STRING with a TTL, written before WAIT; see scripts/runner.py."""
         return f"{self.prefix}mark"
 
     @property

@@ -1,6 +1,6 @@
-"""Runs the Lua scripts: every change to a pool's state is one of them, so it happens whole or not at all.
+"""Runs the Lua scripts. Every change to a pool's state is one script, so it happens whole or not at all.
 
-Every script is idempotent: redis-py re-sends a command whose reply was lost, and the second run must change nothing.
+Every script is idempotent. redis-py re-sends a command whose reply was lost, and the second run must change nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .calls import Arg, Call
 from .source import script_source
 
 WAITS = frozenset({"enqueue", "complete", "close", "cancel", "cancel_client", "release", "dead", "expire"})
-"""What a failover must not take back: with `min_replicas` these return once that many replicas have it."""
+"""Writes that a failover must not lose: with `min_replicas` these scripts return once that many replicas have them."""
 
 GROWS = frozenset({"enqueue", "checkpoint", "announce"})
-"""What a Redis at its memory limit refuses. Everything else is about work it has accepted already, and goes on: else
-no lease could be renewed, no result be published, and nothing would ever be freed."""
+"""Scripts that a Redis at its memory limit refuses. All others go on, because they are about work that it has accepted:
+else no lease could be renewed, no result published, and no memory freed."""
 
 LOADS = 3
-"""How often a script is loaded for one call: the server may change, or forget, between the loading and the call."""
+"""How often a script is loaded for one call. The server may change, or forget it, between the loading and the call."""
 
 # Redis refuses the first command of a script that may need memory, and only if the script has written nothing yet
 # (measured on 6.2 and 7.0; 7's `#!lua flags=allow-oom` is a syntax error to 6.2). Deleting nothing counts as a write.
@@ -50,7 +50,7 @@ def _sha(source: str) -> str:
 class Scripts:
     """The scripts of one pool over one connection pool. Loaded by SHA, sent whole again after a Redis restart.
 
-    How `min_replicas` is kept, see `messages.url.Durability`, is said by the client that `connect` made of the URL.
+    The client that `connect` made from the URL says how many replicas have to confirm (`Durability`).
     """
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
@@ -84,7 +84,7 @@ class Scripts:
         return await (self._replicated(name, call) if wait else self._redis.execute_command(*call))
 
     async def _replicated(self, name: str, call: tuple[Any, ...]) -> Any:
-        """The script's answer once enough replicas have what it wrote. All on one connection: WAIT is about it."""
+        """The script's answer once enough replicas have its writes. All on one connection, because WAIT is about one."""
         wanted = self._durability
         clock = asyncio.get_running_loop().time
         deadline = clock() + RETRY_BUDGET_S
