@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from .producer.control import PoolControl
     from .producer.control_blocking import BlockingPoolControl
     from .producer.skyrl import SkyRLEngine
-    from .sync.packing.experts import unfuse_experts
-    from .sync.packing.gather import strip_wrappers
-    from .sync.publish.publisher import PublishHandle, PublishProgress, PublishReport, WeightPublisher
+    from .sync import PublishHandle, PublishProgress, PublishReport, WeightPublisher, strip_wrappers, unfuse_experts
 
 __version__ = "0.1.0"
 __all__ = [
@@ -80,13 +78,13 @@ __all__ = [
 _LAZY = {
     "BlockingPoolControl": "producer.control_blocking",
     "PoolControl": "producer.control",
-    "PublishHandle": "sync.publish.publisher",
-    "PublishProgress": "sync.publish.publisher",
-    "PublishReport": "sync.publish.publisher",
+    "PublishHandle": "sync",
+    "PublishProgress": "sync",
+    "PublishReport": "sync",
     "SkyRLEngine": "producer.skyrl",
-    "WeightPublisher": "sync.publish.publisher",
-    "strip_wrappers": "sync.packing.gather",
-    "unfuse_experts": "sync.packing.experts",
+    "WeightPublisher": "sync",
+    "strip_wrappers": "sync",
+    "unfuse_experts": "sync",
 }
 """Names whose modules are imported when they are used: they pull torch, or not every trainer wants them."""
 

@@ -42,8 +42,10 @@ from .tasks import (
 )
 from .tools import FORMATS, Tool, ToolCall, why_invalid, why_unsendable
 from .weights import (
+    BUCKET_BYTES,
     NCCL_AGREED,
     NCCL_CTAS,
+    Keep,
     NonFinitePolicy,
     StagingPolicy,
     TensorSpec,
@@ -56,6 +58,7 @@ from .workers import DeadLetter, WorkerState, WorkerStatus
 
 __all__ = [
     "ACTIONS",
+    "BUCKET_BYTES",
     "FORMATS",
     "GRAMMARS",
     "MAX_ARRAY_BYTES",
@@ -77,6 +80,7 @@ __all__ = [
     "EmbedResult",
     "GenerateJob",
     "JobFailure",
+    "Keep",
     "LoadAdapterParams",
     "LoadParams",
     "LogitProcessor",

@@ -13,6 +13,10 @@ UpdateMode = Literal["resume", "in_place", "drain"]
 Transport = Literal["gloo", "nccl", "ipc", "disk"]
 NonFinitePolicy = Literal["refuse", "allow"]
 StagingPolicy = Literal["auto", "on", "off"]
+Keep = Literal["auto", "device", "host"]
+"""Where a trainer's copy of a version lives until the next one."""
+BUCKET_BYTES = 512 << 20
+"""Size of one broadcast, unless a setting says otherwise."""
 NCCL_AGREED = ("NCCL_CUMEM_ENABLE", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS")
 """Environment variables that must be alike in all ranks of a group, or NCCL fails to connect them. SGLang sets the
 first to 0 where it is not set; engines get it back as it was, which is how most trainers have it, too."""

@@ -17,42 +17,18 @@ from ...messages.errors import ConfigError, InvalidField
 from ...messages.model import (
     GenerateJob,
     LogprobOptions,
-    NonFinitePolicy,
     SamplingParams,
-    UpdateMode,
     as_invalid_field,
 )
 from ...messages.nearest import nearest
 from ...messages.redis import DEFAULT_URL, parse, redacted
-from ...sync.transfer import STOCK_GONE
+from ...sync.transfer import SyncSettings
 from ...worker.config import WorkerConfig
 from ...worker.sglang.config import OWNED_ARGUMENTS, SGLangConfig
 from ...worker.sglang.parallel import check_parallelism
 
 Model = TypeVar("Model", bound=BaseModel)
 SECTIONS = ("worker", "engine", "job", "eval", "publisher")
-PUBLISHER: Mapping[str, Any] = {
-    "mode": "resume",
-    "host": None,
-    "port": 0,
-    "join_timeout_s": 10.0,
-    "transfer_timeout_s": 60.0,
-    "bucket_bytes": 512 << 20,
-    "keep": "auto",
-    "nonfinite": "refuse",
-    "gpu_direct": True,
-    "verify": True,
-    "transfer": "own",
-    "snapshots": None,
-    "snapshot_every": 1,
-    "keep_snapshots": 2,
-}
-"""WeightPublisher's options that can be written down, and its defaults. (It would load torch; a test compares.)"""
-PUBLISHER_WORDS: Mapping[str, tuple[str, ...]] = {
-    "mode": get_args(UpdateMode),
-    "keep": ("auto", "device", "host"),
-    "nonfinite": get_args(NonFinitePolicy),
-}
 SETTING_OF: Mapping[str, str] = {
     "mem_fraction_static": "mem_fraction",
     "max_running_requests": "max_running",
@@ -153,7 +129,7 @@ class Settings:
             "engine": left.engine,
             "job": left.job,
             "eval": lambda: left.job("eval"),
-            "publisher": left._check_publisher,
+            "publisher": lambda: left._model(SyncSettings, "publisher", left._section("publisher")),
         }
         for section, build in builds.items():
             while (problem := left._problem(section, build)) is not None:
@@ -170,29 +146,15 @@ class Settings:
             return "worker.redis_url" if section == "worker" else section, str(error)
         return None
 
-    def _check_publisher(self) -> None:
-        """Raises InvalidField for a value of another kind, or another word, than an option of WeightPublisher takes."""
-        for name, words in PUBLISHER_WORDS.items():
-            setting = self.said.get(f"publisher.{name}")
-            if setting is not None and setting.value not in words:
-                raise InvalidField(name, setting.value, f"one of {', '.join(words)}")
-        if (setting := self.said.get("publisher.transfer")) is not None and setting.value != "own":
-            raise InvalidField("transfer", setting.value, STOCK_GONE)
-        for name, default in PUBLISHER.items():
-            setting = self.said.get(f"publisher.{name}")
-            if setting is not None and (kind := _unlike(setting.value, default)):
-                raise InvalidField(name, setting.value, kind)
-
     def shown(self) -> list[tuple[str, Any, str]]:
         """(name, value, source) of all settings, the defaults too; passwords left out."""
         defaults: dict[str, Any] = {"worker.redis_url": DEFAULT_URL}
-        for section, model in (("worker", WorkerConfig), ("engine", SGLangConfig)):
+        for section, model in (("worker", WorkerConfig), ("engine", SGLangConfig), ("publisher", SyncSettings)):
             for name, info in model.model_fields.items():
                 if not info.is_required():
                     defaults[f"{section}.{name}"] = info.get_default(call_default_factory=True)
         del defaults["engine.extra"]
         defaults["engine.max_running"] = self.worker().max_running
-        defaults |= {f"publisher.{name}": value for name, value in PUBLISHER.items()}
         rows = {name: (value, "default") for name, value in defaults.items()}
         rows |= {name: (setting.value, setting.source) for name, setting in self.said.items()}
         order = {section: index for index, section in enumerate(SECTIONS)}
@@ -262,7 +224,7 @@ def known_names(section: str) -> list[str]:
     if section == "engine":
         return list(SGLangConfig.model_fields)
     if section == "publisher":
-        return list(PUBLISHER)
+        return list(SyncSettings.model_fields)
     plain = [*PLAIN_JOB, *OTHER_JOB]
     plain += [f"sampling.{name}" for name in SamplingParams.model_fields]
     return plain + [f"logprobs.{name}" for name in LogprobOptions.model_fields]
@@ -281,17 +243,6 @@ def worded(name: str, value: Any) -> Any:
 def hidden(name: str, value: Any) -> Any:
     """`value` as it may be shown."""
     return redacted(value) if name.endswith("redis_url") and isinstance(value, str) else value
-
-
-def _unlike(value: Any, default: Any) -> str:
-    """What a value like `default` would be, if this is none; "" if it is."""
-    if isinstance(default, bool):
-        return "" if isinstance(value, bool) else "true or false"
-    if isinstance(default, int | float):
-        kind = int if isinstance(default, int) else int | float
-        fits = isinstance(value, kind) and not isinstance(value, bool) and value >= 0
-        return "" if fits else f"a{' whole' if isinstance(default, int) else ''} number, not negative"
-    return "" if isinstance(value, str) or value is default else "a text"
 
 
 def _merged(given: Any, overrides: Mapping[str, Any]) -> str:

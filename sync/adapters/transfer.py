@@ -12,7 +12,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ from ...messages.errors import DigestMismatch, InvalidField, MalformedMessage, T
 from ...messages.model import WeightAnnouncement, WeightManifest
 from ...messages.redis import Bell
 from ..tensors import Digester, Snapshot, hex_of, unpack, values_of
-from ..transfer import Join, Ledger, Patience, Terms, Transfer, TransferResult, repeated
+from ..transfer import Join, Ledger, Patience, SyncSettings, Transfer, TransferResult, repeated
 from ..wire import Broadcaster, EpochKeys, fetch, fetch_manifest, join_store, why_broken
 from .format import MOST_BYTES, Adapter, check_config, check_tensors
 
@@ -51,8 +51,9 @@ class Parcel:
 class AdapterSender:
     """Sends adapters, and keeps the newest committed version of each for workers that come later."""
 
-    def __init__(self, redis: Redis, pool: str, bell: Bell, terms: Terms, line: Broadcaster) -> None:
-        self._bell, self._terms, self._line = bell, terms, line
+    def __init__(self, redis: Redis, pool: str, bell: Bell, settings: SyncSettings, line: Broadcaster) -> None:
+        # Adapters interrupt no request, whatever the mode is in which weights are updated.
+        self._bell, self._settings, self._line = bell, settings.model_copy(update={"mode": "resume"}), line
         self._ledger = Ledger(redis, pool)
         self._retained: dict[str, Parcel] = {}
         self._patience = Patience()
@@ -81,8 +82,8 @@ class AdapterSender:
 
     async def _transfer(self, parcel: Parcel, only: frozenset[str] | None) -> TransferResult:
         expected = await self._ledger.live_workers() if only is None else only
-        terms = replace(self._terms, adapter=parcel.name)
-        transfer = Transfer(self._ledger, self._bell, terms, _Source(parcel, self._line))
+        source = _Source(parcel, self._line)
+        transfer = Transfer(self._ledger, self._bell, self._settings, source, adapter=parcel.name)
         result = await transfer.run(expected, catch_up=only is not None)
         assert result is not None
         if result.committed:

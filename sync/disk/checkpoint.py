@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...messages.errors import DigestMismatch, InvalidField
-from ...messages.model import TensorSpec, WeightManifest
-from ..tensors import BUCKET_BYTES, Digester, Place, Planner, digest, dtype_name, hex_of
+from ...messages.model import BUCKET_BYTES, TensorSpec, WeightManifest
+from ..tensors import Digester, Place, Planner, digest, dtype_name, hex_of
 from .draft import INDEX
 from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
 from .index import WEIGHT_MAP

@@ -1,6 +1,6 @@
 """A version taken out of the trainer: gathered, named as a checkpoint names it, copied into flat buckets."""
 
-from .buckets import Keep, fill, release_host_memory
+from .buckets import fill, release_host_memory
 from .packing import PackedWeights
 
-__all__ = ["Keep", "PackedWeights", "fill", "release_host_memory"]
+__all__ = ["PackedWeights", "fill", "release_host_memory"]

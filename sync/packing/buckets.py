@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from ...messages.errors import InvalidField
+from ...messages.model import Keep
 from ..tensors import ALIGN, Copies, Digester, Place, padded
 
-Keep = Literal["auto", "device", "host"]
 MARGIN = 0.1
 """Share of a GPU's memory that "auto" leaves free for the trainer."""
 _WORD = 8

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ...messages.errors import ConfigError, InvalidField
-from ...messages.model import TensorSpec, WeightManifest
-from ..tensors import BUCKET_BYTES, LONGEST_NAME, Place, Places, Planner, Snapshot, dtype_name, hex_of
-from .buckets import Buckets, Keep
+from ...messages.model import BUCKET_BYTES, Keep, TensorSpec, WeightManifest
+from ..tensors import LONGEST_NAME, Place, Places, Planner, Snapshot, dtype_name, hex_of
+from .buckets import Buckets
 from .gather import gathered, is_sharded, plain
 
 PAIRS = "(name, tensor) pairs, such as model.named_parameters()"

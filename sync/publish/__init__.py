@@ -1,6 +1,6 @@
 """The trainer's side of weight sync: publish a version, send it to the workers, save it."""
 
-from .handle import PublishHandle, PublishReport
+from .handle import PublishHandle, PublishProgress, PublishReport
 from .publisher import WeightPublisher
 
-__all__ = ["PublishHandle", "PublishReport", "WeightPublisher"]
+__all__ = ["PublishHandle", "PublishProgress", "PublishReport", "WeightPublisher"]

@@ -10,26 +10,23 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, Unpack
 
 import torch
 
 from ...messages.errors import InvalidField, WeightSyncError
-from ...messages.model import NonFinitePolicy, UpdateMode
 from ...messages.redis import Keys, connect, default_url, first_node_url, ping
 from ..adapters import Parcel
 from ..adapters import format as adapter_format
 from ..disk import SnapshotStore
-from ..packing import Keep, PackedWeights, release_host_memory
-from ..tensors import BUCKET_BYTES, Places, Snapshot, side_stream
-from ..transfer import STOCK_GONE
+from ..packing import PackedWeights, release_host_memory
+from ..tensors import Places, Snapshot, side_stream
+from ..transfer import SyncOptions, SyncSettings
 from ..wire import own_address_towards
-from . import checks as check
 from .handle import Order, PublishHandle, PublishProgress, PublishReport, State
 from .saver import SnapshotSaver, store_of
-from .sender import Sender, Settings, TransferResult
+from .sender import Sender, TransferResult
 
-__all__ = ["PublishHandle", "PublishProgress", "PublishReport", "WeightPublisher"]
 log = logging.getLogger(__name__)
 RETRY_S = 1.0
 
@@ -48,26 +45,13 @@ class WeightPublisher:
     Args:
         redis_url: the pool's Redis; by default $ROLLOUTMQ_REDIS, or the one on this host.
         pool: its name.
-        host: this host as workers reach it; by default the address that the route to Redis leaves from.
-        port: where the rendezvous store listens; 0 picks a free one.
-        mode: "resume" interrupts running samples and continues them under the new weights, "in_place" changes the
-            weights under them and keeps their KV cache, "drain" lets them finish.
-        join_timeout_s: how long workers may take to answer an announcement (with "drain": to finish what runs).
-        transfer_timeout_s: how long a transfer may take from the seal to the last report.
-        bucket_bytes: size of one broadcast.
-        keep: where the copy of a version lives until the next one: "device" (as much GPU memory as the weights),
-            "host" (pinned memory), or "auto".
         rename: name of a tensor in the trainer -> its name in the checkpoint, or None to leave it out.
         leader: whether this rank sends; by default rank 0 of the trainer's default process group, or the only one.
-        nonfinite: "refuse" sends no version that has NaN or Inf in it, and no worker loads one; "allow" does.
-        gpu_direct: False sends through host memory (gloo) even between GPUs.
-        verify: False leaves the digests unchecked. For measuring what they cost.
-        transfer: "own", the only one there is.
         snapshots: a folder (or a SnapshotStore) to save committed versions in, for workers that come when this trainer
             is gone, and for a trainer that starts again. In the background: a version that waits for its turn is
             skipped when a newer one is committed. See `snapshots_saved`.
-        snapshot_every: the first committed version, and then each of this distance, is saved.
-        keep_snapshots: this many of the newest stay in the folder.
+        settings: fields of `SyncSettings`, which describes them: host, port, mode, join_timeout_s, transfer_timeout_s,
+            bucket_bytes, keep, nonfinite, gpu_direct, verify, transfer, snapshot_every, keep_snapshots.
 
     Raises InvalidField for a setting that cannot be; RedisUnavailable; WeightSyncError if nothing can listen on `port`;
     SnapshotError if the folder of `snapshots` cannot be made.
@@ -78,36 +62,14 @@ class WeightPublisher:
         redis_url: str | None = None,
         pool: str = "default",
         *,
-        host: str | None = None,
-        port: int = 0,
-        mode: UpdateMode = "resume",
-        join_timeout_s: float = 10.0,
-        transfer_timeout_s: float = 60.0,
-        bucket_bytes: int = BUCKET_BYTES,
-        keep: Keep = "auto",
         rename: Callable[[str], str | None] | None = None,
         leader: bool | None = None,
-        nonfinite: NonFinitePolicy = "refuse",
-        gpu_direct: bool = True,
-        verify: bool = True,
-        transfer: Literal["own"] = "own",
         snapshots: str | Path | SnapshotStore | None = None,
-        snapshot_every: int = 1,
-        keep_snapshots: int = 2,
+        **settings: Unpack[SyncOptions],
     ) -> None:
-        check.one_of("mode", mode, get_args(UpdateMode))
-        check.one_of("keep", keep, get_args(Keep))
-        check.one_of("nonfinite", nonfinite, get_args(NonFinitePolicy))
-        if transfer != "own":
-            raise InvalidField("transfer", transfer, STOCK_GONE)
-        check.seconds("join_timeout_s", join_timeout_s)
-        check.seconds("transfer_timeout_s", transfer_timeout_s)
-        check.port("port", port)
-        check.count("snapshot_every", snapshot_every)
-        check.count("keep_snapshots", keep_snapshots)
-        url = redis_url or default_url()
-        Keys(pool)  # a bad pool name is told here, not in the thread
-        self._bucket_bytes, self._keep, self._rename = bucket_bytes, keep, rename
+        self._settings = SyncSettings.build(**settings)
+        self._url, self._pool, self._rename = redis_url or default_url(), pool, rename
+        Keys(pool)  # a bad pool name is refused here, not in the thread
         self._leader = _leads() if leader is None else leader
         self._like: Places | None = None
         self._lock = threading.Lock()
@@ -122,20 +84,10 @@ class WeightPublisher:
         self._saver: SnapshotSaver | None = None
         if not self._leader:
             return
+        self._host = self._settings.host or own_address_towards(first_node_url(self._url))
         if snapshots is not None:
-            self._saver = SnapshotSaver(store_of(snapshots, keep_snapshots), snapshot_every)
-        self._settings = Settings(
-            redis_url=url,
-            pool=pool,
-            host=host or own_address_towards(first_node_url(url)),
-            port=port,
-            mode=mode,
-            join_timeout_s=join_timeout_s,
-            transfer_timeout_s=transfer_timeout_s,
-            verify=verify,
-            nonfinite=nonfinite,
-            gpu_direct=gpu_direct,
-        )
+            store = store_of(snapshots, self._settings.keep_snapshots)
+            self._saver = SnapshotSaver(store, self._settings.snapshot_every)
         self._thread = threading.Thread(target=self._main, name="rolloutmq-weights", daemon=True)
         self._thread.start()
         try:
@@ -178,8 +130,8 @@ class WeightPublisher:
         packed = PackedWeights(
             version,
             tensors,
-            self._bucket_bytes,
-            keep=self._keep,
+            self._settings.bucket_bytes,
+            keep=self._settings.keep,
             rename=self._rename,
             leader=self._leader,
             like=self._like,
@@ -211,7 +163,13 @@ class WeightPublisher:
         """
         began = time.monotonic()
         name, packed, plain = adapter_format.pack(
-            name, version, tensors, config, newest=self._last, bucket_bytes=self._bucket_bytes, leader=self._leader
+            name,
+            version,
+            tensors,
+            config,
+            newest=self._last,
+            bucket_bytes=self._settings.bucket_bytes,
+            leader=self._leader,
         )
         return self._queue(Order(packed, PublishHandle(version, self._abort), began, name, plain))
 
@@ -284,9 +242,9 @@ class WeightPublisher:
                 order.handle._future.set_exception(WeightSyncError(f"the weight publisher stopped: {error}"))
 
     async def _serve(self) -> None:
-        url, pool = self._settings.redis_url, self._settings.pool
+        url, pool = self._url, self._pool
         redis, blocking = connect(url, pool=pool), connect(url, pool=pool, blocking=True)
-        self._sender = sender = Sender(redis, blocking, self._settings)
+        self._sender = sender = Sender(redis, blocking, pool, self._host, self._settings)
         try:
             await ping(redis)
             self._loop = asyncio.get_running_loop()

@@ -6,13 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import Literal
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from ...messages.model import NonFinitePolicy, UpdateMode, WeightAnnouncement
+from ...messages.model import WeightAnnouncement
 from ...messages.redis import Bell
 from ..adapters import AdapterSender
 from ..tensors import Snapshot
@@ -22,7 +21,7 @@ from ..transfer import (
     Join,
     Ledger,
     Patience,
-    Terms,
+    SyncSettings,
     Transfer,
     TransferResult,
     nccl_settings,
@@ -33,33 +32,18 @@ from .handle import Phase, PublishProgress
 
 log = logging.getLogger(__name__)
 
-__all__ = ["GRACE_S", "Sender", "Settings", "TransferResult"]
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a transfer needs to know of its surroundings; see WeightPublisher."""
-
-    redis_url: str
-    pool: str
-    host: str
-    port: int
-    mode: UpdateMode
-    join_timeout_s: float
-    transfer_timeout_s: float
-    verify: bool = True
-    nonfinite: NonFinitePolicy = "refuse"
-    gpu_direct: bool = True
+__all__ = ["GRACE_S", "Sender", "TransferResult"]
 
 
 class Sender:
     """Sends snapshots to a pool's workers. Keeps the last one for workers that come later."""
 
-    def __init__(self, redis: Redis, blocking: Redis, settings: Settings) -> None:
+    def __init__(self, redis: Redis, blocking: Redis, pool: str, host: str, settings: SyncSettings) -> None:
+        """blocking: a connection for commands that wait. host: this host as workers reach it."""
         self._settings = settings
-        self._redis = redis
-        self._ledger = Ledger(redis, settings.pool)
-        self._bell = Bell(blocking, settings.pool)
+        self._redis, self._pool, self._host = redis, pool, host
+        self._ledger = Ledger(redis, pool)
+        self._bell = Bell(blocking, pool)
         self._retained: Snapshot | None = None
         self._line: Broadcaster | None = None
         self._adapters: AdapterSender | None = None
@@ -71,12 +55,8 @@ class Sender:
 
     async def open(self) -> int:
         """Start to listen; returns the pool's newest version, committed or not."""
-        settings = self._settings
-        self._line = Broadcaster(settings.host, settings.port)
-        # Adapters interrupt nobody, whatever the mode is in which weights are updated.
-        limits = settings.join_timeout_s, settings.transfer_timeout_s
-        terms = Terms("resume", *limits, settings.verify, settings.nonfinite)
-        self._adapters = AdapterSender(self._redis, settings.pool, self._bell, terms, self._line)
+        self._line = Broadcaster(self._host, self._settings.port)
+        self._adapters = AdapterSender(self._redis, self._pool, self._bell, self._settings, self._line)
         await self._bell.open()
         self._listening = asyncio.create_task(self._bell.listen())
         return await self._ledger.newest()
@@ -160,20 +140,12 @@ class Sender:
         return await repeated(self._ledger, lambda whom: self._transfer(snapshot, whom), only)
 
     async def _transfer(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
-        settings = self._settings
         assert self._line is not None
-        terms = Terms(
-            mode=settings.mode,
-            join_timeout_s=settings.join_timeout_s,
-            transfer_timeout_s=settings.transfer_timeout_s,
-            verify=settings.verify,
-            nonfinite=settings.nonfinite,
-        )
         expected = await self._ledger.live_workers() if only is None else only
         if self._stopped:
             return TransferResult(committed=False, failures=dict.fromkeys(expected, self._stopped))
-        source = _Retained(snapshot, self._line, settings.gpu_direct, self._not_by_ipc)
-        self._under_way = transfer = Transfer(self._ledger, self._bell, terms, source)
+        source = _Retained(snapshot, self._line, self._settings.gpu_direct, self._not_by_ipc)
+        self._under_way = transfer = Transfer(self._ledger, self._bell, self._settings, source)
         try:
             result = await transfer.run(expected, catch_up=only is not None)
         finally:

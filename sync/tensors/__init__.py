@@ -2,7 +2,7 @@
 
 from .copies import Copies
 from .digester import Digester, digest, digests, hex_of, length_term, values_of
-from .places import ALIGN, BUCKET_BYTES, LONGEST_NAME, Place, Places, Planner, dtype_name, dtype_named, padded
+from .places import ALIGN, LONGEST_NAME, Place, Places, Planner, dtype_name, dtype_named, padded
 from .snapshot import Snapshot, check_places, unpack
 from .staging import Staging
 from .streams import side_stream
@@ -10,7 +10,6 @@ from .turns import short_turns
 
 __all__ = [
     "ALIGN",
-    "BUCKET_BYTES",
     "LONGEST_NAME",
     "Copies",
     "Digester",

@@ -10,7 +10,6 @@ import torch
 
 from ...messages.errors import InvalidField
 
-BUCKET_BYTES = 512 << 20
 ALIGN = 64
 """Every tensor starts at a multiple of this in its bucket, so that a slice of it can be viewed as its own dtype."""
 MOST_DIMENSIONS = 16

@@ -2,9 +2,10 @@
 
 from .ledger import Epoch, Join, Ledger, nccl_settings, through_outage
 from .ledger_view import LedgerView, TransferRecord, VersionRecord
-from .order import STOCK_GONE, Phase, TransferOrder, TransferReport
+from .order import Phase, TransferOrder, TransferReport
 from .patience import Patience
-from .rounds import GLANCE_S, GRACE_S, Terms, Transfer, TransferResult, repeated
+from .rounds import GLANCE_S, GRACE_S, Transfer, TransferResult, repeated
+from .settings import STOCK_GONE, SyncOptions, SyncSettings
 
 __all__ = [
     "GLANCE_S",
@@ -16,7 +17,8 @@ __all__ = [
     "LedgerView",
     "Patience",
     "Phase",
-    "Terms",
+    "SyncOptions",
+    "SyncSettings",
     "Transfer",
     "TransferOrder",
     "TransferRecord",

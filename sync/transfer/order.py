@@ -9,11 +9,6 @@ from typing import Any, Literal, get_args
 from ...messages.errors import InvalidField, MalformedMessage
 from ...messages.model import NonFinitePolicy, Transport, UpdateMode, WeightAnnouncement
 
-STOCK_GONE = (
-    "'own'; updates no longer go through SGLang's own update group: where NCCL does not work, publish with "
-    "gpu_direct=False, which sends over gloo"
-)
-"""What is allowed where transfer='stock' was asked for."""
 Phase = Literal["rendezvous", "receive", "verify", "load", "ready", "staged", "done"]
 
 

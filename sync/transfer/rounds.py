@@ -12,10 +12,11 @@ from functools import partial
 from typing import Literal, Protocol
 
 from ...messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
-from ...messages.model import NonFinitePolicy, UpdateMode, WeightAnnouncement
+from ...messages.model import WeightAnnouncement
 from ...messages.redis import Bell
 from .ledger import Epoch, Join, Ledger, through_outage
 from .order import TransferReport
+from .settings import SyncSettings
 
 log = logging.getLogger(__name__)
 GRACE_S = 2.0
@@ -27,18 +28,6 @@ ATTEMPTS = 3
 """A transfer that a dead or stuck worker broke is repeated without it, this often in all."""
 LINE_TROUBLE = frozenset({"rendezvous", "receive"})
 """Phases in which a transfer can fail for another rank's sake."""
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """How a transfer goes on the receivers' side; see WeightPublisher."""
-
-    mode: UpdateMode
-    join_timeout_s: float
-    transfer_timeout_s: float
-    verify: bool = True
-    nonfinite: NonFinitePolicy = "refuse"
-    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +97,13 @@ class Source(Protocol):
 
 
 class Transfer:
-    """Carries out one transfer of `source`."""
+    """Carries out one transfer of `source`; of a LoRA adapter, if `adapter` names one."""
 
-    def __init__(self, ledger: Ledger, bell: Bell, terms: Terms, source: Source) -> None:
-        self._ledger, self._bell, self._terms, self._source = ledger, bell, terms, source
+    def __init__(
+        self, ledger: Ledger, bell: Bell, settings: SyncSettings, source: Source, *, adapter: str = ""
+    ) -> None:
+        self._ledger, self._bell, self._settings, self._source = ledger, bell, settings, source
+        self._adapter = adapter
         self._given_up = self._stopped = ""
         self.roster: tuple[str, ...] = ()
         """Who takes part, once that is settled."""
@@ -133,22 +125,18 @@ class Transfer:
 
         expected: who is waited for. catch_up: only these take part, the others have the version.
         """
-        ledger, terms, source = self._ledger, self._terms, self._source
+        ledger, source = self._ledger, self._source
         host, port = source.address
         announcement = WeightAnnouncement(
             version=source.version,
             epoch=await ledger.new_epoch(),
-            mode=terms.mode,
             host=host,
             port=port,
             catch_up=catch_up,
-            join_timeout_s=terms.join_timeout_s,
-            transfer_timeout_s=terms.transfer_timeout_s,
-            verify=terms.verify,
-            nonfinite=terms.nonfinite,
+            **self._settings.announced(),
         )
-        if terms.adapter:
-            announcement = announcement.model_copy(update={"adapter": terms.adapter})
+        if self._adapter:  # an unset field does not travel
+            announcement = announcement.model_copy(update={"adapter": self._adapter})
         if not await source.announce(ledger, announcement):
             return None
         joins = await self._joins(announcement, expected)
@@ -165,7 +153,7 @@ class Transfer:
         await self._close(announcement, result.committed)
         await source.clean(announcement)
         if result.failures:
-            of = f" of adapter {terms.adapter}" if terms.adapter else ""
+            of = f" of adapter {self._adapter}" if self._adapter else ""
             log.warning("version %s%s: %s", announcement.version, of, result.failures)
         return result
 

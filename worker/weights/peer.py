@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from ...messages.errors import EngineError, RolloutMQError, TransferTimeout
 from ...messages.model import WeightAnnouncement
 from ...messages.redis import Bell, first_node_url
-from ...sync.transfer import GRACE_S, Join, Ledger, Terms, Transfer, TransferOrder, TransferResult, nccl_settings
+from ...sync.transfer import GRACE_S, Join, Ledger, SyncSettings, Transfer, TransferOrder, TransferResult, nccl_settings
 from ..config import WorkerConfig
 from ..engine import Engine
 from .follower import WeightFollower
@@ -133,8 +133,8 @@ class Peer:
     async def _help(self, worker_id: str, version: int, behind: frozenset[str], over: int) -> None:
         self._idle.clear()
         source = _Lender(self._engine, version, worker_id, over)
-        terms = Terms(mode="resume", join_timeout_s=JOIN_S, transfer_timeout_s=TRANSFER_S, nonfinite="allow")
-        self._transfer = transfer = Transfer(self._ledger, self._bell, terms, source)
+        settings = SyncSettings(join_timeout_s=JOIN_S, transfer_timeout_s=TRANSFER_S, nonfinite="allow")
+        self._transfer = transfer = Transfer(self._ledger, self._bell, settings, source)
         try:
             await source.open(self._redis_url)
             result = await transfer.run(behind, catch_up=True)

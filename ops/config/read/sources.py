@@ -7,13 +7,16 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
+from pydantic import BaseModel
+
 from ....messages.dialects import collect
 from ....messages.errors import ConfigError
 from ....messages.nearest import nearest
+from ....sync.transfer import SyncSettings
 from ....worker.config import WorkerConfig
 from ....worker.sglang.config import SGLangConfig
 from ...cli.options import parse_extra
-from ..settings import PLAIN_JOB, PUBLISHER, SECTIONS, Setting, Settings, known_names
+from ..settings import PLAIN_JOB, SECTIONS, Setting, Settings, known_names
 
 WORKER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "model": ("engine.model",),
@@ -137,10 +140,8 @@ def _json(text: str) -> Any:
 
 
 def _is_text(section: str, name: str) -> bool:
-    if section == "publisher":
-        return PUBLISHER[name] is None or isinstance(PUBLISHER[name], str)
-    fields = (WorkerConfig if section == "worker" else SGLangConfig).model_fields
-    return _takes_text(fields[name].annotation)
+    models: Mapping[str, type[BaseModel]] = {"worker": WorkerConfig, "engine": SGLangConfig, "publisher": SyncSettings}
+    return _takes_text(models[section].model_fields[name].annotation)
 
 
 def _takes_text(annotation: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -18,7 +17,6 @@ from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.messages.model.sampling import LogprobOptions
 from rolloutmq.ops.config.foreign import skyrl, verl
 from rolloutmq.ops.config.load import explain, load_settings
-from rolloutmq.ops.config.settings import PUBLISHER
 from rolloutmq.worker.sglang.parallel import check_parallelism
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -257,17 +255,6 @@ def test_sizes_that_weight_sync_cannot_follow_are_refused(sizes: dict[str, int],
 @pytest.mark.parametrize("sizes", [{}, {"tp": 8}, {"tp": 8, "ep": 8}, {"tp": 8, "ep": 2}])
 def test_sizes_that_it_can_follow(sizes: dict[str, int]) -> None:
     check_parallelism(**sizes)
-
-
-def test_the_publishers_options_and_defaults_are_those_written_down_here() -> None:
-    tree = ast.parse((ROOT / "sync" / "publish" / "publisher.py").read_text())
-    (publisher,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "WeightPublisher")
-    (init,) = (node for node in publisher.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    defaults = dict(zip((arg.arg for arg in init.args.kwonlyargs), init.args.kw_defaults, strict=True))
-    assert set(PUBLISHER) == set(defaults) - {"rename", "leader"}
-    for name, node in defaults.items():
-        if name in PUBLISHER and isinstance(node, ast.Constant):
-            assert PUBLISHER[name] == node.value, name
 
 
 VALUES = st.recursive(

@@ -21,7 +21,7 @@ from rolloutmq import InvalidField, WeightPublisher
 from rolloutmq.messages import WeightAnnouncement, WeightSyncError
 from rolloutmq.sync.disk.errors import SnapshotError
 from rolloutmq.sync.packing import packing
-from rolloutmq.sync.transfer import Transfer
+from rolloutmq.sync.transfer import SyncOptions, SyncSettings, Transfer
 
 LAYER = torch.nn.Linear(2, 3)
 PAIRS = r"\(name, tensor\) pairs, such as model\.named_parameters\(\)"
@@ -32,7 +32,7 @@ NAMES = "names of 1 to 512 characters"
 @pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, True, "5", None])
 def test_times_that_cannot_be_waited(redis_db: str, field: str, value: Any) -> None:
     for leader in (True, False):  # on every rank alike
-        with pytest.raises(InvalidField, match=rf"^{field}={re.escape(repr(value))}: a finite number of seconds"):
+        with pytest.raises(InvalidField, match=rf"^{field}={re.escape(repr(value))}: Input should be"):
             WeightPublisher(redis_db, leader=leader, **{field: value})
 
 
@@ -69,7 +69,8 @@ async def test_an_older_trainers_transfer_through_it_is_refused_by_name(
     def by_stock(self: Transfer, *told: Any) -> WeightAnnouncement:
         return seal(self, *told).model_copy(update={"stock": True})
 
-    async with worker(redis_db) as one, publisher(redis_db) as source:
+    # The first transfer that is prepared in a process imports for seconds.
+    async with worker(redis_db) as one, publisher(redis_db, transfer_timeout_s=30.0) as source:
         with monkeypatch.context() as older:
             older.setattr(Transfer, "_seal", by_stock)
             report = await publish(source, 1)
@@ -79,6 +80,11 @@ async def test_an_older_trainers_transfer_through_it_is_refused_by_name(
         assert not one.worker._follower.quarantined
         report = await publish(source, 2)
         assert (report.state, report.workers) == ("committed", (one.id,))
+
+
+def test_every_setting_is_an_option_of_the_publisher_and_has_a_description() -> None:
+    assert SyncOptions.__annotations__.keys() | {"snapshots"} == SyncSettings.model_fields.keys()
+    assert all(field.description for field in SyncSettings.model_fields.values())
 
 
 def test_a_port_that_is_taken(redis_db: str) -> None:
