@@ -5,12 +5,11 @@ from .ledger_view import LedgerView, TransferRecord, VersionRecord
 from .order import Phase, TransferOrder, TransferReport
 from .patience import Patience
 from .rounds import GLANCE_S, GRACE_S, Transfer, TransferResult, repeated
-from .settings import STOCK_GONE, SyncOptions, SyncSettings
+from .settings import SyncOptions, SyncSettings
 
 __all__ = [
     "GLANCE_S",
     "GRACE_S",
-    "STOCK_GONE",
     "Epoch",
     "Join",
     "Ledger",

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from ...messages.errors import InvalidField, MalformedMessage
 from ...messages.model import NonFinitePolicy, Transport, UpdateMode, WeightAnnouncement
+from .settings import STOCK_GONE
 
 Phase = Literal["rendezvous", "receive", "verify", "load", "ready", "staged", "done"]
 
