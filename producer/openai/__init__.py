@@ -7,11 +7,10 @@
 and with `stream`, `stream_chunks(request, deltas, decode)`; errors by `error_of`.
 """
 
-from .chunks import Chunks, stream_chunks
+from .chunks import Chunks, GrowingText, stream_chunks
 from .errors import error_dict, error_of, is_error
-from .incremental import GrowingText
 from .request import Request, chat_request, completion_request
-from .response import response, usage
+from .response import response, usage, version_spans
 
 __all__ = [
     "Chunks",
@@ -25,4 +24,5 @@ __all__ = [
     "response",
     "stream_chunks",
     "usage",
+    "version_spans",
 ]

@@ -3,17 +3,64 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ...messages.model import RolloutResult
 from ..calls import Delta
-from .incremental import GrowingText
-from .logprobs import Tokens, chat_logprobs, completion_logprobs
 from .request import Request
-from .response import Decode, response_id, stop_reason, text_of, usage
+from .response import (
+    Decode,
+    Tokens,
+    chat_logprobs,
+    completion_logprobs,
+    response_id,
+    stop_reason,
+    text_of,
+    usage,
+    version_spans,
+)
 
+_INCOMPLETE = "\ufffd"
+WINDOW = 48
+"""Tokens that are decoded again with every piece. A character, or a word's leading space, depends on no more."""
 OBJECTS = {"chat": "chat.completion.chunk", "completion": "text_completion"}
+
+
+class GrowingText:
+    """Of one sample. text: what was shown of it, which only grows."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._window_text = ""  # what was shown of the ids from `_window` on
+        self._window = 0
+        self.text = ""
+
+    def add(self, ids: Sequence[int], *, last: bool = False) -> str:
+        """The text that `ids` add. last: nothing follows, so that half characters are shown as what they are."""
+        self._ids += ids
+        found = self._decode(self._ids[self._window :])
+        if not last:
+            while found.endswith(_INCOMPLETE):
+                found = found[:-1]
+        if not found.startswith(self._window_text):  # a tokenizer that changes its mind: wait until it comes back to it
+            return ""
+        delta = found[len(self._window_text) :]
+        self.text += delta
+        self._window_text = found
+        if len(self._ids) - self._window > 2 * WINDOW:
+            self._move()
+        return delta
+
+    def _move(self) -> None:
+        """Forget what nothing depends on any more, if what is decoded without it ends alike."""
+        window = len(self._ids) - WINDOW
+        shorter = self._decode(self._ids[window:])
+        while shorter.endswith(_INCOMPLETE):
+            shorter = shorter[:-1]
+        if shorter and self._window_text.endswith(shorter):
+            self._window, self._window_text = window, shorter
 
 
 class Chunks:
@@ -100,7 +147,8 @@ class Chunks:
         if request.token_ids:
             choice["token_ids"] = source.token_ids.tolist()
         if request.versions:
-            choice["weight_versions"] = _spans(delta) if whole is None else _spans_of_all(whole)
+            start = delta.start if whole is None else 0
+            choice["weight_versions"] = version_spans(source.segments, start)
         if delta.restarted:
             choice["restarted"] = True
         return choice
@@ -130,19 +178,3 @@ async def stream_chunks(
             yield chunk
     for chunk in chunks.closing():
         yield chunk
-
-
-def _spans(delta: Delta) -> list[dict[str, int]]:
-    return _laid_out(delta.segments, delta.start)
-
-
-def _spans_of_all(result: RolloutResult) -> list[dict[str, int]]:
-    return _laid_out(result.segments, 0)
-
-
-def _laid_out(segments: Any, start: int) -> list[dict[str, int]]:
-    spans = []
-    for version, tokens in segments:
-        spans.append({"version": version, "start": start, "end": start + tokens})
-        start += tokens
-    return spans

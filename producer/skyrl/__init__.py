@@ -1,16 +1,10 @@
 """A pool as SkyRL's inference engine; see docs/skyrl.md."""
 
 from .engine import SkyRLEngine
-from .staging import IncompleteWeights
-from .transfer_handle import WeightTransferHandle
-from .types import (
-    InferenceEngineInput,
-    InferenceEngineOutput,
-    NamedWeightsUpdateRequest,
-    StreamingChunk,
-    VersionSpan,
-    group_outputs_by_prompt,
-)
+from .outputs import InferenceEngineOutput, StreamingChunk, VersionSpan, group_outputs_by_prompt
+from .requests import InferenceEngineInput
+from .updates import IncompleteWeights, NamedWeightsUpdateRequest
+from .weights import WeightTransferHandle
 
 __all__ = [
     "IncompleteWeights",

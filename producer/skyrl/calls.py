@@ -5,137 +5,189 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
 
 from ...messages.errors import JobFailed, RolloutMQError, WaitTimeout
 from ...messages.model import GenerateJob, JobFailure, RolloutResult
+from ..calls import Delta
 from ..client import RolloutClient
 from ..inbox import JobHandle
+from .core import EngineCore
 
 SLICE = 256
-"""Jobs submitted at a time, so that a large batch's first results are taken while its last prompts go in."""
+"""Jobs submitted at a time, so that a large batch's first results are taken while its last prompts are submitted."""
+AHEAD = 1024
+"""Deltas that may wait for a caller that is slow to take them."""
 GIVE_UP_S = 5.0
-"""For cancelling what nobody waits for any more."""
+"""Time to cancel jobs that nobody waits for any more."""
 
 
 class Call:
-    """One generate. open: the jobs it has submitted and not yet the outcome of."""
+    """One call of `generate` or its kin. open: the jobs it has submitted whose outcome has not come."""
 
-    def __init__(self) -> None:
-        self._stopped = False
+    def __init__(self, client: RolloutClient, timeout_s: float | None) -> None:
+        self._client, self._timeout_s = client, timeout_s
+        self.stopped = False
         self.open: dict[str, JobHandle] = {}
 
-    def stop(self) -> None:
-        """It is to end with what there is."""
-        self._stopped = True
+    async def run(self, jobs: Sequence[GenerateJob]) -> list[list[RolloutResult | None]]:
+        """Submit jobs and wait for all samples, by job and number; a sample that was aborted before it began is None.
 
-    def stopped(self) -> bool:
-        """Whether somebody said so."""
-        return self._stopped
+        Raises JobFailed for the first job that ended without all of its samples and was not stopped; WaitTimeout when
+        the engine's `timeout_s` are over. If it ends early, it cancels what it has in the pool.
+        """
+        deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+        await self._client.check(jobs)
+        handles: asyncio.Queue[JobHandle | None] = asyncio.Queue()
+        submitting = asyncio.create_task(self._submit(jobs, handles, deadline))
+        found: list[list[RolloutResult | None]] = []
+        try:
+            while (handle := await handles.get()) is not None:
+                found.append(await self._ending(handle, deadline))
+            await submitting  # its error, if it had one
+        except BaseException:
+            await self._give_up([submitting])
+            raise
+        return found + [[None] * job.n for job in jobs[len(found) :]]  # those that were stopped before their turn
+
+    async def _submit(
+        self, jobs: Sequence[GenerateJob], handles: asyncio.Queue[JobHandle | None], deadline: float | None
+    ) -> None:
+        try:
+            for start in range(0, len(jobs), SLICE):
+                if self.stopped:
+                    return
+                for handle in await self._submit_slice(jobs[start : start + SLICE], _left(deadline)):
+                    handles.put_nowait(handle)
+        finally:
+            handles.put_nowait(None)
+
+    async def _submit_slice(self, jobs: Sequence[GenerateJob], timeout: float | None) -> list[JobHandle]:
+        self.open.update((job.id, JobHandle(job.id, job.group, job.n)) for job in jobs)
+        handles = await self._client.submit_many(jobs, timeout=timeout)
+        if self.stopped:  # while they were on their way: whoever stopped the call could not stop these
+            await self._client.stop([job.id for job in jobs])
+        return handles
+
+    async def _ending(self, handle: JobHandle, deadline: float | None) -> list[RolloutResult | None]:
+        ended = await self._client.ending(handle, _left(deadline))
+        failure = ended.failures[0] if ended.failures else None
+        self.open.pop(handle.job_id, None)
+        if failure is not None and not self._aborted(failure):
+            raise JobFailed(failure)
+        by_number = {result.sample: result for result in ended.results}
+        if failure is None and len(by_number) != handle.n:
+            raise RolloutMQError(
+                f"{len(by_number)} of {handle.n} samples came of a job that is done: somebody took the others"
+            )
+        return [by_number.get(number) for number in range(handle.n)]
+
+    async def stream(self, jobs: Sequence[GenerateJob]) -> AsyncGenerator[Delta]:
+        """The deltas of several jobs as they come: all of each sample, unless the call is stopped.
+
+        Raises as `run`, with `timeout_s` from one delta of a job to the next. If it is left early, it cancels what it
+        has in the pool.
+        """
+        arrived: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(AHEAD)
+        await self._client.check(jobs)
+        tasks = [asyncio.create_task(self._follow(job, arrived)) for job in jobs]
+        left = len(tasks)
+        try:
+            while left:
+                item = await arrived.get()
+                if isinstance(item, Delta):
+                    yield item
+                elif item is not None:
+                    raise item
+                else:
+                    left -= 1
+        finally:
+            await self._give_up(tasks)
+
+    async def _follow(self, job: GenerateJob, arrived: asyncio.Queue[Delta | BaseException | None]) -> None:
+        """Put the deltas of a job into the queue, then the error that ended it, or None."""
+        ended: BaseException | None = None
+        try:
+            if not self.stopped:
+                streamed = job.model_copy(update={"stream": True})
+                (handle,) = await self._submit_slice([streamed], self._timeout_s)
+                async for delta in self._client.stream(handle, timeout=self._timeout_s):
+                    await arrived.put(delta)
+                self.open.pop(job.id, None)
+        except JobFailed as error:
+            self.open.pop(job.id, None)
+            if not self._aborted(error.failure):
+                ended = error
+        except Exception as error:
+            ended = error
+        await arrived.put(ended)
+
+    def _aborted(self, failure: Any) -> bool:
+        """Whether a job failed because this call was stopped before the job began."""
+        return self.stopped and isinstance(failure, JobFailure) and failure.outcome == "cancelled"
+
+    async def _give_up(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """End tasks, and cancel what is open: nothing of this call goes on in the pool, and nothing is kept here."""
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        jobs, self.open = self.open, {}
+        if not jobs or self._client.closed:  # whoever closed the client has cancelled everything
+            return
+        with contextlib.suppress(RolloutMQError, TimeoutError):
+            async with asyncio.timeout(GIVE_UP_S):
+                await self._client.cancel(list(jobs))
+                for handle in jobs.values():
+                    with contextlib.suppress(RolloutMQError):
+                        await self._client.ending(handle)
 
 
 class Calls:
-    """Of one engine, on one event loop. The gate is closed while the engine is paused."""
+    """All calls of one engine, and their gate. paused: the gate is closed, and new calls wait in front of it."""
 
-    def __init__(self, paused: bool = False) -> None:
-        self._under_way: set[Call] = set()
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self.under_way: set[Call] = set()
+        self.paused = False
         self._changed = asyncio.Condition()
-        self.paused = paused
+        core.when_loop_changes.append(self._renew)
 
-    @contextlib.contextmanager
-    def begin(self) -> Iterator[Call]:
-        """For as long as a call lasts."""
-        call = Call()
-        self._under_way.add(call)
+    def _renew(self) -> None:
+        self.under_way, self._changed = set(), asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def begin(self) -> AsyncIterator[Call]:
+        """A call, once it has passed the gate; it is under way until the block ends.
+
+        The gate lets a call through when the engine is not paused, or when the call was stopped.
+        """
+        call = Call(await self._core.client(), self._core.timeout_s)
+        self.under_way.add(call)
         try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self.paused or call.stopped)
             yield call
         finally:
-            self._under_way.discard(call)
-
-    async def pass_gate(self, call: Call) -> None:
-        """Wait while the engine is paused, or until the call is stopped."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self.paused or call.stopped())
+            self.under_way.discard(call)
 
     async def set_paused(self, paused: bool) -> None:
         """Close or open the gate."""
+        await self._core.client()
         async with self._changed:
             self.paused = paused
             self._changed.notify_all()
 
-    async def stop_all(self, client: RolloutClient) -> int:
-        """Every call ends with what it has; returns how many jobs the pool was told to stop."""
+    async def stop_all(self) -> int:
+        """Every call ends with what it has. Returns how many jobs the pool was told to stop."""
+        client = await self._core.client()
         async with self._changed:
-            calls = list(self._under_way)
+            calls = list(self.under_way)
             for call in calls:
-                call.stop()
+                call.stopped = True
             self._changed.notify_all()
         jobs = [job for call in calls for job in call.open]
         return await client.stop(jobs) if jobs else 0
-
-
-async def run_jobs(
-    client: RolloutClient, call: Call, jobs: Sequence[GenerateJob], timeout_s: float | None
-) -> list[list[RolloutResult | None]]:
-    """Submit jobs and wait for all of their samples, by job and number; None for those aborted before they began.
-
-    Raises JobFailed for the first job that has an end other than its samples (and was not stopped), WaitTimeout when
-    `timeout_s` are over. Whatever ends it early, what it has in the pool is cancelled.
-    """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    await client.check(jobs)
-    handles: asyncio.Queue[JobHandle | None] = asyncio.Queue()
-    submitting = asyncio.create_task(_submit(client, call, jobs, handles, deadline))
-    found: list[list[RolloutResult | None]] = []
-    try:
-        while (handle := await handles.get()) is not None:
-            found.append(await _ending(client, call, handle, deadline))
-        await submitting  # its error, if it had one
-    except BaseException:
-        await _give_up(client, call, submitting)
-        raise
-    found += [[None] * job.n for job in jobs[len(found) :]]  # stopped before they were submitted
-    return found
-
-
-async def _submit(
-    client: RolloutClient,
-    call: Call,
-    jobs: Sequence[GenerateJob],
-    handles: asyncio.Queue[JobHandle | None],
-    deadline: float | None,
-) -> None:
-    try:
-        for start in range(0, len(jobs), SLICE):
-            if call.stopped():
-                return
-            part = jobs[start : start + SLICE]
-            call.open.update((job.id, JobHandle(job.id, job.group, job.n)) for job in part)
-            for handle in await client.submit_many(part, timeout=_left(deadline)):
-                handles.put_nowait(handle)
-            if call.stopped():  # meanwhile: whoever stopped it did it before these were there
-                await client.stop([job.id for job in part])
-    finally:
-        handles.put_nowait(None)
-
-
-async def _ending(
-    client: RolloutClient, call: Call, handle: JobHandle, deadline: float | None
-) -> list[RolloutResult | None]:
-    ended = await client.ending(handle, _left(deadline))
-    failure = ended.failures[0] if ended.failures else None
-    call.open.pop(handle.job_id, None)
-    if failure is not None and not (call.stopped() and failure.outcome == "cancelled"):
-        raise JobFailed(failure)
-    return in_order(ended.results, handle.n, failure)
-
-
-def in_order(results: Sequence[RolloutResult], n: int, failure: JobFailure | None) -> list[RolloutResult | None]:
-    """A job's samples by number; None where a stopped job has none."""
-    by_number = {result.sample: result for result in results}
-    if failure is None and len(by_number) != n:
-        raise RolloutMQError(f"{len(by_number)} of {n} samples came of a job that is done: somebody took the others")
-    return [by_number.get(number) for number in range(n)]
 
 
 def _left(deadline: float | None) -> float | None:
@@ -146,18 +198,3 @@ def _left(deadline: float | None) -> float | None:
     if left <= 0:
         raise WaitTimeout("the engine's timeout_s are over")
     return left
-
-
-async def _give_up(client: RolloutClient, call: Call, submitting: asyncio.Task[None]) -> None:
-    """Nobody waits any more: nothing of the call goes on in the pool, and nothing of it is kept here."""
-    submitting.cancel()
-    await asyncio.gather(submitting, return_exceptions=True)
-    jobs, call.open = call.open, {}
-    if not jobs or client.closed:  # whoever closed it has cancelled everything
-        return
-    with contextlib.suppress(RolloutMQError, TimeoutError):
-        async with asyncio.timeout(GIVE_UP_S):
-            await client.cancel(list(jobs))
-            for handle in jobs.values():
-                with contextlib.suppress(RolloutMQError):
-                    await client.ending(handle)

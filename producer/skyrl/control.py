@@ -1,196 +1,190 @@
-"""Memory, caches, checkpoints, profiles and facts: what the pool's workers are told and asked."""
+"""What the pool's workers are told and asked: halts, memory, caches, saving, audits and facts."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from ...messages.errors import FeatureUnavailable, InvalidField, RolloutMQError
+from ...messages import errors
+from ...messages.errors import EngineError, FeatureUnavailable, InvalidField, RolloutMQError, WaitTimeout
 from ...messages.model import MEMORY_TAGS
-from .commands import COMMAND_S, NOBODY, Commands
+from ..control import NO_ANSWER, Answer
+from .calls import Calls
+from .core import EngineCore
 
+COMMAND_S = 120.0
 SAVE_S = 3600.0
 SAVE_FOLDER = PurePosixPath("/var/tmp")
-"""Where a worker writes what it copies away, on its host."""
+"""Where a worker keeps what it copies away, on its host."""
 FIELDS = ("worker_id", "host", "state", "version", "model", "engine", "device", "tp_size", "max_running", "running")
+NOBODY = "no worker has joined this pool"
+_CANNOT = frozenset({"RequestRefused", "UnknownAction"})
 
 
-class ControlMethods(Commands):
-    """See SkyRLEngine."""
+class WorkerControl:
+    """Commands to the pool's workers; see SkyRLEngine for the methods without a contract of their own here.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._asleep: set[str] = set()
-        self._halted = ""
-        """How `pause_workers` has halted the workers; "" if it has not."""
+    halted: how `halt` has halted the workers; "" while they run. asleep: the memory tags that were put to sleep.
+    """
 
-    async def end_sync(self) -> str | None:
-        """See WeightMethods."""
-        raise NotImplementedError
+    def __init__(self, core: EngineCore, calls: Calls) -> None:
+        self._core, self._calls = core, calls
+        self.halted = ""
+        self.asleep: set[str] = set()
+
+    # --- commands --------------------------------------------------------------------------------------------------
+
+    async def ask(
+        self, action: str, params: dict[str, Any] | None = None, *, worker_id: str = "", timeout_s: float = COMMAND_S
+    ) -> dict[str, dict[str, Any]]:
+        """What each worker answered: {} from a pool without workers. Workers that left meanwhile are left out.
+
+        Raises what a worker raised, as the error of that name with the worker's id in its text; FeatureUnavailable for
+        what it cannot do; WaitTimeout if a worker that still lives did not answer.
+        """
+        client = await self._core.client()
+        answers = await client.control.send(action, params, worker_id=worker_id, timeout=timeout_s)
+        silent = [one for one in answers.failed if one.kind == NO_ANSWER]
+        alive = {worker.worker_id for worker in await self._core.workers()} if silent else set()
+        for one in answers.failed:
+            if one not in silent or one.worker_id in alive:
+                raise _error(action, one)
+        return {worker: dict(result) for worker, result in answers.results.items()}
+
+    async def _ask_all(
+        self, method: str, action: str, params: dict[str, Any] | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """As `ask`, for a method of SkyRL's; raises RolloutMQError if there is no worker."""
+        answers = await self.ask(action, params)
+        if not answers:
+            raise RolloutMQError(f"{method}: {NOBODY}")
+        return answers
+
+    async def _ask_one(self, action: str, params: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The answer of the least busy worker that serves. Raises RolloutMQError if there is none, and as `ask`."""
+        workers = await self._core.workers()
+        serving = [worker for worker in workers if worker.state == "serving"] or workers
+        if not serving:
+            raise RolloutMQError(f"{action}: {NOBODY}")
+        chosen = min(serving, key=lambda worker: (worker.running, worker.worker_id)).worker_id
+        answers = await self.ask(action, params, worker_id=chosen, timeout_s=timeout_s)
+        if chosen not in answers:
+            raise EngineError(f"{action}: worker {chosen} has left")
+        return answers[chosen]
 
     # --- halting ---------------------------------------------------------------------------------------------------
 
-    async def pause_workers(self, mode: str) -> None:
+    async def halt(self, mode: str) -> None:
         """Halt all workers with what they run; mode "in_place" or "retract"."""
         await self.ask("pause", {"mode": mode})
-        self._halted = mode
+        self.halted = mode
 
-    async def resume_workers(self) -> None:
-        """Let them go on, if this engine has halted them."""
-        if self._halted:
+    async def resume(self) -> None:
+        """Let the workers go on, if this engine has halted them."""
+        if self.halted:
             await self.ask("resume")
-            self._halted = ""
+            self.halted = ""
 
-    async def stop_calls(self) -> None:
-        """End what generates with what it has; engines that are frozen go on for that moment."""
-        calls, client = await self.open_calls(), await self.client()
-        frozen = self._halted == "in_place"
+    @contextlib.asynccontextmanager
+    async def thawed(self) -> AsyncIterator[None]:
+        """Engines that are frozen in place go on within this block: frozen they end no request and take no weights."""
+        frozen = self.halted == "in_place"
         if frozen:
-            await self.resume_workers()
+            await self.resume()
         try:
-            await calls.stop_all(client)
+            yield
         finally:
             if frozen:
-                await self.pause_workers("in_place")
+                await self.halt("in_place")
 
-    # --- memory ----------------------------------------------------------------------------------------------------
+    async def end_calls(self) -> None:
+        """End this engine's calls with what they have."""
+        await self._core.client()
+        async with self.thawed():
+            await self._calls.stop_all()
 
-    async def sleep(
-        self,
-        *args: Any,
-        tags: Sequence[str] | None = None,
-        level: int = 1,
-        timeout_s: float = COMMAND_S,
-        **kwargs: Any,
-    ) -> None:
-        """Workers give up memory of their GPUs. What runs is continued after `wake_up`.
+    # --- memory and caches -----------------------------------------------------------------------------------------
 
-        tags: "weights", "kv_cache", "cuda_graph", or none for all. level: vLLM's; 1 and 2 are alike here. Raises
-        InvalidField, FeatureUnavailable for workers that cannot (a CPU, or an engine without its memory saver).
-        """
-        wanted = _tags(args, tags, kwargs)
+    async def sleep(self, tags: Sequence[str], level: int, timeout_s: float) -> None:
+        """Give up the memory of these tags; () for all."""
         if level not in (1, 2):
             raise InvalidField("level", level, "1 or 2")
-        await self.ask("sleep", {"tags": wanted} if wanted else {}, timeout_s=timeout_s)
-        self._asleep |= set(wanted or MEMORY_TAGS)
+        await self.ask("sleep", {"tags": list(tags)} if tags else {}, timeout_s=timeout_s)
+        self.asleep |= set(tags or MEMORY_TAGS)
 
-    async def wake_up(
-        self, *args: Any, tags: Sequence[str] | None = None, timeout_s: float = COMMAND_S, **kwargs: Any
-    ) -> None:
-        """Workers take memory again; tags as for `sleep`. Weights that came meanwhile are published: behind waking the
-        weights' memory, if that is to be woken, and before the KV cache's."""
-        wanted = _tags(args, tags, kwargs)
-        first = [tag for tag in wanted or MEMORY_TAGS if tag == "weights" and tag in self._asleep]
-        if first:
-            await self._wake(first, timeout_s)
-        await self.end_sync()
-        if not first:
-            await self._wake(wanted, timeout_s)
-        elif rest := [tag for tag in wanted or MEMORY_TAGS if tag != "weights" and tag in self._asleep]:
+    async def wake(self, tags: Sequence[str], timeout_s: float, end_sync: Callable[[], Awaitable[Any]]) -> None:
+        """Take memory again. end_sync: awaited when the weights' memory is awake, before the KV cache's is woken."""
+        asleep = [tag for tag in tags or MEMORY_TAGS if tag in self.asleep]
+        weights_first = "weights" in asleep
+        if weights_first:
+            await self._wake(["weights"], timeout_s)
+        await end_sync()
+        if not weights_first:
+            await self._wake(tags, timeout_s)
+        elif rest := [tag for tag in asleep if tag != "weights"]:
             await self._wake(rest, timeout_s)
 
     async def _wake(self, tags: Sequence[str], timeout_s: float) -> None:
         await self.ask("wake", {"tags": list(tags)} if tags else {}, timeout_s=timeout_s)
-        self._asleep -= set(tags or MEMORY_TAGS)
-
-    async def sleep_weights_only(self, **kwargs: Any) -> None:
-        """`sleep` of the weights."""
-        await self.sleep(tags=["weights"], **kwargs)
-
-    async def wake_up_weights_only(self, **kwargs: Any) -> None:
-        """`wake_up` of the weights."""
-        await self.wake_up(tags=["weights"], **kwargs)
-
-    async def sleep_all(self, **kwargs: Any) -> None:
-        """`sleep` of everything."""
-        await self.sleep(**kwargs)
-
-    async def wake_up_all(self, **kwargs: Any) -> None:
-        """`wake_up` of everything."""
-        await self.wake_up(**kwargs)
-
-    # --- caches ----------------------------------------------------------------------------------------------------
-
-    async def reset_prefix_cache(self) -> None:
-        """Publishes weights that came, and drops all cached prefixes. Those of other versions are never used anyway."""
-        await self.end_sync()
-        await self.flush_caches()
+        self.asleep -= set(tags or MEMORY_TAGS)
 
     async def flush_caches(self) -> None:
-        """Drop all cached prefixes, but for those of workers that are asleep and have none."""
-        if not self._asleep:
+        """Drop all cached prefixes. Workers that are asleep have none, and are not asked."""
+        if not self.asleep:
             await self.ask("flush_cache")
 
-    async def clear_hicache_storage(self) -> bool:
-        """Clear the storage behind the hierarchical caches; True. Raises FeatureUnavailable where there is none."""
+    async def clear_storage(self) -> bool:
+        """Whether there was a worker that cleared the storage behind its hierarchical cache."""
         return bool(await self.ask("clear_storage"))
 
-    # --- disk ------------------------------------------------------------------------------------------------------
+    # --- saving and profiling --------------------------------------------------------------------------------------
 
-    async def save_sharded_model(self, save_path: str, pattern: str | None = None, max_size: int | None = None) -> bool:
-        """One worker writes what it serves into a folder of its host, in SGLang's sharded format; True.
-
-        Raises InvalidField for pattern and max_size, which it does not take, and as the command "save" does.
-        """
+    async def save_sharded(self, path: str, pattern: str | None, max_size: int | None) -> bool:
+        """One worker writes what it serves in SGLang's sharded format."""
         for name, value in (("pattern", pattern), ("max_size", max_size)):
             if value is not None:
                 raise InvalidField(name, value, "None: files are named and cut as SGLang does by default")
-        await self.ask_one("save", {"path": save_path, "format": "sharded"}, timeout_s=SAVE_S)
+        await self._ask_one("save", {"path": path, "format": "sharded"}, SAVE_S)
         return True
 
-    async def save_remote_model(self, remote_path: str, storage_type: str = "s3") -> bool:
-        """One worker writes what it serves, as safetensors, and copies it to a URL by fsspec; True.
-
-        remote_path: a URL, or what comes behind `storage_type`://. The files stay in SAVE_FOLDER.
-        """
+    async def save_remote(self, remote_path: str, storage_type: str) -> bool:
+        """One worker writes what it serves as safetensors, and copies it to a URL."""
         behind = remote_path if storage_type == "file" else remote_path.lstrip("/")
         url = remote_path if "://" in remote_path else f"{storage_type}://{behind}"
         if not url.startswith(f"{storage_type}://"):
             raise InvalidField("storage_type", storage_type, f"{url.partition('://')[0]!r}, as the URL has it")
         folder = SAVE_FOLDER / f"rolloutmq-save-{secrets.token_hex(8)}"
-        await self.ask_one("save", {"path": str(folder), "upload": url}, timeout_s=SAVE_S)
+        await self._ask_one("save", {"path": str(folder), "upload": url}, SAVE_S)
         return True
 
-    # --- profiles --------------------------------------------------------------------------------------------------
-
     async def start_profile(self) -> bool:
-        """Every worker begins to record; True. Raises what a worker raises that records already."""
-        return bool(await self.ask("start_profile")) or _nobody("start_profile")
-
-    async def stop_profile(self) -> dict[str, Any] | None:
-        """Worker -> where its traces are; None from a pool without workers."""
-        return await self.ask("stop_profile") or None
+        """Every worker begins to record."""
+        return bool(await self._ask_all("start_profile", "start_profile"))
 
     # --- facts -----------------------------------------------------------------------------------------------------
 
-    async def get_server_info(self) -> dict[str, Any]:
-        """The pool: its name, the workers as of their last heartbeat, how much is queued, and the newest version."""
-        client = await self.client()
-        workers, load = await asyncio.gather(self.workers(), client.load())
+    async def server_info(self) -> dict[str, Any]:
+        """The pool as plain data."""
+        client = await self._core.client()
+        workers, load = await asyncio.gather(self._core.workers(), client.load())
         return {
-            "pool": self.pool,
+            "pool": self._core.pool,
             "workers": [
                 {name: getattr(one, name) for name in FIELDS} | {"features": list(one.features)} for one in workers
             ],
             "weight_version": str(max((worker.version for worker in workers), default=0)),
-            "load": {name: getattr(load, name) for name in load.__slots__}
-            if hasattr(load, "__slots__")
-            else vars(load),
+            "load": dataclasses.asdict(load),
         }
 
-    async def get_memory_pool_size(self) -> dict[str, int]:
-        """{"total_tokens", "available_tokens", "used_tokens"} of the workers' KV caches together.
-
-        Raises FeatureUnavailable if a worker does not tell.
-        """
-        answers = await self.ask("version")
-        if not answers:
-            _nobody("get_memory_pool_size")
+    async def memory_pool_size(self) -> dict[str, int]:
+        """Tokens of the workers' KV caches together."""
         totals = {"total_tokens": 0, "available_tokens": 0, "used_tokens": 0}
-        for worker, answer in answers.items():
+        for worker, answer in (await self._ask_all("get_memory_pool_size", "version")).items():
             pool = answer.get("kv_tokens")
             if not isinstance(pool, dict) or not totals.keys() <= pool.keys():
                 raise FeatureUnavailable("get_memory_pool_size", None, f"nothing: worker {worker} does not tell it")
@@ -198,41 +192,23 @@ class ControlMethods(Commands):
                 totals[name] += int(pool[name])
         return totals
 
-    async def validate_weights(
-        self, weight_names: Iterable[str] | None = None, check_nan: bool = True, check_inf: bool = True
-    ) -> dict[str, Any]:
-        """Every worker looks through all of its engine's parameters: {"valid", "version", "nonfinite", "zero", "wrong",
-        "workers": worker -> its whole finding}.
-
-        nonfinite: parameters with NaN or Inf; zero: matrices of zeros; both in the engine's names, which may have fused
-        several of the trainer's. wrong: tensors that are not bit for bit what was published, in the trainer's names.
-        weight_names: these, and all others: there is no look at some. NaN and Inf are looked for at once: with both
-        switches off they do not count.
-        """
+    async def validate(self, weight_names: Iterable[str] | None, check_nan: bool, check_inf: bool) -> dict[str, Any]:
+        """Every worker looks through all of its parameters."""
         if check_nan != check_inf:
             raise InvalidField("check_inf", check_inf, f"{check_nan}, as check_nan: both are looked for at once")
         if isinstance(weight_names, str):
             raise InvalidField("weight_names", weight_names, "names, or None")
-        answers = await self.ask("audit", {"names": 10_000})
-        if not answers:
-            _nobody("validate_weights")
+        answers = await self._ask_all("validate_weights", "audit", {"names": 10_000})
         kinds = ("nonfinite", "zero", "wrong")
         found = {kind: sorted({name for one in answers.values() for name in one.get(kind, ())}) for kind in kinds}
         bad = found["wrong"] + found["zero"] + (found["nonfinite"] if check_nan else [])
         versions = {int(one["version"]) for one in answers.values()}
         return {"valid": not bad, "version": str(max(versions)), **found, "workers": answers}
 
-    async def check_weight_sync_integrity(self, expected_version: str | int | None = None) -> dict[str, Any]:
-        """Whether all workers serve one version with the same bits: {"consistent", "expected_version", "versions":
-        worker -> version, "fingerprints": worker -> of its parameters, "wrong": worker -> tensors that differ}.
-
-        expected_version: by default the newest one that was published. Fingerprints are compared between workers of one
-        kind (model, dtype, tensor parallelism and engine).
-        """
-        expected = str(expected_version) if expected_version is not None else await self.get_weight_version()
-        answers = await self.ask("audit")
-        if not answers:
-            _nobody("check_weight_sync_integrity")
+    async def compare(self, expected_version: str | int | None) -> dict[str, Any]:
+        """Whether all workers serve this version with the same bits."""
+        expected = str(expected_version)
+        answers = await self._ask_all("check_weight_sync_integrity", "audit")
         versions = {worker: str(one["version"]) for worker, one in answers.items()}
         prints = {worker: str(one.get("fingerprint", "")) for worker, one in answers.items()}
         kinds: dict[str, set[str]] = {}
@@ -248,41 +224,16 @@ class ControlMethods(Commands):
             "wrong": wrong,
         }
 
-    async def get_weight_version(self) -> str | None:
-        """See WeightMethods."""
-        raise NotImplementedError
-
-    async def get_weights_by_name(self, name: str) -> Any:
-        """Raises FeatureUnavailable: weights do not come back from workers; `validate_weights` compares them there."""
-        raise FeatureUnavailable("get_weights_by_name", name, "validate_weights, which compares them where they are")
-
-    # --- parallelism -----------------------------------------------------------------------------------------------
-
-    def tp_size(self) -> int:
-        """Tensor-parallel size of a worker's engine."""
-        return self._size("tp_size")
-
-    def pp_size(self) -> int:
-        """Pipeline-parallel size of a worker's engine."""
-        return self._size("pp_size")
-
-    def dp_size(self) -> int:
-        """Data-parallel size of a worker's engine; how many workers there are says `get_server_info`."""
-        return self._size("dp_size")
-
-    def ep_size(self) -> int:
-        """Expert-parallel size of a worker's engine."""
-        return self._size("ep_size")
-
-    def _size(self, name: str) -> int:
-        """What the workers say. Raises RolloutMQError if there is none, or if they differ."""
-        sizes = {int(getattr(worker, name, 1)) for worker in self.workers_now()}
+    def size(self, name: str) -> int:
+        """A parallel size that all workers have. Raises RolloutMQError if there is no worker, or if they differ."""
+        sizes = {int(getattr(worker, name, 1)) for worker in self._core.workers_now()}
         if len(sizes) != 1:
             raise RolloutMQError(f"{name}: " + (f"workers differ: {sorted(sizes)}" if sizes else NOBODY))
         return sizes.pop()
 
 
-def _tags(args: Sequence[Any], tags: Any, kwargs: dict[str, Any]) -> list[str]:
+def memory_tags(args: Sequence[Any], tags: Any, kwargs: dict[str, Any]) -> list[str]:
+    """The tags that `sleep` and `wake_up` were given in one of SkyRL's forms. Raises InvalidField."""
     if kwargs:
         name = min(kwargs)
         raise InvalidField(name, kwargs[name], "tags, level and timeout_s are the only arguments")
@@ -294,5 +245,15 @@ def _tags(args: Sequence[Any], tags: Any, kwargs: dict[str, Any]) -> list[str]:
     return found
 
 
-def _nobody(what: str) -> bool:
-    raise RolloutMQError(f"{what}: {NOBODY}")
+def _error(action: str, answer: Answer) -> RolloutMQError:
+    text = f"worker {answer.worker_id}: {answer.error}"
+    if answer.kind in _CANNOT:
+        return FeatureUnavailable(action, None, text)
+    if answer.kind == NO_ANSWER:
+        return WaitTimeout(f"{action}: {text}")
+    if answer.kind == "InvalidField":
+        return InvalidField(action, None, text)
+    kind = getattr(errors, answer.kind, None)
+    if isinstance(kind, type) and issubclass(kind, RolloutMQError) and "__init__" not in vars(kind):
+        return kind(text)
+    return EngineError(f"{action}: {text}")

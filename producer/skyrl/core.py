@@ -1,126 +1,135 @@
-"""What all of the engine's methods stand on: one client, opened when needed, and what workers say of themselves."""
+"""What all parts of the engine share: its settings, its client, the tokenizer, and what workers say of themselves."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 from redis.exceptions import RedisError
 
+from ...messages.broker import Broker
 from ...messages.errors import FeatureUnavailable, InvalidField, RolloutMQError
 from ...messages.model import WorkerStatus
-from ...messages.redis import Keys, default_url
+from ...messages.redis import Keys, connect, default_url
 from ..client import RolloutClient
-from .calls import Calls
 from .texts import Texts
 
-if TYPE_CHECKING:
-    from ...sync.publish import WeightPublisher  # torch
-
 KNOWN_S = 5.0
-"""So old it may be where asking again would hold up the caller's event loop."""
+"""How old the list of workers may be where asking again would hold up the caller's event loop."""
 FRESH_S = 1.0
-"""So old what is known of the workers may be where it is asked for again and again, in seconds."""
+"""How old it may be where it is asked for again and again."""
+TEARDOWN_S = 30.0
+INTERFACES = (
+    "skyrl_train.inference_engines.base",
+    "skyrl.backends.skyrl_train.inference_engines.base",
+)
+"""Where SkyRL has its InferenceEngineInterface: by release."""
+LOOK_S = 5.0
+"""How long `workers_now` may hold up the caller's event loop."""
 
 
 class EngineCore:
-    """State of an engine; see SkyRLEngine for its arguments."""
+    """The state that the engine's parts share; SkyRLEngine says what the arguments mean.
+
+    A core belongs to one event loop at a time. When that loop is closed, the next call takes the core along to its own
+    loop and calls every function in `when_loop_changes`, which make new what belonged to the old one.
+    """
 
     def __init__(
         self,
-        redis_url: str | None = None,
-        pool: str = "default",
-        *,
-        tokenizer: Any = None,
-        sampling_params: Mapping[str, Any] | None = None,
-        publisher: WeightPublisher | None = None,
-        timeout_s: float | None = None,
-        receiver_ranks: int | None = None,
-        receiver_device: str = "cpu",
-        weights_timeout_s: float = 120.0,
+        redis_url: str | None,
+        pool: str,
+        tokenizer: Any,
+        sampling_params: Mapping[str, Any] | None,
+        timeout_s: float | None,
     ) -> None:
         Keys(pool)
-        for name, seconds in (("timeout_s", timeout_s), ("weights_timeout_s", weights_timeout_s)):
-            if seconds is not None and not seconds > 0:
-                raise InvalidField(name, seconds, "seconds, more than 0")
-        if receiver_ranks is not None and receiver_ranks < 1:
-            raise InvalidField("receiver_ranks", receiver_ranks, "at least 1")
         self.redis_url, self.pool = redis_url or default_url(), pool
-        self.timeout_s, self.weights_timeout_s = timeout_s, weights_timeout_s
+        self.timeout_s = positive_seconds("timeout_s", timeout_s)
         self.sampling_params = dict(sampling_params or {})
         self.texts = Texts(tokenizer)
-        self._publisher, self._own_publisher = publisher, False
-        self._receiver_ranks, self._receiver_device = receiver_ranks, receiver_device
+        self.when_loop_changes: list[Callable[[], None]] = []
         self._client: RolloutClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._calls: Calls | None = None
-        self._closed = False
+        self.closed = False
         self._workers: list[WorkerStatus] = []
         self._asked_at = float("-inf")
 
     async def client(self) -> RolloutClient:
-        """The pool's client, opened. Raises RedisUnavailable, and RolloutMQError after `teardown`.
-
-        An engine belongs to one event loop at a time; when that one is closed, the next call takes it along to its own.
-        """
-        if self._closed:
+        """The pool's client, opened. Raises RedisUnavailable, and RolloutMQError after `teardown`."""
+        if self.closed:
             raise RolloutMQError("this engine was torn down")
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed():
                 raise RolloutMQError("this engine is in use on another event loop, which still runs")
             self._loop, self._client = loop, None
-            self._new_loop()
+            for renew in self.when_loop_changes:
+                renew()
         if self._client is None:
             self._client = RolloutClient(self.redis_url, self.pool)
         return await self._client.open()
 
-    def _new_loop(self) -> None:
-        """Make anew what belongs to an event loop."""
-        paused = self._calls is not None and self._calls.paused
-        self._calls = Calls(paused)
-
-    async def open_calls(self) -> Calls:
-        """What is under way, and the gate. Raises as `client`."""
-        await self.client()
-        assert self._calls is not None
-        return self._calls
+    async def close(self, close_others: Callable[[], Awaitable[None]]) -> None:
+        """Refuse all later calls, cancel what is open, disconnect and close the others, in TEARDOWN_S at most."""
+        self.closed = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TEARDOWN_S):
+                try:
+                    if self._client is not None and self._loop is asyncio.get_running_loop():
+                        with contextlib.suppress(RolloutMQError, OSError):
+                            await self._client.cancel_all()
+                        await self._client.aclose()
+                finally:
+                    await close_others()
 
     async def workers(self, fresh: bool = True) -> list[WorkerStatus]:
-        """The pool's workers; `fresh=False` is content with an answer of the last second."""
+        """The pool's workers; with `fresh=False` the list may be a second old."""
         client = await self.client()
         if fresh or time.monotonic() - self._asked_at >= FRESH_S:
-            self._workers = await client.workers()
-            self._asked_at = time.monotonic()
+            self._know(await client.workers())
             if self.texts.model is None and self._workers:
                 self.texts.model = self._workers[0].model
         return self._workers
 
     def workers_now(self) -> list[WorkerStatus]:
-        """The same for code that cannot wait: what was known a moment ago, or else a short look from beside the event
-        loop; what was known last if Redis does not answer. Raises RedisUnavailable if nothing was."""
-        if not self._workers or time.monotonic() - self._asked_at >= KNOWN_S:
-            from .look import look  # noqa: PLC0415 – a thread and a loop, for those who ask nothing else
+        """The workers, for code that cannot await. The list may be KNOWN_S old; if it is older, another thread asks.
 
+        If Redis does not answer, this is the last list. Raises RedisUnavailable or TimeoutError if there is none.
+        """
+        if not self._workers or time.monotonic() - self._asked_at >= KNOWN_S:
             try:
-                self._workers = look(self.redis_url, self.pool)
-                self._asked_at = time.monotonic()
+                with ThreadPoolExecutor(1, "rolloutmq-look") as thread:
+                    self._know(thread.submit(asyncio.run, self._ask_apart()).result())
             except (OSError, TimeoutError, RedisError):
                 if not self._workers:
                     raise
         return self._workers
 
+    async def _ask_apart(self) -> list[WorkerStatus]:
+        """Ask over a connection of its own: the client's belongs to the caller's event loop."""
+        async with asyncio.timeout(LOOK_S), connect(self.redis_url, pool=self.pool) as redis:
+            return await Broker(redis, self.pool).workers()
+
+    def _know(self, workers: list[WorkerStatus]) -> None:
+        self._workers, self._asked_at = workers, time.monotonic()
+
     async def ready_texts(self) -> Texts:
-        """The tokenizer, loaded; of the pool's model if none was given. Raises ConfigError."""
+        """The tokenizer, loaded; that of the pool's model if none was given. Raises ConfigError."""
         if self.texts.model is None and not self.texts.given:
             await self.workers(fresh=False)
         await asyncio.to_thread(self.texts.load)
         return self.texts
 
     async def lacking(self, feature: str) -> FeatureUnavailable | None:
-        """The error for a call that needs `feature` of the workers; None if one has it, or if there are none to ask."""
+        """The error for a call that needs `feature`, or None: a worker has it, or there is no worker to ask."""
         workers = await self.workers(fresh=False)
         if not workers or any(feature in worker.features for worker in workers):
             return None
@@ -128,5 +137,24 @@ class EngineCore:
         return FeatureUnavailable(feature, None, f"nothing: no worker of this pool honours it ({engines})")
 
     def has(self, feature: str) -> bool:
-        """Whether a worker of the pool has it, as far as is known; see `workers_now`."""
+        """Whether a worker of the pool has `feature`, as far as `workers_now` knows."""
         return any(feature in worker.features for worker in self.workers_now())
+
+
+def positive_seconds(name: str, seconds: float | None) -> float | None:
+    """`seconds` if they are more than 0 or None. Raises InvalidField."""
+    if seconds is not None and not seconds > 0:
+        raise InvalidField(name, seconds, "seconds, more than 0")
+    return seconds
+
+
+def register(engine: type) -> None:
+    """Make the engine's class a virtual subclass of SkyRL's interface, if SkyRL is here; without it nothing happens."""
+    for name in INTERFACES:
+        try:
+            there = name in sys.modules or find_spec(name) is not None
+            interface = getattr(import_module(name), "InferenceEngineInterface", None) if there else None
+        except ImportError:  # it is not here, or something that it needs is not
+            continue
+        if interface is not None:
+            interface.register(engine)

@@ -1,97 +1,135 @@
-"""generate, and ending what generates."""
+"""Generating: batches, streams and OpenAI's bodies, at the workers that have the sessions' prefixes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from ...messages.errors import InvalidField
+from ...messages.errors import InvalidField, RolloutMQError
 from ...messages.model import GenerateJob
-from .calls import run_jobs
-from .outputs import Samples, output_of
-from .requests import read_batch
-from .types import InferenceEngineInput, InferenceEngineOutput
-from .weights import WeightMethods
+from ..openai import Request, error_of, response
+from .calls import Call, Calls
+from .control import WorkerControl
+from .core import EngineCore
+from .outputs import InferenceEngineOutput, Samples, StreamedSample, StreamingChunk, output_of
+from .requests import Batch, InferenceEngineInput, read_batch
+from .weights import WeightSync
 
 PAUSE_MODES = ("abort", "in_place", "retract")
 REMEMBERED = 1 << 16
-"""Session ids whose workers are known; of more, the ones that were used last."""
+"""How many session ids have a known worker; of more, those that were used last."""
+_NOT_FOR_OPENAI = frozenset({"n", "logprobs", "top_logprobs"})
+"""Parameters that only the body of a request may set: how many answers there are, and what is in them."""
 
 
-class GenerationMethods(WeightMethods):
-    """See SkyRLEngine."""
+class Generation:
+    """See SkyRLEngine for each method. worker_of: session id -> the worker that answered last for it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._worker_of: dict[str, str] = {}
+    def __init__(self, core: EngineCore, calls: Calls, control: WorkerControl, weights: WeightSync) -> None:
+        self._core, self._calls, self._control, self._weights = core, calls, control, weights
+        self.worker_of: dict[str, str] = {}
+
+    @contextlib.asynccontextmanager
+    async def begin(self) -> AsyncIterator[Call]:
+        """A call that has waited while the engine was paused; weights that had come are published."""
+        async with self._calls.begin() as call:
+            await self._weights.end_sync()
+            yield call
+
+    async def read(self, input_batch: InferenceEngineInput) -> Batch:
+        """The jobs of a batch. Raises InvalidField, ConfigError."""
+        texts = await self._core.ready_texts()
+        return await asyncio.to_thread(read_batch, input_batch, self._core.sampling_params, texts)
+
+    async def output(self, batch: Batch, found: Sequence[Samples]) -> InferenceEngineOutput:
+        """What came of a batch."""
+        return await asyncio.to_thread(output_of, batch.jobs, found, batch.wishes, self._core.texts)
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Generate for every prompt of a batch, on all of the pool's workers; see InferenceEngineInput and -Output.
+        """Generate for every prompt of a batch."""
+        async with self.begin() as call:
+            batch = await self.read(input_batch)
+            found = await self._run(call, batch.jobs)
+        return await self.output(batch, found)
 
-        Raises InvalidField for a key, prompt or sampling parameter that is wrong (FeatureUnavailable if no worker can
-        do it), JobFailed if a prompt could not be answered - there are never holes in an output -, WaitTimeout,
-        ConfigError without a tokenizer. Weights that were sent and not published yet are published first. While the
-        engine is paused it waits.
-        """
-        calls = await self.open_calls()
-        with calls.begin() as call:
-            await calls.pass_gate(call)
-            await self.end_sync()
-            texts = await self.ready_texts()
-            batch = await asyncio.to_thread(read_batch, input_batch, self.sampling_params, texts)
-            jobs = [self.sticky(job) for job in batch.jobs]
-            found = await run_jobs(await self.client(), call, jobs, self.timeout_s)
-            self.remember_workers(jobs, found)
-        return await asyncio.to_thread(output_of, jobs, found, batch.wishes, texts)
+    async def stream(self, input_batch: InferenceEngineInput) -> AsyncGenerator[StreamingChunk]:
+        """What `generate` would return, in chunks."""
+        async with self.begin() as call:
+            batch = await self.read(input_batch)
+            samples = {
+                (job.id, number): StreamedSample(place * job.n + number, self._core.texts, batch.wishes.logprobs)
+                for place, job in enumerate(batch.jobs)
+                for number in range(job.n)
+            }
+            jobs = {job.id: job for job in batch.jobs}
+            async with contextlib.aclosing(call.stream([self._sticky(job) for job in batch.jobs])) as deltas:
+                async for delta in deltas:
+                    sample = samples[delta.job_id, delta.sample]
+                    if delta.result is not None:
+                        self._remember(jobs[delta.job_id], [delta.result])
+                        del samples[delta.job_id, delta.sample]
+                    yield sample.chunk(delta)
+            for sample in samples.values():  # stopped before they began
+                yield sample.aborted()
 
-    # --- ending and pausing ----------------------------------------------------------------------------------------
+    async def answer(
+        self, payload: Mapping[str, Any], read: Callable[[Mapping[str, Any], Mapping[str, Any]], Request]
+    ) -> dict[str, Any]:
+        """Answer {"json": body} as OpenAI's server would, errors included. read: the body and its defaults as jobs."""
+        try:
+            body = payload.get("json") if isinstance(payload, Mapping) else None
+            if not isinstance(body, Mapping):
+                raise InvalidField("json", body, "the body, an object")
+            if body.get("stream"):
+                raise InvalidField("stream", True, "false: this call returns one answer")
+            params = self._core.sampling_params.items()
+            defaults = {name: value for name, value in params if name not in _NOT_FOR_OPENAI}
+            request = await asyncio.to_thread(read, body, defaults)
+            async with self.begin() as call:
+                found = await self._run(call, request.jobs)
+            decode = None
+            if request.logprobs or any(job.token_ids is not None for job in request.jobs):
+                decode = (await self._core.ready_texts()).decode
+            return await asyncio.to_thread(response, request, found, decode)
+        except RolloutMQError as error:
+            return error_of(error)
 
-    async def abort_generation(self) -> None:
-        """End this engine's requests: those that run return what they have, with the stop reason "abort"; those that
-        wait, here or in the pool, return no tokens. Other clients of the pool are not touched."""
-        await self.stop_calls()
-
-    async def pause_generation(self, mode: str = "abort") -> None:
-        """Stop generating; what is asked for from now on waits for `continue_generation`.
-
-        mode: "abort" ends this engine's requests as `abort_generation` does. "in_place" halts the pool's workers with
-        their requests where they are, KV cache included; "retract" has them give the cache up and compute it anew
-        afterwards. Raises InvalidField for another one, and what the control channel raises if a worker cannot.
-        """
+    async def pause(self, mode: str) -> None:
+        """Close the gate, and end this engine's calls or halt the workers."""
         if mode not in PAUSE_MODES:
             raise InvalidField("mode", mode, f"one of {', '.join(PAUSE_MODES)}")
-        calls = await self.open_calls()
-        await calls.set_paused(True)
-        if mode == "abort":
-            await self.stop_calls()
-        else:
-            await self.pause_workers(mode)
+        await self._calls.set_paused(True)
+        await (self._control.end_calls() if mode == "abort" else self._control.halt(mode))
 
-    async def continue_generation(self) -> None:
-        """Go on: publishes weights that came meanwhile, then lets workers and waiting requests go on."""
-        calls = await self.open_calls()
-        if self._halted == "in_place":  # engines that are frozen take no weights; they change under what runs
-            await self.resume_workers()
-        await self.end_sync()
-        await self.resume_workers()
-        await calls.set_paused(False)
+    async def resume(self) -> None:
+        """Publish weights that came, let workers go on, and open the gate."""
+        await self._core.client()
+        if self._control.halted == "in_place":  # frozen engines take no weights; these change under what runs
+            await self._control.resume()
+        await self._weights.end_sync()
+        await self._control.resume()
+        await self._calls.set_paused(False)
 
-    # --- prefixes --------------------------------------------------------------------------------------------------
+    async def _run(self, call: Call, jobs: Sequence[GenerateJob]) -> Sequence[Samples]:
+        found = await call.run([self._sticky(job) for job in jobs])
+        for job, samples in zip(jobs, found, strict=True):
+            self._remember(job, samples)
+        return found
 
-    def sticky(self, job: GenerateJob) -> GenerateJob:
+    def _sticky(self, job: GenerateJob) -> GenerateJob:
         """The job, at the worker that answered last for its session, if it has one."""
-        worker = self._worker_of.get(job.session_id) if job.session_id is not None else None
+        worker = self.worker_of.get(job.session_id) if job.session_id is not None else None
         return job.model_copy(update={"prefer_worker": worker}) if worker else job
 
-    def remember_workers(self, jobs: Sequence[GenerateJob], found: Sequence[Samples]) -> None:
-        """Who has the prefixes of sessions now."""
-        for job, samples in zip(jobs, found, strict=True):
-            if job.session_id is None:
-                continue
-            for sample in samples:
-                if sample is not None:
-                    self._worker_of.pop(job.session_id, None)
-                    self._worker_of[job.session_id] = sample.worker_id
-        while len(self._worker_of) > REMEMBERED:
-            del self._worker_of[next(iter(self._worker_of))]
+    def _remember(self, job: GenerateJob, samples: Samples) -> None:
+        """Note who has the prefix of a job's session now."""
+        if job.session_id is None:
+            return
+        for sample in samples:
+            if sample is not None:
+                self.worker_of.pop(job.session_id, None)
+                self.worker_of[job.session_id] = sample.worker_id
+        while len(self.worker_of) > REMEMBERED:
+            del self.worker_of[next(iter(self.worker_of))]

@@ -1,27 +1,79 @@
-"""What came of a batch, as SkyRL's trainers take it."""
+"""What a batch became: the dictionaries that SkyRL's trainers take, whole or chunk by chunk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
-from ...messages.model import GenerateJob, RolloutResult, Segment
+from ...messages.model import GenerateJob, RolloutResult
+from ..calls import Delta
+from ..openai import GrowingText, version_spans
 from .requests import Wishes
 from .texts import Texts
-from .types import InferenceEngineOutput, VersionSpan, newest_version
 
 Samples = Sequence[RolloutResult | None]
 """The samples of one job in order; None is one that was aborted before it began."""
 
 
-def spans_of(segments: Sequence[Segment]) -> list[VersionSpan]:
+class VersionSpan(TypedDict):
+    """Tokens `start` to `end` (not included) of a sample were sampled with `version`; named as SGLang names them."""
+
+    version: str
+    start: int
+    end: int
+
+
+class InferenceEngineOutput(TypedDict):
+    """Samples in the order of the prompts; with n > 1 the n of the first prompt, then those of the second, …
+
+    responses: tokenizer.decode(ids, skip_special_tokens=True). response_ids: what was generated, and with what stopped
+        it unless the parameters leave that off.
+    stop_reasons: "stop", "length" or "abort".
+    response_logprobs: of the sampled tokens; None unless `logprobs` was asked for.
+    weight_version: the version of every token, or the newest one if there are several; None if there are no tokens.
+    weight_versions: beyond SkyRL: which tokens have which version, for each sample. The spans have no gaps.
+    n_per_prompt: n if it is more than 1, else None.
+    request_ids: one per sample.
+    hidden_states: (t, h) float arrays, one per sample, of the forward passes that sampled the tokens.
+    routed_experts: flat int32 arrays of t * layers * k expert numbers, one per sample.
+    """
+
+    responses: list[str]
+    response_ids: list[list[int]]
+    stop_reasons: list[str]
+    response_logprobs: list[list[float]] | None
+    weight_version: str | None
+    weight_versions: list[list[VersionSpan]]
+    n_per_prompt: int | None
+    request_ids: list[str] | None
+    hidden_states: list[Any] | None
+    routed_experts: list[Any] | None
+
+
+class StreamingChunk(TypedDict):
+    """A run of tokens of one sample, `index` in the order of InferenceEngineOutput.
+
+    delta_text: what they add to the text. delta_token_id: the last of them, None if there is none.
+    delta_logprob: of that token, None unless asked for. cumulative_text, cumulative_token_ids: all so far.
+    delta_token_ids, delta_logprobs: beyond SkyRL: all tokens of the run, and their log-probabilities.
+    """
+
+    index: int
+    delta_text: str
+    delta_token_id: int | None
+    delta_logprob: float | None
+    is_finished: bool
+    stop_reason: str | None
+    cumulative_text: str
+    cumulative_token_ids: list[int]
+    delta_token_ids: list[int]
+    delta_logprobs: list[float] | None
+
+
+def spans_of(sample: RolloutResult | None) -> list[VersionSpan]:
     """Which tokens have which version."""
-    spans: list[VersionSpan] = []
-    start = 0
-    for segment in segments:
-        spans.append({"version": str(segment.version), "start": start, "end": start + segment.tokens})
-        start += segment.tokens
-    return spans
+    spans = version_spans(sample.segments if sample is not None else ())
+    return [{"version": str(span["version"]), "start": span["start"], "end": span["end"]} for span in spans]
 
 
 def output_of(
@@ -32,7 +84,7 @@ def output_of(
         (job, number, sample) for job, of_job in zip(jobs, found, strict=True) for number, sample in enumerate(of_job)
     ]
     ids = [sample.token_ids.tolist() if sample is not None else [] for _, _, sample in samples]
-    spans = [spans_of(sample.segments) if sample is not None else [] for _, _, sample in samples]
+    spans = [spans_of(sample) for _, _, sample in samples]
     n = jobs[0].n if jobs else 1
     return {
         "responses": texts.decode_many(ids),
@@ -66,3 +118,60 @@ def _hidden(sample: RolloutResult | None) -> Any:
 def _experts(sample: RolloutResult | None) -> Any:
     experts = sample.token_arrays.get("routed_experts") if sample is not None else None
     return experts.reshape(-1) if experts is not None else None
+
+
+class StreamedSample:
+    """One sample as its caller has seen it so far. index: its place in the order of InferenceEngineOutput."""
+
+    def __init__(self, index: int, texts: Texts, logprobs: bool) -> None:
+        self.index, self._texts, self._logprobs = index, texts, logprobs
+        self.ids: list[int] = []
+        self._text = GrowingText(texts.decode)
+
+    def chunk(self, delta: Delta) -> StreamingChunk:
+        """The chunk for a delta. The delta of a sample that was begun again has all of it."""
+        if delta.restarted:
+            self.ids, self._text = [], GrowingText(self._texts.decode)
+        ids = delta.token_ids.tolist()
+        logprobs = delta.logprobs.tolist() if self._logprobs and delta.logprobs is not None else None
+        self.ids += ids
+        text = self._text.add(ids, last=delta.result is not None)
+        return self._made(text, ids, logprobs, delta.result.finish_reason if delta.result is not None else None)
+
+    def aborted(self) -> StreamingChunk:
+        """The last chunk of a sample that was stopped before it had a result."""
+        return self._made("", [], [] if self._logprobs else None, "abort")
+
+    def _made(self, text: str, ids: list[int], logprobs: list[float] | None, stop: str | None) -> StreamingChunk:
+        return {
+            "index": self.index,
+            "delta_text": text,
+            "delta_token_id": ids[-1] if ids else None,
+            "delta_logprob": logprobs[-1] if logprobs else None,
+            "is_finished": stop is not None,
+            "stop_reason": stop,
+            "cumulative_text": self._text.text,
+            "cumulative_token_ids": list(self.ids),
+            "delta_token_ids": ids,
+            "delta_logprobs": logprobs,
+        }
+
+
+def group_outputs_by_prompt(output: InferenceEngineOutput) -> list[InferenceEngineOutput]:
+    """One output per prompt, each with all of its samples; none of them has `n_per_prompt` unless it is more than 1."""
+    n = output.get("n_per_prompt") or 1
+    count = len(output["response_ids"])
+    groups: list[InferenceEngineOutput] = []
+    for start in range(0, count, n):
+        part: dict[str, Any] = {
+            key: value[start : start + n] if isinstance(value, list) else value for key, value in output.items()
+        }
+        part["weight_version"] = newest_version(part["weight_versions"]) if "weight_versions" in part else None
+        groups.append(part)  # type: ignore[arg-type]
+    return groups
+
+
+def newest_version(spans: list[list[VersionSpan]]) -> str | None:
+    """The newest version among the samples' tokens, None without tokens; versions are numbers as text."""
+    found = [int(span["version"]) for sample in spans for span in sample]
+    return str(max(found)) if found else None

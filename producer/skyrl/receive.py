@@ -21,7 +21,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from ...messages.errors import ConfigError, InvalidField, TransferTimeout
 from ...sync.wire import MARGIN_S, local_end, nccl_environment, settle
 from ...sync.wire.bounded_store import begin
-from .updates import Update
+from .updates import GroupInfo, Update
 
 BACKENDS = ("gloo", "nccl")
 
@@ -40,24 +40,13 @@ class ReceivingGroup:
     The first one's tensors are kept; the others take part because a broadcast needs every rank.
     """
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        name: str,
-        *,
-        backend: str,
-        ranks: range,
-        world: int,
-        device: str,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, info: GroupInfo, ranks: range, *, device: str, timeout_s: float) -> None:
         """Join, within `timeout_s`. Raises InvalidField, ConfigError, or TransferTimeout if not everybody came."""
+        self.name, address, port, world, backend = info.name, info.address, info.port, info.world_size, info.backend
         if backend not in BACKENDS:
             raise InvalidField("backend", backend, f"one of {', '.join(BACKENDS)}")
         if not 0 < ranks.start < ranks.stop <= world:
             raise InvalidField("rank_offset", ranks.start, f"1 to {world - 1}: world_size={world}, and rank 0 sends")
-        self.name = name
         self.device = torch.device("cpu" if backend == "gloo" else device)
         if backend == "nccl":
             if self.device.type != "cuda":
@@ -69,7 +58,7 @@ class ReceivingGroup:
         def join(rank: int) -> Any:
             left = timedelta(seconds=max(0.1, timeout_s - (time.monotonic() - began)))
             store = TCPStore(address, port, world, is_master=False, timeout=left)
-            inner = PrefixStore(f"{name}/", PrefixStore(name, store))
+            inner = PrefixStore(f"{info.name}/", PrefixStore(info.name, store))
             return (
                 self._gloo(inner, address, rank, world, left) if backend == "gloo" else self._nccl(inner, rank, world)
             )
@@ -78,7 +67,7 @@ class ReceivingGroup:
             joining = [begin(partial(join, rank)) for rank in ranks]  # each waits for the others
             self._ranks = [one.result(max(0.1, began + timeout_s + MARGIN_S - time.monotonic())) for one in joining]
         except (RuntimeError, FutureTimeout) as error:
-            why = f"group {name!r} at {address}:{port} was not complete in {timeout_s:.0f} s"
+            why = f"group {info.name!r} at {address}:{port} was not complete in {timeout_s:.0f} s"
             raise TransferTimeout(f"{why} (ranks {ranks.start} to {ranks.stop - 1} of {world}): {error}") from error
 
     @staticmethod
@@ -184,7 +173,7 @@ def checked(update: Update, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterat
         yield name, tensor.view(shape)
 
 
-def staged(update: Update, group: ReceivingGroup | None, device: str, timeout_s: float) -> dict[str, torch.Tensor]:
+def received(update: Update, group: ReceivingGroup | None, device: str, timeout_s: float) -> dict[str, torch.Tensor]:
     """The tensors of a request, here and for good: nothing of them is the trainer's any more. Blocks.
 
     Raises InvalidField, ConfigError, TransferTimeout.

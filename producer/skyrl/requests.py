@@ -1,22 +1,49 @@
-"""A batch of prompts as SkyRL gives it, as jobs."""
+"""A batch of prompts as SkyRL gives it, and the jobs that it becomes."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from ...messages.dialects import job_fields
 from ...messages.errors import InvalidField
-from ...messages.model import GenerateJob, LogprobOptions
+from ...messages.model import GenerateJob, LogprobOptions, MediaKind, Medium
+from ..data import from_openai, medium
 from .texts import Texts
-from .types import InferenceEngineInput
+
+Conversation = list[dict[str, Any]]
+"""Turns of `role` and `content`."""
+
+
+class InferenceEngineInput(TypedDict, total=False):
+    """A batch of prompts; exactly one of `prompts` and `prompt_token_ids`.
+
+    prompts: conversations. prompt_token_ids: token ids, which are passed on as they are.
+    sampling_params: in any dialect (SkyRL, vLLM, VERL, SGLang), `n` and `logprobs` among them; they take the place of
+        the engine's own.
+    session_ids: one per prompt; prompts of one id go to the worker that has the prefix, where that can be.
+    return_hidden_states, return_routed_experts: see InferenceEngineOutput.
+    image_data, video_data, audio_data: one entry per prompt: text (path, URL, base64), bytes, a PIL image, a list of
+        these, or None.
+    """
+
+    prompts: list[Conversation] | None
+    prompt_token_ids: list[list[int]] | None
+    sampling_params: dict[str, Any] | None
+    session_ids: list[Hashable] | None
+    return_hidden_states: bool | None
+    return_routed_experts: bool | None
+    image_data: list[Any] | None
+    video_data: list[Any] | None
+    audio_data: list[Any] | None
+
 
 KEYS = frozenset(InferenceEngineInput.__annotations__)
+MEDIA: Mapping[str, MediaKind] = {"image_data": "image", "video_data": "video", "audio_data": "audio"}
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
-MEDIA = ("image_data", "video_data", "audio_data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +60,6 @@ class Batch:
     """jobs: one per prompt, in order, all with the same n."""
 
     jobs: list[GenerateJob]
-    n: int
     wishes: Wishes
 
 
@@ -89,14 +115,12 @@ def read_batch(input_batch: Mapping[str, Any], defaults: Mapping[str, Any], text
             own["session_id"] = session_name(sessions[place])
         media = {name: input_batch[name][place] for name in MEDIA if input_batch.get(name) is not None}
         jobs.append(_job(form, place, prompt, fields=own, media=media, texts=texts))
-    return Batch(jobs, jobs[0].n, wishes)
+    return Batch(jobs, wishes)
 
 
 def _job(
     form: str, place: int, prompt: Any, *, fields: dict[str, Any], media: dict[str, Any], texts: Texts
 ) -> GenerateJob:
-    from .media import with_media  # noqa: PLC0415 – only where there is any
-
     if not hasattr(prompt, "__len__") or len(prompt) == 0:
         raise InvalidField(f"{form}[{place}]", prompt, "at least one " + ("message" if form == "prompts" else "token"))
     try:
@@ -108,3 +132,47 @@ def _job(
         if error.field.split(".")[0] in {"token_ids", "messages", "media"} or not error.field:
             raise InvalidField(f"{form}[{place}].{error.field}", error.value, error.allowed) from None
         raise
+
+
+def with_media(form: str, prompt: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a job for a prompt with media: ids as they are, or messages, which the worker tokenises.
+
+    data: by image_data, video_data and audio_data: one thing, a list of them, or None. A conversation without places
+    for them gets them at the beginning of its last user's message. Raises InvalidField. May block.
+    """
+    given = {name: value for name, value in data.items() if value is not None}
+    media = {name: [medium(MEDIA[name], one) for one in _list(value)] for name, value in given.items()}
+    found = [one for several in media.values() for one in several]
+    if form == "prompt_token_ids":
+        return {"token_ids": prompt, "media": tuple(found)}
+    if places := [kind for message in prompt for kind in _places(message)]:
+        return {"messages": tuple(prompt), "media": tuple(_in_order(places, media))}
+    users = [place for place, message in enumerate(prompt) if message.get("role") == "user"]
+    if not users:
+        raise InvalidField("prompts", prompt, "a message of a user, whose the media are")
+    conversation = [dict(message) for message in prompt]
+    last = conversation[users[-1]]
+    content = last.get("content")
+    text = [{"type": "text", "text": content}] if isinstance(content, str) and content else list(content or ())
+    last["content"] = [{"type": one.kind, one.kind: one} for one in found] + text
+    messages, ordered = from_openai(conversation)
+    return {"messages": messages, "media": ordered}
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _places(message: Mapping[str, Any]) -> list[str]:
+    content = message.get("content")
+    parts: Sequence[Any] = content if isinstance(content, list | tuple) else ()
+    return [part["type"] for part in parts if isinstance(part, Mapping) and part.get("type") in MEDIA.values()]
+
+
+def _in_order(places: Sequence[str], media: Mapping[str, list[Medium]]) -> list[Medium]:
+    waiting = {MEDIA[name]: list(several) for name, several in media.items()}
+    try:
+        return [waiting[kind].pop(0) for kind in places]  # type: ignore[index]
+    except (KeyError, IndexError):
+        told = {MEDIA[name]: len(several) for name, several in media.items()}
+        raise InvalidField("prompts", list(places), f"places for as many as there are: {told}") from None

@@ -1,133 +1,224 @@
-"""Conversations of several turns: their tokens are kept here, so that losing a worker costs a prefill and no more."""
+"""Conversations of several turns. Their tokens are kept here, so losing a worker costs a prefill and no more."""
 
 from __future__ import annotations
 
-import asyncio
+import dataclasses
 import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ...messages.errors import InvalidField
 from ...messages.model import GenerateJob, RolloutResult
-from .calls import run_jobs
-from .history import Base, History, Turn
-from .outputs import output_of, request_id
-from .requests import prompts_of, read_batch
-from .streaming import StreamingMethods
-from .types import InferenceEngineInput, InferenceEngineOutput
+from .generation import Generation
+from .outputs import InferenceEngineOutput, request_id
+from .requests import InferenceEngineInput
 
 
-class SessionMethods(StreamingMethods):
-    """See SkyRLEngine."""
+@dataclass(slots=True)
+class SessionRequest:
+    """One request that was answered.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._sessions: dict[str, History] = {}
+    prompt: ids of everything before `output`, the ids that it generated. parent: the request that it continues, None
+    for a first one. versions: of the weights that sampled it. worker_id: the worker that has the prefix in its cache.
+    """
 
-    def supports_sessions(self) -> bool:
-        """True: any worker can continue any session."""
-        return True
+    rid: str
+    prompt: list[int]
+    output: list[int]
+    parent: str | None
+    worker_id: str = ""
+    versions: tuple[int, ...] = ()
+    children: list[str] = field(default_factory=list)
 
-    async def open_session(self, capacity_of_str_len: int = 8192, session_id: str | None = None) -> str | None:
-        """The id of a new session; None if there is one of that id. Nothing of it is on a worker."""
-        name = session_id if session_id is not None else f"session-{secrets.token_hex(8)}"
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a request continues: the tokens before its own, the request they are of, and the worker to prefer."""
+
+    tokens: list[int]
+    parent: str | None = None
+    worker_id: str = ""
+
+
+class SessionTree:
+    """The requests of one session, each continuing another one. It is pure: it sends nothing.
+
+    capacity: the length in characters that was announced; nothing depends on it. root: tokens that every first request
+    continues, in a session that was forked.
+    """
+
+    def __init__(self, session_id: str, capacity: int, root: Sequence[int] = (), worker_id: str = "") -> None:
+        self.session_id, self.capacity = session_id, capacity
+        self.root, self._root_worker = list(root), worker_id
+        self.requests: dict[str, SessionRequest] = {}
+
+    def prefix(
+        self, rid: str | None, offset: int | None = None, replace: bool = False, drop_previous_output: bool = False
+    ) -> Prefix:
+        """What a request with these parameters continues; forgets what `replace` says. See
+        SkyRLEngine.generate_with_session. Raises InvalidField."""
+        if rid is None:
+            if offset not in (None, -1) or drop_previous_output:
+                raise InvalidField(
+                    "rid", rid, "a request of this session, together with offset or drop_previous_output"
+                )
+            if replace:
+                self.requests.clear()
+            return Prefix(list(self.root), None, self._root_worker)
+        if rid not in self.requests:
+            raise InvalidField("rid", rid, f"one that session {self.session_id!r} has answered and not replaced")
+        request = self.requests[rid]
+        tokens = request.prompt if drop_previous_output else request.prompt + request.output
+        if offset is not None and offset != -1:
+            if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset <= len(tokens):
+                raise InvalidField("offset", offset, f"-1, or from 0 to {len(tokens)}, the tokens of request {rid}")
+            tokens = tokens[:offset]
+        if replace:
+            for child in request.children:
+                self._forget(child)
+            request.children = []
+        return Prefix(list(tokens), rid, request.worker_id)
+
+    def add(self, request: SessionRequest) -> None:
+        """A request was answered. If its parent was replaced meanwhile, it is kept without a parent."""
+        parent = self.requests.get(request.parent or "")
+        if parent is not None:
+            parent.children.append(request.rid)
+        else:
+            request.parent = None
+        self.requests[request.rid] = request
+
+    def newest(self) -> SessionRequest | None:
+        """The request that was answered last."""
+        return next(reversed(self.requests.values()), None)
+
+    def fork(self, session_id: str, offset: int = -1) -> SessionTree:
+        """A session of its own, with what this one has; see SkyRLEngine.fork_session. Raises InvalidField."""
+        newest = self.newest()
+        if offset != -1:
+            prefix = self.prefix(newest.rid if newest else None, offset if newest else None)
+            if newest is None and offset > len(prefix.tokens):
+                raise InvalidField("offset", offset, f"-1, or from 0 to {len(prefix.tokens)}")
+            return SessionTree(session_id, self.capacity, prefix.tokens[:offset], prefix.worker_id)
+        forked = SessionTree(session_id, self.capacity, self.root, self._root_worker)
+        for rid, request in self.requests.items():
+            forked.requests[rid] = dataclasses.replace(request, children=list(request.children))
+        return forked
+
+    def info(self) -> dict[str, Any]:
+        """The session as plain data."""
+        requests = [
+            {
+                "rid": request.rid,
+                "parent": request.parent,
+                "children": list(request.children),
+                "prompt_tokens": len(request.prompt),
+                "output_tokens": len(request.output),
+                "worker_id": request.worker_id,
+                "weight_versions": [str(version) for version in request.versions],
+            }
+            for request in self.requests.values()
+        ]
+        newest = self.newest()
+        return {
+            "session_id": self.session_id,
+            "capacity_of_str_len": self.capacity,
+            "tokens": len(newest.prompt) + len(newest.output) if newest else len(self.root),
+            "requests": requests,
+        }
+
+    def _forget(self, rid: str) -> None:
+        request = self.requests.pop(rid, None)
+        for child in request.children if request is not None else ():
+            self._forget(child)
+
+
+class Sessions:
+    """The open sessions of one engine; see SkyRLEngine for each method. trees: session id -> its requests."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self.trees: dict[str, SessionTree] = {}
+
+    def open(self, session_id: str | None, capacity: int) -> str | None:
+        """The id of a new session, None if there is one of that id."""
+        name = session_id if session_id is not None else _new_name()
         if not isinstance(name, str) or not name:
             raise InvalidField("session_id", session_id, "a text")
-        if name in self._sessions:
+        if name in self.trees:
             return None
-        self._sessions[name] = History(name, capacity_of_str_len)
+        self.trees[name] = SessionTree(name, capacity)
         return name
 
-    async def close_session(self, session_id: str) -> None:
-        """Forget it. Raises InvalidField for one that is not open."""
-        self._history(session_id)
-        del self._sessions[session_id]
+    def tree(self, session_id: str) -> SessionTree:
+        """A session that is open. Raises InvalidField for another one."""
+        if session_id not in self.trees:
+            raise InvalidField("session_id", session_id, "a session that was opened and not closed")
+        return self.trees[session_id]
 
-    async def generate_with_session(  # noqa: PLR0917 – SkyRL's signature
+    def close(self, session_id: str) -> None:
+        """Forget a session. Raises InvalidField for one that is not open."""
+        del self.trees[self.tree(session_id).session_id]
+
+    def fork(self, source: str, target: str | None, offset: int) -> str | None:
+        """The id of a new session that begins with what `source` has, None if there is one of the id `target`."""
+        tree = self.tree(source)
+        name = target if target is not None else _new_name()
+        if name in self.trees:
+            return None
+        self.trees[name] = tree.fork(name, offset)
+        return name
+
+    async def generate(  # noqa: PLR0917 – SkyRL's signature
         self,
         session_id: str,
         input_batch: InferenceEngineInput,
-        rid: str | None = None,
-        offset: int | None = None,
-        replace: bool = False,
-        drop_previous_output: bool = False,
+        rid: str | None,
+        offset: int | None,
+        replace: bool,
+        drop_previous_output: bool,
     ) -> InferenceEngineOutput:
-        """Generate behind what the session has: the prompt is only what comes new.
-
-        rid: the request to continue, one of an earlier output's `request_ids`; None begins anew. offset: -1 or None:
-        behind all of it; 0 or more: behind so many of its tokens, prompt first. replace: what continued that request
-        before is forgotten (without rid: the whole session is). drop_previous_output: without what that request
-        generated. Several prompts, or n > 1, become as many branches.
-
-        Goes to the worker that has the prefix, if that is there and not too busy. An aborted sample is a request, too,
-        and can be continued. Raises InvalidField for an unknown session or request; as `generate` otherwise.
-        """
-        history = self._history(session_id)
-        calls = await self.open_calls()
-        with calls.begin() as call:
-            await calls.pass_gate(call)
-            await self.end_sync()
-            texts = await self.ready_texts()
-            prompts_of(input_batch)
-            base = history.base(rid, offset, replace, drop_previous_output)
-            batch = await asyncio.to_thread(read_batch, input_batch, self.sampling_params, texts)
-            jobs = [_behind(base, job, session_id) for job in batch.jobs]
-            found = await run_jobs(await self.client(), call, jobs, self.timeout_s)
-        for job, samples in zip(jobs, found, strict=True):
+        """Generate behind what the session has."""
+        tree = self.tree(session_id)
+        async with self._generation.begin() as call:
+            batch = await self._generation.read(input_batch)
+            prefix = tree.prefix(rid, offset, replace, drop_previous_output)
+            batch = dataclasses.replace(batch, jobs=[_behind(prefix, job, session_id) for job in batch.jobs])
+            found = await call.run(batch.jobs)
+        for job, samples in zip(batch.jobs, found, strict=True):
             for number, sample in enumerate(samples):
-                history.add(_turn(job, number, sample, base))
-        return await asyncio.to_thread(output_of, jobs, found, batch.wishes, texts)
-
-    async def get_session_info(self, session_id: str) -> dict[str, Any] | None:
-        """Its requests, and how many tokens it has; None for one that is not open."""
-        history = self._sessions.get(session_id)
-        return history.info() if history is not None else None
-
-    async def list_sessions(self) -> list[str]:
-        """Ids of the open ones."""
-        return list(self._sessions)
-
-    async def fork_session(self, source: str, target: str | None = None, offset: int = -1) -> str | None:
-        """The id of a new session that begins with what `source` has; None if there is one of the id `target`.
-
-        offset: -1: all of its requests, under their ids. 0 or more: no request, but so many tokens of the newest one,
-        which every first turn (rid=None) continues. Raises InvalidField for a source that is not open.
-        """
-        history = self._history(source)
-        name = target if target is not None else f"session-{secrets.token_hex(8)}"
-        if name in self._sessions:
-            return None
-        self._sessions[name] = history.fork(name, offset)
-        return name
-
-    def _history(self, session_id: str) -> History:
-        if session_id not in self._sessions:
-            raise InvalidField("session_id", session_id, "a session that was opened and not closed")
-        return self._sessions[session_id]
+                tree.add(_answered(job, number, sample, prefix))
+        return await self._generation.output(batch, found)
 
 
-def _behind(base: Base, job: GenerateJob, session_id: str) -> GenerateJob:
+def _new_name() -> str:
+    return f"session-{secrets.token_hex(8)}"
+
+
+def _behind(prefix: Prefix, job: GenerateJob, session_id: str) -> GenerateJob:
     """The job, behind what the session has, at the worker that has it."""
     update: dict[str, Any] = {}
     if job.token_ids is None:
         raise InvalidField("image_data", "media beside a conversation", "ids with the model's own placeholders in them")
-    if base.tokens:
-        update["token_ids"] = np.concatenate([np.asarray(base.tokens, dtype=np.int32), job.token_ids])
-    if base.worker_id:
-        update["prefer_worker"] = base.worker_id
+    if prefix.tokens:
+        update["token_ids"] = np.concatenate([np.asarray(prefix.tokens, dtype=np.int32), job.token_ids])
+    if prefix.worker_id:
+        update["prefer_worker"] = prefix.worker_id
     if len(session_id) <= 64:
         update["session_id"] = session_id
     return job.model_copy(update=update)
 
 
-def _turn(job: GenerateJob, number: int, sample: RolloutResult | None, base: Base) -> Turn:
+def _answered(job: GenerateJob, number: int, sample: RolloutResult | None, prefix: Prefix) -> SessionRequest:
     assert job.token_ids is not None
-    return Turn(
+    return SessionRequest(
         request_id(job.id, number),
         job.token_ids.tolist(),
         sample.token_ids.tolist() if sample is not None else [],
-        base.parent,
-        sample.worker_id if sample is not None else base.worker_id,
+        prefix.parent,
+        sample.worker_id if sample is not None else prefix.worker_id,
         sample.versions if sample is not None else (),
     )

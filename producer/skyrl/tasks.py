@@ -1,4 +1,4 @@
-"""What generates nothing: scores, embeddings, and ids to text."""
+"""Calls that generate nothing: scores, embeddings, and ids to text."""
 
 from __future__ import annotations
 
@@ -10,73 +10,54 @@ import numpy as np
 
 from ...messages.errors import FeatureUnavailable, InvalidField
 from ..calls import tasks
-from .sessions import SessionMethods
+from .core import EngineCore
 
 EMBED, REWARD, SCORE = "task:embed", "task:reward", "task:score"
 
 
-class TaskMethods(SessionMethods):
-    """See SkyRLEngine."""
+class Tasks:
+    """See SkyRLEngine for each method."""
 
-    def supports_scoring(self) -> bool:
-        """Whether a worker of the pool has a reward model, or one that can tell how likely it finds an answer."""
-        return self.has(REWARD) or self.has(SCORE)
-
-    def supports_embeddings(self) -> bool:
-        """Whether a worker of the pool has an embedding model."""
-        return self.has(EMBED)
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
 
     async def score(
-        self, input_ids: Sequence[Any], output_ids: Sequence[Any], return_hidden_states: bool = False
+        self, input_ids: Sequence[Any], output_ids: Sequence[Any], return_hidden_states: bool
     ) -> dict[str, Any]:
-        """{"scores": one float for each pair of prompt and answer, "kind": what they are}.
-
-        input_ids, output_ids: lists of lists of ids of the same length, or one list of ids each. kind: "reward" from a
-        pool with a reward model, of prompt and answer as one sequence; else "logprob", the log-probability of the
-        answer behind its prompt. Raises InvalidField; FeatureUnavailable in a pool that can do neither, and for hidden
-        states, which come with `generate`; JobFailed, WaitTimeout.
-        """
+        """Rewards, or log-probabilities of answers."""
         if return_hidden_states:
             raise FeatureUnavailable("return_hidden_states", True, "False: hidden states come with generate")
         prompts, answers = _lists("input_ids", input_ids), _lists("output_ids", output_ids)
         if len(prompts) != len(answers):
             raise InvalidField("output_ids", f"{len(answers)} answers", f"{len(prompts)}, one for each prompt")
-        client = await self.client()
-        await self.workers(fresh=False)
-        if self.has(REWARD):
+        client = await self._core.client()
+        await self._core.workers(fresh=False)
+        if self._core.has(REWARD):
             whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-            rewards = await tasks.reward(client, whole, timeout=self.timeout_s)
+            rewards = await tasks.reward(client, whole, timeout=self._core.timeout_s)
             return {"scores": [result.score for result in rewards], "kind": "reward"}
-        if error := await self.lacking(SCORE):
+        if error := await self._core.lacking(SCORE):
             raise error
         pairs = zip(prompts, answers, strict=True)
-        found = await asyncio.gather(*(tasks.score(client, p, [a], timeout=self.timeout_s) for p, a in pairs))
+        found = await asyncio.gather(*(tasks.score(client, p, [a], timeout=self._core.timeout_s) for p, a in pairs))
         return {"scores": [results[0].sum for results in found], "kind": "logprob"}
 
-    async def encode(self, texts: Sequence[str] | str, dimensions: int | None = None) -> list[list[float]]:
-        """An embedding of each text. dimensions: only so many of its first components, of a model trained for it.
-
-        Raises InvalidField, FeatureUnavailable in a pool without an embedding model, JobFailed, WaitTimeout.
-        """
-        inputs = [texts] if isinstance(texts, str) else list(texts)
-        client = await self.client()
-        found = await tasks.embed(client, inputs, dimensions=dimensions, timeout=self.timeout_s)
+    async def encode(self, texts: Sequence[str], dimensions: int | None) -> list[list[float]]:
+        """An embedding of each text."""
+        client = await self._core.client()
+        found = await tasks.embed(client, texts, dimensions=dimensions, timeout=self._core.timeout_s)
         vectors: list[list[float]] = found.tolist()
         return vectors
 
-    async def encode_single(self, text: str, dimensions: int | None = None) -> list[float]:
-        """The embedding of one text; see `encode`."""
-        return (await self.encode([text], dimensions))[0]
-
-    async def compute_similarity(self, text1: str, text2: str, dimensions: int | None = None) -> float:
-        """Cosine of the angle between two texts' embeddings; see `encode`."""
+    async def similarity(self, text1: str, text2: str, dimensions: int | None) -> float:
+        """Cosine of the angle between two texts' embeddings."""
         one, other = await self.encode([text1, text2], dimensions)
         return float(tasks.similarity(np.asarray(one), np.asarray(other)))
 
-    async def decode(self, token_ids: Sequence[Any], skip_special_tokens: bool = True) -> list[str]:
-        """The text of each list of ids, or of one list of them, made here with the model's tokenizer."""
+    async def decode(self, token_ids: Sequence[Any], skip_special_tokens: bool) -> list[str]:
+        """The text of each list of ids."""
         sequences = _lists("token_ids", token_ids, empty=True)
-        texts = await self.ready_texts()
+        texts = await self._core.ready_texts()
         return await asyncio.to_thread(lambda: [texts.decode(ids, skip_special_tokens) for ids in sequences])
 
 

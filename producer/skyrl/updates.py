@@ -1,18 +1,40 @@
-"""An update request of any of SkyRL's forms, checked: which tensors, and the way they come."""
+"""What a trainer says of its weights: their group, requests in any of SkyRL's forms; and what has come so far."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
-from ...messages.errors import InvalidField
+from ...messages.errors import DigestMismatch, InvalidField, WeightSyncError
 
 Way = Literal["tensors", "ipc", "broadcast"]
 _ALIASES = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "fp32": "float32", "float": "float32"}
 _KEYS = frozenset({"names", "dtypes", "shapes", "sizes", "extras", "packed", "tensors", "ipc_handles"})
 _SINGLE = {"name": "names", "dtype": "dtypes", "shape": "shapes", "tensor": "tensors", "extra": "extras"}
+Shapes = Mapping[str, tuple[int, ...]]
+SHOWN = 5
+
+
+class NamedWeightsUpdateRequest(TypedDict):
+    """Tensors of one version, some or all; see docs/skyrl.md for the three ways they can come.
+
+    names: as the model's checkpoint has them. dtypes: "bfloat16", "torch.bfloat16". shapes: one for each.
+    sizes: elements of each, with `packed`. extras: one entry per tensor (one in all with `packed`):
+        {"ipc_handles": {GPU's UUID: (function, arguments)}} as torch's reduce_tensor makes them.
+    packed: all tensors are one after the other in the one of the only handle.
+    tensors: beyond SkyRL: the tensors themselves.
+    """
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    sizes: NotRequired[list[int]]
+    extras: NotRequired[list[dict[str, Any]] | None]
+    packed: NotRequired[bool]
+    tensors: NotRequired[list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +56,45 @@ class Update:
     packed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """A trainer's broadcast group, in which this process has the ranks from `rank_offset` on."""
+
+    address: str
+    port: int
+    rank_offset: int
+    world_size: int
+    name: str
+    backend: str
+    override_existing: bool
+
+
+def read_group(  # noqa: PLR0917 – in the order of SkyRL's arguments
+    init_info: Any, override_existing: bool, address: Any, port: Any, offset: int, world: int, name: str, backend: str
+) -> GroupInfo | None:
+    """The group to join, of an `init_info` or of the arguments behind it; None for CUDA IPC, which needs no group.
+
+    Raises InvalidField.
+    """
+    if init_info is not None and not isinstance(init_info, str):
+        if not hasattr(init_info, "master_addr"):
+            if hasattr(init_info, "model_dtype_str") or "Ipc" in type(init_info).__name__:
+                return None
+            raise InvalidField("init_info", init_info, "SkyRL's BroadcastInitInfo or CudaIpcInitInfo, or an address")
+        address, port, offset = init_info.master_addr, init_info.master_port, init_info.rank_offset
+        world, name, backend = init_info.world_size, init_info.group_name, init_info.backend
+        override_existing = override_existing or bool(getattr(init_info, "override_existing_receiver", False))
+    address = address or init_info
+    if not isinstance(address, str) or not address:
+        raise InvalidField("master_addr", address, "an address")
+    for field_name, value, least in (("master_port", port, 1), ("rank_offset", offset, 1), ("world_size", world, 2)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InvalidField(field_name, value, f"a whole number, at least {least}")
+    if offset >= world:
+        raise InvalidField("rank_offset", offset, f"below world_size={world}")
+    return GroupInfo(address, port, offset, world, name, backend, override_existing)
+
+
 def read_update(request: Any) -> Update:
     """A NamedWeightsUpdateRequest, the older form for one tensor, or one of newer SkyRL's dataclasses.
 
@@ -46,7 +107,7 @@ def read_update(request: Any) -> Update:
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise InvalidField("names", twice, "every name once")
-    way, tensors, handles, packed = _way(raw, len(names))
+    way, tensors, handles, packed = _arrival(raw, len(names))
     dtypes = [_dtype(one) for one in _list(raw, "dtypes")]
     shapes = [_shape(one) for one in _list(raw, "shapes")]
     if tensors and not dtypes and not shapes:
@@ -89,7 +150,7 @@ def _list(raw: Mapping[str, Any], key: str) -> list[Any]:
     return list(value)
 
 
-def _way(raw: Mapping[str, Any], count: int) -> tuple[Way, tuple[Any, ...], tuple[Mapping[str, Any], ...], bool]:
+def _arrival(raw: Mapping[str, Any], count: int) -> tuple[Way, tuple[Any, ...], tuple[Mapping[str, Any], ...], bool]:
     extras, tensors = _list(raw, "extras"), tuple(_list(raw, "tensors"))
     inside = [extra.get("tensor") for extra in extras if isinstance(extra, Mapping) and extra.get("tensor") is not None]
     tensors = tensors or tuple(inside)
@@ -135,8 +196,67 @@ def _check_packed(sizes: Sequence[Any], shapes: Sequence[tuple[int, ...]], dtype
     if len(sizes) != len(shapes):
         raise InvalidField("sizes", sizes, f"{len(shapes)} entries, one for each name")
     for size, shape in zip(sizes, shapes, strict=True):
-        elements = 1
-        for one in shape:
-            elements *= one
-        if size != elements:
-            raise InvalidField("sizes", size, f"{elements} for a tensor of shape {shape}")
+        if size != math.prod(shape):
+            raise InvalidField("sizes", size, f"{math.prod(shape)} for a tensor of shape {shape}")
+
+
+class IncompleteWeights(WeightSyncError):
+    """A sync ended, and tensors of the model had not come. Nothing was announced to the pool; what had come is dropped.
+
+    missing: their names.
+    """
+
+    def __init__(self, missing: list[str]) -> None:
+        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+        super().__init__(
+            f"{len(missing)} tensors of the model did not come: {', '.join(missing[:SHOWN])}{more}; "
+            "every version has all of them"
+        )
+        self.missing = missing
+
+
+class StagedTensors:
+    """Tensors of a version that is not published yet, by name. version: its number, None for the next one."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Any] = {}
+        self.version: int | None = None
+        self._known: Shapes | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors)
+
+    def begins_anew(self, update: Update) -> bool:
+        """Whether a tensor comes again: the sync before has ended, and nobody said so."""
+        return any(name in self.tensors for name in update.names)
+
+    def take(self) -> dict[str, Any]:
+        """What there is; nothing is left."""
+        tensors, self.tensors = self.tensors, {}
+        return tensors
+
+    def check(self, tensors: Mapping[str, Any], checkpoint: Shapes) -> None:
+        """Compare with the last version that was whole, or, before the first, with the model's checkpoint.
+
+        Without either everything passes: the workers know what their model needs, and refuse by name.
+        Raises IncompleteWeights, or DigestMismatch for what the model has not.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if self._known is not None:
+            if missing := sorted(self._known.keys() - shapes.keys()):
+                raise IncompleteWeights(missing)
+            return
+        if not checkpoint:
+            return
+        from ...sync.receive import TIED, check_names  # noqa: PLC0415 – torch, which this module has no other need of
+
+        if missing := sorted(checkpoint.keys() - shapes.keys() - set(TIED)):
+            raise IncompleteWeights(missing)
+        try:
+            check_names(shapes, checkpoint)
+        except DigestMismatch as error:
+            raise WeightSyncError(f"{error}; nothing was announced") from None
+
+    def remember(self, tensors: Mapping[str, Any]) -> None:
+        """These were a whole version."""
+        self._known = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

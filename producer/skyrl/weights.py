@@ -1,299 +1,316 @@
-"""Weights from a SkyRL trainer to the whole pool: collected as they come, published as one version at the end."""
+"""Weights from a trainer to the whole pool: collected as they come, published as one version at the end."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...messages.errors import InvalidField, WeightSyncError
 from ...sync.transfer import Ledger
-from .control import ControlMethods
-from .staging import Shapes, Staging
-from .transfer_handle import WeightTransferHandle
-from .updates import Update, read_update
+from .control import WorkerControl
+from .core import EngineCore, positive_seconds
+from .updates import Shapes, StagedTensors, Update, read_group, read_update
 
-if TYPE_CHECKING:
-    from ...sync.publish import WeightPublisher
-    from ...sync.publish.handle import PublishHandle, PublishReport
+if TYPE_CHECKING:  # torch
+    from ...sync.publish import PublishHandle, PublishReport, WeightPublisher
     from .receive import ReceivingGroup
 
 log = logging.getLogger(__name__)
-PAUSE_MODES = ("in_place", "retract", "abort")
+OK = (True, "")
+"""What SkyRL's engines answer when something was done."""
+FORMATS = (None, "auto", "safetensors", "snapshot")
+MODE_OF = {"in_place": "in_place", "retract": "resume", "abort": None}
+"""A pause mode of `overlapped_weight_sync` -> the publisher's mode that it needs."""
 
 
-class WeightMethods(ControlMethods):
-    """See SkyRLEngine."""
+class WeightTransferHandle:
+    """What `start_weight_transfer` returns: a version on its way to the pool. request: what it was given."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._staging = Staging()
-        self._group: ReceivingGroup | None = None
-        self._sync_turn, self._making = asyncio.Lock(), asyncio.Lock()
+    def __init__(self, request: Any, task: asyncio.Task[str]) -> None:
+        self.request = request
+        self._task = task
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # only `wait` raises the error
 
-    def _new_loop(self) -> None:
-        super()._new_loop()
-        self._sync_turn, self._making = asyncio.Lock(), asyncio.Lock()
+    async def wait(self) -> str:
+        """The version, once the pool serves it. Raises the error of the transfer. May be called again and again."""
+        return await asyncio.shield(self._task)
 
-    # --- joining the trainer's group -------------------------------------------------------------------------------
+    @property
+    def is_complete(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._task.done()
 
-    async def init_weight_update_communicator(  # noqa: PLR0917 – SkyRL's signature
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None while it is under way, and if it did not fail."""
+        if not self._task.done():
+            return None
+        return asyncio.CancelledError() if self._task.cancelled() else self._task.exception()
+
+    def cancel(self) -> None:
+        """Do not wait for it any more. A version that is being published is published all the same."""
+        self._task.cancel()
+
+
+class WeightSync:
+    """See SkyRLEngine for the methods without a contract of their own here.
+
+    turn: held by whoever receives or publishes. One request at a time: broadcasts have an order.
+    """
+
+    def __init__(
         self,
-        init_info: Any = None,
-        master_port: int | None = None,
-        rank_offset: int = 1,
-        world_size: int = 2,
-        group_name: str = "skyrl",
-        backend: str = "gloo",
-        override_existing: bool = False,
+        core: EngineCore,
+        control: WorkerControl,
+        publisher: WeightPublisher | None,
         *,
-        master_addr: str | None = None,
-    ) -> tuple[bool, str]:
-        """Join the trainer's broadcast group as ranks `rank_offset` and following, in this process.
+        ranks: int | None,
+        device: str,
+        timeout_s: float,
+    ) -> None:
+        positive_seconds("weights_timeout_s", timeout_s)
+        if ranks is not None and ranks < 1:
+            raise InvalidField("receiver_ranks", ranks, "at least 1")
+        self._core, self._control, self._timeout_s = core, control, timeout_s
+        self._publisher, self._own_publisher = publisher, False
+        self._ranks, self._device = ranks, device
+        self._staged = StagedTensors()
+        self._group: ReceivingGroup | None = None
+        self._renew()
+        core.when_loop_changes.append(self._renew)
 
-        init_info: SkyRL's BroadcastInitInfo or CudaIpcInitInfo (nothing is joined for that one), or the address, with
-            the other arguments behind it. How many ranks are filled says the engine's `receiver_ranks`; by default all
-            that there are. NCCL needs a GPU of its own for this process (`receiver_device`).
-        Returns (True, ""). Raises InvalidField, ConfigError, TransferTimeout if not everybody comes in time.
-        """
-        await self.client()
-        told = _group_of(init_info, master_addr, (master_port, rank_offset, world_size, group_name, backend))
-        if told is None:
-            return True, ""
-        override = override_existing or bool(getattr(init_info, "override_existing_receiver", False))
+    def _renew(self) -> None:
+        self.turn, self._making = asyncio.Lock(), asyncio.Lock()
+
+    # --- receiving -------------------------------------------------------------------------------------------------
+
+    async def join(self, *group: Any) -> tuple[bool, str]:
+        """Join the trainer's group, if it has one; see `read_group` for the arguments."""
+        await self._core.client()
+        if (info := read_group(*group)) is None:
+            return OK
         from .receive import ReceivingGroup  # noqa: PLC0415 – torch
 
-        async with self._sync_turn:
-            if self._group is not None:
-                if self._group.name == told["name"] and not override:
-                    raise InvalidField("group_name", told["name"], "another name, or override_existing=True")
-                self._group.abort()
-                self._group = None
-            count = self._receiver_ranks or told["world"] - told["offset"]
+        async with self.turn:
+            if self._group is not None and self._group.name == info.name and not info.override_existing:
+                raise InvalidField("group_name", info.name, "another name, or override_existing=True")
+            self._leave()
+            last = info.rank_offset + (self._ranks or info.world_size - info.rank_offset)
+            ranks = range(info.rank_offset, last)
             self._group = await asyncio.to_thread(
-                ReceivingGroup,
-                told["address"],
-                told["port"],
-                told["name"],
-                backend=told["backend"],
-                ranks=range(told["offset"], told["offset"] + count),
-                world=told["world"],
-                device=self._receiver_device,
-                timeout_s=self.weights_timeout_s,
+                ReceivingGroup, info, ranks, device=self._device, timeout_s=self._timeout_s
             )
-        return True, ""
+        return OK
 
-    # --- tensors ---------------------------------------------------------------------------------------------------
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
 
-    async def update_named_weights(self, request: Any) -> tuple[bool, str]:
-        """Take some of a version's tensors, or all: given in the request, by CUDA IPC, or broadcast in the group.
-
-        They are kept until the sync ends, and then published as one version: at `update_weight_version`,
-        `continue_generation`, `reset_prefix_cache`, `wake_up` or the next `generate`, whichever comes first. A tensor
-        that comes a second time ends it, too. Returns (True, ""). Raises InvalidField, TransferTimeout.
-        """
+    async def update(self, request: Any) -> tuple[bool, str]:
+        """Take some of a version's tensors, or all."""
         update = read_update(request)
-        await self.client()
-        if self._staging.begins_anew(update):
+        await self._core.client()
+        if self._staged.begins_anew(update):
             await self.end_sync()
-        async with self._sync_turn:
-            await self._stage(update)
-        return True, ""
+        async with self.turn:
+            await self._receive(update)
+        return OK
 
-    async def update_named_weight(self, request: Any) -> tuple[bool, str]:
-        """The same for one tensor, in the older form: {"name", "dtype", "shape", "extras"}."""
-        return await self.update_named_weights(request)
-
-    async def _stage(self, update: Update) -> None:
-        from .receive import staged  # noqa: PLC0415 – torch
+    async def _receive(self, update: Update) -> None:
+        from .receive import received  # noqa: PLC0415 – torch
 
         try:
             # A task that is cancelled leaves its thread in the broadcast: the group cannot be used any more then.
-            tensors = await asyncio.to_thread(
-                staged, update, self._group, self._receiver_device, self.weights_timeout_s
-            )
+            tensors = await asyncio.to_thread(received, update, self._group, self._device, self._timeout_s)
         except BaseException:
-            if update.way == "broadcast" and self._group is not None:
-                self._group.abort()
-                self._group = None
-            self._staging.take()
+            if update.way == "broadcast":
+                self._leave()
+            self._staged.take()
             raise
-        self._staging.tensors.update(tensors)
+        self._staged.tensors.update(tensors)
 
-    # --- versions --------------------------------------------------------------------------------------------------
+    # --- publishing ------------------------------------------------------------------------------------------------
 
-    async def end_sync(self) -> str | None:
-        """Publish what has come as one version and wait until the pool serves it; returns it, None if nothing had come.
+    async def end_sync(self) -> None:
+        """Publish what has come as one version, and wait until the pool serves it.
 
         Raises IncompleteWeights before anything is announced, WeightSyncError if no worker has it afterwards.
         """
-        if not self._staging:  # nearly always
-            return None
-        async with self._sync_turn:
-            if not self._staging:
-                return None
-            frozen = self._halted == "in_place"  # and takes no weights: they change under what runs
-            if frozen:
-                await self.resume_workers()
-            try:
-                return await self._settled(await self._publish())
-            finally:
-                if frozen:
-                    await self.pause_workers("in_place")
+        if not self._staged:  # nearly always
+            return
+        async with self.turn:
+            if self._staged:
+                async with self._control.thawed():
+                    await _served(await self._publish())
 
     async def _publish(self) -> PublishHandle:
-        """Hand what has come to the publisher; holds `_sync_turn`."""
-        tensors = self._staging.take()
-        publisher = await self._weight_publisher()
-        self._staging.check(tensors, await self._checkpoint(publisher))
-        version, self._staging.version = self._staging.version, None
+        """Hand what has come to the publisher; the caller holds `turn`."""
+        tensors = self._staged.take()
+        publisher = await self._opened_publisher()
+        self._staged.check(tensors, await self._checkpoint(publisher))
+        version, self._staged.version = self._staged.version, None
         if version is None:
             version = publisher.last_version + 1
         handle = await asyncio.to_thread(publisher.publish, version, tensors)
-        self._staging.remember(tensors)
+        self._staged.remember(tensors)
         return handle
 
-    async def _settled(self, handle: PublishHandle) -> str:
-        report: PublishReport = await asyncio.to_thread(handle.wait)  # bounded by the publisher's own timeouts
-        if report.state in {"failed", "aborted"}:
-            why = "; ".join(f"{worker}: {reason}" for worker, reason in sorted(report.failures.items()))
-            raise WeightSyncError(f"version {report.version} is served by nobody: {why or report.state}")
-        for worker, reason in sorted(report.failures.items()):
-            log.warning("worker %s has not taken version %d: %s", worker, report.version, reason)
-        return str(report.version)
-
-    async def _weight_publisher(self) -> WeightPublisher:
+    async def _opened_publisher(self) -> WeightPublisher:
         async with self._making:
             if self._publisher is None:
                 from ...sync.publish import WeightPublisher  # noqa: PLC0415 – torch
 
-                # In place, as SGLang's own update is: what pause_generation left where it was goes on from there.
+                # In place, as in SGLang's own update: what pause_generation left where it was goes on from there.
                 self._publisher = await asyncio.to_thread(
-                    lambda: WeightPublisher(self.redis_url, self.pool, mode="in_place", leader=True)
+                    lambda: WeightPublisher(self._core.redis_url, self._core.pool, mode="in_place", leader=True)
                 )
                 self._own_publisher = True
             return self._publisher
 
     async def _checkpoint(self, publisher: WeightPublisher) -> Shapes:
         """What the model's checkpoint has, if it is on this host and the trainer's names are the checkpoint's."""
-        if getattr(publisher, "_rename", None) is not None:
+        if publisher.renames:
             return {}
         from ...sync.receive import checkpoint_shapes  # noqa: PLC0415 – torch
 
-        models = {worker.model for worker in await self.workers(fresh=False) if worker.model}
+        models = {worker.model for worker in await self._core.workers(fresh=False) if worker.model}
         if len(models) != 1:
             return {}
         shapes: Shapes = await asyncio.to_thread(checkpoint_shapes, models.pop())
         return shapes
 
-    async def get_weight_version(self) -> str | None:
-        """The pool's newest version that is served, as text; "0" is the model as the workers loaded it from disk."""
-        client = await self.client()
-        return str(await Ledger(client.broker.redis, self.pool).committed())
+    async def _ledger(self) -> Ledger:
+        return Ledger((await self._core.client()).broker.redis, self._core.pool)
 
-    async def update_weight_version(self, new_version: str | int, abort_all_requests: bool = True) -> tuple[bool, str]:
-        """End the sync and publish it as `new_version`. With nothing to publish, the next sync gets that number.
+    async def version(self) -> str | None:
+        """The newest version that is served."""
+        return str(await (await self._ledger()).committed())
 
-        new_version: a number above all before, as text too. The one that is published already changes nothing.
-        abort_all_requests: what generates is ended first (see `abort_generation`); else it goes on, and its tokens say
-            which version sampled them. Raises InvalidField, IncompleteWeights, WeightSyncError.
-        """
-        version = _number("new_version", new_version)
-        publisher = await self._weight_publisher()
-        if version == publisher.last_version and not self._staging:
-            return True, ""
+    async def name_version(self, new_version: str | int, end_calls: bool) -> tuple[bool, str]:
+        """End the sync and publish it as `new_version`; with nothing to publish, the next sync gets that number."""
+        version = _version_number("new_version", new_version)
+        publisher = await self._opened_publisher()
+        if version == publisher.last_version and not self._staged:
+            return OK
         if version <= publisher.last_version:
             raise InvalidField("new_version", new_version, f"a number above {publisher.last_version}, the newest one")
-        self._staging.version = version
-        if self._staging:
-            if abort_all_requests:
-                await self.stop_calls()
+        self._staged.version = version
+        if self._staged:
+            if end_calls:
+                await self._control.end_calls()
             await self.end_sync()
-        return True, ""
+        return OK
 
     # --- overlapped ------------------------------------------------------------------------------------------------
 
-    def supports_overlapped_weight_sync(self) -> bool:
-        """True: workers serve the old version while the new one arrives."""
-        return True
-
-    async def start_weight_transfer(self, request: Any) -> WeightTransferHandle:
-        """Take the tensors of a request and publish them, with those that had come before, in the background.
-
-        They are all that the version has. Returns at once. Raises InvalidField.
-        """
+    async def start(self, request: Any) -> WeightTransferHandle:
+        """Take the tensors of a request, and publish them with those that had come before, in the background."""
         update = read_update(request)
-        await self.client()
+        await self._core.client()
         return WeightTransferHandle(request, asyncio.create_task(self._transfer(update)))
 
     async def _transfer(self, update: Update) -> str:
-        async with self._sync_turn:
-            await self._stage(update)
+        async with self.turn:
+            await self._receive(update)
             handle = await self._publish()
-        return await self._settled(handle)
+        return await _served(handle)
 
-    async def finish_weight_transfer(self, handle: WeightTransferHandle, flush_cache: bool = True) -> str:
-        """Wait until the pool serves it; returns the version. flush_cache: drop cached prefixes, too - those of other
-        versions are never used. Raises what became of it: IncompleteWeights, WeightSyncError, …"""
+    async def finish(self, handle: WeightTransferHandle, flush_cache: bool) -> str:
+        """The version, once the pool serves it."""
         version = await handle.wait()
         if flush_cache:
-            await self.flush_caches()
+            await self._control.flush_caches()
         return version
 
-    async def overlapped_weight_sync(self, request: Any, pause_mode: str = "in_place") -> str:
-        """Both, one after the other: what generates goes on, and its tokens say which version sampled them.
-
-        pause_mode: what happens to it when the weights change. "in_place": they change under it; "retract": it is
-        continued under the new ones, its cache computed anew; "abort": it ends. How running samples cross an update is
-        the publisher's `mode`, which has to be "in_place" or "resume" accordingly. Raises InvalidField.
-        """
-        if pause_mode not in PAUSE_MODES:
-            raise InvalidField("pause_mode", pause_mode, f"one of {', '.join(PAUSE_MODES)}")
-        publisher = await self._weight_publisher()
-        needed = {"in_place": "in_place", "retract": "resume"}.get(pause_mode)
-        mode = getattr(getattr(publisher, "_settings", None), "mode", needed)
-        if needed is not None and mode != needed:
-            raise InvalidField(
-                "pause_mode", pause_mode, f"'abort', unless the publisher has mode={needed!r}, not {mode!r}"
-            )
+    async def overlapped(self, request: Any, pause_mode: str) -> str:
+        """Receive and publish while requests run."""
+        if pause_mode not in MODE_OF:
+            raise InvalidField("pause_mode", pause_mode, f"one of {', '.join(MODE_OF)}")
+        publisher, needed = await self._opened_publisher(), MODE_OF[pause_mode]
+        if needed not in (None, publisher.mode):
+            why = f"'abort', unless the publisher has mode={needed!r}, not {publisher.mode!r}"
+            raise InvalidField("pause_mode", pause_mode, why)
         if pause_mode == "abort":
-            await self.stop_calls()
-        return await self.finish_weight_transfer(await self.start_weight_transfer(request), flush_cache=False)
+            await self._control.end_calls()
+        return await (await self.start(request)).wait()
 
-    async def close_weights(self) -> None:
+    # --- folders ---------------------------------------------------------------------------------------------------
+
+    async def load_folder(self, path: str, load_format: str | None, flush_cache: bool) -> tuple[bool, str]:
+        """Publish a checkpoint or snapshot of this host as the next version."""
+        if load_format not in FORMATS:
+            raise InvalidField("load_format", load_format, f"one of {', '.join(map(str, FORMATS))}")
+        await self._core.client()
+        async with self.turn:
+            publisher = await self._opened_publisher()
+            await _served(await asyncio.to_thread(_publish_folder, publisher, Path(path), load_format))
+        if flush_cache:
+            await self._control.flush_caches()
+        return OK
+
+    async def load_adapter(self, name: str, path: str) -> tuple[bool, str]:
+        """Publish the LoRA adapter in a folder of this host as the newest version of `name`."""
+        from ...sync.adapters import read_adapter  # noqa: PLC0415 – torch
+
+        ledger, publisher = await self._ledger(), await self._opened_publisher()
+        version = (await ledger.newest_adapters()).get(name, 0) + 1
+        adapter = await asyncio.to_thread(read_adapter, Path(path), name, version)
+        config: Any = adapter.config
+        handle = await asyncio.to_thread(publisher.publish_adapter, name, version, adapter.tensors, config)
+        report = await asyncio.to_thread(handle.wait)
+        if report.state != "committed":
+            raise WeightSyncError(f"adapter {name} is loaded by nobody: {_reasons(report.failures) or report.state}")
+        return OK
+
+    async def unload_adapter(self, name: str) -> tuple[bool, str]:
+        """Take all versions of an adapter out of the workers' engines."""
+        await self._control.ask("unload_adapter", {"name": name})
+        return OK
+
+    async def close(self) -> None:
         """Leave the trainer's group; end the publisher if it is the engine's own."""
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
-        self._staging.take()
+        self._leave()
+        self._staged.take()
         if self._publisher is not None and self._own_publisher:
             publisher, self._publisher = self._publisher, None
             await asyncio.to_thread(publisher.close)
 
 
-def _number(field: str, value: Any) -> int:
+async def _served(handle: PublishHandle) -> str:
+    """The version, once the pool serves it. Raises WeightSyncError if no worker does."""
+    report: PublishReport = await asyncio.to_thread(handle.wait)  # bounded by the publisher's own timeouts
+    if report.state in {"failed", "aborted"}:
+        why = _reasons(report.failures) or report.state
+        raise WeightSyncError(f"version {report.version} is served by nobody: {why}")
+    for worker, reason in sorted(report.failures.items()):
+        log.warning("worker %s has not taken version %d: %s", worker, report.version, reason)
+    return str(report.version)
+
+
+def _reasons(failures: Mapping[str, str]) -> str:
+    return "; ".join(f"{worker}: {reason}" for worker, reason in sorted(failures.items()))
+
+
+def _publish_folder(publisher: WeightPublisher, path: Path, wanted: str | None) -> PublishHandle:
+    from ...sync.disk.checkpoint import checkpoint_format  # noqa: PLC0415 – torch
+    from ...sync.receive import open_version  # noqa: PLC0415
+
+    found = checkpoint_format(path)
+    if wanted not in (None, "auto", found):
+        raise InvalidField("load_format", wanted, f"{found!r}, which {path} has")
+    if found not in ("safetensors", "snapshot"):
+        raise InvalidField("model_path", str(path), f"a checkpoint or one version of a snapshot folder, not {found}")
+    version = publisher.last_version + 1
+    with open_version(str(path), version) as opened:
+        return publisher.publish(version, ((spec.name, flat) for spec, flat in opened))
+
+
+def _version_number(field: str, value: Any) -> int:
     text = str(value)
     if isinstance(value, bool) or not isinstance(value, str | int) or not text.isdecimal() or int(text) < 1:
         raise InvalidField(field, value, "a whole number, 1 or more, as text or number: versions are ordered here")
     return int(text)
-
-
-def _group_of(init_info: Any, address: Any, rest: tuple[Any, int, int, str, str]) -> dict[str, Any] | None:
-    """The group to join, of either form of the arguments; None for CUDA IPC, which has none."""
-    port, offset, world, name, backend = rest
-    if init_info is not None and not isinstance(init_info, str):
-        if not hasattr(init_info, "master_addr"):
-            if hasattr(init_info, "model_dtype_str") or "Ipc" in type(init_info).__name__:
-                return None
-            raise InvalidField("init_info", init_info, "SkyRL's BroadcastInitInfo or CudaIpcInitInfo, or an address")
-        address, port, offset = init_info.master_addr, init_info.master_port, init_info.rank_offset
-        world, name, backend = init_info.world_size, init_info.group_name, init_info.backend
-    address = address or init_info
-    if not isinstance(address, str) or not address:
-        raise InvalidField("master_addr", address, "an address")
-    for field, value, least in (("master_port", port, 1), ("rank_offset", offset, 1), ("world_size", world, 2)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InvalidField(field, value, f"a whole number, at least {least}")
-    if offset >= world:
-        raise InvalidField("rank_offset", offset, f"below world_size={world}")
-    return {"address": address, "port": port, "offset": offset, "world": world, "name": name, "backend": backend}

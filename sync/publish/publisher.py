@@ -15,6 +15,7 @@ from typing import Any, Self, Unpack
 import torch
 
 from ...messages.errors import InvalidField, WeightSyncError
+from ...messages.model import UpdateMode
 from ...messages.redis import Keys, connect, default_url, first_node_url, ping
 from ..adapters import Parcel
 from ..adapters import format as adapter_format
@@ -96,6 +97,16 @@ class WeightPublisher:
             if self._saver is not None:
                 self._saver.close()
             raise
+
+    @property
+    def mode(self) -> UpdateMode:
+        """How running samples cross an update."""
+        return self._settings.mode
+
+    @property
+    def renames(self) -> bool:
+        """Whether a `rename` was given: the trainer's names are not the checkpoint's then."""
+        return self._rename is not None
 
     @property
     def last_version(self) -> int:

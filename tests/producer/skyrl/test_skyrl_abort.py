@@ -67,7 +67,7 @@ async def test_pausing_by_aborting(redis_db: str) -> None:
         await it.pause_generation()
         assert (await task)["stop_reasons"] == ["abort"] * 3
         later = asyncio.create_task(it.generate(batch(1, max_tokens=2)))
-        await eventually(lambda: it._calls is not None and len(it._calls._under_way) == 1)
+        await eventually(lambda: len(it._calls.under_way) == 1)
         assert not scripted._running
         await it.continue_generation()
         assert (await later)["stop_reasons"] == ["length"]
@@ -95,7 +95,7 @@ async def test_what_waits_at_the_gate_is_aborted_too(redis_db: str) -> None:
     async with worker(redis_db), engine(redis_db) as it:
         await it.pause_generation()
         waiting = asyncio.create_task(it.generate(batch(2, n=2)))
-        await eventually(lambda: it._calls is not None and len(it._calls._under_way) == 1)
+        await eventually(lambda: len(it._calls.under_way) == 1)
         await it.abort_generation()
         output = await waiting
         assert output["stop_reasons"] == ["abort"] * 4

@@ -66,10 +66,10 @@ async def test_a_session_is_sticky(redis_db: str) -> None:
         engine(redis_db) as it,
     ):
         await asked(it, max_tokens=2, session_id="s")
-        home = it._worker_of["s"]
+        home = it._generation.worker_of["s"]
         for _ in range(5):
             await asked(it, max_tokens=2, session_id="s")
-            assert it._worker_of == {"s": home}
+            assert it._generation.worker_of == {"s": home}
 
 
 async def test_errors(redis_db: str) -> None:

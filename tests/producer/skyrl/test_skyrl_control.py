@@ -165,7 +165,7 @@ async def test_pausing_in_place_and_retracting(redis_db: str) -> None:
             await it.pause_generation(mode)
             assert scripted.ops.frozen == (mode == "in_place")
             later = asyncio.create_task(it.generate(PROMPT))
-            await eventually(lambda: len(it._calls._under_way) == 2)  # type: ignore[union-attr]
+            await eventually(lambda: len(it._calls.under_way) == 2)
             assert not running.done()
             await sync(it, 1)
             await it.continue_generation()

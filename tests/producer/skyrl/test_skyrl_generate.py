@@ -151,11 +151,11 @@ async def test_prompts_of_a_session_go_to_one_worker(redis_db: str) -> None:
         sessions: list[Any] = [("task", i % 4) for i in range(16)]
         for _ in range(6):
             await it.generate({"prompt_token_ids": [[1]] * 16, "session_ids": sessions, "sampling_params": SHORT})
-        before = dict(it._worker_of)
+        before = dict(it._generation.worker_of)
         assert len(before) == 4
         for _ in range(6):
             await it.generate({"prompt_token_ids": [[1]] * 4, "session_ids": sessions[:4], "sampling_params": SHORT})
-            assert it._worker_of == before
+            assert it._generation.worker_of == before
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ async def test_a_trainer_that_dies_in_the_midst_of_a_sync(redis_db: str, source:
             await it.init_weight_update_communicator(BroadcastInitInfo(doomed.join("skyrl")))
             await doomed.hear("joined")
             receiving = asyncio.create_task(it.update_named_weights(announced()))
-            await eventually(it._sync_turn.locked)
+            await eventually(it._weights.turn.locked)
         finally:
             doomed.kill()
         with pytest.raises(TransferTimeout, match="skyrl"):
