@@ -32,8 +32,8 @@ from .messages.dialects.translate import job_fields
 from .producer import BlockingRolloutClient, Delta, Group, JobHandle, RolloutClient, Session
 
 if TYPE_CHECKING:
+    from .producer import BlockingPoolControl
     from .producer.control import PoolControl
-    from .producer.control_blocking import BlockingPoolControl
     from .producer.skyrl import SkyRLEngine
     from .sync import PublishHandle, PublishProgress, PublishReport, WeightPublisher, strip_wrappers, unfuse_experts
 
@@ -76,7 +76,7 @@ __all__ = [
     "unfuse_experts",
 ]
 _LAZY = {
-    "BlockingPoolControl": "producer.control_blocking",
+    "BlockingPoolControl": "producer",
     "PoolControl": "producer.control",
     "PublishHandle": "sync",
     "PublishProgress": "sync",

@@ -1,9 +1,28 @@
-"""The trainer's side of a pool."""
+"""What a trainer uses: the client, and commands to the workers, each for asyncio and for plain loops."""
 
-from .blocking import BlockingRolloutClient
-from .calls.delta import Delta
-from .calls.session import Session
-from .calls.tasks import similarity
-from .client import Group, JobHandle, RolloutClient
+from .blocking import BlockingJobHandle, BlockingPoolControl, BlockingRolloutClient, BlockingSession
+from .calls import Delta, Prompt, Session, similarity
+from .client import RolloutClient
+from .control import Answer, Answers, CommandFailed, PoolAudit, PoolControl
+from .inbox import Group, Handle, JobHandle, Outcome
 
-__all__ = ["BlockingRolloutClient", "Delta", "Group", "JobHandle", "RolloutClient", "Session", "similarity"]
+__all__ = [
+    "Answer",
+    "Answers",
+    "BlockingJobHandle",
+    "BlockingPoolControl",
+    "BlockingRolloutClient",
+    "BlockingSession",
+    "CommandFailed",
+    "Delta",
+    "Group",
+    "Handle",
+    "JobHandle",
+    "Outcome",
+    "PoolAudit",
+    "PoolControl",
+    "Prompt",
+    "RolloutClient",
+    "Session",
+    "similarity",
+]

@@ -1,203 +1,69 @@
-"""The same client for plain training loops: RolloutClient on an event loop in a thread, every call waited for."""
+"""The clients for plain loops: RolloutClient, Session and PoolControl on an event loop in a thread.
+
+Each method is made from the asyncio class's own by `waits`, `iterates` or `same`, so that arguments, their types and
+what the call means are said once, there.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
+import inspect
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
-from ..messages.broker import Caps, PoolLoad
+import numpy as np
+import numpy.typing as npt
+
+from ..messages.broker import Caps
 from ..messages.errors import RolloutMQError
-from ..messages.model import GenerateJob, RolloutResult, SamplingParams, WorkerStatus
-from .calls import BlockingSession, BlockingTaskCalls, Delta, Prompt
-from .client import RolloutClient
-from .inbox import Group, JobHandle, Outcome
+from ..messages.model import GenerateJob, JobFields, RolloutResult, TurnFields
+from .calls import Session
+from .client import MAX_OUTSTANDING, RolloutClient
+from .control import PoolControl
+from .inbox import Handle
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class BlockingRolloutClient(BlockingTaskCalls):
-    """RolloutClient without asyncio; arguments, guarantees and errors are the same, method by method.
+class _LoopThread:
+    """An event loop in a thread. `name`: of whose loop it is, in errors."""
 
-    May be used from several threads; `close` ends the calls that wait in the others with a RolloutMQError. An iterator
-    that is left early is closed when it is garbage collected or by `close`; what it had not handed out stays with the
-    client.
-    """
-
-    def __init__(
-        self,
-        redis_url: str | None = None,
-        pool: str = "default",
-        *,
-        client_id: str | None = None,
-        max_outstanding: int = 1 << 18,
-        caps: Caps | None = None,
-    ) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rolloutmq-client", daemon=True)
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="rolloutmq", daemon=True)
         self._thread.start()
-        self._closed = False
+        self.closed = False
         self._closing = threading.Lock()
         # Nothing is handed to the loop after its last task. Reentrant: garbage collection closes iterators anywhere.
         self._gate = threading.RLock()
 
-        async def build() -> RolloutClient:
-            client = RolloutClient(redis_url, pool, client_id=client_id, max_outstanding=max_outstanding, caps=caps)
-            try:
-                return await client.open()
-            except BaseException:
-                await client.aclose()
-                raise
-
-        try:
-            self._client = self._run(build())
-        except BaseException:
-            self._stop()
-            raise
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and wait for it. Raises RolloutMQError if the loop is closed or gets closed."""
         with self._gate:
-            if self._closed:
+            if self.closed:
                 work.close()
-                raise RolloutMQError(f"client {self.client_id} is closed")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+                raise RolloutMQError(f"{self.name} is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
         except concurrent.futures.CancelledError:  # by `_stop`
-            raise RolloutMQError(f"client {self.client_id} is closed") from None
+            raise RolloutMQError(f"{self.name} is closed") from None
         except BaseException:
             future.cancel()  # Ctrl-C while waiting: the wait ends in the loop, too
             raise
 
-    def _stop(self) -> None:
-        """End what still runs in the loop, and the loop: nobody waits for ever for a task of a loop that is gone."""
+    def iterate(self, source: AsyncIterator[T]) -> Iterator[T]:
+        """The items of an asynchronous generator, which is closed when this iterator is."""
 
-        async def end_tasks() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._loop.shutdown_asyncgens()
-
-        with self._gate:
-            self._closed = True
-            ending = asyncio.run_coroutine_threadsafe(end_tasks(), self._loop)
-        try:
-            ending.result()
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    def close(self) -> None:
-        """Acknowledge what was taken and disconnect; jobs under way are not cancelled. Safe to call twice."""
-        with self._closing:
-            if not self._closed:
-                try:
-                    self._run(self._client.aclose())
-                finally:
-                    self._stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @property
-    def client_id(self) -> str:
-        """Name of the reply stream."""
-        return self._client.client_id
-
-    @property
-    def outstanding(self) -> int:
-        """Jobs not fully handed out yet."""
-        return self._client.outstanding
-
-    @property
-    def repeats(self) -> int:
-        """See RolloutClient.repeats."""
-        return self._client.repeats
-
-    def submit(self, job: GenerateJob | None = None, /, *, timeout: float | None = 0.0, **fields: Any) -> JobHandle:
-        """See RolloutClient.submit."""
-        return self._run(self._client.submit(job, timeout=timeout, **fields))
-
-    def submit_many(self, jobs: Iterable[GenerateJob], *, timeout: float | None = 0.0) -> list[JobHandle]:
-        """See RolloutClient.submit_many."""
-        return self._run(self._client.submit_many(jobs, timeout=timeout))
-
-    def cancel(self, jobs: Sequence[JobHandle | str]) -> list[str]:
-        """See RolloutClient.cancel."""
-        return self._run(self._client.cancel(jobs))
-
-    def stop(self, jobs: Sequence[JobHandle | str], timeout: float = 30.0) -> int:
-        """See RolloutClient.stop."""
-        return self._run(self._client.stop(jobs, timeout))
-
-    def cancel_group(self, group_id: str) -> int:
-        """See RolloutClient.cancel_group."""
-        return self._run(self._client.cancel_group(group_id))
-
-    def cancel_all(self) -> int:
-        """See RolloutClient.cancel_all."""
-        return self._run(self._client.cancel_all())
-
-    def wait(self, job: JobHandle, timeout: float | None = None) -> list[RolloutResult]:
-        """See RolloutClient.wait."""
-        return self._run(self._client.wait(job, timeout))
-
-    def results(self, timeout: float | None = None) -> Iterator[Outcome]:
-        """See RolloutClient.results."""
-        return self._iterate(self._client.results(timeout))
-
-    def groups(self, timeout: float | None = None) -> Iterator[Group]:
-        """See RolloutClient.groups."""
-        return self._iterate(self._client.groups(timeout))
-
-    def map(
-        self, jobs: Iterable[GenerateJob], *, window: int = 1024, timeout: float | None = None
-    ) -> Iterator[Outcome]:
-        """See RolloutClient.map. `jobs` is iterated in the client's thread."""
-        return self._iterate(self._client.map(jobs, window=window, timeout=timeout))
-
-    def stream(
-        self, job: GenerateJob | JobHandle | None = None, /, *, timeout: float | None = None, **fields: Any
-    ) -> Iterator[Delta]:
-        """See RolloutClient.stream."""
-        return self._iterate(self._client.stream(job, timeout=timeout, **fields))
-
-    def generate(
-        self,
-        prompts: Iterable[Prompt],
-        sampling: SamplingParams | None = None,
-        n: int = 1,
-        *,
-        timeout: float | None = None,
-        **fields: Any,
-    ) -> list[Group]:
-        """See RolloutClient.generate."""
-        return self._run(self._client.generate(prompts, sampling, n, timeout=timeout, **fields))
-
-    def session(self, **fields: Any) -> BlockingSession:
-        """See RolloutClient.session; arguments are the same."""
-        return BlockingSession(self._client.session(**fields), self._run, self._iterate)
-
-    def load(self) -> PoolLoad:
-        """See RolloutClient.load."""
-        return self._run(self._client.load())
-
-    def workers(self) -> list[WorkerStatus]:
-        """See RolloutClient.workers."""
-        return self._run(self._client.workers())
-
-    def _iterate(self, source: AsyncIterator[T]) -> Iterator[T]:
         async def step() -> tuple[T, ...]:
             try:
                 return (await anext(source),)
@@ -208,11 +74,351 @@ class BlockingRolloutClient(BlockingTaskCalls):
             await source.aclose()  # type: ignore[attr-defined]
 
         try:
-            while item := self._run(step()):
+            while item := self.run(step()):
                 yield item[0]
         finally:
             if threading.current_thread() is self._thread:  # garbage collection runs anywhere: do not wait for oneself
-                asyncio.run_coroutine_threadsafe(leave(), self._loop)
+                asyncio.run_coroutine_threadsafe(leave(), self.loop)
             else:
                 with contextlib.suppress(RolloutMQError):  # closed: the source is, too
-                    self._run(leave())
+                    self.run(leave())
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Run `last`, end the loop and its thread. Safe to call twice."""
+        with self._closing:
+            if not self.closed:
+                try:
+                    if last is not None:
+                        self.run(last())
+                finally:
+                    self._stop()
+
+    def _stop(self) -> None:
+        """End what still runs in the loop, and the loop: nobody waits for ever for a task of a loop that is gone."""
+
+        async def end_tasks() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.loop.shutdown_asyncgens()
+
+        with self._gate:
+            self.closed = True
+            ending = asyncio.run_coroutine_threadsafe(end_tasks(), self.loop)
+        try:
+            ending.result()
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+            self.loop.close()
+
+
+A = TypeVar("A")
+
+
+class _Blocking(Generic[A]):
+    """Has the asyncio object `_it`, whose methods run in `_thread`."""
+
+    _it: A
+    _thread: _LoopThread
+
+    @classmethod
+    def _of(cls, it: A, thread: _LoopThread) -> Self:
+        """For an object that belongs to a client, and lives in its loop."""
+        made = cls.__new__(cls)
+        made._it, made._thread = it, thread
+        return made
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+def waits(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+    """The same method, waited for."""
+
+    def call(it: _Blocking[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return it._thread.run(method(it._it, *args, **kwargs))
+
+    return _like(method, call)
+
+
+def iterates(method: Callable[Concatenate[Any, P], AsyncIterator[T]]) -> Callable[Concatenate[Any, P], Iterator[T]]:
+    """The same method, as a plain iterator. One that is left early is closed when it is garbage collected."""
+
+    def call(it: _Blocking[Any], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return it._thread.iterate(method(it._it, *args, **kwargs))
+
+    return _like(method, call)
+
+
+def same(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """The same method, which waits for nothing."""
+
+    def call(it: _Blocking[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(it._it, *args, **kwargs)
+
+    return _like(method, call)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _like(method: Callable[..., Any], call: F) -> F:
+    """`call` with the name, the documentation and the signature of `method`, as a blocking method has it."""
+    functools.update_wrapper(call, method)
+    del call.__wrapped__  # type: ignore[attr-defined]
+    shown = inspect.signature(method)
+    returned = (
+        str(shown.return_annotation).replace("AsyncIterator[", "Iterator[").replace("AsyncGenerator[", "Iterator[")
+    )
+    call.__signature__ = shown.replace(return_annotation=returned)  # type: ignore[attr-defined]
+    call.__annotations__["return"] = returned
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class BlockingJobHandle(Handle):
+    """A submitted job of a BlockingRolloutClient."""
+
+    _client: BlockingRolloutClient = field(repr=False, compare=False, kw_only=True)
+
+    def result(self, timeout: float | None = None) -> list[RolloutResult]:
+        """All `n` results, by sample number: see JobHandle.result."""
+        return self._client.wait(self, timeout)
+
+
+class BlockingRolloutClient(_Blocking[RolloutClient]):
+    """RolloutClient without asyncio; arguments, guarantees and errors are the same, method by method.
+
+    Connects when it is made; raises RedisUnavailable. May be used from several threads; `close` ends the calls that
+    wait in the others with a RolloutMQError. An iterator that is left early is closed when it is garbage collected or
+    by `close`; what it had not handed out stays with the client. The client's own thread calls `before_ack`, and
+    iterates over the jobs of `map`.
+    """
+
+    def __init__(
+        self,
+        redis_url: str | None = None,
+        pool: str = "default",
+        *,
+        client_id: str | None = None,
+        max_outstanding: int = MAX_OUTSTANDING,
+        caps: Caps | None = None,
+        before_ack: Callable[[bool], bool] | None = None,
+    ) -> None:
+        self._thread = _LoopThread("the client")
+
+        async def build() -> RolloutClient:
+            client = RolloutClient(
+                redis_url,
+                pool,
+                client_id=client_id,
+                max_outstanding=max_outstanding,
+                caps=caps,
+                before_ack=before_ack,
+            )
+            try:
+                return await client.open()
+            except BaseException:
+                await client.aclose()
+                raise
+
+        try:
+            self._it = self._thread.run(build())
+        except BaseException:
+            self._thread.close()
+            raise
+        self._thread.name = f"client {self.client_id}"
+
+    def open(self) -> Self:
+        """Connect; it is connected already. Raises RolloutMQError if it is closed."""
+        self._thread.run(self._it.open())
+        return self
+
+    def close(self) -> None:
+        """Acknowledge what was taken and disconnect; jobs under way are not cancelled. Safe to call twice."""
+        self._thread.close(self._it.aclose)
+
+    @property
+    def client_id(self) -> str:
+        """Name of the reply stream."""
+        return self._it.client_id
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._it.closed
+
+    @property
+    def outstanding(self) -> int:
+        """Jobs not fully handed out yet."""
+        return self._it.outstanding
+
+    @property
+    def repeats(self) -> int:
+        """See RolloutClient.repeats."""
+        return self._it.repeats
+
+    def submit(
+        self, job: GenerateJob | None = None, /, *, timeout: float | None = 0.0, **fields: Unpack[JobFields]
+    ) -> BlockingJobHandle:
+        """See RolloutClient.submit."""
+        return self._handle(self._thread.run(self._it.submit(job, timeout=timeout, **fields)))
+
+    def submit_many(self, jobs: Iterable[GenerateJob], *, timeout: float | None = 0.0) -> list[BlockingJobHandle]:
+        """See RolloutClient.submit_many."""
+        return [self._handle(job) for job in self._thread.run(self._it.submit_many(jobs, timeout=timeout))]
+
+    def _handle(self, job: Handle) -> BlockingJobHandle:
+        return BlockingJobHandle(*(getattr(job, one.name) for one in fields(Handle)), _client=self)
+
+    def session(
+        self,
+        *,
+        session_id: str | None = None,
+        system: str | None = None,
+        token_ids: Sequence[int] | npt.NDArray[Any] | None = None,
+        chat: bool = False,
+        **fields: Unpack[TurnFields],
+    ) -> BlockingSession:
+        """See RolloutClient.session."""
+        made = self._it.session(session_id=session_id, system=system, token_ids=token_ids, chat=chat, **fields)
+        return BlockingSession._of(made, self._thread)
+
+    @cached_property
+    def control(self) -> BlockingPoolControl:
+        """See RolloutClient.control."""
+        return BlockingPoolControl._of(self._it.control, self._thread)
+
+    check = waits(RolloutClient.check)
+    cancel = waits(RolloutClient.cancel)
+    cancel_all = waits(RolloutClient.cancel_all)
+    cancel_group = waits(RolloutClient.cancel_group)
+    stop = waits(RolloutClient.stop)
+    wait = waits(RolloutClient.wait)
+    ending = waits(RolloutClient.ending)
+    results = iterates(RolloutClient.results)
+    groups = iterates(RolloutClient.groups)
+    map = iterates(RolloutClient.map)
+    generate = waits(RolloutClient.generate)
+    stream = iterates(RolloutClient.stream)
+    embed = waits(RolloutClient.embed)
+    score = waits(RolloutClient.score)
+    reward = waits(RolloutClient.reward)
+    load = waits(RolloutClient.load)
+    workers = waits(RolloutClient.workers)
+
+
+class BlockingSession(_Blocking[Session]):
+    """Made by `BlockingRolloutClient.session`; method by method what Session is."""
+
+    generate = waits(Session.generate)
+    stream = iterates(Session.stream)
+    give = same(Session.give)
+    replace = same(Session.replace)
+    close = waits(Session.close)
+
+    def branch(self, at: int | None = None) -> BlockingSession:
+        """See Session.branch."""
+        return BlockingSession._of(self._it.branch(at), self._thread)
+
+    def __len__(self) -> int:
+        return len(self._it)
+
+    @property
+    def session_id(self) -> str:
+        """Its name in results."""
+        return self._it.session_id
+
+    @property
+    def worker(self) -> str | None:
+        """The worker that has the history in its cache, as far as is known."""
+        return self._it.worker
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """See Session.token_ids."""
+        return self._it.token_ids
+
+    @property
+    def mask(self) -> npt.NDArray[np.uint8]:
+        """See Session.mask."""
+        return self._it.mask
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        """See Session.logprobs."""
+        return self._it.logprobs
+
+    @property
+    def versions(self) -> npt.NDArray[np.int64]:
+        """See Session.versions."""
+        return self._it.versions
+
+
+class BlockingPoolControl(_Blocking[PoolControl]):
+    """PoolControl without asyncio; arguments, answers and errors are the same, method by method.
+
+    May be used from several threads. Use it in `with`, or close it. `BlockingRolloutClient.control` is one over the
+    client's connection.
+    """
+
+    def __init__(self, redis_url: str | None = None, pool: str = "default") -> None:
+        self._thread = _LoopThread("the control")
+
+        async def build() -> PoolControl:
+            return PoolControl(redis_url, pool)
+
+        try:
+            self._it = self._thread.run(build())
+        except BaseException:
+            self._thread.close()
+            raise
+
+    def open(self) -> Self:
+        """Connect. Raises RedisUnavailable. `with` does it too."""
+        self._thread.run(self._it.open())
+        return self
+
+    def __enter__(self) -> Self:
+        try:
+            return self.open()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Disconnect, if the connection is its own. Safe to call twice."""
+        if self._it.shared:
+            return
+        self._thread.close(self._it.aclose)
+
+    send = waits(PoolControl.send)
+    pause = waits(PoolControl.pause)
+    resume = waits(PoolControl.resume)
+    abort = waits(PoolControl.abort)
+    stop = waits(PoolControl.stop)
+    sleep = waits(PoolControl.sleep)
+    wake = waits(PoolControl.wake)
+    flush_cache = waits(PoolControl.flush_cache)
+    clear_storage = waits(PoolControl.clear_storage)
+    version = waits(PoolControl.version)
+    versions = waits(PoolControl.versions)
+    set_version = waits(PoolControl.set_version)
+    audit = waits(PoolControl.audit)
+    save = waits(PoolControl.save)
+    load = waits(PoolControl.load)
+    adapters = waits(PoolControl.adapters)
+    load_adapter = waits(PoolControl.load_adapter)
+    unload_adapter = waits(PoolControl.unload_adapter)
+    start_profile = waits(PoolControl.start_profile)
+    stop_profile = waits(PoolControl.stop_profile)

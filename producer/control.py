@@ -6,15 +6,13 @@ import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from types import TracebackType
+from typing import Any, Literal, Self
 
-from ..messages.broker import CommandSender
+from ..messages.broker import Broker, CommandSender
 from ..messages.errors import RolloutMQError
 from ..messages.model import MemoryTag, PauseMode, ProfileActivity, check_params
 from ..messages.redis import connect, default_url, ping
-
-if TYPE_CHECKING:
-    from .client import RolloutClient
 
 NO_ANSWER = "NoAnswer"
 LOOK_S = 0.05
@@ -105,35 +103,53 @@ class PoolAudit:
 
 
 class PoolControl:
-    """Says things to the workers of one pool.
+    """Gives commands to the workers of one pool, over a connection of its own: use it in `async with`, or close it.
 
-    Every method takes `worker_id` ("" for all that are alive) and `timeout`, and returns Answers when all have
-    answered or the time is over; a worker that is silent is in them, too. A parameter that no worker could take raises
-    InvalidField before anything is sent. Methods may be called from several tasks of one event loop.
+    `RolloutClient.control` is one over the client's connection.
 
-    With a URL it has a connection of its own: use it in `async with`, or close it.
+    Every method takes `worker_id` ("" for all workers that are alive) and `timeout` in seconds. It returns Answers when
+    all have answered or the time is over; a worker that is silent is in them, too. A parameter that no worker could
+    take raises InvalidField before anything is sent. Methods may be called from several tasks of one event loop.
+
+    Args:
+        redis_url: the pool's Redis; by default $ROLLOUTMQ_REDIS, or the one on this host.
+        pool: its name.
     """
 
-    def __init__(self, pool: RolloutClient | str | None = None, name: str = "default") -> None:
-        """pool: a client of it; or a Redis URL (default $ROLLOUTMQ_REDIS, or this host's), of the pool `name`."""
-        if pool is None or isinstance(pool, str):
-            self._own: Any = connect(pool or default_url(), pool=name)
-            self._redis = self._own
-        else:
-            self._own, self._redis, name = None, pool.broker.redis, pool.broker.keys.pool
-        self._sender = CommandSender(self._redis, name)
+    def __init__(self, redis_url: str | None = None, pool: str = "default") -> None:
+        self._own: Any = connect(redis_url or default_url(), pool=pool)
+        self._redis, self._sender = self._own, CommandSender(self._own, pool)
 
-    async def __aenter__(self) -> Self:
+    @classmethod
+    def over(cls, broker: Broker) -> Self:
+        """Over a connection that somebody else opens and closes."""
+        control = cls.__new__(cls)
+        control._own, control._redis = None, broker.redis
+        control._sender = CommandSender(broker.redis, broker.keys.pool)
+        return control
+
+    @property
+    def shared(self) -> bool:
+        """Whether the connection is a client's."""
+        return self._own is None
+
+    async def open(self) -> Self:
+        """Connect. Raises RedisUnavailable. `async with` does it too."""
         await ping(self._redis)
         return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         """Disconnect, if the connection is its own."""
         if self._own is not None:
             await self._own.aclose()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
 
     async def send(
         self, action: str, params: Mapping[str, Any] | None = None, *, worker_id: str = "", timeout: float = 30.0

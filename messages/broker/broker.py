@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -13,15 +13,16 @@ from redis.asyncio import Redis
 
 from ..codec import MAX_MESSAGE_BYTES, RESULTS, Job, Result, decode, decode_one_of, encode
 from ..errors import InvalidField, MessageError, PoolBusy, RedisRefused
-from ..model import PRIORITIES, JobFailure, WorkerStatus
+from ..model import PRIORITIES, GenerateJob, JobFailure, WorkerStatus
 from ..redis import Keys
 from ..scripts import Scripts, calls
 
 BATCH_JOBS = 512
 BATCH_BYTES = 4 << 20
 """One script call accepts at most this much, so that Redis is never busy with one client for long."""
-
-
+SHORT_JOBS = 64
+SHORT_BYTES = 1 << 18
+"""Jobs that are read back are read so many at once, and only if they are as short as this: no media."""
 NEWS_COUNT = 128
 PIECES_COUNT = 16
 
@@ -206,11 +207,27 @@ class Broker:
         ids = [job.decode() for job in await self.redis.smembers(self.keys.client(client_id))]
         groups: list[bytes | None] = []
         for start in range(0, len(ids), BATCH_JOBS):
-            async with self.redis.pipeline(transaction=False) as pipe:
-                for job_id in ids[start : start + BATCH_JOBS]:
-                    pipe.hget(self.keys.job(job_id), "G")
-                groups += await pipe.execute()
+            groups += await self._each([self.keys.job(job_id) for job_id in ids[start : start + BATCH_JOBS]], "G")
         return {job: group.decode() if group else job for job, group in zip(ids, groups, strict=True)}
+
+    async def submitted(self, job_ids: Iterable[str]) -> dict[str, GenerateJob]:
+        """Of these, the generation jobs that are still open, as they were submitted; not those over SHORT_BYTES."""
+        ids, jobs = list(job_ids), dict[str, GenerateJob]()
+        for start in range(0, len(ids), SHORT_JOBS):
+            keys = [self.keys.job(job_id) for job_id in ids[start : start + SHORT_JOBS]]
+            sizes = await self._each(keys, "z")
+            short = [key for key, size in zip(keys, sizes, strict=True) if int(size or 0) <= SHORT_BYTES]
+            for payload in filter(None, await self._each(short, "p")):
+                with contextlib.suppress(MessageError):  # a task, or written by a newer version
+                    job = decode(payload, GenerateJob)
+                    jobs[job.id] = job
+        return jobs
+
+    async def _each(self, keys: Sequence[str], field: str) -> list[bytes | None]:
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.hget(key, field)
+            return list(await pipe.execute())
 
     async def end_overdue(self, budget: int = 256) -> int:
         """End jobs past their deadline. Returns how many. Workers do this too, but a pool may have no worker."""

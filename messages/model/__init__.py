@@ -1,6 +1,6 @@
 """The messages: what travels between trainers, workers and operators, as checked pydantic models."""
 
-from .base import MAX_ARRAY_BYTES, Message, as_invalid_field
+from .base import MAX_ARRAY_BYTES, Message, Metadata, TokenIds, as_invalid_field
 from .chat import MAX_CALLS, MAX_TEXT, MAX_TOOL_NAME, ChatMessage, MediaKind
 from .command_params import (
     ACTIONS,
@@ -25,7 +25,7 @@ from .command_params import (
     check_params,
 )
 from .commands import Command, CommandReply
-from .jobs import PRIORITIES, GenerateJob
+from .jobs import PRIORITIES, GenerateJob, JobFields, QueueFields, SharedFields, TurnFields
 from .media import MAX_MEDIUM_BYTES, Medium, check_media, mime_of
 from .results import JobFailure, Partial, RolloutResult, Segment, Timings
 from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
@@ -80,6 +80,7 @@ __all__ = [
     "EmbedResult",
     "GenerateJob",
     "JobFailure",
+    "JobFields",
     "Keep",
     "LoadAdapterParams",
     "LoadParams",
@@ -89,6 +90,7 @@ __all__ = [
     "Medium",
     "MemoryTag",
     "Message",
+    "Metadata",
     "NoParams",
     "NonFinitePolicy",
     "Partial",
@@ -96,6 +98,7 @@ __all__ = [
     "PauseParams",
     "PoolingJob",
     "ProfileActivity",
+    "QueueFields",
     "RewardJob",
     "RewardResult",
     "RolloutResult",
@@ -105,6 +108,7 @@ __all__ = [
     "ScoreResult",
     "Segment",
     "SetVersionParams",
+    "SharedFields",
     "SleepParams",
     "StagingPolicy",
     "StartProfileParams",
@@ -114,9 +118,11 @@ __all__ = [
     "TaskResult",
     "TensorSpec",
     "Timings",
+    "TokenIds",
     "Tool",
     "ToolCall",
     "Transport",
+    "TurnFields",
     "UnloadAdapterParams",
     "UpdateMode",
     "WakeParams",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
@@ -21,12 +22,15 @@ from pydantic.functional_validators import SkipValidation
 
 from ..errors import InvalidField
 from ..ids import is_id, new_id
+from ..nearest import nearest
 
 MAX_TOKENS = 1 << 20
 """Most token ids or logprobs in one array (4 MiB packed)."""
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
 """What people and programs call things by."""
+Metadata = dict[str, str | int | float | bool | None]
+"""A job's own items, which its results have, too."""
 
 
 def _packed(dtype: str, what: str) -> Any:
@@ -75,20 +79,47 @@ class Message(BaseModel):
 
     KIND: ClassVar[int]
     """The kind byte of the frame (see codec.py); unique, never reused."""
+    OTHER_WORDS: ClassVar[Mapping[str, str]] = {}
+    """Names that are no fields but that people try, and what to write instead."""
 
     @classmethod
     def build(cls, /, **fields: Any) -> Self:
-        """Construct, raising InvalidField instead of pydantic's ValidationError."""
+        """Construct, raising InvalidField instead of pydantic's ValidationError.
+
+        The error for an unknown name says where it belongs, if it is a field of one of the message's parts, or which
+        names are nearest.
+        """
         try:
             return cls(**fields)
         except ValidationError as error:
+            for name in fields.keys() - cls.model_fields.keys():
+                raise InvalidField(name, fields[name], cls._instead_of(name, fields[name])) from None
             raise as_invalid_field(error) from None
+
+    @classmethod
+    def _instead_of(cls, name: str, value: object) -> str:
+        """What to write instead of a field that `cls` does not have."""
+        if name in cls.OTHER_WORDS:
+            return cls.OTHER_WORDS[name]
+        places = {field: field for field in cls.model_fields}
+        for field, info in cls.model_fields.items():
+            if isinstance(part := info.default, BaseModel):
+                kind = type(part)
+                if name in kind.model_fields:
+                    return f"a field of {kind.__name__}: {field}={kind.__name__}({name}={_short(value)})"
+                places = {other: f"{field}={kind.__name__}({other}=...)" for other in kind.model_fields} | places
+        return f"{cls.__name__} has no such field{nearest(name, places)}"
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self.model_dump() == other.model_dump()
 
     def __hash__(self) -> int:
         return hash((type(self), repr(self.model_dump())))
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 40 else "..."
 
 
 def as_invalid_field(error: ValidationError) -> InvalidField:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
+import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from .base import Name, Submitted, TokenIds
+from .base import Metadata, Name, Submitted, TokenIds
 from .chat import ChatMessage
 from .media import MAX_MEDIA, Medium, check_media
 from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
@@ -16,7 +18,57 @@ Priority = Literal["high", "normal", "low"]
 PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
 MAX_SAMPLES = 4096
 MAX_METADATA_ITEMS = 64
-Metadata = dict[str, str | int | float | bool | None]
+Ids = Sequence[int] | npt.NDArray[Any]
+"""Token ids as callers give them."""
+
+
+class QueueFields(TypedDict, total=False):
+    """Arguments of every call that submits jobs, for editors and type checkers; GenerateJob says what they mean."""
+
+    group_id: str
+    priority: Priority
+    deadline_s: float | None
+    min_version: int
+    max_staleness: int | None
+    trace_id: str | None
+    metadata: Metadata
+
+
+class SharedFields(QueueFields, total=False):
+    """Fields of GenerateJob that many prompts may share."""
+
+    prefer_worker: str | None
+    prefer_s: float
+    lora: str | None
+    min_adapter_version: int
+    logprobs: LogprobOptions | dict[str, Any]
+    stream: bool
+    hidden_states: Literal["none", "last", "all"]
+    routed_experts: bool
+    logit_processors: Sequence[LogitProcessor | dict[str, Any]]
+    seed: int | None
+    media: Sequence[Medium | dict[str, Any]]
+    tools: Sequence[Tool | dict[str, Any]]
+    tool_parser: str
+
+
+class TurnFields(SharedFields, total=False):
+    """Fields of GenerateJob for the turns of a session."""
+
+    sampling: SamplingParams | dict[str, Any]
+
+
+class JobFields(TurnFields, total=False):
+    """All fields of GenerateJob."""
+
+    id: str
+    reply_to: str
+    token_ids: Ids | None
+    text: str | None
+    messages: Sequence[ChatMessage | dict[str, Any]] | None
+    n: int
+    session_id: str | None
+    context_ids: Ids | None
 
 
 class GenerateJob(Submitted):
@@ -46,10 +98,14 @@ class GenerateJob(Submitted):
     media: images, videos and audio of the prompt, in the order of their places in it.
     tools: shown to the model by the chat template of a prompt of messages; RolloutResult.tool_calls has calls of them.
     tool_parser: the syntax of those calls: "json", "xml", "function", or the name of a parser that SGLang has.
-    metadata: free, small, returned with every result (strings, numbers, booleans, None).
+    metadata: up to 64 items of strings, numbers, booleans or None; every result has it.
     """
 
     KIND: ClassVar[int] = 1
+    OTHER_WORDS: ClassVar[Mapping[str, str]] = {
+        "prompt": "token_ids=, text= or messages= is the prompt; logprobs=LogprobOptions(prompt=True) asks for its "
+        "log-probabilities",
+    }
 
     id: str = ""
     reply_to: str = Field(default="", max_length=128)
@@ -80,6 +136,11 @@ class GenerateJob(Submitted):
     tools: tuple[Tool, ...] = Field(default=(), max_length=256)
     tool_parser: Name = "json"
     metadata: Metadata = Field(default_factory=dict, max_length=MAX_METADATA_ITEMS)
+
+    @classmethod
+    def build(cls, /, **fields: Unpack[JobFields]) -> Self:  # type: ignore[override]  # any fields, but not any names
+        """Construct; raises InvalidField, which names the field, its value and what is allowed."""
+        return super().build(**fields)
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:

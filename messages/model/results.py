@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .base import Arrays, Floats, Message, TokenIds
+from .base import Arrays, Floats, Message, Metadata, TokenIds
 from .tools import ToolCall
 
 
@@ -83,7 +83,10 @@ class RolloutResult(Message):
     adapter_segments: like `segments`, of the adapter's versions; more than one only if the sample went on elsewhere
         when its first version was not to be had any more.
     attempt: how many times the job had been claimed when this sample was published.
-    prompt_ids: (p,) int32 of a job submitted as text or messages, else None.
+    prompt_ids: (p,) int32, the prompt's tokens. A worker sends them for jobs of text or messages. For jobs of token ids
+        the client that submitted the job puts them here (it does not read them back); None if it does not know them:
+        the job had ended before a client of this id opened, and was not submitted again.
+    metadata: the job's.
     text: the decoded sample of such a job, else None.
     cached_tokens: so many of the prompt's tokens the engine had in its prefix cache when the worker that finished the
         sample began with it.
@@ -119,7 +122,7 @@ class RolloutResult(Message):
     tool_calls: tuple[ToolCall, ...] = Field(default=(), max_length=128)
     timings: Timings = Timings()
     fingerprint: dict[str, str] = Field(default_factory=dict, max_length=32)
-    metadata: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
     trace_id: str | None = None
 
     @model_validator(mode="after")
@@ -139,19 +142,24 @@ class RolloutResult(Message):
         """The oldest version among the tokens; None for an empty sample."""
         return self.segments[0].version if self.segments else None
 
+    def learn(self, prompt_ids: TokenIds | None, metadata: Metadata) -> None:
+        """Take the prompt from the client that has it; it does not count as set, so it does not travel again."""
+        if self.prompt_ids is None:
+            object.__setattr__(self, "prompt_ids", prompt_ids)
+
 
 Outcome = Literal["cancelled", "expired", "dead"]
 
 
-class JobFailure(BaseModel):
+class JobFailure(Message):
     """A job's terminal outcome when it is not "all samples published".
 
     outcome: "cancelled" on request, "expired" past its deadline, "dead" when no worker can or should run it (again).
     cause: why, in one line; `error` the last exception text, `host` where it happened.
     attempts: how often it was claimed. published: how many of its samples had been published before; they stand.
+    prompt_ids, metadata: the job's, as far as the client that hands this out knows them; they are not compared.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     ok: ClassVar[bool] = False
 
     job_id: str
@@ -162,12 +170,19 @@ class JobFailure(BaseModel):
     published: int = 0
     host: str = ""
     error: str = ""
+    prompt_ids: TokenIds | None = Field(default=None, exclude=True, repr=False)
+    metadata: Metadata = Field(default_factory=dict, exclude=True, repr=False)
 
     def __str__(self) -> str:
         text = f"job {self.job_id} {self.outcome}: {self.cause}"
         if self.error:
             text += f" ({self.error})"
         return f"{text}; attempts={self.attempts}, samples published={self.published}"
+
+    def learn(self, prompt_ids: TokenIds | None, metadata: Metadata) -> None:
+        """Take the job's prompt and metadata from the client that submitted it."""
+        object.__setattr__(self, "prompt_ids", prompt_ids)
+        object.__setattr__(self, "metadata", metadata)
 
 
 class Partial(Message):

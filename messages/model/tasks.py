@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from .base import Floats, Message, Submitted, TokenIds
+from .base import Floats, Message, Metadata, Submitted, TokenIds
 from .chat import MAX_TEXT, ChatMessage
-from .jobs import MAX_METADATA_ITEMS, MAX_SAMPLES, Metadata, Priority
+from .jobs import MAX_METADATA_ITEMS, MAX_SAMPLES, Priority
 from .results import Timings
 
 Conversation = Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=4096)]

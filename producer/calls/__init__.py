@@ -1,10 +1,9 @@
 """What a client can be asked beyond submit and wait: batches, sessions, streams, tasks."""
 
 from . import tasks
-from .blocking_session import BlockingSession
-from .delta import Delta
-from .prompts import Prompt
+from .batch import Prompt, as_jobs, generate
 from .session import Session
-from .task_calls import BlockingTaskCalls
+from .stream import Delta, Streams
+from .tasks import similarity
 
-__all__ = ["BlockingSession", "BlockingTaskCalls", "Delta", "Prompt", "Session", "tasks"]
+__all__ = ["Delta", "Prompt", "Session", "Streams", "as_jobs", "generate", "similarity", "tasks"]

@@ -1,34 +1,55 @@
-"""Many prompts at once: each one's group, in their order."""
+"""Many prompts at once: each one's group, in their order; and what a prompt may be."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ...messages.broker import Reply
-from ...messages.model import GenerateJob
-from ..inbox import Group, Inbox, ReplyReader, as_group
-
-if TYPE_CHECKING:
-    from ..client import RolloutClient
+from ...messages.errors import InvalidField
+from ...messages.model import ChatMessage, GenerateJob
+from ..core import ClientCore
+from ..inbox import Group, as_group
 
 WINDOW = 4096
 """Jobs submitted and not complete, at most."""
+Messages = Sequence[ChatMessage | Mapping[str, Any]]
+Prompt = str | Sequence[int] | npt.NDArray[Any] | Messages
+
+ALLOWED = "token ids, a text, or messages ({'role': …, 'content': …}, …)"
 
 
-async def generate(
-    client: RolloutClient,
-    inbox: Inbox,
-    reader: ReplyReader,
-    until: Callable[[Callable[[], bool], float | None], Awaitable[None]],
-    jobs: Sequence[GenerateJob],
-    *,
-    most: int,
-    timeout: float | None,
-) -> list[Group]:
-    """See RolloutClient.generate. most: samples that may be outstanding; a job that has more goes alone."""
+def prompt_fields(prompt: Any, name: str = "prompt") -> dict[str, Any]:
+    """The field of GenerateJob for it. Raises InvalidField naming `name`."""
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    if isinstance(prompt, np.ndarray):
+        return {"token_ids": prompt}
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and len(prompt):
+        if all(isinstance(item, ChatMessage | Mapping) for item in prompt):
+            return {"messages": tuple(prompt)}
+        if all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in prompt):
+            return {"token_ids": [int(item) for item in prompt]}
+    raise InvalidField(name, prompt, ALLOWED)
+
+
+def as_jobs(prompts: Iterable[Any], **fields: Any) -> list[GenerateJob]:
+    """A job for each prompt. Raises InvalidField, naming the prompt by its place."""
+    jobs: list[GenerateJob] = []
+    for place, prompt in enumerate(prompts):
+        given = prompt_fields(prompt, f"prompts[{place}]")
+        jobs.append(GenerateJob.build(**fields | given))
+    return jobs
+
+
+async def generate(core: ClientCore, jobs: Sequence[GenerateJob], timeout: float | None) -> list[Group]:
+    """See RolloutClient.generate. A job of more samples than may be outstanding goes alone."""
+    inbox, most = core.inbox, core.max_outstanding
     waiting, under_way = deque(jobs), deque[GenerateJob]()
     groups: list[Group] = []
     taken: list[Reply] = []
@@ -45,14 +66,14 @@ async def generate(
                     kept.enter_context(inbox.reserved(batch[-1].id))
                 under_way.extend(batch)
                 if batch:
-                    await client.submit_many(batch, timeout=None)
+                    await core.submit_many(batch, None)
                 first = under_way[0].id
-                await until(lambda job=first: (it := inbox.tracked(job)) is None or it.ended, timeout)  # type: ignore[misc]
+                await core.until(lambda job=first: (it := inbox.tracked(job)) is None or it.ended, timeout)  # type: ignore[misc]
                 replies = inbox.take_job(first)
                 groups.append(as_group(under_way.popleft().group, replies))
                 taken += replies
         except BaseException:
-            await client.cancel([job.id for job in under_way])
+            await core.cancel([job.id for job in under_way])
             raise
-    await reader.ack(taken)
+    core.reader.ack(taken)
     return groups

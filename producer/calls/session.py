@@ -7,20 +7,18 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from ...messages.errors import InvalidField, RolloutMQError, WaitTimeout
 from ...messages.ids import new_id
-from ...messages.model import ChatMessage, GenerateJob, RolloutResult
-from ..inbox import Inbox, JobHandle
-from .delta import Delta
-from .prompts import Prompt, prompt_fields
-
-if TYPE_CHECKING:
-    from ..client import RolloutClient
+from ...messages.model import ChatMessage, GenerateJob, RolloutResult, TurnFields
+from ..core import ClientCore
+from ..inbox import Handle
+from .batch import Prompt, prompt_fields
+from .stream import Delta, Streams
 
 GIVEN = -1
 """The version of a token that no weights sampled."""
@@ -73,21 +71,21 @@ class Session:
 
     def __init__(
         self,
-        client: RolloutClient,
-        inbox: Inbox,
+        core: ClientCore,
+        streams: Streams,
         *,
         session_id: str | None = None,
         system: str | None = None,
         token_ids: Sequence[int] | npt.NDArray[Any] | None = None,
         chat: bool = False,
-        **fields: Any,
+        **fields: Unpack[TurnFields],
     ) -> None:
         if system is not None and token_ids is not None:
             raise InvalidField("system", system, "no system message behind token_ids: put it into them")
         self.session_id = session_id or new_id()
         self.worker: str | None = None
         """The worker that has the history in its cache, as far as is known."""
-        self._client, self._inbox, self._fields = client, inbox, fields
+        self._core, self._streams, self._fields = core, streams, fields
         self._chat = chat or system is not None
         self._opening = () if system is None else (ChatMessage(role="system", content=system),)
         self._history = History().given([] if token_ids is None else token_ids)
@@ -123,7 +121,7 @@ class Session:
     # --- turns -----------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt: Prompt | None = None, *, timeout: float | None = None, **fields: Any
+        self, prompt: Prompt | None = None, *, timeout: float | None = None, **fields: Unpack[TurnFields]
     ) -> RolloutResult:
         """The next turn: what is given, and what the model generates behind it; both become part of the history.
 
@@ -132,10 +130,10 @@ class Session:
         WaitTimeout, all of which leave the history as it was.
         """
         job = self._job(prompt, fields)
-        with self._under_way(job), self._inbox.reserved(job.id):
-            handle = await self._client.submit(job)
+        with self._under_way(job), self._core.inbox.reserved(job.id):
+            handle = await self._core.submit(job)
             try:
-                (result,) = await self._client.wait(handle, timeout)
+                (result,) = await self._core.wait(handle, timeout)
             except (WaitTimeout, asyncio.CancelledError):
                 await self._give_up(handle)
                 raise
@@ -143,14 +141,14 @@ class Session:
         return result
 
     async def stream(
-        self, prompt: Prompt | None = None, *, timeout: float | None = None, **fields: Any
+        self, prompt: Prompt | None = None, *, timeout: float | None = None, **fields: Unpack[TurnFields]
     ) -> AsyncGenerator[Delta]:
         """Like `generate`, as deltas. With the last one the turn is in the history; left earlier, it is cancelled."""
         job = self._job(prompt, fields)
         with self._under_way(job):
             done = False
             try:
-                async with contextlib.aclosing(self._client.stream(job, timeout=timeout)) as deltas:
+                async with contextlib.aclosing(self._streams.of(job, timeout)) as deltas:
                     async for delta in deltas:
                         if delta.result is not None:
                             self._take(job, delta.result)
@@ -158,8 +156,8 @@ class Session:
                         yield delta
             finally:
                 if not done:
-                    with self._inbox.reserved(job.id):
-                        await self._give_up(JobHandle(job.id, job.group, job.n))
+                    with self._core.inbox.reserved(job.id):
+                        await self._give_up(Handle(job.id, job.group, job.n))
 
     def give(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> None:
         """Put tokens behind the history that nobody generated, such as an observation."""
@@ -175,8 +173,8 @@ class Session:
         """A session of its own with the first `at` tokens, or all; both go on from there. The prefix stays shared."""
         self._check_open()
         other = Session(
-            self._client,
-            self._inbox,
+            self._core,
+            self._streams,
             session_id=f"{self.session_id[:100]}.{next(self._branches)}",
             chat=self._chat,
             **self._fields,
@@ -190,7 +188,7 @@ class Session:
         """Cancel the turn that is under way; nothing more can be generated. What there is stays readable."""
         self._closed = True
         if self._turn is not None:
-            await self._client.cancel([self._turn])
+            await self._core.cancel([self._turn])
 
     async def __aenter__(self) -> Self:
         return self
@@ -200,9 +198,9 @@ class Session:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _job(self, prompt: Any, fields: dict[str, Any]) -> GenerateJob:
+    def _job(self, prompt: Any, given_fields: TurnFields) -> GenerateJob:
         self._check_idle()
-        fields = {"session_id": self.session_id, **self._fields, **fields}
+        fields: dict[str, Any] = {"session_id": self.session_id, **self._fields, **given_fields}
         if fields.get("n", 1) != 1:
             raise InvalidField("n", fields["n"], "1: a session is one conversation; branch() for more")
         if self.worker is not None:
@@ -223,11 +221,11 @@ class Session:
             given["context_ids"] = history
         return GenerateJob.build(**fields | given)
 
-    async def _give_up(self, turn: JobHandle) -> None:
+    async def _give_up(self, turn: Handle) -> None:
         """Cancel a turn; what still comes of it is nobody's."""
-        await self._client.cancel([turn])
+        await self._core.cancel([turn])
         with contextlib.suppress(RolloutMQError):
-            await self._client.wait(turn, SETTLE_S)
+            await self._core.wait(turn, SETTLE_S)
 
     def _take(self, job: GenerateJob, result: RolloutResult) -> None:
         prompt = job.token_ids if job.token_ids is not None else result.prompt_ids

@@ -2,62 +2,86 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from ...messages.broker import Broker
-from ...messages.errors import JobFailed, RolloutMQError
-from ...messages.model import JobFailure, RolloutResult
-from ..inbox import Inbox, News, ReplyReader, as_failure
-from .delta import Delta, Watched
+import numpy as np
+import numpy.typing as npt
 
-Until = Callable[[Callable[[], bool], float | None], Awaitable[None]]
+from ...messages import decode
+from ...messages.broker import PIECES_COUNT
+from ...messages.errors import JobFailed, MessageError
+from ...messages.model import GenerateJob, JobFailure, Partial, RolloutResult, Segment
+from ..core import ClientCore, nothing_left
+from ..inbox import Handle, News
+
+log = logging.getLogger(__name__)
+Segments = Sequence[Segment]
 
 
-class Submitted(Protocol):
-    """What is needed of a JobHandle."""
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens that a sample has more than when its last delta came; of each sample in order and without gaps.
 
-    @property
-    def job_id(self) -> str: ...
-    @property
-    def n(self) -> int: ...
-    @property
-    def state(self) -> str: ...
+    start: tokens of the sample before these. token_ids: (t,) int32. logprobs: (t,) float32, as in RolloutResult; None
+    where its job is known not to have asked for them. segments: which weights sampled them; adapter_segments: which
+    version of the adapter, None without one. token_arrays: a row for each token, of what the job asked for.
+    text: what they add to the text of a job that has one, else None.
+    restarted: what was shown of this sample before is no part of it, and this is all of it from the start.
+    result: of the sample's last delta, the whole sample; the others have None.
+    """
+
+    job_id: str
+    sample: int
+    start: int
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32] | None
+    segments: tuple[Segment, ...]
+    adapter_segments: tuple[Segment, ...] | None = None
+    token_arrays: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    text: str | None = None
+    restarted: bool = False
+    result: RolloutResult | None = None
 
 
 class Streams:
-    """A client's streamed jobs. until(condition, timeout): returns once it holds, or raises WaitTimeout."""
+    """A client's streamed jobs."""
 
-    def __init__(self, broker: Broker, news: News, inbox: Inbox, reader: ReplyReader, until: Until) -> None:
-        self._broker, self._news, self._inbox, self._reader, self._until = broker, news, inbox, reader, until
+    def __init__(self, core: ClientCore) -> None:
+        self._core = core
+        self._news = News(core.broker, core.blocking, core.client_id, core.reader.notify)
 
     async def close(self) -> None:
-        """Stop listening; who still iterates gets a RolloutMQError."""
+        """Stop listening; who still iterates gets a RolloutMQError when the client is closed."""
         await self._news.close()
 
-    async def of(
-        self, job_id: str, submitted: Callable[[], Awaitable[Submitted]], timeout: float | None
-    ) -> AsyncGenerator[Delta]:
-        """See RolloutClient.stream. submitted(): the job's handle; called when its outcomes are kept for this."""
+    async def of(self, job: GenerateJob | Handle, timeout: float | None) -> AsyncGenerator[Delta]:
+        """See RolloutClient.stream."""
+        core = self._core
+        await core.open()
+        job_id = job.job_id if isinstance(job, Handle) else job.id
         try:
-            with self._inbox.reserved(job_id), self._news.follow(job_id):
-                job = await submitted()
+            with core.inbox.reserved(job_id), self._news.follow(job_id):
+                if not isinstance(job, Handle):
+                    job = await core.submit(job.model_copy(update={"stream": True}))
                 async for delta in self._deltas(job, timeout):
                     yield delta
         finally:
-            await self._reader.notify()  # what the stream leaves is there for others now
+            await core.reader.notify()  # what the stream leaves is there for others now
 
-    async def _deltas(self, job: Submitted, timeout: float | None) -> AsyncGenerator[Delta]:
-        inbox, news, job_id = self._inbox, self._news, job.job_id
+    async def _deltas(self, job: Handle, timeout: float | None) -> AsyncGenerator[Delta]:
+        inbox, reader, news, job_id = self._core.inbox, self._core.reader, self._news, job.job_id
         watched = {sample: Watched(job_id, sample) for sample in range(job.n)}
         came = time.monotonic()
         while True:
             # Of the time since something came: where nothing is heard there is a look all the same, every second.
             left = None if timeout is None else max(0.0, came + timeout - time.monotonic())
-            await self._until(lambda: news.fresh(job_id) or inbox.has_of(job_id), left)
+            await self._core.until(lambda: news.fresh(job_id) or inbox.has_of(job_id), left)
             if (tracked := inbox.tracked(job_id)) is None:
-                raise _nothing_left(job)
+                raise nothing_left(job)
             if news.fresh(job_id):
                 news.looked(job_id)
                 async for delta in self._saved(job_id, watched):
@@ -68,12 +92,12 @@ class Streams:
                 (reply,) = replies
                 outcome = reply.outcome
                 if isinstance(outcome, JobFailure):
-                    await self._reader.ack([reply])
+                    reader.ack([reply])
                     raise JobFailed(outcome)
                 assert isinstance(outcome, RolloutResult)
                 if (one := watched.pop(outcome.sample, None)) is not None:
                     yield one.finish(outcome)
-                await self._reader.ack([reply])
+                reader.ack([reply])
                 came = time.monotonic()
             if ended:
                 return
@@ -82,7 +106,7 @@ class Streams:
         """What there is of these samples beyond what was shown."""
         look = list(watched)
         while look:
-            found = await self._broker.read_pieces(job_id, {sample: watched[sample].place for sample in look})
+            found = await self._core.broker.read_pieces(job_id, {sample: watched[sample].place for sample in look})
             look = []
             for sample, pieces in found.items():
                 delta, more = watched[sample].take(pieces)
@@ -92,7 +116,177 @@ class Streams:
                     yield delta
 
 
-def _nothing_left(job: Submitted) -> Exception:
-    if job.state not in {"new", "q", "r"}:
-        return JobFailed(as_failure(job.job_id, job.state))
-    return RolloutMQError(f"nothing is outstanding of job {job.job_id}: what came of it was taken before")
+class Watched:
+    """Makes deltas of what is saved of one sample, and of its result.
+
+    Workers save a sample in pieces, and may save all of it anew: the same tokens in one piece, or others. So what is
+    read is compared with what was shown whenever the last known piece is not there any more.
+    """
+
+    def __init__(self, job_id: str, sample: int) -> None:
+        self._job_id, self._sample = job_id, sample
+        self._pieces = 0  # that are known
+        self._last = b""  # of them, encoded
+        self._anew: list[Partial] | None = None  # all pieces, while they are not more than what was shown
+        self._read = 0  # tokens in the known pieces
+        self._ids: list[npt.NDArray[np.int32]] = []  # shown
+        self._versions: list[npt.NDArray[np.int64]] = []
+        self._text = ""
+        self._tokens = 0
+
+    @property
+    def place(self) -> int:
+        """The piece to read from: the last one that is known, to see whether it is still the same."""
+        return max(0, self._pieces - 1)
+
+    def take(self, pieces: Sequence[bytes]) -> tuple[Delta | None, bool]:
+        """Take in what was read from `place` on. Returns what is new, and whether to read again at once."""
+        if self._pieces and (not pieces or pieces[0] != self._last):
+            self._begin_anew()
+            return None, bool(pieces)
+        fresh = pieces[1:] if self._pieces else pieces
+        parts: list[Partial] = []
+        for piece in fresh:
+            try:
+                part = decode(piece, Partial)
+            except MessageError as error:
+                log.warning("a piece of job %s cannot be read: %s", self._job_id, error)
+                part = None
+            if part is None or part.start != self._read or not len(part.token_ids):
+                self._begin_anew()  # as the next worker will
+                return None, False
+            parts.append(part)
+            self._read += len(part.token_ids)
+        if fresh:
+            self._pieces, self._last = self._pieces + len(fresh), fresh[-1]
+        more = len(pieces) >= PIECES_COUNT
+        if self._anew is None:
+            return (self._show(_Tokens.of(parts)) if parts else None), more
+        self._anew += parts
+        return (None, True) if more else (self._compare(), False)
+
+    def finish(self, result: RolloutResult) -> Delta:
+        """The last delta."""
+        whole = _Tokens(
+            result.token_ids,
+            result.logprobs,
+            result.segments,
+            result.adapter_segments,
+            result.token_arrays,
+            result.text,
+        )
+        if self._fits(whole) and len(whole.ids) >= self._tokens:
+            return self._show(whole.after(self._tokens, len(self._text)), result=result)
+        return self._restart(whole, result)
+
+    def _begin_anew(self) -> None:
+        self._pieces, self._last, self._read, self._anew = 0, b"", 0, []
+
+    def _compare(self) -> Delta | None:
+        if not self._anew:
+            return None
+        whole = _Tokens.of(self._anew)
+        if not self._fits(whole):
+            self._anew = None
+            return self._restart(whole)
+        if len(whole.ids) <= self._tokens:
+            return None
+        self._anew = None
+        return self._show(whole.after(self._tokens, len(self._text)))
+
+    def _fits(self, whole: _Tokens) -> bool:
+        """Whether what was shown and this begin the same."""
+        if not self._tokens:
+            return True
+        both = min(self._tokens, len(whole.ids))
+        text = whole.text or ""
+        return (
+            np.array_equal(np.concatenate(self._ids)[:both], whole.ids[:both])
+            and np.array_equal(np.concatenate(self._versions)[:both], whole.versions[:both])
+            and (text.startswith(self._text) or (both < self._tokens and self._text.startswith(text)))
+        )
+
+    def _restart(self, whole: _Tokens, result: RolloutResult | None = None) -> Delta:
+        shown = self._tokens > 0
+        self._ids, self._versions, self._text, self._tokens = [], [], "", 0
+        return self._show(whole, restarted=shown, result=result)
+
+    def _show(self, new: _Tokens, restarted: bool = False, result: RolloutResult | None = None) -> Delta:
+        start = self._tokens
+        self._ids.append(new.ids)
+        self._versions.append(new.versions)
+        self._text += new.text or ""
+        self._tokens += len(new.ids)
+        return Delta(
+            job_id=self._job_id,
+            sample=self._sample,
+            start=start,
+            token_ids=new.ids,
+            logprobs=new.logprobs,
+            segments=tuple(new.segments),
+            adapter_segments=None if new.adapter_segments is None else tuple(new.adapter_segments),
+            token_arrays=dict(new.rows),
+            text=new.text,
+            restarted=restarted,
+            result=result,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32] | None
+    segments: Segments
+    adapter_segments: Segments | None
+    rows: dict[str, npt.NDArray[Any]]
+    text: str | None
+
+    @classmethod
+    def of(cls, parts: Sequence[Partial]) -> _Tokens:
+        """Pieces in order, at least one."""
+        texts = [part.text for part in parts]
+        adapters = [part.adapter_segments for part in parts]
+        return cls(
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            _joined([segment for part in parts for segment in part.segments]),
+            None if None in adapters else _joined([segment for part in adapters for segment in part or ()]),
+            {name: np.concatenate([part.token_arrays[name] for part in parts]) for name in parts[0].token_arrays},
+            None if None in texts else "".join(text or "" for text in texts),
+        )
+
+    @property
+    def versions(self) -> npt.NDArray[np.int64]:
+        """(t,): of each token."""
+        return np.repeat([v for v, _ in self.segments], [n for _, n in self.segments]).astype(np.int64)
+
+    def after(self, tokens: int, chars: int) -> _Tokens:
+        """Without the first `tokens`, whose text has `chars`."""
+        adapter = self.adapter_segments
+        return _Tokens(
+            self.ids[tokens:],
+            None if self.logprobs is None else self.logprobs[tokens:],
+            _after(self.segments, tokens),
+            None if adapter is None else _after(adapter, tokens),
+            {name: rows[tokens:] for name, rows in self.rows.items()},
+            None if self.text is None else self.text[chars:],
+        )
+
+
+def _joined(segments: Segments) -> list[Segment]:
+    joined: list[Segment] = []
+    for version, tokens in segments:
+        if joined and joined[-1].version == version:
+            joined[-1] = Segment(version, joined[-1].tokens + tokens)
+        else:
+            joined.append(Segment(version, tokens))
+    return joined
+
+
+def _after(segments: Segments, tokens: int) -> list[Segment]:
+    left: list[Segment] = []
+    for version, count in segments:
+        if count > tokens:
+            left.append(Segment(version, count - tokens))
+        tokens = max(0, tokens - count)
+    return left

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +25,7 @@ from ...messages.model import (
     TaskJob,
     TaskResult,
 )
-
-if TYPE_CHECKING:
-    from ..client import RolloutClient
+from ..core import ClientCore, send_all
 
 R = TypeVar("R", bound=TaskResult)
 INPUTS_PER_JOB = 64
@@ -37,50 +34,29 @@ Floats = npt.NDArray[np.float32]
 
 
 async def embed(
-    client: RolloutClient,
+    core: ClientCore,
     inputs: Sequence[Any],
-    *,
-    dimensions: int | None = None,
-    normalize: bool = True,
-    timeout: float | None = None,
+    dimensions: int | None,
+    normalize: bool,
+    timeout: float | None,
     **fields: Any,
 ) -> Floats:
-    """(n, d) float32: the embedding of each input, in order.
-
-    inputs: texts, sequences of token ids, or conversations (sequences of chat messages), all of one kind.
-    dimensions, normalize: as EmbedJob has them. fields: of the queue, such as priority, deadline_s and min_version.
-    Raises InvalidField, FeatureUnavailable in a pool without a worker for it, JobFailed, or WaitTimeout, after which
-    the job is cancelled.
-    """
+    """See RolloutClient.embed."""
     fields |= {"dimensions": dimensions} if dimensions is not None else {}
     fields |= {} if normalize else {"normalize": False}
-    results = await _pooled(client, EmbedJob, EmbedResult, inputs, timeout=timeout, fields=fields)
+    results = await _pooled(core, EmbedJob, EmbedResult, inputs, timeout, **fields)
     return np.stack([result.embedding for result in results]).astype(np.float32, copy=False)
 
 
-async def reward(
-    client: RolloutClient, inputs: Sequence[Any], *, timeout: float | None = None, **fields: Any
-) -> list[RewardResult]:
-    """A reward model's scores of each input, in order; inputs, fields and errors as for `embed`.
-
-    An input of ids is prompt and response as one sequence.
-    """
-    return await _pooled(client, RewardJob, RewardResult, inputs, timeout=timeout, fields=fields)
+async def reward(core: ClientCore, inputs: Sequence[Any], timeout: float | None, **fields: Any) -> list[RewardResult]:
+    """See RolloutClient.reward."""
+    return await _pooled(core, RewardJob, RewardResult, inputs, timeout, **fields)
 
 
 async def score(
-    client: RolloutClient,
-    prompt: Any,
-    continuations: Sequence[Any],
-    *,
-    timeout: float | None = None,
-    **fields: Any,
+    core: ClientCore, prompt: Any, continuations: Sequence[Any], timeout: float | None, **fields: Any
 ) -> list[ScoreResult]:
-    """How likely each continuation of `prompt` is: log-probabilities per token, their sum and mean, and the version.
-
-    prompt: token ids, a text, or a conversation. continuations: sequences of ids, or texts. Fields and errors as for
-    `embed`.
-    """
+    """See RolloutClient.score."""
     fields[_PROMPTS[_form("prompt", [prompt])]] = prompt
     form = _form("continuations", continuations)
     if form == "conversations":
@@ -88,7 +64,7 @@ async def score(
     name = "texts" if form == "texts" else "continuations"
     parts = [list(continuations[i : i + INPUTS_PER_JOB]) for i in range(0, len(continuations), INPUTS_PER_JOB)]
     jobs = [ScoreJob.build(**{name: part}, **fields) for part in parts]
-    return await run_tasks(client, jobs, ScoreResult, timeout)
+    return await run_tasks(core, jobs, ScoreResult, timeout)
 
 
 def similarity(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.float32]:
@@ -129,54 +105,51 @@ def _form_of(one: Any) -> str | None:
 
 
 async def _pooled(
-    client: RolloutClient,
+    core: ClientCore,
     kind: type[PoolingJob],
     result: type[R],
     inputs: Sequence[Any],
-    *,
     timeout: float | None,
-    fields: dict[str, Any],
+    **fields: Any,
 ) -> list[R]:
     form = _form("inputs", inputs)
     parts = [list(inputs[i : i + INPUTS_PER_JOB]) for i in range(0, len(inputs), INPUTS_PER_JOB)]
-    return await run_tasks(client, [kind.build(**{form: part}, **fields) for part in parts], result, timeout)
+    return await run_tasks(core, [kind.build(**{form: part}, **fields) for part in parts], result, timeout)
 
 
-async def run_tasks(
-    client: RolloutClient, jobs: Sequence[TaskJob], kind: type[R], timeout: float | None = None
-) -> list[R]:
+async def run_tasks(core: ClientCore, jobs: Sequence[TaskJob], kind: type[R], timeout: float | None = None) -> list[R]:
     """Submit `jobs` and return all their results, job by job and input by input; a full pool is waited for.
 
     Results are taken while jobs are still being sent: it may be they that fill the pool. Raises WaitTimeout after
     `timeout` seconds and JobFailed; what is still open is then cancelled, as it is when the caller is.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    mine = [job.model_copy(update={"reply_to": client.client_id}) for job in jobs]
-    await client.open()
-    await client._features.check(mine)
+    mine = [job.model_copy(update={"reply_to": core.client_id}) for job in jobs]
+    await core.open()
+    await core.features.check(mine)
     for job in mine:  # before they are sent: the first result may be here before the reply to the submission
-        client._inboxes.expect(job.id, job.group, job.n)
+        core.inboxes.expect(job.id, job.group, job.n)
     try:
         async with asyncio.TaskGroup() as both:
-            both.create_task(_send(client, mine, deadline))
-            taking = both.create_task(_take(client, mine, kind, deadline))
+            both.create_task(_send(core, mine, deadline))
+            taking = both.create_task(_take(core, mine, kind, deadline))
         return taking.result()
     except BaseExceptionGroup as group:
-        await _abandon(client, mine)
+        await _abandon(core, mine)
         raise group.exceptions[0] from None
     except BaseException:
-        await _abandon(client, mine)
+        await _abandon(core, mine)
         raise
 
 
-async def _take(client: RolloutClient, jobs: Sequence[TaskJob], kind: type[R], deadline: float | None) -> list[R]:
-    inbox = client._inboxes.tasks
+async def _take(core: ClientCore, jobs: Sequence[TaskJob], kind: type[R], deadline: float | None) -> list[R]:
+    inbox = core.inboxes.tasks
     results: list[R] = []
     for job in jobs:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        await client._until(lambda job=job: (it := inbox.tracked(job.id)) is not None and it.ended, left)  # type: ignore[misc]
+        await core.until(lambda job=job: (it := inbox.tracked(job.id)) is not None and it.ended, left)  # type: ignore[misc]
         replies = inbox.take_job(job.id)
-        await client._reader.ack(replies)
+        core.reader.ack(replies)
         for reply in replies:
             if isinstance(reply.outcome, JobFailure):
                 raise JobFailed(reply.outcome)
@@ -185,26 +158,20 @@ async def _take(client: RolloutClient, jobs: Sequence[TaskJob], kind: type[R], d
     return results
 
 
-async def _send(client: RolloutClient, jobs: list[Any], deadline: float | None) -> None:
-    accepted, pause = 0, 0.02
-    while True:
-        try:
-            await client.broker.enqueue(jobs[accepted:])
-            return
-        except PoolBusy as busy:
-            accepted += busy.accepted
-            if deadline is not None and time.monotonic() + pause >= deadline:
-                raise WaitTimeout(f"{len(jobs) - accepted} of {len(jobs)} jobs were not accepted: {busy}") from None
-        await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # submitters that wait do not come back in step
-        pause = min(0.5, pause * 2)
+async def _send(core: ClientCore, jobs: list[TaskJob], deadline: float | None) -> None:
+    left = None if deadline is None else deadline - time.monotonic()
+    try:
+        await send_all(core.broker.enqueue, jobs, left)
+    except PoolBusy as busy:
+        raise WaitTimeout(f"{len(jobs) - busy.accepted} of {len(jobs)} jobs were not accepted: {busy}") from None
 
 
-async def _abandon(client: RolloutClient, jobs: Sequence[TaskJob]) -> None:
+async def _abandon(core: ClientCore, jobs: Sequence[TaskJob]) -> None:
     """Nobody waits for these any more: what comes of them is dropped where it arrives."""
-    inboxes = client._inboxes
+    inboxes = core.inboxes
     left = [job.id for job in jobs if inboxes.tasks.tracked(job.id) is not None]
     with contextlib.suppress(RedisError, OSError):  # the error that brought us here says more
         for job_id in left:
-            await client._reader.ack(inboxes.abandon(job_id))
+            core.reader.ack(inboxes.abandon(job_id))
         if left:
-            await asyncio.shield(client.broker.cancel(left, "its caller gave up"))
+            await asyncio.shield(core.broker.cancel(left, "its caller gave up"))

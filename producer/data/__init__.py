@@ -3,10 +3,11 @@
 from .decode import Decoder
 from .masks import Turn, loss_mask, prompt_tokens, response_mask, scatter, turn_masks, turn_numbers
 from .media import chat_job, from_openai, medium
-from .tools import ToolRegistry, run_tool_calls
+from .tools import ToolOutcome, ToolRegistry, run_tool_calls
 
 __all__ = [
     "Decoder",
+    "ToolOutcome",
     "ToolRegistry",
     "Turn",
     "chat_job",

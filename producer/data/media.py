@@ -114,9 +114,9 @@ def from_openai(
 
 
 def chat_job(messages: Sequence[Mapping[str, Any]], *, files: Path | None = None, **fields: Any) -> GenerateJob:
-    """A GenerateJob of OpenAI messages with whatever media are in them; `fields` are the job's other fields."""
+    """A GenerateJob of OpenAI messages and the media in them; `fields` are the job's other fields."""
     chat, media = from_openai(messages, files=files)
-    return GenerateJob.build(messages=chat, **({"media": media} if media else {}), **fields)
+    return GenerateJob.build(**fields | {"messages": chat} | ({"media": media} if media else {}))
 
 
 def _message(place: int, fields: dict[str, Any]) -> ChatMessage:

@@ -1,15 +1,15 @@
 """From the reply stream to whoever asked: reading, sorting, handing out and acknowledging outcomes."""
 
 from .features import FeatureCheck
-from .inbox import Inbox, as_failure
-from .inboxes import Inboxes
+from .inbox import Inbox, Inboxes, as_failure
 from .news import News
-from .outcomes import Group, JobHandle, Outcome, as_group
+from .outcomes import Group, Handle, JobHandle, Outcome, as_group
 from .reader import ReplyReader
 
 __all__ = [
     "FeatureCheck",
     "Group",
+    "Handle",
     "Inbox",
     "Inboxes",
     "JobHandle",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ...messages.broker import Reply
 from ...messages.errors import RolloutMQError
-from ...messages.model import JobFailure
+from ...messages.model import GenerateJob, JobFailure, Metadata, TaskResult, TokenIds
 
 FAILURE = -1
 """The place of a job's failure among its samples' numbers."""
@@ -21,8 +21,9 @@ MEMORY = 1 << 17
 class Tracked:
     """A job that is not fully delivered. `arrived`: the samples (or FAILURE) seen; `taken` of them were handed out.
 
-    ended: its last outcome has arrived; earlier ones may have been taken by an earlier client of the same id.
-    state: "r" until then, afterwards how it ended. guessed: its n is not known, and its group perhaps.
+    ended: its last outcome has arrived; an earlier client of the same id may have taken others.
+    state: "r" until then, afterwards how it ended. guessed: its n is not known, and perhaps not its group.
+    job: as it was submitted, if that is known; its outcomes are told their prompt and metadata.
     """
 
     job_id: str
@@ -33,6 +34,15 @@ class Tracked:
     ended: bool = False
     state: str = "r"
     guessed: bool = False
+    job: _Kept | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What is kept of a job until its outcomes have been handed out; its text and media are not."""
+
+    prompt_ids: TokenIds | None
+    metadata: Metadata
 
 
 class Inbox:
@@ -83,6 +93,15 @@ class Inbox:
         return tracked is None or tracked.ended or bool(self._aside[job_id])
 
     # --- in --------------------------------------------------------------------------------------------------------
+
+    def submit(self, job: GenerateJob) -> bool:
+        """Expect a job's outcomes, and tell them what they were asked with; False if it is expected already."""
+        fresh = self.track(job.id, job.group, job.n)
+        self._keep(job)
+        return fresh
+
+    def _keep(self, job: GenerateJob) -> None:
+        self._jobs[job.id].job = _Kept(job.token_ids, job.metadata)
 
     def track(self, job_id: str, group_id: str, n: int) -> bool:
         """Expect a job's outcomes; False if it is expected already."""
@@ -139,20 +158,25 @@ class Inbox:
                 self._delivered(outcome.job_id, 0)
         return fresh
 
-    def recover(self, open_jobs: dict[str, str]) -> None:
-        """What an earlier client of this id left: its jobs that are still open (with their groups) are expected, the
-        others have ended."""
+    def recover(self, open_jobs: Mapping[str, str], known: Mapping[str, GenerateJob]) -> None:
+        """Expect the jobs of an earlier client of this id that are still open (with their groups); others have ended.
+
+        known: of those, the ones that could be read.
+        """
         for job_id in [job_id for job_id in self._jobs if job_id not in open_jobs]:
             self.end(job_id)
         for job_id in sorted(open_jobs.keys() - self._jobs.keys()):
             self._guess(job_id, open_jobs[job_id])
+        for job_id, job in known.items():
+            if job_id in self._jobs:
+                self._keep(job)
 
     def _guess(self, job_id: str, group_id: str) -> None:
         self.track(job_id, group_id or job_id, 1)
         self._jobs[job_id].guessed = True
 
     def end(self, job_id: str, state: str = "done") -> None:
-        """Nothing more will arrive of a job: what there was beside it was taken by an earlier client."""
+        """Nothing more will arrive of a job: an earlier client took what else there was of it."""
         tracked = self._jobs.get(job_id)
         if tracked is not None and tracked.arrived and not tracked.ended:
             self._ended(tracked, state)
@@ -190,7 +214,7 @@ class Inbox:
         if not self._waiting:
             return None
         key, reply = self._waiting.popitem(last=False)
-        self._delivered(key[0], 1)
+        self._hand_out(key[0], [reply])
         return reply
 
     def take_job(self, job_id: str, most: int | None = None) -> list[Reply]:
@@ -202,11 +226,11 @@ class Inbox:
         aside = self._aside.get(job_id, {})
         here = [sample for sample in order if (job_id, sample) in self._waiting or sample in aside][:most]
         found = [aside.pop(it) if it in aside else self._waiting.pop((job_id, it)) for it in here]
-        self._delivered(job_id, len(found))
+        self._hand_out(job_id, found)
         return found
 
     def full_group(self) -> str | None:
-        """The group that has been complete for longest and not taken. A job that is reserved holds up its own."""
+        """The group that has been complete for longest and was not taken. A reserved job holds up its own group."""
         if not self._aside:
             return next(iter(self._full_groups), None)
         return next((it for it in self._full_groups if self._aside.keys().isdisjoint(self._groups[it])), None)
@@ -214,6 +238,13 @@ class Inbox:
     def take_group(self, group_id: str) -> list[Reply]:
         """What is here of a group, job by job in the order of submission."""
         return [reply for job_id in self.group_jobs(group_id) for reply in self.take_job(job_id)]
+
+    def _hand_out(self, job_id: str, replies: list[Reply]) -> None:
+        if (job := self._jobs[job_id].job) is not None:
+            for reply in replies:
+                if not isinstance(reply.outcome, TaskResult):
+                    reply.outcome.learn(job.prompt_ids, job.metadata)
+        self._delivered(job_id, len(replies))
 
     def _delivered(self, job_id: str, count: int) -> None:
         tracked = self._jobs[job_id]
@@ -223,6 +254,58 @@ class Inbox:
             self._past[job_id] = None
             if len(self._past) > MEMORY:
                 self._past.popitem(last=False)
+
+
+class Inboxes:
+    """Decides which inbox an outcome goes to: what was submitted as a task is for its caller and nobody else.
+
+    samples: of generation jobs, for `results`, `groups` and `wait`. tasks: of embeddings, scores and rewards.
+    A task is worth nothing without the call that waits for it: results of tasks that an earlier client of the same id
+    submitted are dropped.
+    """
+
+    def __init__(self, samples: Inbox) -> None:
+        self._samples, self.tasks = samples, Inbox()
+        self._expected: OrderedDict[str, None] = OrderedDict()  # tasks of this client, the last ones, over or not
+        self._over: set[str] = set()  # tasks of an earlier client that have ended
+
+    @property
+    def jobs(self) -> int:
+        """Jobs not fully delivered yet."""
+        return self._samples.jobs + self.tasks.jobs
+
+    def expect(self, job_id: str, group_id: str, n: int) -> None:
+        """Expect the outcomes of a task."""
+        self.tasks.track(job_id, group_id, n)
+        self._expected[job_id] = None
+        if len(self._expected) > MEMORY:
+            self._expected.popitem(last=False)
+
+    def put(self, reply: Reply) -> bool:
+        """Take an outcome in; False if nobody waits for it (any more)."""
+        job_id = reply.outcome.job_id
+        if self.tasks.tracked(job_id) is not None:
+            return self.tasks.put(reply)
+        if job_id in self._expected:  # given up, or delivered before a failover that brings it again
+            return False
+        if isinstance(reply.outcome, TaskResult):
+            self._samples.untrack(job_id)
+            if reply.last:
+                self._over.add(job_id)
+            return False
+        return self._samples.put(reply)
+
+    def abandon(self, job_id: str) -> list[Reply]:
+        """Nobody waits for this task any more: what comes is dropped. What there is of it."""
+        replies = self.tasks.take_job(job_id)
+        self.tasks.untrack(job_id)
+        return replies
+
+    def recover(self, open_jobs: Mapping[str, str], known: Mapping[str, GenerateJob]) -> None:
+        """As Inbox has it; a task that has ended since `open_jobs` was asked for is not expected."""
+        left = {job_id: group for job_id, group in open_jobs.items() if job_id not in self._over}
+        self._samples.recover(left, known)
+        self._over.clear()
 
 
 def as_failure(job_id: str, state: str) -> JobFailure:

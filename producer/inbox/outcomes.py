@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Generator, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from ...messages.broker import Reply
-from ...messages.model import JobFailure, RolloutResult
+from ...messages.errors import RolloutMQError
+from ...messages.model import JobFailure, Metadata, RolloutResult, TokenIds
 
 Outcome = RolloutResult | JobFailure
+Results = list[RolloutResult]
 
 
 @dataclass(frozen=True, slots=True)
-class JobHandle:
-    """A submitted job. state: "new", or what an earlier submission of the same id is ("q", "r", "done", …)."""
+class Handle:
+    """A submitted job. state: "new", or the state in which an earlier submission of the same id is ("q", "r",
+    "done", …)."""
 
     job_id: str
     group_id: str
     n: int
     state: str = "new"
+
+
+@dataclass(frozen=True, slots=True)
+class JobHandle(Handle):
+    """A submitted job of a RolloutClient; `await handle` gives its results.
+
+    The results go to whoever takes them first: this handle, or `results`, `groups` or `wait` of the same client.
+    """
+
+    _wait: Callable[[Handle, float | None], Coroutine[Any, Any, Results]] | None = field(
+        default=None, repr=False, compare=False
+    )
+
+    async def result(self, timeout: float | None = None) -> Results:
+        """All `n` results, by sample number: the same as `client.wait(handle, timeout)`.
+
+        timeout: seconds; None waits for ever. Raises WaitTimeout (nothing is lost, ask again), JobFailed if the job
+        ended without all of its samples, or RolloutMQError if something else took them from the client.
+        """
+        if self._wait is None:
+            raise RolloutMQError(f"the handle of job {self.job_id} does not come from a client: use client.wait")
+        return await self._wait(self, timeout)
+
+    def __await__(self) -> Generator[Any, Any, Results]:
+        return self.result().__await__()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +64,24 @@ class Group:
     def ok(self) -> bool:
         """Whether every sample is there."""
         return not self.failures
+
+    @property
+    def prompt_ids(self) -> TokenIds | None:
+        """(p,) int32: the prompt that all of the group's outcomes share; None if they do not, or do not know it."""
+        first, *others = [outcome.prompt_ids for outcome in self._outcomes] or [None]
+        if first is None or not all(it is first or (it is not None and np.array_equal(it, first)) for it in others):
+            return None
+        return first
+
+    @property
+    def metadata(self) -> Metadata:
+        """The items of metadata that all of the group's outcomes share."""
+        first, *others = [outcome.metadata.items() for outcome in self._outcomes] or [{}.items()]
+        return {name: value for name, value in first if all((name, value) in it for it in others)}
+
+    @property
+    def _outcomes(self) -> tuple[Outcome, ...]:
+        return (*self.results, *self.failures)
 
 
 def as_group(group_id: str, replies: Iterable[Reply]) -> Group:

@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 
 from ...messages.broker import Broker, Receipt, Reply
 from ...messages.errors import RolloutMQError, WaitTimeout
-from .inboxes import Inboxes
+from .inbox import Inboxes
 
 log = logging.getLogger(__name__)
 READ_COUNT = 512
@@ -41,6 +41,7 @@ class ReplyReader:
         self._news = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._acks: list[Receipt] = []
+        self._flushing: asyncio.Task[None] | None = None
         self._unacked: set[str] = set()  # entries on the stream that were read
         self._last = "0"
         self._count = 16
@@ -51,10 +52,11 @@ class ReplyReader:
     async def open(self) -> None:
         """Take in what an earlier client of this id had not finished with, then read on in the background."""
         open_jobs = await self._broker.open_jobs(self._client_id)
+        known = await self._broker.submitted(open_jobs)
         while replies := await self._broker.read_replies(self._client_id, self._last, count=self._count):
             self._take_in(replies)
         # In this order: what ended before the question has all its outcomes in what was read.
-        self._inbox.recover(open_jobs)
+        self._inbox.recover(open_jobs, known)
         self.check_open()
         self._task = asyncio.create_task(self._read())
 
@@ -70,6 +72,8 @@ class ReplyReader:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        if self._flushing is not None:
+            await asyncio.gather(self._flushing, return_exceptions=True)
         await self._flush_acks()
 
     def check_open(self) -> None:
@@ -104,11 +108,14 @@ class ReplyReader:
             place = replies[-1].entry_id
         return found
 
-    async def ack(self, replies: list[Reply]) -> None:
-        """The code that took these has come back: they leave the stream, soon and in batches."""
+    def ack(self, replies: list[Reply]) -> None:
+        """Have these leave the stream, soon and in batches: the code that took them has come back.
+
+        Nothing is awaited here: a call that has taken an outcome cannot be cancelled before it returns it.
+        """
         self._acks += [Receipt(reply.entry_id, reply.nbytes) for reply in replies]
-        if len(self._acks) >= READ_COUNT:
-            await self._flush_acks()
+        if len(self._acks) >= READ_COUNT and (self._flushing is None or self._flushing.done()):
+            self._flushing = asyncio.create_task(self._flush_early())
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -133,9 +140,18 @@ class ReplyReader:
                         self._take_in(replies)
                         self._news.notify_all()
         except Exception as error:
-            async with self._news:
-                self._broken = error
-                self._news.notify_all()
+            await self._break(error)
+
+    async def _flush_early(self) -> None:
+        try:
+            await self._flush_acks()
+        except Exception as error:
+            await self._break(error)
+
+    async def _break(self, error: Exception) -> None:
+        async with self._news:
+            self._broken = error
+            self._news.notify_all()
 
     async def _look_around(self) -> None:
         # Deadlines pass, too, while the pool has no worker to notice it.

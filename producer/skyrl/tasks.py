@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...messages.errors import FeatureUnavailable, InvalidField
-from ..calls import tasks
+from ..calls import similarity
 from .core import EngineCore
 
 EMBED, REWARD, SCORE = "task:embed", "task:reward", "task:score"
@@ -34,25 +34,25 @@ class Tasks:
         await self._core.workers(fresh=False)
         if self._core.has(REWARD):
             whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-            rewards = await tasks.reward(client, whole, timeout=self._core.timeout_s)
+            rewards = await client.reward(whole, timeout=self._core.timeout_s)
             return {"scores": [result.score for result in rewards], "kind": "reward"}
         if error := await self._core.lacking(SCORE):
             raise error
         pairs = zip(prompts, answers, strict=True)
-        found = await asyncio.gather(*(tasks.score(client, p, [a], timeout=self._core.timeout_s) for p, a in pairs))
+        found = await asyncio.gather(*(client.score(p, [a], timeout=self._core.timeout_s) for p, a in pairs))
         return {"scores": [results[0].sum for results in found], "kind": "logprob"}
 
     async def encode(self, texts: Sequence[str], dimensions: int | None) -> list[list[float]]:
         """An embedding of each text."""
         client = await self._core.client()
-        found = await tasks.embed(client, texts, dimensions=dimensions, timeout=self._core.timeout_s)
+        found = await client.embed(texts, dimensions=dimensions, timeout=self._core.timeout_s)
         vectors: list[list[float]] = found.tolist()
         return vectors
 
     async def similarity(self, text1: str, text2: str, dimensions: int | None) -> float:
         """Cosine of the angle between two texts' embeddings."""
         one, other = await self.encode([text1, text2], dimensions)
-        return float(tasks.similarity(np.asarray(one), np.asarray(other)))
+        return float(similarity(np.asarray(one), np.asarray(other)))
 
     async def decode(self, token_ids: Sequence[Any], skip_special_tokens: bool) -> list[str]:
         """The text of each list of ids."""

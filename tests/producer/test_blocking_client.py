@@ -152,7 +152,7 @@ def test_closing_ends_the_waits_of_other_threads(redis_db: str) -> None:
     calls = [lambda: client.wait(handle), lambda: list(client.results()), lambda: list(client.groups())]
     with ThreadPoolExecutor(3) as threads:
         waits = [threads.submit(call) for call in calls]
-        asyncio.run(eventually(lambda: len(client._client._reader._news._waiters) == 3))  # type: ignore[attr-defined]
+        asyncio.run(eventually(lambda: len(client._it._core.reader._news._waiters) == 3))  # type: ignore[attr-defined]
         client.close()
         for one in waits:
             with pytest.raises(RolloutMQError, match="is closed"):
@@ -167,7 +167,7 @@ def test_closing_ends_a_call_that_redis_does_not_answer(redis_db: str, monkeypat
         asked.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(client._client.broker, "load", silent)
+    monkeypatch.setattr(client._it.broker, "load", silent)
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(client.load)
         assert asked.wait(10)
@@ -181,7 +181,7 @@ def test_an_iterator_collected_in_the_thread_of_the_client(redis_db: str, servin
         client.submit_many([tokens(), tokens()])
         loops = [client.results(10)]
         next(loops[0])
-        client._loop.call_soon_threadsafe(loops.clear)  # the last reference goes there
+        client._thread.loop.call_soon_threadsafe(loops.clear)  # the last reference goes there
         assert len(list(client.results(10))) == 1
         assert not loops
 

@@ -132,7 +132,7 @@ async def test_acknowledged_when_the_code_comes_back_for_the_next(
     await client.submit_many([tokens() for _ in range(10)])
     iterator = client.results(10)
     await anext(iterator)
-    await eventually(lambda: len(client._inbox) == 9)
+    await eventually(lambda: len(client._core.inbox) == 9)
     assert await stream_length(db, broker) == 10
     async for _ in iterator:
         pass  # the same loop goes on: its next round acknowledges the first one
@@ -186,23 +186,23 @@ async def test_a_crash_gives_what_was_not_acknowledged_again(
     first = await RolloutClient(redis_db, client_id="client").open()
     jobs = [tokens() for _ in range(5)]
     await first.submit_many(jobs)
-    await eventually(lambda: len(first._inbox) == 5)
-    assert first._reader._task is not None
-    first._reader._task.cancel()  # a crash: no acknowledgement, no goodbye
+    await eventually(lambda: len(first._core.inbox) == 5)
+    assert first._core.reader._task is not None
+    first._core.reader._task.cancel()  # a crash: no acknowledgement, no goodbye
     async with RolloutClient(redis_db, client_id="client") as second:
         states = [handle.state for handle in await second.submit_many(jobs)]
         assert states == ["done"] * 5
         found = [one.job_id async for one in second.results(5)]
         assert sorted(found) == sorted(one.id for one in jobs)
     assert await stream_length(db, broker) == 0
-    await first._redis.aclose()
-    await first._blocking.aclose()
+    await first._core._redis.aclose()
+    await first._core.blocking.aclose()
 
 
 async def test_submitting_again_what_was_taken(client: RolloutClient, serving: None) -> None:
     one = tokens()
     await client.wait(await client.submit(one), 10)
-    await client._reader._flush_acks()
+    await client._core.reader._flush_acks()
     again = await client.submit(one)
     assert again.state == "done"
     assert client.outstanding == 0
@@ -215,7 +215,7 @@ async def test_a_crash_between_the_samples_of_a_job(redis_db: str, broker: Broke
     one = tokens(n=3)
     async with RolloutClient(redis_db, client_id="client") as first:
         await first.submit(one)
-        await eventually(lambda: len(first._inbox) == 3)
+        await eventually(lambda: len(first._core.inbox) == 3)
         iterator = first.results(5)
         await anext(iterator)
         await anext(iterator)  # acknowledges the first one, and is itself not acknowledged

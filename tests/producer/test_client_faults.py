@@ -17,10 +17,10 @@ from rolloutmq.messages import Broker, Caps
 
 async def crash(client: RolloutClient) -> None:
     """No acknowledgement, no goodbye."""
-    assert client._reader._task is not None
-    client._reader._task.cancel()
-    await client._redis.aclose()
-    await client._blocking.aclose()
+    assert client._core.reader._task is not None
+    client._core.reader._task.cancel()
+    await client._core._redis.aclose()
+    await client._core.blocking.aclose()
 
 
 async def forget_ended(db: Redis, broker: Broker, jobs: Sequence[GenerateJob]) -> None:
@@ -37,7 +37,7 @@ async def test_a_submission_that_fails_after_its_results_arrived(
 
     async def half(jobs: Sequence[GenerateJob]) -> list[str]:
         await really(jobs[:-1])
-        await eventually(lambda: len(client._inbox) == 5)
+        await eventually(lambda: len(client._core.inbox) == 5)
         raise ConnectionError("gone")
 
     monkeypatch.setattr(client.broker, "enqueue", half)
@@ -100,7 +100,7 @@ async def test_first_calls_at_the_same_time_start_one_reader(redis_db: str, serv
 async def test_closing_wakes_whoever_waits(client: RolloutClient) -> None:
     handle = await client.submit(tokens())
     waits = [asyncio.create_task(client.wait(handle)), asyncio.create_task(anext(client.results(), None))]
-    await eventually(lambda: len(client._reader._news._waiters) == 2)  # type: ignore[attr-defined]
+    await eventually(lambda: len(client._core.reader._news._waiters) == 2)  # type: ignore[attr-defined]
     await client.aclose()
     for wait in waits:
         with pytest.raises(RolloutMQError, match="client client is closed"):
@@ -116,7 +116,7 @@ async def test_resuming_after_the_pool_has_forgotten(redis_db: str, broker: Brok
     async with worker(redis_db, max_running=32) as running:
         first = await RolloutClient(redis_db, client_id="client").open()
         await first.submit_many(jobs)
-        await eventually(lambda: len(first._inbox) == 8)
+        await eventually(lambda: len(first._core.inbox) == 8)
         await crash(first)
         await forget_ended(db, broker, jobs)
         async with RolloutClient(redis_db, client_id="client") as second:
@@ -135,7 +135,7 @@ async def test_pool_busy_counts_over_the_callers_list(redis_db: str, broker: Bro
     async with worker(redis_db):
         first = await RolloutClient(redis_db, client_id="client").open()
         await first.submit_many(old)
-        await eventually(lambda: len(first._inbox) == 2)
+        await eventually(lambda: len(first._core.inbox) == 2)
         await crash(first)
     await forget_ended(db, broker, old)
     async with RolloutClient(redis_db, client_id="client", caps=Caps(jobs=1)) as second:
@@ -156,7 +156,7 @@ async def test_pool_busy_counts_over_the_callers_list(redis_db: str, broker: Bro
             await second.submit_many([old[0], twice, old[1], refused, twice])
         assert caught.value.accepted == 3
         assert second.outstanding == 3  # the two old ones, and the one that is named once more behind the refused one
-        assert second._inbox.tracked(twice.id) is not None
+        assert second._core.inbox.tracked(twice.id) is not None
 
 
 async def test_the_same_job_twice_in_one_submission(client: RolloutClient, serving: None) -> None:
@@ -172,7 +172,7 @@ async def test_a_job_partly_taken_whose_last_sample_was_acknowledged_first(
     one = tokens(n=2)
     async with RolloutClient(redis_db, client_id="client") as first:
         await first.submit(one)
-        await eventually(lambda: len(first._inbox) == 2)
+        await eventually(lambda: len(first._core.inbox) == 2)
         async for _ in first.results(5):
             break
         assert len([found async for found in first.results(5)]) == 1
@@ -195,11 +195,11 @@ async def test_a_failure_that_waited_joins_the_group_of_its_job(redis_db: str, s
     bad, good = GenerateJob(text="no tokenizer", group_id="g", n=3), tokens(group_id="g")
     first = await RolloutClient(redis_db, client_id="client").open()
     await first.submit(bad)
-    await eventually(lambda: len(first._inbox) == 1)
+    await eventually(lambda: len(first._core.inbox) == 1)
     await crash(first)
     async with RolloutClient(redis_db, client_id="client") as second:
         assert [handle.state for handle in await second.submit_many([bad, good])] == ["dead", "new"]
-        assert second._inbox.samples == 4
+        assert second._core.inbox.samples == 4
         (group,) = [group async for group in second.groups(10)]
         assert (group.group_id, len(group.results), len(group.failures)) == ("g", 1, 1)
-        assert second._inbox.samples == 0
+        assert second._core.inbox.samples == 0

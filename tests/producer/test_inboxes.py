@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from rolloutmq.messages import JobFailure, new_id
 from rolloutmq.messages.broker.broker import Reply
-from rolloutmq.producer.inbox.inbox import Inbox
-from rolloutmq.producer.inbox.inboxes import Inboxes
+from rolloutmq.producer.inbox import Inbox, Inboxes
 
 
 def failure(job_id: str) -> Reply:

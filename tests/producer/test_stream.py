@@ -15,7 +15,7 @@ from support.specimens.messages import job, tokens
 
 from rolloutmq import GenerateJob, JobFailed, RolloutClient, RolloutMQError, RolloutResult, SamplingParams, WaitTimeout
 from rolloutmq.messages import Broker, Lease, Partial, Piece, Release, Segment
-from rolloutmq.producer.calls.delta import Delta
+from rolloutmq.producer import Delta
 from rolloutmq.worker.lease import streaming
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 

@@ -16,7 +16,7 @@ from rolloutmq.messages import Broker, GenerateJob, JobFailed, WaitTimeout
 from rolloutmq.messages.broker.broker import Caps
 from rolloutmq.messages.errors import FeatureUnavailable, InvalidField
 from rolloutmq.messages.model.tasks import EmbedJob, ScoreJob
-from rolloutmq.producer.calls.tasks import embed, reward, score, similarity
+from rolloutmq.producer import similarity
 from rolloutmq.worker.scripted.engine import ScriptedEngine, scripted_logprob
 
 
@@ -31,7 +31,7 @@ class Pooling(ScriptedEngine):
 async def test_scores_come_back_in_order_with_version_sum_and_mean(redis_db: str) -> None:
     continuations = [[10 + i, 20 + i] for i in range(150)]  # three jobs
     async with worker(redis_db), RolloutClient(redis_db) as client:
-        results = await score(client, [1, 2, 3], continuations, timeout=10, metadata={"k": 1})
+        results = await client.score([1, 2, 3], continuations, timeout=10, metadata={"k": 1})
     assert len(results) == 150
     for ids, result in zip(continuations, results, strict=True):
         expected = np.array([scripted_logprob(token) for token in ids], np.float32)
@@ -43,9 +43,9 @@ async def test_scores_come_back_in_order_with_version_sum_and_mean(redis_db: str
 
 async def test_embeddings_are_an_array_and_rewards_a_list(redis_db: str) -> None:
     async with worker(redis_db, engine=Pooling()), RolloutClient(redis_db) as client:
-        vectors = await embed(client, [[1, 2], np.array([3, 4, 5])], timeout=10)
-        short = await embed(client, [[1, 2]], dimensions=1, timeout=10)
-        (scored,) = await reward(client, [[7, 8]], timeout=10)
+        vectors = await client.embed([[1, 2], np.array([3, 4, 5])], timeout=10)
+        short = await client.embed([[1, 2]], dimensions=1, timeout=10)
+        (scored,) = await client.reward([[7, 8]], timeout=10)
     np.testing.assert_array_equal(vectors, np.array([[2, 3, 0], [3, 12, 0]], np.float32))
     np.testing.assert_array_equal(short, np.array([[2]], np.float32))
     assert scored.score == 2.0
@@ -56,13 +56,13 @@ async def test_each_kind_of_worker_refuses_the_other_kind_of_job_by_name(redis_d
         with pytest.raises(JobFailed, match=r"does not generate.*task:embed"):
             await client.wait(await client.submit(tokens()), 10)
         with pytest.raises(FeatureUnavailable, match="task:score"):
-            await score(client, [1], [[2]], timeout=10)
+            await client.score([1], [[2]], timeout=10)
         await broker.enqueue([ScoreJob(reply_to="client", token_ids=[1], continuations=[[2]])])
         replies = await eventually(lambda: broker.read_replies("client", "0"), what="the refusal")
     assert "task:score: not on this worker" in replies[0].outcome.error
     async with worker(redis_db), RolloutClient(redis_db) as client:
         with pytest.raises(FeatureUnavailable, match="task:embed"):
-            await embed(client, [[1]], timeout=10)
+            await client.embed([[1]], timeout=10)
 
 
 async def test_a_loop_over_results_never_takes_what_a_task_waits_for(redis_db: str) -> None:
@@ -75,7 +75,7 @@ async def test_a_loop_over_results_never_takes_what_a_task_waits_for(redis_db: s
                 taken.append(outcome.job_id)
             assert sorted(taken) == sorted(job.job_id for job in jobs for _ in range(2))
 
-        scores = [score(client, [1, 2], [[3], [4]], timeout=10) for _ in range(20)]
+        scores = [client.score([1, 2], [[3], [4]], timeout=10) for _ in range(20)]
         *found, _ = await asyncio.gather(*scores, loop())
         assert [len(results) for results in found] == [2] * 20
         assert client.outstanding == 0
@@ -84,14 +84,14 @@ async def test_a_loop_over_results_never_takes_what_a_task_waits_for(redis_db: s
 async def test_a_call_may_bring_more_than_a_client_may_leave_unread(redis_db: str) -> None:
     caps = Caps(jobs=2, unread=1000)  # less than what comes of one job
     async with worker(redis_db, engine=Pooling()), RolloutClient(redis_db, caps=caps) as client:
-        vectors = await embed(client, [[1, i] for i in range(300)], timeout=30)
+        vectors = await client.embed([[1, i] for i in range(300)], timeout=30)
     assert vectors[:, 1].tolist() == [1 + i for i in range(300)]
 
 
 async def test_a_pool_that_stays_full_is_a_timeout_and_leaves_nothing(redis_db: str) -> None:
     async with RolloutClient(redis_db, caps=Caps(jobs=1)) as client:
         with pytest.raises(WaitTimeout, match=r"1 jobs are open|nothing arrived"):
-            await score(client, [1], [[2]] * 100, timeout=0.3)
+            await client.score([1], [[2]] * 100, timeout=0.3)
         load = await client.load()
         assert (load.cancelled, client.outstanding) == (1, 0)
 
@@ -99,12 +99,12 @@ async def test_a_pool_that_stays_full_is_a_timeout_and_leaves_nothing(redis_db: 
 async def test_a_task_nobody_waits_for_any_more_is_cancelled_and_leaves_nothing(redis_db: str, db: Redis) -> None:
     async with RolloutClient(redis_db) as client:
         with pytest.raises(WaitTimeout):
-            await score(client, [1], [[2]], timeout=0.2)
+            await client.score([1], [[2]], timeout=0.2)
         assert (await client.load()).cancelled == 1
         handle = await client.submit(tokens())
         async with worker(redis_db):
             assert len(await client.wait(handle, 10)) == 1
-            assert len(await score(client, [1], [[2]], timeout=10)) == 1
+            assert len(await client.score([1], [[2]], timeout=10)) == 1
             assert [outcome async for outcome in client.results(timeout=1)] == []
     assert await Broker(db, "default").unread() == {}
 
@@ -142,7 +142,7 @@ def test_a_task_that_makes_no_sense_is_refused_by_name(kind: type[EmbedJob], fie
 async def test_what_are_no_inputs_is_said_before_anything_is_sent(redis_db: str, inputs: Any) -> None:
     async with RolloutClient(redis_db) as client:
         with pytest.raises(InvalidField, match="inputs"):
-            await embed(client, inputs, timeout=1)
+            await client.embed(inputs, timeout=1)
 
 
 def test_similarity_is_the_cosine() -> None:

@@ -63,7 +63,7 @@ async def test_a_client_that_comes_back_waits_for_what_is_still_open(redis_db: s
 async def test_a_job_partly_taken_before_the_restart_ends(redis_db: str, broker: Broker) -> None:
     async with worker(redis_db), RolloutClient(redis_db, client_id="client") as first:
         handle = await first.submit(job(sampling=SHORT, n=3))
-        await eventually(lambda: len(first._inbox) == 3)
+        await eventually(lambda: len(first._core.inbox) == 3)
         found = await replies(broker)
     await broker.ack("client", [found[-1]])  # the one that says it is the last
     async with RolloutClient(redis_db, client_id="client") as second:
@@ -82,17 +82,17 @@ async def test_entries_behind_the_readers_back_are_found(redis_db: str, broker: 
         done = [outcome async for outcome in client.results(timeout=10)]
         again = job(sampling=SHORT)
         await client.submit(again)
-        await eventually(lambda: len(client._inbox) == 1)
+        await eventually(lambda: len(client._core.inbox) == 1)
         (entry,) = await db.xrange(stream)
         await running.stop()
         # The stream as a replica would have it that missed all this: shorter, and with lower ids to come.
-        client._reader._last = "9999999999999-0"
+        client._core.reader._last = "9999999999999-0"
         await client.submit(later := job(sampling=SHORT))
         async with worker(redis_db):
             taken = [outcome async for outcome in client.results(timeout=10)]
         assert {outcome.job_id for outcome in taken} == {again.id, later.id}
         # An acknowledged entry that comes back is not handed out a second time.
-        await eventually(lambda: client._reader._acks == [] and client._reader._unacked == set())
+        await eventually(lambda: client._core.reader._acks == [] and client._core.reader._unacked == set())
         await db.xadd(stream, entry[1])
         await client.submit(last := job(sampling=SHORT))
         async with worker(redis_db):

@@ -276,7 +276,7 @@ async def test_the_rest_of_the_table(url: Url, admin: redis.asyncio.Redis) -> No
     await lease.join(status("w"))
     commanding = "~rmq:{mine}:workers ~rmq:{mine}:command:* ~rmq:{mine}:answers:* +hlen +pexpire"
     async with RolloutClient(url("producer", more=commanding), "mine") as client:
-        assert (await PoolControl(client).version(timeout=0.1))["w"].kind == "NoAnswer"
+        assert (await client.control.version(timeout=0.1))["w"].kind == "NoAnswer"
     named = url("producer", more="+select +client|setname").replace("/0", "/1?client_name=trainer")
     async with RolloutClient(named, "mine") as client:
         await client.submit(tokens())

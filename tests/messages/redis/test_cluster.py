@@ -101,7 +101,7 @@ async def test_a_pool_outlives_the_node_it_is_on(own: Cluster) -> None:
         RolloutClient(own.url, "a") as later,
     ):
         await client.submit_many(jobs := [tokens() for _ in range(60)])
-        await eventually(lambda: len(client._inbox) > 5)
+        await eventually(lambda: len(client._core.inbox) > 5)
         own.node_of("a").kill()
         results = [one async for one in client.results(40)]
         assert sorted(one.job_id for one in results) == sorted(one.id for one in jobs)
@@ -115,7 +115,7 @@ async def test_a_slot_that_moves_under_load(own: Cluster, monkeypatch: pytest.Mo
     async with worker(own.url, pool="a", engine=ScriptedEngine(tokens_per_s=50), max_running=8, lease_s=8) as running:
         async with RolloutClient(own.url, "a") as client:
             await client.submit_many(jobs)
-            await eventually(lambda: len(client._inbox) > 20)
+            await eventually(lambda: len(client._core.inbox) > 20)
             own.begin_move("a", target)
             for _ in range(5):
                 await asyncio.to_thread(own.move_keys, "a", target, 20)

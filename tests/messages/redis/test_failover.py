@@ -92,7 +92,7 @@ async def test_a_pool_goes_on_at_the_replica_that_was_promoted(pair: Pair, addre
         RolloutClient(address.url) as client,
     ):
         await client.submit_many(jobs)
-        await eventually(lambda: len(client._inbox) >= 20)
+        await eventually(lambda: len(client._core.inbox) >= 20)
         with plain(primary) as old, plain(replica) as new:
             # As it is done without loss: writes stop, the replica catches up, then it is promoted.
             old.execute_command("CLIENT", "PAUSE", 300, "WRITE")

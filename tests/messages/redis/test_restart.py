@@ -57,7 +57,7 @@ async def test_accepted_jobs_and_results_outlive_a_crash_and_a_slow_start(lastin
         RolloutClient(lasting.url) as client,
     ):
         await client.submit_many(jobs)
-        await eventually(lambda: len(client._inbox) >= 10)
+        await eventually(lambda: len(client._core.inbox) >= 10)
         lasting.kill()
         starting = asyncio.create_task(asyncio.to_thread(lasting.start))
         await answer_while_loading(lasting)
@@ -153,7 +153,7 @@ async def test_a_pool_on_a_full_server_works_its_jobs_off(redis_server: Embedded
         worker(redis_server.url, engine=ScriptedEngine(tokens_per_s=50), max_running=4, lease_s=1) as running,
     ):
         await client.submit_many([tokens() for _ in range(20)])
-        await eventually(lambda: len(client._inbox) > 0)
+        await eventually(lambda: len(client._core.inbox) > 0)
         await fill(full)
         with pytest.raises(PoolBusy, match="memory limit"):
             await client.submit(tokens())
@@ -172,7 +172,7 @@ async def test_a_server_that_cannot_save_is_read_from_and_not_written_to(tmp_pat
         async with RolloutClient(server.url, client_id="c") as client:
             async with worker(server.url):
                 await client.submit(tokens())
-                await eventually(lambda: len(client._inbox) == 1)
+                await eventually(lambda: len(client._core.inbox) == 1)
             (tmp_path / "dump.rdb").mkdir()  # what is saved cannot get its name
             admin.bgsave()
             await eventually(lambda: admin.info("persistence")["rdb_last_bgsave_status"] == "err")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rolloutmq.messages.errors import InvalidField
 from rolloutmq.messages.model.command_params import ACTIONS
 from rolloutmq.ops.cli.control import _file_name, app
-from rolloutmq.producer.control_blocking import BlockingPoolControl
+from rolloutmq.producer import BlockingPoolControl
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 from rolloutmq.worker.text.tokenizer import NoTokenizer

@@ -191,21 +191,21 @@ async def test_the_pool_drops_an_answer_only_when_it_is_on_the_disk(
         async for outcome in client.map(work.jobs(), timeout=10):
             assert isinstance(outcome, RolloutResult)
             assert work.take(outcome, logprobs=False)
-        await client._reader._flush_acks()
+        await client._core.reader._flush_acks()
         assert await db.xlen(stream) == 3  # written, but not synced yet
         monkeypatch.setattr(module, "SYNC_S", 0.0)
-        await client._reader._flush_acks()
+        await client._core.reader._flush_acks()
         assert await db.xlen(stream) == 0
 
         def broken(_: int) -> None:
             raise OSError("no disk")
 
         forged = Reply("1-1", outcome, last=False)
-        client._reader._acks.append(forged)
+        client._core.reader._acks.append(forged)
         monkeypatch.setattr(os, "fsync", broken)
         with pytest.raises(ConfigError, match="no disk"):
-            await client._reader._flush_acks()
+            await client._core.reader._flush_acks()
         monkeypatch.undo()
         await client.aclose()
-        assert client._reader._acks == [forged]  # a sync that comes after a failed one proves nothing
+        assert client._core.reader._acks == [forged]  # a sync that comes after a failed one proves nothing
     work.close()

@@ -20,7 +20,7 @@ from rolloutmq.messages import (
 )
 from rolloutmq.messages.errors import ConfigError, FeatureUnavailable
 from rolloutmq.messages.model.tools import ToolCall
-from rolloutmq.producer.calls.delta import Delta
+from rolloutmq.producer import Delta
 from rolloutmq.producer.openai import GrowingText, Request, chat_request, completion_request, error_of, response
 from rolloutmq.producer.openai.chunks import stream_chunks
 

@@ -15,7 +15,7 @@ from rolloutmq import BlockingRolloutClient, GenerateJob, JobFailed, WeightPubli
 from rolloutmq.messages.errors import FeatureUnavailable
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.producer.calls.tasks import similarity
+from rolloutmq.producer import similarity
 from rolloutmq.worker.cpu_support import prepare_transformers
 from rolloutmq.worker.sglang.reward_head import checkpoint_names
 

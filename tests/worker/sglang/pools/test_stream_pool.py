@@ -17,7 +17,7 @@ from support.pools.worker_process import WorkerProcess
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, JobFailed, RolloutResult, SamplingParams
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
-from rolloutmq.producer.calls.delta import Delta
+from rolloutmq.producer import Delta
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.engine.protocol import EngineInfo, EngineOutput, EngineRequest, Progress
 from rolloutmq.worker.text.tokenizer import ModelTokenizer

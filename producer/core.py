@@ -1,0 +1,218 @@
+"""What every call of a client stands on: its connections, its reply stream, and the jobs it has submitted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
+
+from ..messages.broker import Broker, Caps
+from ..messages.errors import ClientBusy, InvalidField, JobFailed, PoolBusy, RolloutMQError, WaitTimeout
+from ..messages.ids import check_client_id
+from ..messages.model import GenerateJob, RolloutResult
+from ..messages.redis import connect, default_url, ping
+from .inbox import FeatureCheck, Group, Handle, Inbox, Inboxes, JobHandle, ReplyReader, as_failure, as_group
+
+_OPEN = frozenset({"new", "q", "r"})
+
+
+class ClientCore:
+    """Submits jobs of one client and takes what comes of them. RolloutClient says what its arguments mean.
+
+    Batches, sessions, streams and tasks are built on it; it knows none of them. They wait with `until` for what they
+    want to be in an inbox, take it from there, and hand it to `reader.ack` when their caller has it.
+    """
+
+    def __init__(
+        self,
+        redis_url: str | None,
+        pool: str,
+        *,
+        client_id: str | None,
+        max_outstanding: int,
+        caps: Caps | None,
+        before_ack: Callable[[bool], bool] | None,
+    ) -> None:
+        if client_id is not None:
+            check_client_id("client_id", client_id)
+        self.client_id = client_id or f"client-{secrets.token_hex(8)}"
+        self.max_outstanding = max_outstanding
+        url = redis_url or default_url()
+        self._redis, self.blocking = connect(url, pool=pool), connect(url, pool=pool, blocking=True)
+        self.broker = Broker(self._redis, pool, caps)
+        self.features = FeatureCheck(self.broker)
+        self.inbox = Inbox()
+        self.inboxes = Inboxes(self.inbox)
+        self.reader = ReplyReader(self.broker, self.blocking, self.client_id, self.inboxes, before_ack)
+        self._opening = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Connect and start to read, once. Raises RedisUnavailable, or RolloutMQError after `close`."""
+        self.reader.check_open()
+        async with self._opening:  # first calls at the same time start one reader
+            if not self.reader.reading:
+                await ping(self._redis)
+                await self.reader.open()
+        self.reader.check_open()
+
+    async def close(self) -> None:
+        """Acknowledge what was taken and disconnect, for good."""
+        try:
+            await self.reader.close()
+        finally:
+            await self._redis.aclose()
+            await self.blocking.aclose()
+
+    async def until(self, ready: Callable[[], bool], timeout: float | None) -> None:
+        """Return once `ready()`, which is asked whenever something arrives. Raises WaitTimeout."""
+        if not self.reader.reading:
+            await self.open()
+        if not ready():
+            await self.reader.until(ready, timeout)
+        self.reader.check_open()
+
+    # --- jobs in ---------------------------------------------------------------------------------------------------
+
+    async def submit(self, job: GenerateJob) -> JobHandle:
+        """Submit one job; raises PoolBusy at once if the pool is full."""
+        return (await self.submit_many([job], 0.0))[0]
+
+    async def submit_many(self, jobs: Iterable[GenerateJob], timeout: float | None) -> list[JobHandle]:
+        """See RolloutClient.submit_many."""
+        mine = [job if job.reply_to else job.model_copy(update={"reply_to": self.client_id}) for job in jobs]
+        for job in mine:
+            if job.reply_to != self.client_id:
+                raise InvalidField("reply_to", job.reply_to, f"empty, or this client's own id {self.client_id!r}")
+        await self.open()
+        await self.features.check(mine)
+        samples = sum({job.id: job.n for job in mine if self.inbox.tracked(job.id) is None}.values())
+        if self.inbox.samples + samples > self.max_outstanding:
+            raise ClientBusy(
+                f"{self.inbox.samples} samples are outstanding and {samples} more were submitted; "
+                f"max_outstanding={self.max_outstanding}: take some results first"
+            )
+        try:
+            states = await send_all(self._send, mine, timeout)
+        except PoolBusy as busy:
+            await self._settle(mine, busy.states)
+            raise
+        await self._settle(mine, states)
+        return [JobHandle(job.id, job.group, job.n, state, self.wait) for job, state in zip(mine, states, strict=True)]
+
+    async def _settle(self, jobs: list[GenerateJob], states: list[str]) -> None:
+        """Of jobs that had ended before they were submitted again, expect what is still to be read and no more."""
+        ended = {job.id: state for job, state in zip(jobs, states, strict=False) if state not in _OPEN}
+        if not ended:
+            return
+        ahead = await self.reader.ahead()
+        for job_id, state in ended.items():
+            if job_id not in ahead:
+                self.inbox.end(job_id, state)
+        await self._forget(ended.keys() - ahead)
+
+    async def _send(self, jobs: Sequence[GenerateJob]) -> list[str]:
+        """Track and enqueue jobs; the state of each. Expects nothing of those that were not accepted."""
+        self.reader.check_open()
+        # Tracked before they are sent: the first result may be here before the reply to the submission.
+        fresh = {job.id for job in jobs if self.inbox.submit(job)}
+        # The pool may have forgotten a job that ended, and would run it again.
+        states = [it.state if (it := self.inbox.tracked(job.id)) and it.ended else "" for job in jobs]
+        places = [place for place, state in enumerate(states) if not state]
+        accepted = 0
+        try:
+            for place, state in zip(places, await self.broker.enqueue([jobs[place] for place in places]), strict=True):
+                states[place] = state
+            accepted = len(places)
+        except PoolBusy as busy:
+            accepted, busy.accepted = busy.accepted, places[busy.accepted]  # counted over the caller's list
+            for place, state in zip(places, busy.states, strict=False):
+                states[place] = state
+            busy.states = states[: busy.accepted]
+            raise
+        finally:
+            if accepted < len(places):
+                await self._forget(fresh - {jobs[place].id for place in places[:accepted]})
+        return states
+
+    async def _forget(self, job_ids: Iterable[str]) -> None:
+        """Expect nothing of these, apart from those that were accepted after all: an outcome is here already."""
+        for job_id in job_ids:
+            if (tracked := self.inbox.tracked(job_id)) and not tracked.arrived:
+                self.inbox.untrack(job_id)
+        await self.reader.notify()
+
+    # --- jobs ended ------------------------------------------------------------------------------------------------
+
+    async def cancel(self, jobs: Sequence[Handle | str]) -> list[str]:
+        """See RolloutClient.cancel."""
+        return await self.broker.cancel(_ids(jobs))
+
+    async def stop(self, jobs: Sequence[Handle | str], timeout: float) -> int:
+        """See RolloutClient.stop."""
+        ids = _ids(jobs)
+        states = await self.broker.stop(ids)
+        stopped = sum(state in {"ok", "unbegun"} for state in states)
+        deadline, pause = time.monotonic() + timeout, 0.01
+        while ids := [job_id for job_id, state in zip(ids, states, strict=True) if state == "ok"]:
+            if time.monotonic() >= deadline:
+                raise WaitTimeout(f"{len(ids)} of {len(jobs)} jobs did not end within {timeout:g} s")
+            await asyncio.sleep(pause)
+            pause = min(1.0, pause * 2)
+            states = await self.broker.stop(ids)  # said again: a worker may not have heard it
+        return stopped
+
+    async def wait(self, job: Handle, timeout: float | None = None) -> list[RolloutResult]:
+        """See RolloutClient.wait."""
+        ended = await self.ending(job, timeout)
+        if ended.failures:
+            raise JobFailed(ended.failures[0])
+        return list(ended.results)
+
+    async def ending(self, job: Handle, timeout: float | None = None) -> Group:
+        """See RolloutClient.ending."""
+        await self.until(lambda: (it := self.inbox.tracked(job.job_id)) is None or it.ended, timeout)
+        if self.inbox.tracked(job.job_id) is None:
+            raise nothing_left(job)
+        replies = self.inbox.take_job(job.job_id)
+        self.reader.ack(replies)
+        return as_group(job.group_id, replies)
+
+
+def _ids(jobs: Sequence[Handle | str]) -> list[str]:
+    return [job if isinstance(job, str) else job.job_id for job in jobs]
+
+
+def nothing_left(job: Handle) -> RolloutMQError:
+    """The error for a job of which nothing is outstanding: it had ended before, or its outcome has been taken."""
+    if job.state not in _OPEN:
+        return JobFailed(as_failure(job.job_id, job.state))
+    return RolloutMQError(f"nothing is outstanding of job {job.job_id}: what came of it was taken before")
+
+
+J = TypeVar("J")
+
+
+async def send_all(
+    send: Callable[[Sequence[J]], Awaitable[list[str]]], jobs: Sequence[J], timeout: float | None
+) -> list[str]:
+    """`send` jobs, and those that a full pool did not accept again, until all are in; returns the state of each.
+
+    timeout: seconds; None waits for ever. Raises PoolBusy after it, counted over `jobs`.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    accepted, pause = 0, 0.02
+    states: list[str] = []
+    while True:
+        try:
+            return states + await send(jobs[accepted:])
+        except PoolBusy as busy:
+            accepted += busy.accepted
+            states += busy.states
+            if deadline is not None and time.monotonic() + pause >= deadline:
+                busy.accepted, busy.states = accepted, states
+                raise
+        await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # submitters that wait do not come back in step
+        pause = min(0.5, pause * 2)
