@@ -1,46 +1,57 @@
 """RolloutMQ: a pool that generates rollouts for reinforcement learning, on Redis.
 
-A trainer needs `RolloutClient` (or `BlockingRolloutClient`) and `WeightPublisher`; the latter needs torch and is only
-imported when it is used.
+A trainer needs `RolloutClient` (or `BlockingRolloutClient`) and `WeightPublisher`. Names are imported when they are
+used: `WeightPublisher` and what belongs to it need torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .messages import (
-    ChatMessage,
-    ClientBusy,
-    FeatureUnavailable,
-    GenerateJob,
-    InvalidField,
-    JobFailed,
-    JobFailure,
-    LogitProcessor,
-    LogprobOptions,
-    NotReplicated,
-    PoolBusy,
-    RedisRefused,
-    RedisUnavailable,
-    RolloutMQError,
-    RolloutResult,
-    SamplingParams,
-    Segment,
-    WaitTimeout,
-    new_id,
-)
-from .messages.dialects.translate import job_fields
-from .producer import BlockingRolloutClient, Delta, Group, JobHandle, RolloutClient, Session
+from ._lazy import lazy
 
 if TYPE_CHECKING:
-    from .producer import BlockingPoolControl
-    from .producer.control import PoolControl
+    from .messages import (
+        ChatMessage,
+        ClientBusy,
+        FeatureUnavailable,
+        GenerateJob,
+        InvalidField,
+        JobFailed,
+        JobFailure,
+        LogitProcessor,
+        LogprobOptions,
+        NotReplicated,
+        PoolBusy,
+        RedisRefused,
+        RedisUnavailable,
+        RolloutMQError,
+        RolloutResult,
+        SamplingParams,
+        Segment,
+        WaitTimeout,
+        new_id,
+    )
+    from .messages.dialects import job_fields
+    from .producer import (
+        BlockingJobHandle,
+        BlockingPoolControl,
+        BlockingRolloutClient,
+        BlockingSession,
+        Delta,
+        Group,
+        JobHandle,
+        PoolControl,
+        RolloutClient,
+        Session,
+    )
     from .producer.skyrl import SkyRLEngine
     from .sync import PublishHandle, PublishProgress, PublishReport, WeightPublisher, strip_wrappers, unfuse_experts
 
 __version__ = "0.1.0"
 __all__ = [
+    "BlockingJobHandle",
     "BlockingPoolControl",
     "BlockingRolloutClient",
+    "BlockingSession",
     "ChatMessage",
     "ClientBusy",
     "Delta",
@@ -75,21 +86,6 @@ __all__ = [
     "strip_wrappers",
     "unfuse_experts",
 ]
-_LAZY = {
-    "BlockingPoolControl": "producer",
-    "PoolControl": "producer.control",
-    "PublishHandle": "sync",
-    "PublishProgress": "sync",
-    "PublishReport": "sync",
-    "SkyRLEngine": "producer.skyrl",
-    "WeightPublisher": "sync",
-    "strip_wrappers": "sync",
-    "unfuse_experts": "sync",
-}
-"""Names whose modules are imported when they are used: they pull torch, or not every trainer wants them."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy(
+    __name__, __all__, ".messages", ".messages.dialects", ".producer", ".sync", ".producer.skyrl"
+)

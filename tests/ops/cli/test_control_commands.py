@@ -115,7 +115,7 @@ def test_the_same_without_asyncio(redis_db: str, serving: Serving) -> None:
         assert control.resume().ok
         with pytest.raises(InvalidField):
             control.sleep(["lungs"])
-        with pytest.raises(AttributeError, match="see PoolControl"):
+        with pytest.raises(AttributeError, match="fly"):
             control.fly()
         control.close()
 
