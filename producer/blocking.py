@@ -1,188 +1,26 @@
 """The clients for plain loops: RolloutClient, Session and PoolControl on an event loop in a thread.
 
-Each method is made from the asyncio class's own by `waits`, `iterates` or `same`, so that arguments, their types and
-what the call means are said once, there.
+`waits`, `iterates` and `same` make a blocking method of an asyncio one: arguments, their types and what the call means
+are said once, there.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import contextlib
-import functools
-import inspect
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from ..messages.broker import Caps
-from ..messages.errors import RolloutMQError
 from ..messages.model import GenerateJob, JobFields, RolloutResult, TurnFields
 from .calls import Session
 from .client import MAX_OUTSTANDING, RolloutClient
 from .control import PoolControl
 from .inbox import Handle
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class _LoopThread:
-    """An event loop in a thread. `name`: of whose loop it is, in errors."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="rolloutmq", daemon=True)
-        self._thread.start()
-        self.closed = False
-        self._closing = threading.Lock()
-        # Nothing is handed to the loop after its last task. Reentrant: garbage collection closes iterators anywhere.
-        self._gate = threading.RLock()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop and wait for it. Raises RolloutMQError if the loop is closed or gets closed."""
-        with self._gate:
-            if self.closed:
-                work.close()
-                raise RolloutMQError(f"{self.name} is closed")
-            future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError:  # by `_stop`
-            raise RolloutMQError(f"{self.name} is closed") from None
-        except BaseException:
-            future.cancel()  # Ctrl-C while waiting: the wait ends in the loop, too
-            raise
-
-    def iterate(self, source: AsyncIterator[T]) -> Iterator[T]:
-        """The items of an asynchronous generator, which is closed when this iterator is."""
-
-        async def step() -> tuple[T, ...]:
-            try:
-                return (await anext(source),)
-            except StopAsyncIteration:  # cannot pass through a future
-                return ()
-
-        async def leave() -> None:
-            await source.aclose()  # type: ignore[attr-defined]
-
-        try:
-            while item := self.run(step()):
-                yield item[0]
-        finally:
-            if threading.current_thread() is self._thread:  # garbage collection runs anywhere: do not wait for oneself
-                asyncio.run_coroutine_threadsafe(leave(), self.loop)
-            else:
-                with contextlib.suppress(RolloutMQError):  # closed: the source is, too
-                    self.run(leave())
-
-    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Run `last`, end the loop and its thread. Safe to call twice."""
-        with self._closing:
-            if not self.closed:
-                try:
-                    if last is not None:
-                        self.run(last())
-                finally:
-                    self._stop()
-
-    def _stop(self) -> None:
-        """End what still runs in the loop, and the loop: nobody waits for ever for a task of a loop that is gone."""
-
-        async def end_tasks() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self.loop.shutdown_asyncgens()
-
-        with self._gate:
-            self.closed = True
-            ending = asyncio.run_coroutine_threadsafe(end_tasks(), self.loop)
-        try:
-            ending.result()
-        finally:
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
-            self.loop.close()
-
-
-A = TypeVar("A")
-
-
-class _Blocking(Generic[A]):
-    """Has the asyncio object `_it`, whose methods run in `_thread`."""
-
-    _it: A
-    _thread: _LoopThread
-
-    @classmethod
-    def _of(cls, it: A, thread: _LoopThread) -> Self:
-        """For an object that belongs to a client, and lives in its loop."""
-        made = cls.__new__(cls)
-        made._it, made._thread = it, thread
-        return made
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-
-def waits(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """The same method, waited for."""
-
-    def call(it: _Blocking[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return it._thread.run(method(it._it, *args, **kwargs))
-
-    return _like(method, call)
-
-
-def iterates(method: Callable[Concatenate[Any, P], AsyncIterator[T]]) -> Callable[Concatenate[Any, P], Iterator[T]]:
-    """The same method, as a plain iterator. One that is left early is closed when it is garbage collected."""
-
-    def call(it: _Blocking[Any], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
-        return it._thread.iterate(method(it._it, *args, **kwargs))
-
-    return _like(method, call)
-
-
-def same(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """The same method, which waits for nothing."""
-
-    def call(it: _Blocking[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return method(it._it, *args, **kwargs)
-
-    return _like(method, call)
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _like(method: Callable[..., Any], call: F) -> F:
-    """`call` with the name, the documentation and the signature of `method`, as a blocking method has it."""
-    functools.update_wrapper(call, method)
-    del call.__wrapped__  # type: ignore[attr-defined]
-    shown = inspect.signature(method)
-    returned = (
-        str(shown.return_annotation).replace("AsyncIterator[", "Iterator[").replace("AsyncGenerator[", "Iterator[")
-    )
-    call.__signature__ = shown.replace(return_annotation=returned)  # type: ignore[attr-defined]
-    call.__annotations__["return"] = returned
-    return call
+from .loop_thread import Blocking, LoopThread, iterates, same, waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +34,7 @@ class BlockingJobHandle(Handle):
         return self._client.wait(self, timeout)
 
 
-class BlockingRolloutClient(_Blocking[RolloutClient]):
+class BlockingRolloutClient(Blocking[RolloutClient]):
     """RolloutClient without asyncio; arguments, guarantees and errors are the same, method by method.
 
     Connects when it is made; raises RedisUnavailable. May be used from several threads; `close` ends the calls that
@@ -215,7 +53,7 @@ class BlockingRolloutClient(_Blocking[RolloutClient]):
         caps: Caps | None = None,
         before_ack: Callable[[bool], bool] | None = None,
     ) -> None:
-        self._thread = _LoopThread("the client")
+        self._thread = LoopThread("the client")
 
         async def build() -> RolloutClient:
             client = RolloutClient(
@@ -318,7 +156,7 @@ class BlockingRolloutClient(_Blocking[RolloutClient]):
     workers = waits(RolloutClient.workers)
 
 
-class BlockingSession(_Blocking[Session]):
+class BlockingSession(Blocking[Session]):
     """Made by `BlockingRolloutClient.session`; method by method what Session is."""
 
     generate = waits(Session.generate)
@@ -365,7 +203,7 @@ class BlockingSession(_Blocking[Session]):
         return self._it.versions
 
 
-class BlockingPoolControl(_Blocking[PoolControl]):
+class BlockingPoolControl(Blocking[PoolControl]):
     """PoolControl without asyncio; arguments, answers and errors are the same, method by method.
 
     May be used from several threads. Use it in `with`, or close it. `BlockingRolloutClient.control` is one over the
@@ -373,7 +211,7 @@ class BlockingPoolControl(_Blocking[PoolControl]):
     """
 
     def __init__(self, redis_url: str | None = None, pool: str = "default") -> None:
-        self._thread = _LoopThread("the control")
+        self._thread = LoopThread("the control")
 
         async def build() -> PoolControl:
             return PoolControl(redis_url, pool)
@@ -398,9 +236,8 @@ class BlockingPoolControl(_Blocking[PoolControl]):
 
     def close(self) -> None:
         """Disconnect, if the connection is its own. Safe to call twice."""
-        if self._it.shared:
-            return
-        self._thread.close(self._it.aclose)
+        if self._it._own is not None:
+            self._thread.close(self._it.aclose)
 
     send = waits(PoolControl.send)
     pause = waits(PoolControl.pause)

@@ -374,4 +374,4 @@ class RolloutClient:
     @cached_property
     def control(self) -> PoolControl:
         """Commands to the pool's workers, over this client's connection."""
-        return PoolControl.over(self.broker)
+        return PoolControl._over(self.broker)

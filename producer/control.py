@@ -121,17 +121,12 @@ class PoolControl:
         self._redis, self._sender = self._own, CommandSender(self._own, pool)
 
     @classmethod
-    def over(cls, broker: Broker) -> Self:
+    def _over(cls, broker: Broker) -> Self:
         """Over a connection that somebody else opens and closes."""
         control = cls.__new__(cls)
         control._own, control._redis = None, broker.redis
         control._sender = CommandSender(broker.redis, broker.keys.pool)
         return control
-
-    @property
-    def shared(self) -> bool:
-        """Whether the connection is a client's."""
-        return self._own is None
 
     async def open(self) -> Self:
         """Connect. Raises RedisUnavailable. `async with` does it too."""

@@ -1,0 +1,170 @@
+"""What makes blocking classes of asyncio ones: an event loop in a thread, and methods that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+
+from ..messages.errors import RolloutMQError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in a thread. `name`: of whose loop it is, in errors."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="rolloutmq", daemon=True)
+        self._thread.start()
+        self.closed = False
+        self._closing = threading.Lock()
+        # Nothing is handed to the loop after its last task. Reentrant: garbage collection closes iterators anywhere.
+        self._gate = threading.RLock()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and wait for it. Raises RolloutMQError if the loop is closed or gets closed."""
+        with self._gate:
+            if self.closed:
+                work.close()
+                raise RolloutMQError(f"{self.name} is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:  # by `_stop`
+            raise RolloutMQError(f"{self.name} is closed") from None
+        except BaseException:
+            future.cancel()  # Ctrl-C while waiting: the wait ends in the loop, too
+            raise
+
+    def iterate(self, source: AsyncIterator[T]) -> Iterator[T]:
+        """The items of an asynchronous generator, which is closed when this iterator is."""
+
+        async def step() -> tuple[T, ...]:
+            try:
+                return (await anext(source),)
+            except StopAsyncIteration:  # cannot pass through a future
+                return ()
+
+        async def leave() -> None:
+            await source.aclose()  # type: ignore[attr-defined]
+
+        try:
+            while item := self.run(step()):
+                yield item[0]
+        finally:
+            if threading.current_thread() is self._thread:  # garbage collection runs anywhere: do not wait for oneself
+                asyncio.run_coroutine_threadsafe(leave(), self.loop)
+            else:
+                with contextlib.suppress(RolloutMQError):  # closed: the source is, too
+                    self.run(leave())
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Run `last`, end the loop and its thread. Safe to call twice."""
+        with self._closing:
+            if not self.closed:
+                try:
+                    if last is not None:
+                        self.run(last())
+                finally:
+                    self._stop()
+
+    def _stop(self) -> None:
+        """End what still runs in the loop, and the loop: nobody waits for ever for a task of a loop that is gone."""
+
+        async def end_tasks() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.loop.shutdown_asyncgens()
+
+        with self._gate:
+            self.closed = True
+            ending = asyncio.run_coroutine_threadsafe(end_tasks(), self.loop)
+        try:
+            ending.result()
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+            self.loop.close()
+
+
+A = TypeVar("A")
+
+
+class Blocking(Generic[A]):
+    """Has the asyncio object `_it`, whose methods run in `_thread`."""
+
+    _it: A
+    _thread: LoopThread
+
+    @classmethod
+    def _of(cls, it: A, thread: LoopThread) -> Self:
+        """For an object that belongs to a client, and lives in its loop."""
+        made = cls.__new__(cls)
+        made._it, made._thread = it, thread
+        return made
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+def waits(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+    """The same method, waited for."""
+
+    def call(it: Blocking[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return it._thread.run(method(it._it, *args, **kwargs))
+
+    return _like(method, call)
+
+
+def iterates(method: Callable[Concatenate[Any, P], AsyncIterator[T]]) -> Callable[Concatenate[Any, P], Iterator[T]]:
+    """The same method, as a plain iterator. One that is left early is closed when it is garbage collected."""
+
+    def call(it: Blocking[Any], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return it._thread.iterate(method(it._it, *args, **kwargs))
+
+    return _like(method, call)
+
+
+def same(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """The same method, which waits for nothing."""
+
+    def call(it: Blocking[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(it._it, *args, **kwargs)
+
+    return _like(method, call)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _like(method: Callable[..., Any], call: F) -> F:
+    """`call` with the name, the documentation and the signature of `method`, as a blocking method has it."""
+    functools.update_wrapper(call, method)
+    del call.__wrapped__  # type: ignore[attr-defined]
+    shown = inspect.signature(method)
+    returned = (
+        str(shown.return_annotation).replace("AsyncIterator[", "Iterator[").replace("AsyncGenerator[", "Iterator[")
+    )
+    call.__signature__ = shown.replace(return_annotation=returned)  # type: ignore[attr-defined]
+    call.__annotations__["return"] = returned
+    return call
