@@ -72,7 +72,7 @@ def test_a_folder_without_a_tokenizer_is_a_configuration_error(tmp_path: Path) -
 
 def test_the_producer_install_stays_light() -> None:
     code = (
-        "import sys; import rolloutmq, rolloutmq.producer.data.decode, rolloutmq.producer.calls.tasks; import "
+        "import sys; import rolloutmq, rolloutmq.producer.data, rolloutmq.producer; rolloutmq.GenerateJob; import "
         "rolloutmq.producer.data.media, "
         "rolloutmq.producer.data.tools; "
         "print([n for n in ('tokenizers', 'transformers', 'torch', 'yaml', 'PIL', 'sglang') if n in sys.modules])"
