@@ -97,7 +97,7 @@ class ChatMessage(BaseModel):
     content: text, or parts of which those that are no text stand for the job's media, in order; None only beside
         tool_calls. tool_calls: of an assistant. tool_call_id: which call a tool's message answers. name: of whoever
         speaks, if the template shows it.
-    Messages in OpenAI's form, with images in them, become these by `rolloutmq.producer.data.media.from_openai`.
+    Messages in OpenAI's form, with images in them, become these by `rolloutmq.producer.data.from_openai`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

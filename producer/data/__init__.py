@@ -3,7 +3,7 @@
 from .decode import Decoder
 from .masks import Turn, loss_mask, prompt_tokens, response_mask, scatter, turn_masks, turn_numbers
 from .media import chat_job, from_openai, medium
-from .tools import ToolOutcome, ToolRegistry, run_tool_calls
+from .tools import ToolOutcome, ToolRegistry, read_tool, run_tool_calls
 
 __all__ = [
     "Decoder",
@@ -15,6 +15,7 @@ __all__ = [
     "loss_mask",
     "medium",
     "prompt_tokens",
+    "read_tool",
     "response_mask",
     "run_tool_calls",
     "scatter",

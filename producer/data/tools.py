@@ -23,7 +23,7 @@ Runner = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolOutcome:
-    """What came of one call. content: what the tool said, or the error in words for the model. seconds: it took."""
+    """What a call came to. content: the tool's answer, or the error in words for the model. seconds: its duration."""
 
     call: ToolCall
     content: str
@@ -50,8 +50,8 @@ class ToolRegistry:
         self._tools = dict(tools or {})
 
     def add(self, tool: Tool | Mapping[str, Any], runner: Runner) -> None:
-        """One more. Raises InvalidField for a tool that is none, or a name that is taken."""
-        whole = tool if isinstance(tool, Tool) else _tool("tool", tool)
+        """Add a tool. Raises InvalidField for one that is no tool, or whose name is taken."""
+        whole = tool if isinstance(tool, Tool) else read_tool("tool", tool)
         if whole.function.name in self._tools:
             raise InvalidField("function.name", whole.function.name, "a name that no other tool has")
         self._tools[whole.function.name] = whole, runner
@@ -91,7 +91,7 @@ class ToolRegistry:
             if not isinstance(class_path, str) or not isinstance(schema, dict):
                 raise ConfigError(f"{where}: class_path and schema are needed")
             try:
-                registry.add(_tool("schema", schema), _runner(class_path, entry.get("config") or {}))
+                registry.add(read_tool("schema", schema), _runner(class_path, entry.get("config") or {}))
             except (InvalidField, ConfigError) as error:
                 raise ConfigError(f"{where}: {error}") from error
         return registry
@@ -107,7 +107,7 @@ async def run_tool_calls(
     """Run the calls of a turn at the same time; their outcomes in the order of the calls.
 
     timeout: of each. A plain function that is late is not waited for, but cannot be stopped: it goes on in its
-    thread, and its answer is dropped. Whatever a tool raises becomes an outcome with an error, as does an invalid call.
+    thread, and its answer is dropped. An invalid call becomes an outcome with an error, as does whatever a tool raises.
     """
     return list(await asyncio.gather(*(_run(call, registry, timeout) for call in calls)))
 
@@ -136,7 +136,7 @@ async def _call(runner: Runner, arguments: Mapping[str, Any]) -> Any:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
-    def settle(answer: Any, error: BaseException | None) -> None:
+    def finish(answer: Any, error: BaseException | None) -> None:
         if done.cancelled():
             return
         if error is None:
@@ -151,7 +151,7 @@ async def _call(runner: Runner, arguments: Mapping[str, Any]) -> Any:
         except Exception as raised:
             error = raised
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, answer, error)
+            loop.call_soon_threadsafe(finish, answer, error)
 
     # Not the loop's own pool: tools that hang would fill it, and the process could not end.
     threading.Thread(target=work, name="rolloutmq-tool", daemon=True).start()
@@ -160,7 +160,7 @@ async def _call(runner: Runner, arguments: Mapping[str, Any]) -> Any:
 
 
 def _as_text(answer: Any) -> str:
-    """What a message can hold of it. Raises ValueError if that is too much."""
+    """The answer as the text of a message. Raises ValueError if it is too long."""
     if isinstance(answer, str):
         text = answer
     else:
@@ -173,9 +173,10 @@ def _as_text(answer: Any) -> str:
     return text.encode(errors="replace").decode()  # half a character cannot travel
 
 
-def _tool(field: str, schema: Mapping[str, Any]) -> Tool:
+def read_tool(field: str, schema: Any) -> Tool:
+    """A tool as OpenAI's clients declare it. Raises InvalidField that names what is wrong behind `field`."""
     try:
-        return Tool(**schema)
+        return Tool.model_validate(schema)
     except ValidationError as error:
         invalid = as_invalid_field(error)
         raise InvalidField(f"{field}.{invalid.field}", invalid.value, invalid.allowed) from None

@@ -1,4 +1,4 @@
-"""What comes of a request while it is generated, as the chunks of an OpenAI stream."""
+"""The chunks of an OpenAI stream, while a request is generated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ OBJECTS = {"chat": "chat.completion.chunk", "completion": "text_completion"}
 
 
 class GrowingText:
-    """Of one sample. text: what was shown of it, which only grows."""
+    """The text of a sample whose ids come bit by bit: a character is shown when all of its tokens are there.
+
+    text: what was shown so far; it only grows.
+    """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -38,12 +41,11 @@ class GrowingText:
         self.text = ""
 
     def add(self, ids: Sequence[int], *, last: bool = False) -> str:
-        """The text that `ids` add. last: nothing follows, so that half characters are shown as what they are."""
+        """The text that `ids` add. last: nothing follows, so half characters are shown as they are."""
         self._ids += ids
         found = self._decode(self._ids[self._window :])
         if not last:
-            while found.endswith(_INCOMPLETE):
-                found = found[:-1]
+            found = found.rstrip(_INCOMPLETE)
         if not found.startswith(self._window_text):  # a tokenizer that changes its mind: wait until it comes back to it
             return ""
         delta = found[len(self._window_text) :]
@@ -54,11 +56,9 @@ class GrowingText:
         return delta
 
     def _move(self) -> None:
-        """Forget what nothing depends on any more, if what is decoded without it ends alike."""
+        """Drop the oldest ids of the window, if the rest decodes to the same ending without them."""
         window = len(self._ids) - WINDOW
-        shorter = self._decode(self._ids[window:])
-        while shorter.endswith(_INCOMPLETE):
-            shorter = shorter[:-1]
+        shorter = self._decode(self._ids[window:]).rstrip(_INCOMPLETE)
         if shorter and self._window_text.endswith(shorter):
             self._window, self._window_text = window, shorter
 
@@ -79,7 +79,7 @@ class Chunks:
         self._created = int(time.time())
 
     def opening(self) -> list[dict[str, Any]]:
-        """Of a chat, whose every choice begins with its role; a completion's have none."""
+        """A chat's first chunks, with the role of every choice; a completion has none."""
         if self._request.kind != "chat":
             return []
         count = sum(job.n for job in self._request.jobs)
@@ -88,8 +88,8 @@ class Chunks:
     def of(self, delta: Delta) -> list[dict[str, Any]]:
         """The chunks of one delta; the last one of a sample has its finish_reason.
 
-        While a chat's answer may turn out to be calls of tools, nothing of it is shown before it is whole. A sample
-        that had to be begun again says so in its choice: "restarted": true, and what came before it is void.
+        An answer that may turn out to be tool calls is shown only when it is whole. If a sample was begun again, its
+        choice has "restarted": true, and what came before is void.
         """
         request = self._request
         index = self._place[delta.job_id] + delta.sample
@@ -114,7 +114,7 @@ class Chunks:
         return [self._chunk([choice])]
 
     def closing(self) -> list[dict[str, Any]]:
-        """After all of them: the usage, if it was asked for."""
+        """The last chunk: the usage, if it was asked for."""
         if not self._request.include_usage:
             return []
         found = [list(self._results[job.id].values()) for job in self._request.jobs]

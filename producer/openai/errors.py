@@ -38,7 +38,7 @@ _KINDS: tuple[tuple[type[RolloutMQError], int, str], ...] = (
 
 
 def error_of(error: RolloutMQError) -> dict[str, Any]:
-    """What to answer a request with that ended in this error."""
+    """The answer to a request that ended in this error."""
     if isinstance(error, JobFailed):
         return _of_failure(error)
     param = error.field if isinstance(error, InvalidField) else None
@@ -47,7 +47,7 @@ def error_of(error: RolloutMQError) -> dict[str, Any]:
 
 
 def is_error(body: dict[str, Any]) -> bool:
-    """Whether a body is an error and no answer."""
+    """Whether a body is an error instead of an answer."""
     return "error" in body
 
 

@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 from ...messages.dialects import job_fields
 from ...messages.errors import InvalidField
-from ...messages.model import ChatMessage, GenerateJob, LogprobOptions
+from ...messages.model import ChatMessage, GenerateJob, LogprobOptions, SamplingParams
+from ..data import from_openai
 from .tools import Tools, read_tools
 
 Kind = Literal["chat", "completion"]
 IGNORED = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""What tells OpenAI's own service something."""
+"""Fields that only OpenAI's own service reads."""
 _OURS = frozenset({"model", "messages", "prompt", "stream", "stream_options", "tools", "tool_choice", "session_id"})
 _SWITCHES = ("return_token_ids", "return_weight_versions")
 _FIELDS = ("priority", "deadline_s", "min_version", "max_staleness", "trace_id", "tool_parser")
@@ -41,7 +42,7 @@ class Request:
 def chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Request:
     """A body of POST /v1/chat/completions.
 
-    defaults: sampling parameters that hold where the body says nothing. Beside OpenAI's fields the body may have other
+    defaults: sampling parameters for what the body leaves out. Beside OpenAI's fields the body may have other
     sampling parameters of any dialect, `session_id`, `return_token_ids`, `return_weight_versions`, `lora`, and a job's
     priority, deadline_s, min_version, max_staleness. Raises InvalidField naming the field.
     """
@@ -49,15 +50,12 @@ def chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = N
     tools = read_tools(body)
     fields = _fields(body, "chat", defaults) | tools.job_fields()
     if tools.schema is not None:
-        if "sampling" in fields and any(
-            (fields["sampling"].json_schema, fields["sampling"].regex, fields["sampling"].ebnf)
-        ):
+        sampling = fields.get("sampling") or SamplingParams()
+        if sampling.json_schema or sampling.regex or sampling.ebnf:
             raise InvalidField(
                 "tool_choice", body.get("tool_choice"), "'auto' together with a response_format or grammar"
             )
-        sampling = fields.get("sampling")
-        update = {"json_schema": tools.schema}
-        fields["sampling"] = sampling.model_copy(update=update) if sampling else _sampling(update)
+        fields["sampling"] = sampling.model_copy(update={"json_schema": tools.schema})
     session = body.get("session_id")
     job = GenerateJob.build(messages=messages, **media, **fields, **_session(session))
     return _request("chat", [job], body, tools)
@@ -100,7 +98,7 @@ def _request(kind: Kind, jobs: Sequence[GenerateJob], body: Mapping[str, Any], t
 
 
 def _fields(body: Mapping[str, Any], kind: Kind, defaults: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Fields of a job that are no prompt: sampling parameters through the dialects, and the job's own."""
+    """The job's fields apart from its prompt: sampling parameters of any dialect, and its own."""
     skip = _OURS | IGNORED | frozenset(_SWITCHES) | frozenset(_FIELDS) | {"parallel_tool_calls"}
     said = {name: value for name, value in body.items() if name not in skip and value is not None}
     logprobs, top = said.get("logprobs"), said.get("top_logprobs")
@@ -137,18 +135,12 @@ _SYNONYMS = (
 
 
 def _same_meaning(names: Any) -> set[str]:
-    """These names, and those that say the same: a default gives way to what the body says by another name."""
+    """These names and their synonyms: a default gives way to a field of the body with the same meaning."""
     found = set(names)
     for group in _SYNONYMS:
         if group & found:
             found |= group
     return found
-
-
-def _sampling(update: dict[str, Any]) -> Any:
-    from ...messages.model import SamplingParams  # noqa: PLC0415 – here only
-
-    return SamplingParams(**update)
 
 
 def _session(session: Any) -> dict[str, Any]:
@@ -173,14 +165,12 @@ def _messages(raw: Any) -> tuple[tuple[ChatMessage, ...], dict[str, Any]]:
     for place, message in enumerate(raw):
         if not isinstance(message, Mapping):
             raise InvalidField(f"messages[{place}]", message, "an object with role and content")
-    from ..data import from_openai  # noqa: PLC0415 – images are decoded there
-
     messages, media = from_openai([_plain(message) for message in raw])
     return tuple(messages), {"media": tuple(media)} if media else {}
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what clients send back of an answer and no template shows; OpenAI's developers are systems here."""
+    """The message without the parts of an earlier answer that no template shows; role developer becomes system."""
     plain = {name: value for name, value in message.items() if value is not None and name not in _ECHOED}
     if plain.get("role") == "developer":
         plain["role"] = "system"

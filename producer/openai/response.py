@@ -1,4 +1,4 @@
-"""What came of a request, as OpenAI's clients take it."""
+"""A finished answer in OpenAI's form, with its log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def response(
 ) -> dict[str, Any]:
     """A chat.completion or text_completion.
 
-    results: of each of the request's jobs in order, its samples in order; None is one that was aborted before it began.
-    decode: ids to text, special tokens left out; needed for prompts of ids, whose results have no text, and to show
-        tokens as texts beside log-probabilities (without it they are "token_id:<id>").
+    results: the samples of each of the request's jobs, in order; None is one that was aborted before it began.
+    decode: ids to text without special tokens. Prompts of ids need it, because their results have no text; and
+        log-probabilities, to show tokens as texts (without it they are "token_id:<id>").
     """
     choices = []
     for place, (job, samples) in enumerate(zip(request.jobs, results, strict=True)):
@@ -48,7 +48,7 @@ def response_id(request: Request) -> str:
 
 
 def usage(jobs: Sequence[GenerateJob], results: Sequence[Sequence[RolloutResult | None]]) -> dict[str, int]:
-    """A prompt counts once, however many samples it has."""
+    """Token counts. A prompt counts once, however many samples it has."""
     prompts = sum(len(_prompt_ids(job, samples)) for job, samples in zip(jobs, results, strict=True))
     generated = sum(sample.token_ids.size for samples in results for sample in samples if sample is not None)
     return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
@@ -71,7 +71,7 @@ def version_spans(segments: Iterable[Segment], start: int = 0) -> list[dict[str,
 
 
 def stop_reason(result: RolloutResult) -> Any:
-    """What stopped it, as vLLM's servers tell: a token id, a text; a run of ids becomes a list."""
+    """What stopped the sample, as vLLM's servers say it: a token id, a text, or a list of ids."""
     return list(result.matched_stop) if isinstance(result.matched_stop, tuple) else result.matched_stop
 
 
@@ -102,7 +102,7 @@ def _choice(
 
 
 def _prompt_ids(job: GenerateJob, samples: Sequence[RolloutResult | None]) -> list[int]:
-    """Ids of a prompt; of one of text, as a worker tokenised it, if one did."""
+    """The ids of a prompt; for a text, those that a worker made of it, or [] if no sample has them."""
     if job.token_ids is not None:
         return list(job.token_ids.tolist())
     found = next(

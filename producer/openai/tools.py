@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
 from ...messages.errors import InvalidField
-from ...messages.model import RolloutResult, Tool, as_invalid_field
+from ...messages.model import RolloutResult, Tool
+from ..data import read_tool
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a body says of tools.
+    """The tools of a body.
 
-    declared: shown to the model. schema: JSON schema of the whole answer, if it has to be calls ("required", or a tool
-    that is named): a list of {"name", "parameters"}. one: of several calls in an answer only the first counts.
+    declared: the tools that the model is shown. schema: JSON schema of the whole answer, a list of {"name",
+    "parameters"}, if the answer has to be calls ("required", or a named tool). one: only an answer's first call counts.
     """
 
     declared: tuple[Tool, ...] = ()
@@ -30,7 +29,7 @@ class Tools:
         return {"tools": self.declared} if self.declared else {}
 
     def calls(self, result: RolloutResult, text: str) -> tuple[str | None, list[dict[str, Any]]]:
-        """(what is no call, the valid calls in OpenAI's form) of one sample. Text with no valid call stays whole."""
+        """One sample as (text, valid calls in OpenAI's form). The text is None if there are calls, else it is whole."""
         if not self.declared:
             return text, []
         if self.schema is not None:
@@ -54,7 +53,7 @@ def read_tools(body: Mapping[str, Any]) -> Tools:
         return Tools()
     if not isinstance(raw, list | tuple):
         raise InvalidField("tools", raw, "a list")
-    declared = tuple(_tool(place, one) for place, one in enumerate(raw))
+    declared = tuple(read_tool(f"tools[{place}]", one) for place, one in enumerate(raw))
     one = parallel is False
     if choice in (None, "auto"):
         return Tools(declared, one=one)
@@ -70,14 +69,6 @@ def read_tools(body: Mapping[str, Any]) -> Tools:
         )
     chosen = [tool for tool in declared if tool.function.name == named]
     return Tools(declared, _schema(chosen, True), one=True)
-
-
-def _tool(place: int, raw: Any) -> Tool:
-    try:
-        return Tool.model_validate(raw)
-    except ValidationError as error:
-        wrong = as_invalid_field(error)
-        raise InvalidField(f"tools[{place}].{wrong.field}", wrong.value, wrong.allowed) from None
 
 
 def _schema(tools: Sequence[Tool], one: bool) -> str:

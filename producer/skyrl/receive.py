@@ -126,10 +126,10 @@ class ReceivingGroup:
 
 
 def from_ipc(update: Update, device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of the trainer's own tensors on this GPU: of use until it goes on, so copy them.
+    """Views of the trainer's own tensors on this GPU. Copy them before the trainer goes on.
 
     The handles are what torch's reduce_tensor makes: (function, arguments). Only torch's own function is ever called.
-    Raises InvalidField where there is no handle for this GPU, or it is none.
+    Raises InvalidField if there is no handle for this GPU, or if it is no such handle.
     """
     if not torch.cuda.is_available():
         raise InvalidField("extras", "ipc_handles", "tensors or a broadcast: CUDA IPC needs a GPU, and here is none")
@@ -174,7 +174,7 @@ def checked(update: Update, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterat
 
 
 def received(update: Update, group: ReceivingGroup | None, device: str, timeout_s: float) -> dict[str, torch.Tensor]:
-    """The tensors of a request, here and for good: nothing of them is the trainer's any more. Blocks.
+    """The tensors of a request, copied: they share no memory with the trainer. Blocks.
 
     Raises InvalidField, ConfigError, TransferTimeout.
     """

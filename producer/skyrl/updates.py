@@ -227,19 +227,19 @@ class StagedTensors:
         return bool(self.tensors)
 
     def begins_anew(self, update: Update) -> bool:
-        """Whether a tensor comes again: the sync before has ended, and nobody said so."""
+        """Whether a tensor comes again: then the sync before it has ended without a word."""
         return any(name in self.tensors for name in update.names)
 
     def take(self) -> dict[str, Any]:
-        """What there is; nothing is left."""
+        """All tensors, which are not kept."""
         tensors, self.tensors = self.tensors, {}
         return tensors
 
     def check(self, tensors: Mapping[str, Any], checkpoint: Shapes) -> None:
         """Compare with the last version that was whole, or, before the first, with the model's checkpoint.
 
-        Without either everything passes: the workers know what their model needs, and refuse by name.
-        Raises IncompleteWeights, or DigestMismatch for what the model has not.
+        Without either everything passes: the workers know what their model needs, and name what they refuse.
+        Raises IncompleteWeights, or WeightSyncError for tensors that the model does not have.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if self._known is not None:
@@ -258,5 +258,5 @@ class StagedTensors:
             raise WeightSyncError(f"{error}; nothing was announced") from None
 
     def remember(self, tensors: Mapping[str, Any]) -> None:
-        """These were a whole version."""
+        """Note that these were a whole version."""
         self._known = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

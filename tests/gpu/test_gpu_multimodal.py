@@ -14,7 +14,7 @@ from support.specimens.tiny_vision import write_tiny_vision
 from rolloutmq.messages import GenerateJob, SamplingParams, encode
 from rolloutmq.messages.broker.lease import Claim
 from rolloutmq.messages.errors import RequestRefused
-from rolloutmq.producer.data.media import chat_job
+from rolloutmq.producer.data import chat_job
 from rolloutmq.worker.engine.protocol import EngineOutput
 from rolloutmq.worker.jobs.intake import admit
 from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine

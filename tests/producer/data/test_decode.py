@@ -13,7 +13,7 @@ from support.specimens.messages import job, result
 from typer.testing import CliRunner
 
 from rolloutmq.messages.errors import ConfigError, InvalidField
-from rolloutmq.producer.data.decode import Decoder
+from rolloutmq.producer.data import Decoder
 
 TEXT = "Größe: 3 < 4 — ok"
 
@@ -72,9 +72,7 @@ def test_a_folder_without_a_tokenizer_is_a_configuration_error(tmp_path: Path) -
 
 def test_the_producer_install_stays_light() -> None:
     code = (
-        "import sys; import rolloutmq, rolloutmq.producer.data, rolloutmq.producer; rolloutmq.GenerateJob; import "
-        "rolloutmq.producer.data.media, "
-        "rolloutmq.producer.data.tools; "
+        "import sys, rolloutmq, rolloutmq.producer.data, rolloutmq.producer.calls, rolloutmq.producer.openai; "
         "print([n for n in ('tokenizers', 'transformers', 'torch', 'yaml', 'PIL', 'sglang') if n in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

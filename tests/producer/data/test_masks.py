@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolloutmq.messages.errors import InvalidField
-from rolloutmq.producer.data.masks import (
+from rolloutmq.producer.data import (
     Turn,
     loss_mask,
     prompt_tokens,

@@ -21,7 +21,7 @@ from rolloutmq.messages.errors import InvalidField, RequestRefused
 from rolloutmq.messages.fetch import fetch
 from rolloutmq.messages.model.chat import ChatMessage
 from rolloutmq.messages.model.media import MAX_MEDIUM_BYTES, Medium
-from rolloutmq.producer.data.media import chat_job, from_openai, medium
+from rolloutmq.producer.data import chat_job, from_openai, medium
 from rolloutmq.worker.engine.protocol import EngineOutput
 from rolloutmq.worker.jobs.media import arguments, with_media_here
 from rolloutmq.worker.jobs.sample import SampleRun

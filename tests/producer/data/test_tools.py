@@ -16,7 +16,7 @@ from rolloutmq.messages import GenerateJob, decode, encode
 from rolloutmq.messages.errors import ConfigError, InvalidField, RequestRefused
 from rolloutmq.messages.model.chat import MAX_CALLS, MAX_TEXT, ChatMessage
 from rolloutmq.messages.model.tools import Tool, ToolCall, why_invalid
-from rolloutmq.producer.data.tools import ToolRegistry, run_tool_calls
+from rolloutmq.producer.data import ToolRegistry, run_tool_calls
 
 WEATHER = {
     "type": "function",

@@ -20,9 +20,16 @@ from rolloutmq.messages import (
 )
 from rolloutmq.messages.errors import ConfigError, FeatureUnavailable
 from rolloutmq.messages.model.tools import ToolCall
-from rolloutmq.producer import Delta
-from rolloutmq.producer.openai import GrowingText, Request, chat_request, completion_request, error_of, response
-from rolloutmq.producer.openai.chunks import stream_chunks
+from rolloutmq.producer.calls import Delta
+from rolloutmq.producer.openai import (
+    GrowingText,
+    Request,
+    chat_request,
+    completion_request,
+    error_of,
+    response,
+    stream_chunks,
+)
 
 BYTES = "aé€😀".encode()
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

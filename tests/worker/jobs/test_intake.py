@@ -14,7 +14,7 @@ import pytest
 from rolloutmq.messages import GenerateJob, encode
 from rolloutmq.messages.broker.lease import Claim
 from rolloutmq.messages.errors import RequestRefused
-from rolloutmq.producer.data.media import medium
+from rolloutmq.producer.data import medium
 from rolloutmq.worker.engine.protocol import EngineInfo
 from rolloutmq.worker.jobs.held import HeldJob
 from rolloutmq.worker.jobs.intake import FETCHES, admit_all
