@@ -13,7 +13,6 @@ from ...messages.errors import RolloutMQError
 from ...messages.model import JobFailure, Metadata, RolloutResult, TokenIds
 
 Outcome = RolloutResult | JobFailure
-Results = list[RolloutResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +33,11 @@ class JobHandle(Handle):
     The results go to whoever takes them first: this handle, or `results`, `groups` or `wait` of the same client.
     """
 
-    _wait: Callable[[Handle, float | None], Coroutine[Any, Any, Results]] | None = field(
+    _wait: Callable[[Handle, float | None], Coroutine[Any, Any, list[RolloutResult]]] | None = field(
         default=None, repr=False, compare=False
     )
 
-    async def result(self, timeout: float | None = None) -> Results:
+    async def result(self, timeout: float | None = None) -> list[RolloutResult]:
         """All `n` results, by sample number: the same as `client.wait(handle, timeout)`.
 
         timeout: seconds; None waits for ever. Raises WaitTimeout (nothing is lost, ask again), JobFailed if the job
@@ -48,7 +47,7 @@ class JobHandle(Handle):
             raise RolloutMQError(f"the handle of job {self.job_id} does not come from a client: use client.wait")
         return await self._wait(self, timeout)
 
-    def __await__(self) -> Generator[Any, Any, Results]:
+    def __await__(self) -> Generator[Any, Any, list[RolloutResult]]:
         return self.result().__await__()
 
 

@@ -207,3 +207,17 @@ def test_streams_sessions_and_batches(redis_db: str, serving: None) -> None:
             assert branch.session_id.startswith(session.session_id)
         with pytest.raises(RolloutMQError, match="closed"):
             session.generate()
+
+
+def test_a_handle_waits_for_its_results(redis_db: str, serving: None) -> None:
+    with BlockingRolloutClient(redis_db) as client:
+        handle = client.submit(token_ids=[4, 5], n=2, sampling=SHORT, metadata={"k": 1})
+        results = handle.result(timeout=10)
+        assert [one.sample for one in results] == [0, 1]
+        assert results[0].prompt_ids is not None
+        assert (results[0].prompt_ids.tolist(), results[0].metadata) == ([4, 5], {"k": 1})
+        late = client.submit(tokens(min_version=9))
+        with pytest.raises(WaitTimeout):
+            late.result(timeout=0.05)
+        assert client.cancel([late]) == ["ok"]
+        assert "client" not in repr(late)
