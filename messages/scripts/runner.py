@@ -84,7 +84,7 @@ class Scripts:
         return await (self._replicated(name, call) if wait else self._redis.execute_command(*call))
 
     async def _replicated(self, name: str, call: tuple[Any, ...]) -> Any:
-        """The script's answer once enough replicas have its writes. All on one connection, because WAIT is about one."""
+        """The script's answer once enough replicas have its writes. All on one connection: WAIT is about one."""
         wanted = self._durability
         clock = asyncio.get_running_loop().time
         deadline = clock() + RETRY_BUDGET_S
