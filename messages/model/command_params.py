@@ -1,4 +1,7 @@
-"""What can be asked of a worker: the parameters of every action, checked by who sends them and by who does them."""
+"""The parameters of every action that a worker can be asked for. Sender and worker both check them.
+
+Each class is also a command of `rolloutmq control`: its docstring is the help, its fields are arguments and flags.
+"""
 
 from __future__ import annotations
 
@@ -19,137 +22,167 @@ Folder = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^/")]
 """An absolute path on the worker's host."""
 Url = Annotated[str, Field(max_length=4096, pattern=r"^([a-z][a-z0-9+.-]*://.*)?$")]
 
+_UPLOAD = "URL to copy the files to: file://, s3://, gs://, … (fsspec)."
+_HAND_BACK = "Give what was running to other workers."
+
 
 class Params(BaseModel):
-    """Of one action."""
+    """Base of an action's parameters."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class NoParams(Params):
-    """There are none."""
+    """Base of the actions that take no parameters."""
+
+
+class VersionParams(NoParams):
+    """Which version each worker serves, and in which state it is."""
+
+
+class AdaptersParams(NoParams):
+    """LoRA adapters of each worker."""
 
 
 class PauseParams(Params):
-    """mode: what becomes of samples that run; nothing new is claimed in any of them.
+    """Stop generating; `resume` goes on. Nothing new is claimed in any mode.
 
-    "finish": they go on to their end. "abort": they stop, keep what they have, and go on after `resume`. "retract":
-    so, and the memory of their KV and of cached prefixes is given back to the engine at once. "in_place": the engine
-    freezes with their KV, and goes on with it; until then it takes no weights.
-    hand_back: what has stopped is given to the pool's other workers; not with "finish" and "in_place".
+    finish: running samples go on to their end. abort: they stop and keep what they have. retract: the same, and the
+    memory of their KV and of cached prefixes goes back to the engine at once. in_place: the engine freezes with their
+    KV and takes no weights until `resume`.
     """
 
-    mode: PauseMode = "abort"
-    hand_back: bool = False
+    mode: PauseMode = Field(default="abort", description="finish, abort, retract or in_place.")
+    hand_back: bool = Field(default=False, description=f"{_HAND_BACK} Not with finish and in_place.")
+
+
+class ResumeParams(NoParams):
+    """Go on after `pause`."""
 
 
 class AbortParams(Params):
-    """drop: the jobs this worker holds are cancelled, and their clients told; else what runs is interrupted, and goes
-    on at once from what it has."""
+    """Cancel the jobs that workers hold; their clients are told. What is queued stays."""
 
-    drop: bool = True
+    drop: bool = Field(default=True, description="Cancel the jobs, or only interrupt them: they go on at once.")
 
 
 class StopParams(Params):
-    """drain_s: seconds that running samples have to end before they are handed back; None leaves the worker's own."""
+    """Drain workers and wait until they have left; unfinished jobs go back to the pool."""
 
-    drain_s: float | None = Field(default=None, ge=0, le=86400)
+    drain_s: float | None = Field(
+        default=None,
+        ge=0,
+        le=86400,
+        description="Seconds that running samples have to end before the rest is handed back; default: the worker's.",
+    )
 
 
 class SleepParams(Params):
-    """tags: what memory to give up; none means all that is not given up yet. hand_back: as in PauseParams."""
+    """Give up GPU memory, all of it or by tag."""
 
-    tags: tuple[MemoryTag, ...] = Field(default=(), max_length=3)
-    hand_back: bool = False
+    tags: tuple[MemoryTag, ...] = Field(
+        default=(), max_length=3, description="weights, kv_cache or cuda_graph; repeatable. Default: all."
+    )
+    hand_back: bool = Field(default=False, description=_HAND_BACK)
 
 
 class WakeParams(Params):
-    """tags: what memory to take again; none means all that was given up."""
+    """Take GPU memory again, all of it or by tag."""
 
-    tags: tuple[MemoryTag, ...] = Field(default=(), max_length=3)
+    tags: tuple[MemoryTag, ...] = Field(
+        default=(), max_length=3, description="weights, kv_cache or cuda_graph; repeatable. Default: all."
+    )
+
+
+class FlushCacheParams(NoParams):
+    """Forget cached prefixes. What runs is interrupted for it, and goes on."""
+
+
+class ClearStorageParams(NoParams):
+    """Empty the storage of a hierarchical cache."""
 
 
 class SetVersionParams(Params):
-    """version: the number that the engine's weights have from now on."""
+    """Give the weights that workers have another number."""
 
-    version: Version
+    version: Version = Field(description="Above every number that the pool has given away.")
 
 
 class AuditParams(Params):
-    """names: at most so many tensors are named for each finding."""
+    """Compare every bit of the engines' weights with the trainer's digests. Exit code 1 for any finding."""
 
-    names: int = Field(default=20, ge=1, le=10_000)
+    names: int = Field(default=20, ge=1, le=10_000, description="At most so many tensors are named for each finding.")
 
 
 class SaveParams(Params):
-    """path: folder on the worker's host; the version gets a folder in it. upload: URL to copy that to, by fsspec.
+    """Write the served version to the worker's disk, and copy it to a URL."""
 
-    format: "safetensors", in the names the trainer uses, with digests; or "sharded", SGLang's own, a part for each
-        rank.
-    """
-
-    path: Folder
-    format: Literal["safetensors", "sharded"] = "safetensors"
-    upload: Url = ""
+    path: Folder = Field(description="Absolute folder on the worker's host; the version gets a folder in it.")
+    format: Literal["safetensors", "sharded"] = Field(
+        default="safetensors",
+        description="safetensors, in the trainer's names with digests; or sharded, SGLang's own, a part for each rank.",
+    )
+    upload: Url = Field(default="", description=_UPLOAD)
 
 
 class LoadParams(Params):
-    """path: a folder on the worker's host, see sync/disk/checkpoint.py. version: the number it gets, above all that the
-    pool has. format: what it must be; "auto" takes what is found."""
+    """Serve weights from the workers' disks."""
 
-    path: Folder
-    version: Version = Field(ge=1)
-    format: Literal["auto", "snapshot", "safetensors", "sharded"] = "auto"
+    path: Folder = Field(description="Snapshot or checkpoint on the workers' hosts; absolute.")
+    version: Version = Field(ge=1, description="The number it is served under, above all that the pool has.")
+    format: Literal["auto", "snapshot", "safetensors", "sharded"] = Field(
+        default="auto", description="auto (what is found there), snapshot, safetensors or sharded."
+    )
 
 
 class LoadAdapterParams(Params):
-    """name, version: what jobs call it. path: a folder with PEFT's adapter_config.json and adapter_model.safetensors.
+    """Load a LoRA adapter from the workers' disks."""
 
-    pinned: it stays when a newer version of it comes.
-    """
-
-    name: Name
-    version: int = Field(ge=1, lt=1 << 40)
-    path: Folder
-    pinned: bool = True
+    name: Name = Field(description="What jobs call it.")
+    version: int = Field(ge=1, lt=1 << 40, description="Its version, at least 1.")
+    path: Folder = Field(
+        description="Absolute folder with PEFT's adapter_config.json and adapter_model.safetensors."
+    )
+    pinned: bool = Field(default=True, description="Keep it when a newer version of it comes.")
 
 
 class UnloadAdapterParams(Params):
-    """version: None for all of them."""
+    """Take a LoRA adapter out of the engines."""
 
-    name: Name
-    version: int | None = Field(default=None, ge=1, lt=1 << 40)
+    name: Name = Field(description="What jobs call it.")
+    version: int | None = Field(default=None, ge=1, lt=1 << 40, description="Default: all of them.")
 
 
 class StartProfileParams(Params):
-    """folder: where traces go, on the worker's host; by default a new one. activities: by default what the device has.
+    """Record what the engines do."""
 
-    steps: forward passes after which it stops by itself.
-    """
-
-    folder: Folder | None = None
-    activities: tuple[ProfileActivity, ...] = Field(default=(), max_length=3)
-    steps: int | None = Field(default=None, ge=1)
+    folder: Folder | None = Field(default=None, description="For traces, on the worker's host; default: a new one.")
+    activities: tuple[ProfileActivity, ...] = Field(
+        default=(), max_length=3, description="CPU, GPU or MEM; repeatable. Default: what the device has."
+    )
+    steps: int | None = Field(default=None, ge=1, description="Stop by itself after so many forward passes.")
 
 
 class StopProfileParams(Params):
-    """upload: URL to copy the traces to, by fsspec. fetch_bytes: so much of them comes with the answer, whole files."""
+    """End a profile; its files stay on the worker's host."""
 
-    upload: Url = ""
-    fetch_bytes: int = Field(default=0, ge=0, le=8 << 20)
+    upload: Url = Field(default="", description=_UPLOAD)
+    fetch_bytes: int = Field(
+        default=0, ge=0, le=8 << 20, description="So many bytes of traces come with the answer, whole files."
+    )
 
 
 ACTIONS: dict[str, type[Params]] = {
-    "version": NoParams,
-    "adapters": NoParams,
+    "version": VersionParams,
+    "adapters": AdaptersParams,
     "pause": PauseParams,
-    "resume": NoParams,
+    "resume": ResumeParams,
     "abort": AbortParams,
     "stop": StopParams,
     "sleep": SleepParams,
     "wake": WakeParams,
-    "flush_cache": NoParams,
-    "clear_storage": NoParams,
+    "flush_cache": FlushCacheParams,
+    "clear_storage": ClearStorageParams,
     "set_version": SetVersionParams,
     "audit": AuditParams,
     "save": SaveParams,
@@ -162,7 +195,7 @@ ACTIONS: dict[str, type[Params]] = {
 
 
 def check_params(action: str, params: Mapping[str, Any]) -> Params:
-    """The parameters of an action. Raises InvalidField for one that is not known, and for what it does not take."""
+    """The parameters of an action. Raises InvalidField for an unknown action, and for what it does not take."""
     if action not in ACTIONS:
         raise InvalidField("action", action, f"one of {', '.join(ACTIONS)}")
     try:

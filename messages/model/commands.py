@@ -1,4 +1,4 @@
-"""What is said to workers, and what each answers; command_channel.py is how both travel."""
+"""Commands to workers, and each worker's answer. `broker.command_channel` is how both travel."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CommandId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 class Command(Message):
     """Something to do for one worker, or for all that are alive when `worker_id` is empty.
 
-    params: plain data, see command_params.py. timeout_s: seconds from the sending on in which it may be begun, and
-        that are waited for answers. There is no key to answer to: it follows from the id.
+    params: plain data, see `command_params`. timeout_s: seconds from the sending on; a worker begins the command
+        within them, and the sender waits for answers as long. The key of the answers follows from the id.
     """
 
     KIND: ClassVar[int] = 20
@@ -33,7 +33,7 @@ class Command(Message):
 class CommandReply(Message):
     """One worker's answer.
 
-    result: plain data, of an action that was done. kind, error: else the name of the error, and its text.
+    result: plain data, if the action was done. kind, error: else the name of the error, and its text.
     """
 
     KIND: ClassVar[int] = 21

@@ -11,11 +11,11 @@ from typing import Any
 from ...messages.dialects import Fate, Rule
 from ...messages.errors import ConfigError
 from ...messages.nearest import nearest
-from .foreign import skyrl, verl
-from .foreign.translate import Translation
-from .read.document import read_document
-from .read.interpolation import Resolver
-from .read.sources import apply, from_environment, from_flags
+from . import skyrl, verl
+from .translate import Translation
+from .document import read_document
+from .interpolation import Resolver
+from .sources import apply, from_environment, from_flags
 from .settings import PLAIN_JOB, SECTIONS, Settings, hidden
 
 OWN = "rolloutmq"

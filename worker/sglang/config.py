@@ -39,80 +39,127 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 
 class SGLangConfig(BaseModel):
-    """One SGLang engine. None leaves SGLang's default, except where said otherwise.
-
-    model: a directory or hub name that SGLang loads.
-    dtype: of the weights and the computation; "auto" is what the model's own configuration says.
-    device: "auto" takes a GPU if there is one, else the CPU.
-    tp_size: GPUs that one engine is split over. ep_size: how many of these ranks the experts of a layer are spread
-        over. pp_size, dp_size: only 1, see sglang_parallel.
-    max_running: most requests decoded at the same time.
-    context_length: most tokens of prompt and output together that SGLang is told. It keeps a few for itself, so the
-        engine's `info.context_length` is a little smaller.
-    mem_fraction: share of the device's memory for weights and KV cache; on a CPU 0.05 of the host's memory.
-    max_total_tokens: size of the KV cache in tokens; on a CPU 65536.
-    load_format: "auto" loads the checkpoint, "dummy" starts from random weights (for benchmarks, or where the first
-        weights come from the trainer anyway).
-    cuda_graph, prefill_cuda_graph: capture graphs at start. Decode graphs, for up to `max_running` requests and at most
-        1024, take seconds, prefill graphs up to a minute.
-    overlap_schedule: prepare the next batch while the current one runs; off on a CPU, where both need the same cores.
-    cpu_threads: torch's threads in the scheduler process on a CPU, 1 by default. On small models a second one loses
-        at 1 and 64 requests and wins a quarter at 256, and it slows down every other process on the same cores.
-    staging: "auto" receives new weights beside the ones that serve where the GPU has the memory (as much as the weights
-        take), so that an update's pause is a local copy; "off" receives them while generation stands still; "on"
-        insists. Leave the room by `mem_fraction`. A CPU always stages, and "auto" is "off" with tensor parallelism.
-    max_lora_rank: most rank of a LoRA adapter, on GPUs; None starts SGLang without LoRA: no adapter can be used.
-    lora_target_modules: modules that adapters may change, by the names PEFT uses; an adapter for others is refused.
-    max_loras_per_batch: most adapter versions that run in one batch, the model alone counting as one. Each takes GPU
-        memory for `max_lora_rank`. During an update an adapter has two.
-    hidden_states: keep the model's last hidden states, so that a job can ask for them; off, such a job is refused.
-    routed_experts: keep which experts each token goes to, likewise, for mixtures of experts on GPUs.
-    deterministic: seeds of jobs are honoured, and a token does not depend on what else is in its batch (up to rounding
-        on a CPU); slower on a GPU. min_p is refused then.
-    logit_processors: processors of your own, name -> "module:Class"; jobs can ask for them by name, see docs/logits.md.
-    task: "generate", or "embed" or "reward" for a model that pools what it reads and generates nothing.
-    memory_saver: the engine can give its GPU's memory up and take it again (`rolloutmq control sleep`); needs the
-        package torch-memory-saver. "backup" keeps a copy of sleeping weights in host memory: they wake as they were.
-    tokenizer: "auto" gives the engine the model's tokenizer if it has one, "on" insists, "off" is without: no stop
-        texts, no stop_regex, no grammars. Tokens go in and come out in any case.
-    log_level: of the processes SGLang starts.
-    extra: further SGLang server arguments, by their names; these win over the fields above.
+    """Settings of one SGLang engine. Each field is a key of a configuration file and, by `ops.flags`, a flag of the
+    worker's command. None leaves SGLang's default, except where said otherwise.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field(min_length=1)
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    tp_size: int = Field(default=1, ge=1)
-    ep_size: int = Field(default=1, ge=1)
-    pp_size: int = Field(default=1, ge=1)
-    dp_size: int = Field(default=1, ge=1)
-    max_running: int | None = Field(default=None, ge=1)
-    context_length: int | None = Field(default=None, ge=16)
-    mem_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
-    max_total_tokens: int | None = Field(default=None, ge=64)
-    load_format: str = "auto"
-    attention_backend: str | None = None
-    sampling_backend: str | None = None
-    cuda_graph: bool = True
-    prefill_cuda_graph: bool = True
-    overlap_schedule: bool | None = None
-    random_seed: int | None = Field(default=None, ge=0)
-    cpu_threads: int | None = Field(default=None, ge=1)
-    staging: StagingPolicy = "auto"
-    max_lora_rank: int | None = Field(default=None, ge=1, le=4096)
-    lora_target_modules: tuple[str, ...] = Field(default=LORA_TARGETS, min_length=1)
-    max_loras_per_batch: int = Field(default=8, ge=2)
-    hidden_states: bool = False
-    routed_experts: bool = False
-    deterministic: bool = False
-    logit_processors: dict[str, str] = Field(default_factory=dict)
-    task: Literal["generate", "embed", "reward"] = "generate"
-    memory_saver: Literal["off", "on", "backup"] = "off"
-    tokenizer: Literal["auto", "on", "off"] = "auto"
-    log_level: Literal["debug", "info", "warning", "error", "critical"] = "error"
-    extra: dict[str, Any] = Field(default_factory=dict)
+    model: str = Field(
+        min_length=1, description="Directory or hub name that SGLang loads; its weights are version 0."
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto",
+        description="Type of weights and computation: auto (what the model says), bfloat16, float16 or float32.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto (a GPU if there is one), cpu or cuda."
+    )
+    tp_size: int = Field(default=1, ge=1, description="Tensor-parallel size: GPUs that one engine is split over.")
+    ep_size: int = Field(
+        default=1,
+        ge=1,
+        description="Expert-parallel size: ranks that the experts of a layer are spread over; divides the "
+        "tensor-parallel size.",
+    )
+    pp_size: int = Field(default=1, ge=1, description="Pipeline-parallel size; only 1 is supported.")
+    dp_size: int = Field(default=1, ge=1, description="Data-parallel size; only 1: start a worker for each replica.")
+    max_running: int | None = Field(default=None, ge=1, description="Most requests decoded at the same time.")
+    context_length: int | None = Field(
+        default=None,
+        ge=16,
+        description="Most tokens of prompt and output together that SGLang is told. It keeps a few for itself.",
+    )
+    mem_fraction: float | None = Field(
+        default=None,
+        gt=0.0,
+        lt=1.0,
+        description="Share of device memory for weights and KV cache; on a CPU 0.05 of the host's memory.",
+    )
+    max_total_tokens: int | None = Field(
+        default=None, ge=64, description="Size of the KV cache in tokens; on a CPU 65536."
+    )
+    load_format: str = Field(
+        default="auto",
+        description="auto loads the checkpoint; dummy starts from random weights, for benchmarks or where the trainer "
+        "publishes the first version.",
+    )
+    attention_backend: str | None = Field(default=None, description="SGLang's name; default: its own choice.")
+    sampling_backend: str | None = Field(default=None, description="SGLang's name; default: its own choice.")
+    cuda_graph: bool = Field(
+        default=True, description="Capture CUDA graphs for decoding, for batches of at most 1024 (seconds at the start)."
+    )
+    prefill_cuda_graph: bool = Field(
+        default=True, description="Capture CUDA graphs for prefill (up to a minute at the start)."
+    )
+    overlap_schedule: bool | None = Field(
+        default=None,
+        description="Prepare the next batch while the current one runs; default: on GPUs only, since on a CPU both "
+        "need the same cores.",
+    )
+    random_seed: int | None = Field(default=None, ge=0, description="Seed of SGLang's sampling.")
+    cpu_threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="torch's threads in the scheduler process on a CPU; default: 1. More slow down every other "
+        "process on the same cores.",
+    )
+    staging: StagingPolicy = Field(
+        default="auto",
+        description="Receive new weights beside those that serve, so that an update's pause is a local copy: auto "
+        "(where the GPU has room; not with tensor parallelism), on (insist) or off. A CPU always stages.",
+    )
+    max_lora_rank: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="Take LoRA adapters up to this rank (GPUs only); default: no adapter can be used.",
+    )
+    lora_target_modules: tuple[str, ...] = Field(
+        default=LORA_TARGETS,
+        min_length=1,
+        description="Module that adapters may change, by PEFT's name; repeatable. An adapter for others is refused.",
+    )
+    max_loras_per_batch: int = Field(
+        default=8,
+        ge=2,
+        description="Most adapter versions that run in one batch; the model alone counts as one, an adapter has two "
+        "during an update. Each takes GPU memory for the full rank.",
+    )
+    hidden_states: bool = Field(
+        default=False, description="Keep the model's last hidden states, so that jobs may ask for them."
+    )
+    routed_experts: bool = Field(
+        default=False, description="Keep which experts each token goes to, so that jobs may ask for it (GPUs only)."
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="Honour the seeds of jobs; a token does not depend on its batch. Slower on a GPU, and min_p is "
+        "refused.",
+    )
+    logit_processors: dict[str, str] = Field(
+        default_factory=dict, description="A logit processor of your own, NAME=MODULE:CLASS; repeatable."
+    )
+    task: Literal["generate", "embed", "reward"] = Field(
+        default="generate", description="generate; or embed or reward, for a model that pools what it reads."
+    )
+    memory_saver: Literal["off", "on", "backup"] = Field(
+        default="off",
+        description="off, on or backup: the engine can sleep (GPUs only; needs torch-memory-saver). backup keeps "
+        "sleeping weights in host memory: they wake as they were.",
+    )
+    tokenizer: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Give the engine the model's tokenizer, which stop texts, stop_regex and grammars need: auto (if "
+        "it has one), on (insist) or off.",
+    )
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
+        default="error", description="Log level of the processes that SGLang starts."
+    )
+    extra: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further SGLang server argument, NAME=JSON; repeatable. Wins over the settings above.",
+    )
 
 
 def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weight_loader: str) -> dict[str, Any]:

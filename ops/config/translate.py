@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ....messages.dialects import Dialect, Fate, Rule, collect
-from ....messages.errors import ConfigError
-from ....messages.nearest import nearest
-from ..read.interpolation import MISSING, CannotResolve, Resolver
-from ..settings import Settings, hidden, worded
+from ...messages.dialects import Dialect, Fate, Rule, collect
+from ...messages.errors import ConfigError
+from ...messages.nearest import nearest
+from .interpolation import MISSING, CannotResolve, Resolver
+from .settings import Settings, hidden, worded
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ....messages.dialects import RULES, Rule
+from ...messages.dialects import RULES, Rule
 from . import engine_arguments as engine
 from .engine_arguments import SGLANG, Told, when
 from .translate import Arguments, Sampling, Table, Whole

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ....messages.dialects import Rule, logprob_kind
-from ....worker.sglang.config import OWNED_ARGUMENTS, SGLangConfig
-from ....worker.sglang.parallel import DP_REASON, PP_REASON
+from ...messages.dialects import Rule, logprob_kind
+from ...worker.sglang.config import OWNED_ARGUMENTS, SGLangConfig
+from ...worker.sglang.parallel import DP_REASON, PP_REASON
 
 Told = dict[str, Any]
 DTYPES = {

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ....messages.dialects import Rule
+from ...messages.dialects import Rule
 from . import engine_arguments as engine
 from .engine_arguments import SGLANG, VLLM, VLLM_OTHER, Told
 from .translate import Arguments, Sampling, Table, Whole

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from ....messages.errors import ConfigError
+from ...messages.errors import ConfigError
 
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$")
 """What YAML 1.1 takes for text and OmegaConf, like everybody who writes it, for a number: 1e-6."""

@@ -1,3 +1,0 @@
-"""Configuration files of SkyRL and verl, translated key by key."""
-
-__all__ = []
