@@ -1,24 +1,23 @@
-"""`rolloutmq status`: the pool at a glance, for people and for scripts."""
+"""`rolloutmq status`: the pool at a glance, as plain data and as lines of at most 80 columns."""
 
 from __future__ import annotations
 
-import asyncio
-import json
+import textwrap
 import time
+from collections.abc import Iterator
 from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from ..messages.broker import Broker, DeadLetters
 from ..messages.model import PRIORITIES
 from ..sync.transfer import Ledger
 from .redis import connected
+from .terminal import printable
+
+WIDTH = 80
 
 
 async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
-    """Queue, workers, weights and dead letters as plain data."""
+    """Queue, workers, weights and dead letters as plain data. Raises RedisUnavailable, ConfigError, InvalidField."""
     async with connected(redis_url, pool) as redis:
         broker, ledger = Broker(redis, pool), Ledger(redis, pool)
         load, workers = await broker.load(), await broker.workers()
@@ -46,42 +45,50 @@ async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
         }
 
 
-def show_status(redis_url: str, pool: str, *, as_json: bool) -> None:
-    """Print the state of a pool. Raises RedisUnavailable, ConfigError, InvalidField."""
-    state = asyncio.run(pool_state(redis_url, pool))
-    if as_json:
-        print(json.dumps(state))
-        return
-    console = Console()
+def status_lines(state: dict[str, Any]) -> Iterator[str]:
+    """The state of a pool for people. A line is longer than 80 columns only if a single word is."""
     queued = ", ".join(f"{count} {name}" for name, count in state["queued"].items())
     ended = ", ".join(f"{count} {name}" for name, count in state["ended"].items())
-    console.print(f"[bold]pool {escape(pool)}[/bold]   weights version {state['committed_version']}")
-    console.print(f"open: {state['open_jobs']} jobs, {state['open_bytes']:,} bytes   queued: {queued}")
+    yield from _wrapped(f"pool {state['pool']}", f"weights version {state['committed_version']}")
+    yield from _wrapped(f"open: {state['open_jobs']} jobs, {state['open_bytes']:,} bytes", f"queued: {queued}")
     if state["unread_bytes"]:
-        console.print(f"results that wait for their clients: {state['unread_bytes']:,} bytes")
-    console.print(f"ended: {ended}")
-    if state["workers"]:
-        console.print(_table(state["workers"]))
-    else:
-        console.print("no workers: start one with  rolloutmq worker --model …")
+        yield f"results that wait for their clients: {state['unread_bytes']:,} bytes"
+    yield f"ended: {ended}"
+    for worker in state["workers"]:
+        yield from _worker(worker)
+    if not state["workers"]:
+        yield "no workers: start one with  rolloutmq worker --model …"
     for letter in state["dead_letters"]:
-        said = escape(f"{letter['job_id']}: {letter['cause']}: {letter['error']}")
-        console.print(f"[red]dead[/red] {said}")
+        yield from _wrapped(f"dead {letter['job_id']}: {letter['cause']}: {letter['error']}")
 
 
-def _table(workers: list[dict[str, Any]]) -> Table:
-    """What workers say of themselves; escaped, as theirs are the words and rich's the brackets."""
-    table = Table("worker", "state", "version", "running", "held", "samples", "tokens", "engine", "up")
-    for worker in workers:
-        table.add_row(
-            escape(worker["worker_id"]),
-            escape(worker["state"]) if worker["alive"] else "[red]silent[/red]",
-            str(worker["version"]),
-            f"{worker['running']}/{worker['max_running']}",
-            str(worker["held"]),
-            f"{worker['finished_samples']:,}",
-            f"{worker['generated_tokens']:,}",
-            escape(f"{worker['engine']} on {worker['device']}"),
-            f"{max(0, time.time() - worker['started_at']):.0f} s",
+def _worker(worker: dict[str, Any]) -> Iterator[str]:
+    up = max(0, time.time() - worker["started_at"])
+    yield from _wrapped(
+        f"worker {worker['worker_id']}",
+        worker["state"] if worker["alive"] else "silent",
+        f"version {worker['version']}",
+        f"up {up:.0f} s",
+    )
+    yield from _wrapped(
+        f"    {worker['running']}/{worker['max_running']} running",
+        f"{worker['held']} held",
+        f"{worker['finished_samples']:,} samples",
+        f"{worker['generated_tokens']:,} tokens",
+    )
+    yield from _wrapped(f"    {worker['engine']} on {worker['device']}", worker["model"])
+
+
+def _wrapped(*parts: str) -> Iterator[str]:
+    """The parts on one line if they fit, else each on a line of its own, wrapped between words."""
+    told = [printable(part) for part in parts if part]
+    line = "   ".join(told)
+    if len(line) <= WIDTH:
+        yield line
+        return
+    indent = " " * (len(told[0]) - len(told[0].lstrip()) + 4)
+    for number, part in enumerate(told):
+        first = "" if number == 0 else indent
+        yield from textwrap.wrap(
+            part, WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
-    return table

@@ -47,9 +47,19 @@ class Defaults:
 
 
 def submit_file(
-    file: Path, out: Path, redis_url: str, pool: str, defaults: Defaults, *, window: int = 1024, overwrite: bool = False
+    file: Path,
+    out: Path,
+    redis_url: str,
+    pool: str,
+    defaults: Defaults,
+    *,
+    window: int = 1024,
+    overwrite: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Answer every line of `file` in `out`; returns the exit code: 0, 1 if lines failed, 130 if interrupted.
+
+    as_json: print {"out", "lines", "open", "failed"} to stdout at the end; progress goes to stderr.
 
     Raises InvalidField for a line that is no job (before anything is submitted), ConfigError for files that do not
     belong together or cannot be written (what was not written stays in the pool), RedisUnavailable.
@@ -59,7 +69,11 @@ def submit_file(
     lines = _read_lines(file, defaults)
     work = _Work(out, lines, {"input": hashlib.sha256(file.read_bytes()).hexdigest(), "defaults": asdict(defaults)})
     try:
-        return asyncio.run(_run(work, redis_url, pool, defaults, window))
+        code = asyncio.run(_run(work, redis_url, pool, defaults, window))
+        if as_json:
+            left = {"open": len(work.open_lines), "failed": len(work.failed)}
+            print(json.dumps({"out": str(out), "lines": len(lines)} | left))
+        return code
     finally:
         work.close()
 

@@ -47,7 +47,7 @@ class WorkerConfig(BaseModel):
     peer_after_s: float | None = Field(
         default=3.0,
         ge=0.0,
-        description="Seconds without an answer to workers that are behind, after which this one sends them its weights.",
+        description="Seconds without an answer to workers that are behind, after which it sends them its weights.",
     )
     engine_restarts: int = Field(
         default=5, ge=0, description="Restarts of the engine in a row without a finished sample, before it gives up."

@@ -140,9 +140,7 @@ class LoadAdapterParams(Params):
 
     name: Name = Field(description="What jobs call it.")
     version: int = Field(ge=1, lt=1 << 40, description="Its version, at least 1.")
-    path: Folder = Field(
-        description="Absolute folder with PEFT's adapter_config.json and adapter_model.safetensors."
-    )
+    path: Folder = Field(description="Absolute folder with PEFT's adapter_config.json and adapter_model.safetensors.")
     pinned: bool = Field(default=True, description="Keep it when a newer version of it comes.")
 
 

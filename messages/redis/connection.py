@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable
+from contextlib import nullcontext
 from typing import Any, cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -15,7 +16,7 @@ from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissi
 
 from ..errors import ConfigError, RedisRefused, RedisUnavailable
 from .answers import said, told_as_ours
-from .retry import REPLY_TIMEOUT_S, RETRY_BUDGET_S, BoundedRetry, reply_within
+from .retry import REPLY_TIMEOUT_S, RETRY_BUDGET_S, BoundedRetry, reply_within, within
 from .topology import link
 from .url import Durability, first_node_url, parse, redacted
 
@@ -109,11 +110,15 @@ def default_url() -> str:
     return os.environ.get("ROLLOUTMQ_REDIS") or DEFAULT_URL
 
 
-async def ping(client: Redis) -> None:
-    """Return if Redis answers; else RedisUnavailable saying which address, what happened and what to do about it."""
+async def ping(client: Redis, *, once: bool = False) -> None:
+    """Return if Redis answers; else RedisUnavailable saying which address, what happened and what to do about it.
+
+    once: make one attempt, as a person at a terminal wants it; else try for RETRY_BUDGET_S seconds.
+    """
     where = getattr(client, "where", "its address")
     try:
-        await cast("Awaitable[Any]", client.ping())
+        with within(0.0) if once else nullcontext():
+            await cast("Awaitable[Any]", client.ping())
     except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
         raise RedisUnavailable(
             f"Redis at {where} refused these credentials ({error}). Give user and password in the URL: "
@@ -124,8 +129,8 @@ async def ping(client: Redis) -> None:
     except (RedisError, OSError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, RedisError) else error
         raise RedisUnavailable(
-            f"no Redis at {where}: {said(cause)}. Is it running there, and is the port open from here? "
-            "TLS servers need rediss://. `rolloutmq redis` runs one on this machine."
+            f"no Redis at {where}: {said(cause).rstrip('.')}. Start one with `rolloutmq redis`, or say where one is: "
+            "--redis URL or ROLLOUTMQ_REDIS (rediss:// where it wants TLS)."
         ) from error
 
 

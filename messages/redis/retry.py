@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import builtins
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -44,6 +45,16 @@ NOT_READY = (
 _deadline: ContextVar[float | None] = ContextVar("rolloutmq_redis_deadline", default=None)
 reply_within: ContextVar[float | None] = ContextVar("rolloutmq_redis_reply", default=None)
 """For a command that blocks: how long its reply may take, instead of the connection's own bound."""
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Inside of it, no new attempt of a command is started after so many seconds: 0 makes one attempt."""
+    token = _deadline.set(asyncio.get_running_loop().time() + seconds)
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
 
 
 class BoundedRetry(Retry):

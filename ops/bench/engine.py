@@ -27,7 +27,7 @@ from ...worker.garbage import settle
 from ...worker.sglang.config import SGLangConfig
 from ...worker.text import NoTokenizer
 from ...worker.worker import Worker
-from ..cli.options import as_config
+from ..flags import as_config
 from ..redis import EmbeddedRedis
 from ..tiny_model import write_tiny_model
 from .sync import one_shape

@@ -1,4 +1,4 @@
-"""`rolloutmq bench queue` and `rolloutmq bench sync`, in a file of their own: cli.py registers them."""
+"""`rolloutmq bench`: the benchmarks of the queue, the engine and weight sync."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Annotated
 import typer
 
 from ...messages.errors import ConfigError
-from .errors import plain_errors
+from .options import Json, group, log_to_stderr, plain_errors
+
+app = group("Measure; every bench ends with one line of JSON.")
 
 
+@app.command("queue")
 def bench_queue(
     peers: Annotated[str, typer.Option(help="Measured beside it: some of rq,arq,taskiq; or none.")] = "rq,arq,taskiq",
     rounds: Annotated[int, typer.Option(help="Turns of each system; the median counts.", min=1)] = 5,
@@ -19,7 +22,7 @@ def bench_queue(
     lifecycles: Annotated[int, typer.Option(help="Jobs measured at each number of workers.", min=16)] = 8192,
     out: Annotated[Path | None, typer.Option(help="Write the result here, too.")] = None,
     cache: Annotated[Path, typer.Option(help="Where peers' environments are made.")] = Path("out/bench-peers"),
-    json: Annotated[bool, typer.Option("--json", help="Nothing but the last line.")] = False,
+    json: Json = False,
 ) -> None:
     """Jobs/s, latency, large payloads and Redis' CPU per job, beside RQ, arq, taskiq and the bare scripts."""
     from ..bench.queue.bench import Plan, run_queue_bench
@@ -36,6 +39,7 @@ def bench_queue(
         run_queue_bench(plan, quiet=json)
 
 
+@app.command("sync")
 def bench_sync(
     shapes: Annotated[
         str | None,
@@ -63,7 +67,7 @@ def bench_sync(
         bool, typer.Option("--plain", help="Parameters without engines: the wire, checks and copies alone.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the result here, too, after every step.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One line of JSON instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
     """Weights from a trainer into engines: raw broadcast, SGLang's own ways and ours, stalls, tokens/s kept, joins."""
     from ..bench.sync import make_plan, run_sync_bench
@@ -73,3 +77,36 @@ def bench_sync(
         settings |= {"graphs": graphs, "together": together, "plain": plain}
         plan = make_plan(shapes, paths, device, receivers, **settings, running=running)
         run_sync_bench(plan, quiet=json)
+
+
+@app.command("engine")
+def bench_engine(
+    model: Annotated[str | None, typer.Option(help="Default: the tiny model.")] = None,
+    shape: Annotated[str | None, typer.Option(help="Random weights of this shape instead: 0.6b, 4b, 8b, …")] = None,
+    prompts: Annotated[int, typer.Option(help="Prompts per round.")] = 512,
+    max_running: Annotated[int, typer.Option(help="Samples decoded at the same time.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Rounds of each side, taken in turns.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer; lengths are spread below it.")] = 128,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
+    sglang: Annotated[list[str] | None, typer.Option(help="Further SGLang argument, NAME=JSON; repeatable.")] = None,
+    json: Json = False,
+) -> None:
+    """Tokens/s through the pool divided by tokens/s of the same engine given the same prompts directly."""
+    from ..bench.engine import run_engine_bench
+    from ..flags import parse_extra
+
+    log_to_stderr("warning")
+    with plain_errors():
+        run_engine_bench(
+            model=model,
+            shape=shape,
+            prompts=prompts,
+            max_running=max_running,
+            rounds=rounds,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            load_format=load_format,
+            extra=parse_extra(sglang or []),
+            quiet=json,
+        )

@@ -7,18 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from .errors import plain_errors
+from .options import Json, alone, group, plain_errors
 
-app = typer.Typer(help="Configuration: SkyRL's and VERL's files, too.", no_args_is_help=True)
+app = group("Configuration: SkyRL's and VERL's files, too.")
 
 
 @app.command("explain")
 def explain_file(
     file: Annotated[Path, typer.Argument(help="YAML, TOML or JSON: ours, or with SkyRL's or VERL's settings in it.")],
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
     """Each key of a file: what it became, or why it is ignored or refused. Exit code 1 if something is refused."""
-    from ..config.load import explain
+    from ..config import explain
     from ..config.report import explained_json, print_explained
 
     with plain_errors():
@@ -32,19 +32,18 @@ def explain_file(
 
 @app.command("show", context_settings={"ignore_unknown_options": True})
 def show(
-    context: typer.Context,
     flags: Annotated[
         list[str] | None, typer.Argument(help="After --: flags of `rolloutmq worker`, as it would be started with.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="The file that --config of the worker would name.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
     """Every setting a worker would have, and where it comes from: flag, environment, file or default."""
-    from ..config.load import load_settings
+    from ..config import load_settings
     from ..config.report import print_settings, settings_json
 
     with plain_errors():
-        settings = load_settings(config, context=worker_context(context, flags or []))
+        settings = load_settings(config, context=worker_context(flags or []))
         if json:
             typer.echo(settings_json(settings))
         else:
@@ -55,10 +54,8 @@ def show(
             settings.engine()
 
 
-def worker_context(context: typer.Context, flags: list[str]) -> Any:
-    """The context that `rolloutmq worker FLAGS` would have. It ends the command for a flag that there is not."""
-    root: Any = context.find_root().command
-    worker = root.get_command(context, "worker")
-    for parameter in worker.params:  # what is required may stand in the file
-        parameter.required = False
-    return worker.make_context("rolloutmq worker", list(flags))
+def worker_context(flags: list[str]) -> Any:
+    """The context that `rolloutmq worker FLAGS` would have. Ends the command for an unknown flag."""
+    from .local import worker
+
+    return alone(worker, "worker").make_context("rolloutmq worker", list(flags))

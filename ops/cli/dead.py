@@ -16,10 +16,9 @@ from ...messages.errors import CannotRequeue, ConfigError, InvalidField, NoSuchD
 from ...messages.redis import DEFAULT_URL
 from ..redis import ask
 from ..terminal import printable
-from .errors import plain_errors
-from .options import Pool, RedisUrl
+from .options import Json, Pool, RedisUrl, Yes, group, plain_errors, say
 
-app = typer.Typer(help="Dead letters: jobs that were given up.", no_args_is_help=True)
+app = group("Dead letters: jobs that were given up.")
 T = TypeVar("T")
 
 Cause = Annotated[str, typer.Option(help="Only those whose cause contains this, in any case.")]
@@ -27,14 +26,11 @@ Since = Annotated[str, typer.Option(help="Only newer ones: an age (90s, 30m, 2h,
 Limit = Annotated[int | None, typer.Option(min=1, help="At most so many.")]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Entry ids, as `dead list` shows them.")]
 All = Annotated[bool, typer.Option("--all", help="All that the filters let through, instead of ids.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
-Url = RedisUrl
 
 
 @app.command("list")
 def list_letters(
-    redis: Url = DEFAULT_URL,
+    redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     cause: Cause = "",
     since: Since = "",
@@ -49,20 +45,19 @@ def list_letters(
 
     with plain_errors():
         found, total = _with(redis, pool, read)
-    if json:
-        typer.echo(json_module.dumps([asdict(head) | {"head": head.head.hex()} for head in found]))
-        return
+    lines: list[str] = []
     for head in found:
-        typer.echo(f"{head.entry_id}  {_when(head.at)}  job {printable(head.job_id)}  {head.size:,} bytes")
         said = f"{head.cause}: {head.error}" if head.error else head.cause
-        typer.echo(f"    {printable(said)}  ({head.attempts} attempts, {printable(head.host) or 'no host'})")
-    typer.echo(f"{len(found)} of {total} dead letters")
+        lines.append(f"{head.entry_id}  {_when(head.at)}  job {head.job_id}  {head.size:,} bytes")
+        lines.append(f"    {said}  ({head.attempts} attempts, {head.host or 'no host'})")
+    lines.append(f"{len(found)} of {total} dead letters")
+    say([asdict(head) | {"head": head.head.hex()} for head in found], lines, json)
 
 
 @app.command()
 def show(
     entry_id: Annotated[str, typer.Argument(metavar="ID", help="Entry id, as `dead list` shows it.")],
-    redis: Url = DEFAULT_URL,
+    redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     json: Json = False,
 ) -> None:
@@ -77,18 +72,17 @@ def show(
     except CannotRequeue as error:
         shown["why_not_requeued"] = str(error)
     shown["head"] = letter.payload[:64].hex()
-    if json:
-        typer.echo(json_module.dumps(shown))
-        return
-    for name, value in (shown | {"at": _when(letter.at)}).items():
-        text = json_module.dumps(value) if isinstance(value, dict) else str(value)
-        typer.echo(f"{name + ':':18}{printable(text)}")
+    lines = [
+        f"{name + ':':18}{json_module.dumps(value) if isinstance(value, dict) else value}"
+        for name, value in (shown | {"at": _when(letter.at)}).items()
+    ]
+    say(shown, lines, json)
 
 
 @app.command()
 def requeue(
     ids: Ids = None,
-    redis: Url = DEFAULT_URL,
+    redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     every: All = False,
     cause: Cause = "",
@@ -98,6 +92,7 @@ def requeue(
         str | None, typer.Option(help="Client that gets the results; default: the one that submitted.")
     ] = None,
     yes: Yes = False,
+    json: Json = False,
 ) -> None:
     """Submit dead letters again, each as a new job, and delete them. Exit code 1 if some could not be."""
     with plain_errors():
@@ -105,21 +100,22 @@ def requeue(
         if every:
             params = {"cause": cause, "since": _with(redis, pool, lambda it: _since(it, since)), "limit": limit}
             _confirm(redis, pool, "requeue", params, yes)
-            raise typer.Exit(_requeue_all(redis, pool, params | {"reply_to": reply_to}))
+            raise typer.Exit(_requeue_all(redis, pool, params | {"reply_to": reply_to}, json))
         _ask(f"requeue {len(ids or [])} dead letters of pool {pool}?", yes)
-        raise typer.Exit(_with(redis, pool, lambda letters: _requeue_each(letters, ids or [], reply_to)))
+        raise typer.Exit(_with(redis, pool, lambda letters: _requeue_each(letters, ids or [], reply_to, json)))
 
 
 @app.command()
 def drop(
     ids: Ids = None,
-    redis: Url = DEFAULT_URL,
+    redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     every: All = False,
     cause: Cause = "",
     since: Since = "",
     limit: Limit = None,
     yes: Yes = False,
+    json: Json = False,
 ) -> None:
     """Delete dead letters. Exit code 1 if some were not there."""
 
@@ -133,33 +129,40 @@ def drop(
         chosen = _with(redis, pool, matching) if every else ids or []
         if chosen:
             _ask(f"drop {len(chosen)} dead letters of pool {pool} for good?", yes)
-        raise typer.Exit(_with(redis, pool, lambda letters: _drop_each(letters, chosen)))
+        raise typer.Exit(_with(redis, pool, lambda letters: _drop_each(letters, chosen, json)))
 
 
-async def _requeue_each(letters: DeadLetters, ids: list[str], reply_to: str | None) -> int:
-    failed = 0
+async def _requeue_each(letters: DeadLetters, ids: list[str], reply_to: str | None, json: bool) -> int:
+    jobs: dict[str, str] = {}
+    refusals: list[dict[str, str]] = []
     for entry_id in ids:
         try:
-            typer.echo(f"{entry_id} is job {await letters.requeue(entry_id, reply_to=reply_to)}")
+            jobs[entry_id] = await letters.requeue(entry_id, reply_to=reply_to)
         except (CannotRequeue, NoSuchDeadLetter, InvalidField, PoolBusy) as error:
-            failed += 1
-            typer.secho(f"{type(error).__name__}: {printable(str(error))}", fg="red", err=True)
-    return int(failed > 0)
+            refusals.append(_refused(entry_id, error))
+    state = {"requeued": len(jobs), "refused": len(refusals), "refusals": refusals, "jobs": jobs}
+    say(state, [f"{entry_id} is job {job}" for entry_id, job in jobs.items()], json)
+    return int(bool(refusals))
 
 
-async def _drop_each(letters: DeadLetters, ids: list[str]) -> int:
-    dropped = 0
+async def _drop_each(letters: DeadLetters, ids: list[str], json: bool) -> int:
+    refusals: list[dict[str, str]] = []
     for entry_id in ids:
         try:
             await letters.drop(entry_id)
-            dropped += 1
         except (NoSuchDeadLetter, InvalidField) as error:
-            typer.secho(f"{type(error).__name__}: {printable(str(error))}", fg="red", err=True)
-    typer.echo(f"dropped {dropped} of {len(ids)}")
-    return int(dropped < len(ids))
+            refusals.append(_refused(entry_id, error))
+    dropped = len(ids) - len(refusals)
+    say({"dropped": dropped, "refusals": refusals}, [f"dropped {dropped} of {len(ids)}"], json)
+    return int(bool(refusals))
 
 
-def _requeue_all(redis_url: str, pool: str, params: dict[str, Any]) -> int:
+def _refused(entry_id: str, error: Exception) -> dict[str, str]:
+    typer.secho(f"{type(error).__name__}: {printable(str(error))}", fg="red", err=True)
+    return {"entry_id": entry_id, "why": str(error)}
+
+
+def _requeue_all(redis_url: str, pool: str, params: dict[str, Any], json: bool) -> int:
     """The operation that `ops run dead-requeue` is, here and now."""
     from ..operations.run import run_here
     from ..terminal import ProgressLine
@@ -169,7 +172,7 @@ def _requeue_all(redis_url: str, pool: str, params: dict[str, Any]) -> int:
         result = run_here("dead-requeue", given, redis_url, pool, line.report)
     for refusal in result["refusals"]:
         typer.secho(printable(refusal["why"]), fg="red", err=True)
-    typer.echo(f"requeued {result['requeued']}, refused {result['refused']}")
+    say(result, [f"requeued {result['requeued']}, refused {result['refused']}"], json)
     return int(result["refused"] > 0)
 
 

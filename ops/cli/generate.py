@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -15,9 +16,9 @@ from ...messages.model import RolloutResult, SamplingParams
 from ...messages.redis import DEFAULT_URL
 from ...producer.calls import Session
 from ...producer.client import RolloutClient
+from ..flags import as_config
 from ..terminal import printable
-from .errors import plain_errors
-from .options import Pool, RedisUrl, as_config
+from .options import Json, Pool, RedisUrl, at_pool, plain_errors, say
 
 
 def generate(
@@ -35,8 +36,9 @@ def generate(
     timeout: Annotated[float, typer.Option(help="Give up when nothing comes for so many seconds.")] = 300.0,
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
+    json: Json = False,
 ) -> None:
-    """Generate in the pool and print it: text, or ids where the prompt is ids."""
+    """Generate in the pool and print it. A prompt of ids is answered with ids."""
     with plain_errors():
         fields: dict[str, Any] = {
             "sampling": as_config(
@@ -48,7 +50,22 @@ def generate(
         if n != 1 and (stream or session):
             raise ConfigError(f"--n {n}: with --stream and --session only 1")
         turns = _turns(prompt, _ids(token_ids), session)
-        asyncio.run(_converse(RolloutClient(redis, pool), turns, system, chat, stream, n, timeout, fields))
+    with at_pool(redis, pool):
+        how = _How(system, chat, stream, n, timeout, json, fields)
+        asyncio.run(_converse(RolloutClient(redis, pool), turns, how))
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What was asked for beside the prompts. fields: of the job."""
+
+    system: str | None
+    chat: bool
+    stream: bool
+    n: int
+    timeout: float
+    json: bool
+    fields: dict[str, Any]
 
 
 def _ids(text: str | None) -> list[int] | None:
@@ -67,44 +84,37 @@ def _turns(prompt: str | None, ids: list[int] | None, session: bool) -> Iterator
     return itertools.chain(first, filter(None, (line.rstrip("\n") for line in sys.stdin)) if session else ())
 
 
-async def _converse(
-    client: RolloutClient,
-    turns: Iterator[Any],
-    system: str | None,
-    chat: bool,
-    stream: bool,
-    n: int,
-    timeout: float,
-    fields: dict[str, Any],
-) -> None:
+async def _converse(client: RolloutClient, turns: Iterator[Any], how: _How) -> None:
     async with client:
-        if n > 1:
-            await _samples(client, next(turns), system, chat, n, timeout, fields)
+        if how.n > 1:
+            await _samples(client, next(turns), how)
             return
-        async with client.session(system=system, chat=chat, **fields) as session:
+        async with client.session(system=how.system, chat=how.chat, **how.fields) as session:
             while (turn := await asyncio.to_thread(next, turns, None)) is not None:
-                if stream:
-                    await _stream(session, turn, timeout)
+                if how.stream:
+                    await _stream(session, turn, how)
                 else:
-                    typer.echo(_shown(await session.generate(turn, timeout=timeout)))
+                    _show(await session.generate(turn, timeout=how.timeout), how.json)
 
 
-async def _samples(
-    client: RolloutClient, prompt: Any, system: str | None, chat: bool, n: int, timeout: float, fields: dict[str, Any]
-) -> None:
-    if isinstance(prompt, str) and (chat or system is not None):
-        opening = [] if system is None else [{"role": "system", "content": system}]
+async def _samples(client: RolloutClient, prompt: Any, how: _How) -> None:
+    if isinstance(prompt, str) and (how.chat or how.system is not None):
+        opening = [] if how.system is None else [{"role": "system", "content": how.system}]
         prompt = [*opening, {"role": "user", "content": prompt}]
-    (group,) = await client.generate([prompt], n=n, timeout=timeout, **fields)
+    (group,) = await client.generate([prompt], n=how.n, timeout=how.timeout, **how.fields)
     for result in group.results:
-        typer.echo(f"[{result.sample}] {_shown(result)}")
+        _show(result, how.json, f"[{result.sample}] ")
     for failure in group.failures:
         raise ConfigError(str(failure))
 
 
-async def _stream(session: Session, turn: Any, timeout: float) -> None:
+async def _stream(session: Session, turn: Any, how: _How) -> None:
     shown = False
-    async for delta in session.stream(turn, timeout=timeout):
+    async for delta in session.stream(turn, timeout=how.timeout):
+        if how.json:
+            ids = [int(token) for token in delta.token_ids]
+            say({"restarted": delta.restarted, "text": delta.text, "token_ids": ids}, [], True)
+            continue
         if delta.restarted:
             typer.echo("\n[begins again]")
         if delta.text is not None:
@@ -113,7 +123,16 @@ async def _stream(session: Session, turn: Any, timeout: float) -> None:
             typer.echo((" " if shown else "") + " ".join(map(str, delta.token_ids)), nl=False)
             shown = True
         sys.stdout.flush()
-    typer.echo()
+    if not how.json:
+        typer.echo()
+
+
+def _show(result: RolloutResult, json: bool, before: str = "") -> None:
+    if json:
+        told = {"sample": result.sample, "text": result.text, "token_ids": result.token_ids.tolist()}
+        say(told | {"finish_reason": result.finish_reason, "versions": list(result.versions)}, [], True)
+    else:
+        typer.echo(before + _shown(result))
 
 
 def _shown(result: RolloutResult) -> str:

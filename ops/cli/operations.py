@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import logging
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,22 +10,21 @@ import typer
 
 from ...messages.errors import ConfigError
 from ...messages.redis import DEFAULT_URL
-from ..operations.operation import checked, operations
+from ..flags import parse_extra
+from ..operations.catalog import checked, operations
 from ..terminal import ProgressLine, printable
-from .errors import plain_errors
-from .options import Pool, RedisUrl, parse_extra
+from .options import Json, LogLevel, Pool, RedisUrl, at_pool, group, log_to_stderr, plain_errors, say
 
 if TYPE_CHECKING:
     from ..operations.rq_queue import OperationQueue, OperationRun
 
-app = typer.Typer(help="Long operator work, in the background.", no_args_is_help=True)
+app = group("Long operator work, in the background.")
 
 OpsRedis = Annotated[
     str | None,
     typer.Option(envvar="ROLLOUTMQ_OPS_REDIS", help="Redis for the operations' own queue; default: the pool's."),
 ]
 Wait = Annotated[float | None, typer.Option(min=0, help="Seconds to wait at most; default: until it is over.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 LOOK_S = 0.2
 
 
@@ -40,17 +38,19 @@ def run(
     wait: Annotated[bool, typer.Option("--wait", help="Show progress until it is over, then the result.")] = False,
     timeout: Wait = None,
     here: Annotated[bool, typer.Option("--here", help="In this process, without RQ and a worker.")] = False,
+    json: Json = False,
 ) -> None:
     """Submit an operation and print its id. With --wait: exit code 1 if it failed or found trouble."""
     with plain_errors():
         params = parse_extra(param or [])
-        if here:
-            raise typer.Exit(_run_here(name, params, redis, pool))
         checked(name, params)  # before anything is connected to
+        if here:
+            with at_pool(redis, pool):
+                raise typer.Exit(_run_here(name, params, redis, pool))
         with _queue(ops_redis or redis, pool) as queue:
             run_id = queue.submit(name, params)
             if not wait:
-                typer.echo(run_id)
+                say({"id": run_id}, [run_id], json)
                 return
             typer.secho(f"operation {run_id}", err=True)
             raise typer.Exit(_follow(queue, run_id, timeout))
@@ -63,6 +63,7 @@ def watch(
     ops_redis: OpsRedis = None,
     pool: Pool = "default",
     timeout: Wait = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON instead of text: the result is JSON anyway.")] = False,
 ) -> None:
     """Show an operation's progress until it is over, then its result. Exit code 1 if it failed or found trouble."""
     with plain_errors(), _queue(ops_redis or redis, pool) as queue:
@@ -80,15 +81,12 @@ def list_operations(
     ]
     with plain_errors(), _queue(ops_redis or redis, pool) as queue:
         runs = queue.runs()
-    if json:
-        typer.echo(json_module.dumps({"operations": kinds, "runs": [run.as_dict() for run in runs]}))
-        return
+    lines: list[str] = []
     for kind in kinds:
-        typer.echo(f"{kind['name']:16}{kind['help']}")
-        for param, allowed in kind["params"].items():
-            typer.echo(f"{'':16}  {param}: {allowed}")
-    for run in runs:
-        typer.echo(printable(f"{run.id}  {run.operation:16}{run.state:10}{_progress(run)}"))
+        lines.append(f"{kind['name']:16}{kind['help']}")
+        lines += [f"{'':16}  {param}: {allowed}" for param, allowed in kind["params"].items()]
+    lines += [f"{run.id}  {run.operation:16}{run.state:10}{_progress(run)}" for run in runs]
+    say({"operations": kinds, "runs": [run.as_dict() for run in runs]}, lines, json)
 
 
 @app.command()
@@ -97,13 +95,10 @@ def worker(
     ops_redis: OpsRedis = None,
     pool: Pool = "default",
     burst: Annotated[bool, typer.Option(help="Run what is queued, then end.")] = False,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: LogLevel = "info",
 ) -> None:
     """Run a pool's operations, one at a time, until SIGTERM or Ctrl-C (the one under way is finished first)."""
-    logging.basicConfig(
-        level=getattr(logging, log_level.upper(), logging.INFO),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    log_to_stderr(log_level)
     with plain_errors(), _queue(ops_redis or redis, pool) as queue:
         from ..operations.rq_job import Surroundings
         from ..operations.rq_worker import OperationWorker

@@ -1,38 +1,100 @@
-"""Options that several commands share, and how text from a command line becomes configuration."""
+"""What commands share: options, how results and errors are printed, and commands derived from models."""
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, TypeVar
+import inspect
+import json as json_module
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel, ValidationError
 
-from ...messages.errors import ConfigError
-from ...messages.model import as_invalid_field
+from ..terminal import printable
+
+if TYPE_CHECKING:
+    from ..flags import Flag
 
 RedisUrl = Annotated[str, typer.Option(envvar="ROLLOUTMQ_REDIS", help="redis://, rediss:// or unix:// URL.")]
 Pool = Annotated[str, typer.Option(envvar="ROLLOUTMQ_POOL", help="Name of the pool.")]
-Model = TypeVar("Model", bound=BaseModel)
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
-def as_config(settings: type[Model], /, **fields: Any) -> Model:
-    """The settings object, or InvalidField naming field, value and what is allowed."""
+def group(about: str) -> typer.Typer:
+    """A command that has commands. Help is plain text: rich would take longer to import than most commands to run."""
+    return typer.Typer(help=about, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+
+
+def alone(function: Callable[..., None], name: str) -> Any:
+    """The click command that a function is."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(name)(function)
+    return typer.main.get_command(app)
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Errors raised on purpose, and Redis' own, end the command with one line on stderr and exit code 2."""
     try:
-        return settings(**fields)
-    except ValidationError as error:
-        raise as_invalid_field(error) from None
+        yield
+    except Exception as error:
+        from redis.exceptions import RedisError
+
+        from ...messages.errors import RolloutMQError
+
+        if not isinstance(error, RolloutMQError | RedisError):
+            raise
+        typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
+        raise typer.Exit(2) from error
 
 
-def parse_extra(items: list[str]) -> dict[str, Any]:
-    """NAME=JSON arguments; a value that is not JSON is taken as text. Raises ConfigError without a '='."""
-    extra: dict[str, Any] = {}
-    for item in items:
-        name, found, value = item.partition("=")
-        if not found or not name.isidentifier():
-            raise ConfigError(f"{item!r}: NAME=VALUE is needed, such as chunked_prefill_size=2048")
-        try:
-            extra[name] = json.loads(value)
-        except json.JSONDecodeError:
-            extra[name] = value
-    return extra
+@contextmanager
+def at_pool(redis_url: str, pool: str) -> Iterator[None]:
+    """`plain_errors`, for a command that opens its own connections: Redis is tried once, before anything else."""
+    from ..redis import ask
+
+    async def nothing(_: object) -> None: ...
+
+    with plain_errors():
+        ask(redis_url, pool, nothing)
+        yield
+
+
+def say(state: object, lines: Iterable[str], json: bool) -> None:
+    """Print `state` as one line of JSON for programs, or `lines` for people."""
+    for line in [json_module.dumps(state, ensure_ascii=False)] if json else map(printable, lines):
+        typer.echo(line)
+
+
+def log_to_stderr(level: str) -> None:
+    """Set up logging for the process of a command."""
+    logging.basicConfig(
+        level=getattr(logging, level.upper(), logging.INFO), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def parameter(flag: Flag, *, argument: bool = False, **settings: Any) -> inspect.Parameter:
+    """The command-line parameter for a field of a model. settings: of typer.Option, beside its help."""
+    info: Any = typer.Argument(metavar=flag.name.upper(), help=flag.help) if argument else None
+    info = info or typer.Option(help=flag.help, **settings)
+    kind: Any = list[flag.kind] if flag.many else flag.kind  # type: ignore[name-defined]
+    default = inspect.Parameter.empty if flag.required else flag.default
+    return given(flag.name, kind if default is not None else kind | None, info, default)
+
+
+def given(name: str, kind: Any, info: Any = None, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    """A parameter of a derived command. kind: its type, annotated already if `info` is None."""
+    annotation = kind if info is None else Annotated[kind, info]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def derived(run: Callable[..., None], parameters: Iterable[inspect.Parameter], about: str) -> Callable[..., None]:
+    """`run` as typer sees a function that is written with these parameters and this docstring."""
+    ordered = sorted(parameters, key=lambda one: one.default is not inspect.Parameter.empty)
+    run.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in ordered}
+    run.__doc__ = about
+    return run

@@ -10,8 +10,7 @@ import typer
 
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.redis import DEFAULT_URL
-from .errors import plain_errors
-from .options import Pool, RedisUrl
+from .options import Json, Pool, RedisUrl, at_pool, plain_errors, say
 
 Inputs = Annotated[
     Path,
@@ -30,8 +29,9 @@ def embed(
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     timeout: Timeout = None,
+    json: Json = False,
 ) -> None:
-    """Embed every line of a file, on workers started with --task embed."""
+    """Embed every line of a file, on workers with --task embed."""
     import numpy as np
 
     from ...producer.blocking import BlockingRolloutClient
@@ -40,23 +40,34 @@ def embed(
         if out.suffix != ".npy" or not out.parent.is_dir():
             raise ConfigError(f"--out {out}: a name that ends with .npy, in a folder that there is")
         inputs = list(_lines(file).values())
+    with at_pool(redis, pool):
         with BlockingRolloutClient(redis, pool) as client:
             vectors = client.embed(inputs, dimensions=dimensions, normalize=normalize, timeout=timeout)
         np.save(out, vectors)
-        typer.echo(f"{out}: {vectors.shape[0]} embeddings of {vectors.shape[1]} components")
+    (count, size) = vectors.shape
+    state = {"out": str(out), "embeddings": count, "components": size}
+    say(state, [f"{out}: {count} embeddings of {size} components"], json)
 
 
-def reward(file: Inputs, redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", timeout: Timeout = None) -> None:
-    """Score every line of a file with a reward model, on workers started with --task reward; one JSON line for each."""
+def reward(
+    file: Inputs,
+    redis: RedisUrl = DEFAULT_URL,
+    pool: Pool = "default",
+    timeout: Timeout = None,
+    json: Json = False,
+) -> None:
+    """Score every line of a file with a reward model. For workers with --task reward; one JSON line for each."""
     from ...producer.blocking import BlockingRolloutClient
 
     with plain_errors():
         inputs = _lines(file)
-        with BlockingRolloutClient(redis, pool) as client:
-            results = client.reward(list(inputs.values()), timeout=timeout)
+    with at_pool(redis, pool), BlockingRolloutClient(redis, pool) as client:
+        results = client.reward(list(inputs.values()), timeout=timeout)
+    found = []
     for line, result in zip(inputs, results, strict=True):
         scores = [float(value) for value in result.scores]
-        typer.echo(jsonlib.dumps({"line": line, "score": scores[0], "scores": scores, "version": result.version}))
+        found.append({"line": line, "score": scores[0], "scores": scores, "version": result.version})
+    _say_all(found, json)
 
 
 def score(
@@ -67,19 +78,22 @@ def score(
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     timeout: Timeout = None,
+    json: Json = False,
 ) -> None:
-    """How likely each continuation of a prompt is; one JSON line for each, in the order they are given."""
+    """How likely each continuation of a prompt is. One JSON line for each, in the order they are given."""
     from ...producer.blocking import BlockingRolloutClient
 
     with plain_errors():
         given: Any = _ids("prompt", prompt) if ids else prompt
         parts: list[Any] = [_ids("continuation", part) for part in continuations] if ids else list(continuations)
-        with BlockingRolloutClient(redis, pool) as client:
-            results = client.score(given, parts, timeout=timeout)
+    with at_pool(redis, pool), BlockingRolloutClient(redis, pool) as client:
+        results = client.score(given, parts, timeout=timeout)
+    found = []
     for text, result in zip(continuations, results, strict=True):
         line = {"continuation": text, "logprob": result.sum, "per_token": result.mean, "tokens": result.logprobs.size}
         more = {"logprobs": [float(value) for value in result.logprobs]} if tokens else {}
-        typer.echo(jsonlib.dumps(line | more | {"version": result.version}, ensure_ascii=False))
+        found.append(line | more | {"version": result.version})
+    _say_all(found, json)
 
 
 def decode(
@@ -87,8 +101,9 @@ def decode(
     ids: Annotated[list[str] | None, typer.Argument(help="Token ids.")] = None,
     file: Annotated[Path | None, typer.Option(help="JSONL with token_ids, as `submit` writes.", exists=True)] = None,
     special: Annotated[bool, typer.Option("--special", help="Keep special tokens.")] = False,
+    json: Json = False,
 ) -> None:
-    """Text of token ids; of a file, one JSON string per line. Asks no pool."""
+    """Text of token ids. Of a file, one JSON string per line; asks no pool."""
     from ...producer.data import Decoder
 
     with plain_errors():
@@ -96,15 +111,23 @@ def decode(
             raise ConfigError("give token ids, or --file")
         decoder = Decoder(model)
         if file is None:
-            typer.echo(decoder.decode(_ids("ids", " ".join(ids or ())), special=special))
+            text = decoder.decode(_ids("ids", " ".join(ids or ())), special=special)
+            typer.echo(jsonlib.dumps(text, ensure_ascii=False) if json else text)
             return
+        texts = []
         with file.open(encoding="utf-8") as source:
             for number, raw in enumerate(source, start=1):
                 line = _json(number, raw)
                 if not isinstance(line, dict) or not isinstance(line.get("token_ids"), list):
                     raise InvalidField(f"line {number}", raw.strip(), "an object with token_ids")
-                text = decoder.decode(line["token_ids"], special=special)
-                typer.echo(jsonlib.dumps(text, ensure_ascii=False))
+                texts.append(decoder.decode(line["token_ids"], special=special))
+    _say_all(texts, json)
+
+
+def _say_all(found: list[Any], json: bool) -> None:
+    """One line of JSON for each, or all of them as one list."""
+    for line in [found] if json else found:
+        typer.echo(jsonlib.dumps(line, ensure_ascii=False))
 
 
 def _lines(file: Path) -> dict[int, Any]:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json as json_module
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...messages.redis import DEFAULT_URL
-from ..terminal import printable
-from .errors import plain_errors
-from .options import Pool, RedisUrl
+from .options import Json, Pool, RedisUrl, Yes, group, plain_errors, say
 
-app = typer.Typer(help="Weights versions: in the pool's ledger, and as snapshots on disk.", no_args_is_help=True)
+app = group("Weights versions, in the pool's ledger and on disk.")
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that a SnapshotStore has.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 
 @app.command("list")
@@ -33,7 +28,7 @@ def list_versions(
 
     with plain_errors():
         state = asyncio.run(ledger_state(redis, pool, limit))
-    _print(state, list_lines(state), json)
+    say(state, list_lines(state), json)
 
 
 @app.command()
@@ -48,7 +43,7 @@ def show(
 
     with plain_errors():
         record = asyncio.run(version_state(redis, pool, version))
-    _print(record, show_lines(record), json)
+    say(record, show_lines(record), json)
 
 
 @app.command()
@@ -63,7 +58,7 @@ def snapshots(
 
     with plain_errors():
         found = look(folder, verify=verify)
-    _print(as_plain(found), map(printable, lines(found)), json)
+    say(as_plain(found), lines(found), json)
     raise typer.Exit(int(any(one.problem for one in found)))
 
 
@@ -71,7 +66,7 @@ def snapshots(
 def gc(
     folder: Folder,
     keep: Annotated[int, typer.Option(min=1, help="Newest versions that stay, besides pinned ones.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
     json: Json = False,
 ) -> None:
     """Remove old versions from disk, but for those that are pinned or being read."""
@@ -84,7 +79,7 @@ def gc(
             typer.confirm(f"of {count} versions in {folder}, remove all but the newest {keep}?", abort=True, err=True)
         removed = versions.collect()
         left = versions.versions()
-    _print({"removed": removed, "left": left}, [f"removed {_list(removed)}; left {_list(left)}"], json)
+    say({"removed": removed, "left": left}, [f"removed {_list(removed)}; left {_list(left)}"], json)
 
 
 @app.command()
@@ -92,6 +87,7 @@ def pin(
     folder: Folder,
     version: Annotated[int, typer.Argument(help="Number of the version.")],
     remove: Annotated[bool, typer.Option("--remove", help="Take the pin away.")] = False,
+    json: Json = False,
 ) -> None:
     """Keep a version on disk, however old it gets."""
     from ..weights_disk import store
@@ -103,13 +99,7 @@ def pin(
         else:
             versions.pin(version)
         pinned = sorted(versions.pinned())
-    typer.echo(f"pinned: {_list(pinned)}")
-
-
-def _print(state: object, lines: Iterable[str], json: bool) -> None:
-    """As JSON for programs, as lines for people."""
-    for line in [json_module.dumps(state)] if json else lines:
-        typer.echo(line)
+    say({"pinned": pinned}, [f"pinned: {_list(pinned)}"], json)
 
 
 def _list(versions: list[int]) -> str:

@@ -1,3 +1,7 @@
-"""Settings from one file, the environment and flags."""
+"""Settings of workers, engines, jobs and publishers: from one file (ours, SkyRL's or VERL's), environment and flags."""
 
-__all__ = []
+from .load import Explained, explain, load_settings
+from .settings import Settings
+from .sources import worker_flags
+
+__all__ = ["Explained", "Settings", "explain", "load_settings", "worker_flags"]

@@ -12,11 +12,11 @@ from ...messages.dialects import Fate, Rule
 from ...messages.errors import ConfigError
 from ...messages.nearest import nearest
 from . import skyrl, verl
-from .translate import Translation
 from .document import read_document
 from .interpolation import Resolver
-from .sources import apply, from_environment, from_flags
 from .settings import PLAIN_JOB, SECTIONS, Settings, hidden
+from .sources import apply, from_environment, from_flags
+from .translate import Translation
 
 OWN = "rolloutmq"
 """Top-level key of our own sections in somebody else's file."""

@@ -29,6 +29,8 @@ from ...worker.sglang.parallel import check_parallelism
 
 Model = TypeVar("Model", bound=BaseModel)
 SECTIONS = ("worker", "engine", "job", "eval", "publisher")
+MODELS: Mapping[str, type[BaseModel]] = {"worker": WorkerConfig, "engine": SGLangConfig, "publisher": SyncSettings}
+"""Sections whose settings are the fields of a model, with their defaults and help."""
 SETTING_OF: Mapping[str, str] = {
     "mem_fraction_static": "mem_fraction",
     "max_running_requests": "max_running",
@@ -149,7 +151,7 @@ class Settings:
     def shown(self) -> list[tuple[str, Any, str]]:
         """(name, value, source) of all settings, the defaults too; passwords left out."""
         defaults: dict[str, Any] = {"worker.redis_url": DEFAULT_URL}
-        for section, model in (("worker", WorkerConfig), ("engine", SGLangConfig), ("publisher", SyncSettings)):
+        for section, model in MODELS.items():
             for name, info in model.model_fields.items():
                 if not info.is_required():
                     defaults[f"{section}.{name}"] = info.get_default(call_default_factory=True)
@@ -219,12 +221,8 @@ def check_name(name: str, source: str) -> None:
 
 def known_names(section: str) -> list[str]:
     """Names below a section."""
-    if section == "worker":
-        return list(WorkerConfig.model_fields)
-    if section == "engine":
-        return list(SGLangConfig.model_fields)
-    if section == "publisher":
-        return list(SyncSettings.model_fields)
+    if section in MODELS:
+        return list(MODELS[section].model_fields)
     plain = [*PLAIN_JOB, *OTHER_JOB]
     plain += [f"sampling.{name}" for name in SamplingParams.model_fields]
     return plain + [f"logprobs.{name}" for name in LogprobOptions.model_fields]
@@ -233,11 +231,10 @@ def known_names(section: str) -> list[str]:
 def worded(name: str, value: Any) -> Any:
     """`value`, or the word that was meant where a setting has the words on and off, which YAML takes for booleans."""
     section, _, rest = name.partition(".")
-    models: Mapping[str, type[BaseModel]] = {"worker": WorkerConfig, "engine": SGLangConfig}
-    if not isinstance(value, bool) or section not in models or rest not in models[section].model_fields:
+    if not isinstance(value, bool) or section not in MODELS or rest not in MODELS[section].model_fields:
         return value
     word = "on" if value else "off"
-    return word if word in get_args(models[section].model_fields[rest].annotation) else value
+    return word if word in get_args(MODELS[section].model_fields[rest].annotation) else value
 
 
 def hidden(name: str, value: Any) -> Any:

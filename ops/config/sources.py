@@ -7,17 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel
-
 from ...messages.dialects import collect
 from ...messages.errors import ConfigError
 from ...messages.nearest import nearest
-from ...worker.config import WorkerConfig
-from ...worker.sglang.config import SGLangConfig
 from ..flags import Flag, flags_of, json_or_text, takes_text
-from .settings import PLAIN_JOB, PUBLISHER, SECTIONS, Setting, Settings, known_names
+from .settings import MODELS, PLAIN_JOB, SECTIONS, Setting, Settings, known_names
 
-MODELS: Mapping[str, type[BaseModel]] = {"worker": WorkerConfig, "engine": SGLangConfig}
 FLAG_OF = {"extra": "sglang", "log_level": "engine_log_level"}
 """Flags that are not called like their field: `--log-level` of the command is the worker's own."""
 WITHOUT_FLAG = frozenset({"pp_size", "dp_size"})
@@ -53,7 +48,7 @@ def from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Sett
             known = [f"ROLLOUTMQ_{section}_{other}".upper() for other in known_names(section)]
             raise ConfigError(f"{variable}: no such setting{nearest(variable, known)}")
         else:
-            yield f"{section}.{name}", Setting(text if _is_text(section, name) else json_or_text(text), source)
+            yield f"{section}.{name}", Setting(text if takes_text(MODELS[section].model_fields[name].annotation) else json_or_text(text), source)
 
 
 def job_values(given: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -83,8 +78,8 @@ def worker_flags() -> Mapping[str, WorkerFlag]:
     A field that both models have is one flag, which sets both.
     """
     found: dict[str, WorkerFlag] = {}
-    for section, model in MODELS.items():
-        for flag in flags_of(model):
+    for section in ("worker", "engine"):
+        for flag in flags_of(MODELS[section]):
             if flag.field in WITHOUT_FLAG:
                 continue
             name = FLAG_OF.get(flag.field, flag.name)
@@ -120,9 +115,3 @@ def apply(settings: Settings, found: Iterator[tuple[str, Setting]]) -> None:
     """Put settings on top of those there are."""
     for name, setting in found:
         settings.put(name, setting.value, setting.source)
-
-
-def _is_text(section: str, name: str) -> bool:
-    if section == "publisher":
-        return PUBLISHER[name] is None or isinstance(PUBLISHER[name], str)
-    return takes_text(MODELS[section].model_fields[name].annotation)

@@ -40,22 +40,31 @@ LATE_S = 60.0
 
 
 def run_demo(
-    out: Path = Path("out/demo"), *, steps: int | None = None, workers: int = 2, seed: int = 0, gpus: bool = False
+    out: Path = Path("out/demo"),
+    *,
+    steps: int | None = None,
+    workers: int = 2,
+    seed: int = 0,
+    gpus: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Learn to sort four digits from what a pool of real workers generates; the exit code.
 
     Writes model/, worker logs, summary.json and report.png into `out`, whose old content of these names is replaced.
     Returns 0, or 1 after saying in plain words what went wrong. `workers` (at least 2) are up when training begins; one
     of them is killed after a third of the steps, another one joins later. gpus: train on the first GPU and serve on
-    all, the other ones first; weights go over NCCL, or by CUDA IPC to a worker on the trainer's GPU.
+    all, the other ones first; weights go over NCCL, or by CUDA IPC to a worker on the trainer's GPU. as_json: what
+    summary.json has is the one line on stdout, all else goes to stderr.
     """
     logging.getLogger("rolloutmq").setLevel(logging.ERROR)  # a killed worker is part of the programme
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stderr if as_json else sys.stdout)
     try:
         summary = Demo(out, steps or STEPS, workers, seed, console, visible_gpus() if gpus else ()).run()
     except RolloutMQError as error:
         console.print(f"[red]The demo failed.[/] {type(error).__name__}: {error}", highlight=False, soft_wrap=True)
         return 1
+    if as_json:
+        print(json.dumps(summary))
     wrong = objections(summary)
     if steps is None and summary["reward_last"] < GOAL:
         wrong.append(f"the reward came to {summary['reward_last']:.2f} only; {GOAL} was to be reached")

@@ -18,7 +18,7 @@ from rq.worker_registration import get_keys
 
 from ...messages.errors import ConfigError, InvalidField, RedisUnavailable
 from ...messages.redis import Keys, parse, redacted
-from .operation import checked
+from .catalog import checked
 from .rq_job import ENTRY, ForeignJob, MsgpackSerializer, OperationJob
 
 RESULT_TTL_S = 86400

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..redis import connected
-from .operation import Context, checked
+from .catalog import Context, checked
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -17,7 +17,7 @@ async def run_operation(
 ) -> dict[str, Any]:
     """Check, connect, run; returns the operation's result. Raises RolloutMQError, or what the operation raises."""
     chosen, settings = checked(name, params)
-    async with connected(redis_url, pool) as redis:
+    async with connected(redis_url, pool, patient=True) as redis:
         result: dict[str, Any] = await chosen.run(Context(redis, pool, report, dict(notes or {})), settings)
         return result
 

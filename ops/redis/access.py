@@ -1,4 +1,4 @@
-"""A pool's Redis for one command: connected to, asked, and let go of."""
+"""A pool's Redis for one command: connect, ask, disconnect."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ T = TypeVar("T")
 
 
 @asynccontextmanager
-async def connected(redis_url: str, pool: str) -> AsyncIterator[PoolRedis]:
-    """A Redis that answers. Raises InvalidField, ConfigError or RedisUnavailable."""
-    Keys(pool)  # a name that cannot be one is told before anything is connected to
+async def connected(redis_url: str, pool: str, *, patient: bool = False) -> AsyncIterator[PoolRedis]:
+    """A Redis that answers. Raises InvalidField, ConfigError or RedisUnavailable.
+
+    patient: try for as long as any other command does; a command at a terminal tries once.
+    """
+    Keys(pool)  # a name that cannot be one is refused before anything is connected to
     redis = connect(redis_url, pool=pool)
     try:
-        await ping(redis)
+        await ping(redis, once=not patient)
         yield redis
     finally:
         await redis.aclose()

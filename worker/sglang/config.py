@@ -45,9 +45,7 @@ class SGLangConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field(
-        min_length=1, description="Directory or hub name that SGLang loads; its weights are version 0."
-    )
+    model: str = Field(min_length=1, description="Directory or hub name that SGLang loads; its weights are version 0.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto",
         description="Type of weights and computation: auto (what the model says), bfloat16, float16 or float32.",
@@ -87,7 +85,8 @@ class SGLangConfig(BaseModel):
     attention_backend: str | None = Field(default=None, description="SGLang's name; default: its own choice.")
     sampling_backend: str | None = Field(default=None, description="SGLang's name; default: its own choice.")
     cuda_graph: bool = Field(
-        default=True, description="Capture CUDA graphs for decoding, for batches of at most 1024 (seconds at the start)."
+        default=True,
+        description="Capture CUDA graphs for decoding, for at most 1024 requests (takes seconds).",
     )
     prefill_cuda_graph: bool = Field(
         default=True, description="Capture CUDA graphs for prefill (up to a minute at the start)."

@@ -1,3 +1,6 @@
-"""The operations. Every module here is found by itself: adding an operation is adding a file."""
+"""The operations. Adding one is adding a file here: it is found by itself."""
 
-__all__ = []
+from .operation import Context, NoParams, Operation, Params, operation
+from .registry import checked, operations
+
+__all__ = ["Context", "NoParams", "Operation", "Params", "checked", "operation", "operations"]

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ....messages.broker import Broker, DeadFilter, DeadLetters
 from ....messages.errors import CannotRequeue, InvalidField, NoSuchDeadLetter, PoolBusy
-from ..operation import Context, Operation, Params, operation
+from .operation import Context, Operation, Params, operation
 
 RETRY_S = 0.25
 TOLD = 20

@@ -97,7 +97,7 @@ def test_tls_urls_get_tls() -> None:
 async def test_nobody_there_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "RETRY_BUDGET_S", 0.2)
     async with connect("redis://127.0.0.1:1/0") as client:
-        with pytest.raises(RedisUnavailable, match=r"no Redis at 127\.0\.0\.1:1.*Is it running"):
+        with pytest.raises(RedisUnavailable, match=r"no Redis at 127\.0\.0\.1:1.*rolloutmq redis"):
             await ping(client)
 
 

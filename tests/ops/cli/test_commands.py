@@ -2,46 +2,91 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rich.console import Console
+from redis.asyncio import Connection
+from redis.exceptions import ConnectionError as RedisConnectionError
 from support.pools.pool import eventually, status, worker
+from typer.testing import CliRunner
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, connect
 from rolloutmq.messages.errors import ConfigError, InvalidField
-from rolloutmq.ops.cli.options import as_config, parse_extra
-from rolloutmq.ops.status import _table, pool_state, show_status
+from rolloutmq.ops.cli.main import COMMANDS, app, load
+from rolloutmq.ops.flags import as_config, parse_extra
+from rolloutmq.ops.status import pool_state, status_lines
 from rolloutmq.worker.config import WorkerConfig
 
-COMMAND = [sys.executable, "-m", "rolloutmq.ops.entry"]
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_help_names_every_command_and_loads_neither_torch_nor_sglang() -> None:
+def test_help_names_every_command_and_imports_none() -> None:
     code = (
         "import sys; sys.argv = ['rolloutmq', '--help']\n"
+        "before = set(sys.modules)\n"
+        "import rolloutmq.ops.cli.options\n"
         "from rolloutmq.ops.entry import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "assert not {'torch', 'sglang', 'transformers'} & sys.modules.keys()"
+        "assert not {'torch', 'sglang', 'transformers', 'rich'} & sys.modules.keys()\n"
+        "rooms = {name for name in sys.modules if name.startswith('rolloutmq.ops.')}\n"
+        "assert rooms <= {f'rolloutmq.ops.{name}' for name in ('cli', 'cli.main', 'cli.options', 'entry', 'terminal')}"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    shown = python(code)
     assert shown.returncode == 0, shown.stderr
-    assert all(name in shown.stdout for name in ("worker", "submit", "status", "redis", "tiny-model", "demo", "bench"))
+    assert all(f"\n  {name} " in shown.stdout for name in COMMANDS)
+    assert "..." not in shown.stdout.partition("Commands:")[2], "every line fits"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_line_of_a_command_is_how_its_help_begins(name: str) -> None:
+    assert load(name).help.replace("\n", " ").startswith(COMMANDS[name][2])
+
+
+def every_command() -> Iterator[tuple[str, Any]]:
+    for name in COMMANDS:
+        command = load(name)
+        for inner, below in getattr(command, "commands", {"": command}).items():
+            yield f"{name} {inner}".strip(), below
+
+
+def test_a_flag_means_one_thing_in_every_command() -> None:
+    kinds: dict[str, dict[str, list[str]]] = {}
+    for name, command in every_command():
+        for option in command.params:
+            kind = str(option.type_descriptor.annotation)
+            for spelled in (one for one in option.opts if one.startswith("--")):
+                kinds.setdefault(spelled, {}).setdefault(kind, []).append(name)
+    assert {spelled: found for spelled, found in kinds.items() if len(found) > 1} == {}
+    assert kinds["--keep"] == {str(int): ["weights gc"]}
+
+
+def test_every_command_that_prints_has_json() -> None:
+    silent = {"worker", "ops worker"}  # they log
+    without = {name for name, command in every_command() if not any("--json" in one.opts for one in command.params)}
+    assert without == silent
+
+
+def test_a_command_that_there_is_not_is_told_the_nearest() -> None:
+    shown = run("statsu")
+    assert shown.exit_code == 2
+    assert "Did you mean 'status'?" in shown.stderr
 
 
 def test_a_bare_producer_install_is_told_what_the_command_needs() -> None:
-    code = "import sys; sys.modules['typer'] = None\nfrom rolloutmq.ops.entry import main; main()"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    shown = python("import sys; sys.modules['typer'] = None\nfrom rolloutmq.ops.entry import main; main()")
     assert shown.returncode == 1
     assert "pip install 'rolloutmq[cli]'" in shown.stderr
 
@@ -60,7 +105,7 @@ def test_a_bare_producer_install_is_told_what_the_command_needs() -> None:
 )
 def test_a_bad_setting_is_one_line_on_stderr_and_exit_code_2(arguments: tuple[str, ...], says: str) -> None:
     ended = run(*arguments)
-    assert ended.returncode == 2
+    assert ended.exit_code == 2
     assert says in ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -94,30 +139,76 @@ async def test_status_tells_queue_workers_and_dead_letters(redis_db: str) -> Non
 
 def test_status_prints_for_people_and_for_scripts(redis_db: str) -> None:
     people = run("status", "--redis", redis_db)
-    assert people.returncode == 0
+    assert people.exit_code == 0
     assert "no workers" in people.stdout
     assert json.loads(run("status", "--redis", redis_db, "--json").stdout)["open_jobs"] == 0
 
 
-async def test_status_shows_any_text_and_the_dead_where_nobody_works(
-    redis_db: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status",),
+        ("cancel", "0" * 32),
+        ("control", "version"),
+        ("dead", "list"),
+        ("weights", "list"),
+        ("generate", "hello"),
+        ("score", "a", "--prompt", "b"),
+        ("ops", "run", "audit-broker", "--here"),
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_without_a_redis_a_command_tries_once_and_says_what_to_do(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-    letter = {"id": "j", "cause": "c", "error": "[/INST] [bold]", "host": "h", "attempts": 1, "at": 1, "payload": b""}
+    attempts = []
+
+    async def connect(self: Connection) -> None:
+        attempts.append(self)
+        raise RedisConnectionError("Connection refused")
+
+    monkeypatch.setattr(Connection, "_connect", connect)
+    shown = run(*arguments, "--redis", "redis://127.0.0.1:1/0")
+    assert (shown.exit_code, len(attempts)) == (2, 1)
+    assert len(shown.stderr.splitlines()) == 1
+    assert all(word in shown.stderr for word in ("127.0.0.1:1", "rolloutmq redis", "--redis", "ROLLOUTMQ_REDIS"))
+
+
+async def test_status_shows_any_text_and_the_dead_where_nobody_works(redis_db: str) -> None:
+    letter = {
+        "id": "j",
+        "cause": "c",
+        "error": "[/INST] a\x1b[2Jb",
+        "host": "h",
+        "attempts": 1,
+        "at": 1,
+        "payload": b"",
+    }
     async with connect(redis_db) as db:
-        await db.xadd(Broker(db, "default").keys.dead, letter)
-    await asyncio.to_thread(show_status, redis_db, "default", as_json=False)
-    shown = capsys.readouterr().out
-    assert "no workers" in shown
-    assert "dead j: c: [/INST] [bold]" in shown
+        await db.xadd(Broker(db, "default").keys.dead, letter | {"payload": b""})
+    shown = list(status_lines(await pool_state(redis_db, "default")))
+    assert shown[-2].startswith("no workers")
+    assert shown[-1] == "dead j: c: [/INST] a\ufffd[2Jb"
 
 
-def test_status_shows_workers_of_any_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-    named = status("w[/x]", engine="sglang[/y]", device="[z]").model_dump() | {"alive": True}
-    Console().print(_table([named]))
-    shown = capsys.readouterr().out
-    assert all(text in shown for text in ("w[/x]", "sglang[/y] on [z]"))
+async def test_status_fits_80_columns_and_cuts_no_word(redis_db: str) -> None:
+    state = await pool_state(redis_db, "default")
+    state["pool"] = "math-and-code-rollouts-of-the-second-curriculum-stage"
+    named = status(
+        "worker-7c9f6d5b8-xk2lp.rollouts.svc.cluster-europe-west4.internal-0192f6",
+        engine="sglang 0.5.23",
+        device="NVIDIA H200 141GB HBM3e",
+        model="/models/checkpoints/Qwen3-30B-A3B-Instruct-2507-after-supervised-warm-up",
+        generated_tokens=123_456_789_012,
+        max_running=65536,
+    )
+    letter = {"job_id": "f" * 32, "cause": "the worker was lost three times", "error": "no longer there " * 9}
+    state |= {"workers": [named.model_dump() | {"alive": True}], "dead_letters": [letter], "unread_bytes": 10**12}
+    lines = list(status_lines(state))
+    assert max(map(len, lines)) <= 80
+    words = " ".join(lines).split()
+    for text in (state["pool"], named.worker_id, named.model, named.engine, named.device, letter["error"]):
+        assert set(text.split()) <= set(words)
 
 
 def test_the_readme_shows_the_example_that_is_tested() -> None:

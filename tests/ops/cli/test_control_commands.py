@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rolloutmq.messages.errors import InvalidField
 from rolloutmq.messages.model.command_params import ACTIONS
-from rolloutmq.ops.cli.control import _file_name, app
+from rolloutmq.ops.cli.control import NAMES, _file_name, app
 from rolloutmq.producer import BlockingPoolControl
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -60,7 +60,7 @@ def call(url: str, *arguments: str) -> Any:
 
 def test_every_action_has_a_command() -> None:
     names = {command.name or command.callback.__name__ for command in app.registered_commands}  # type: ignore[union-attr]
-    assert names == {action.replace("_", "-") for action in ACTIONS}
+    assert names == {NAMES.get(action, action.replace("_", "-")) for action in ACTIONS}
 
 
 def test_text_json_and_exit_codes(redis_db: str, serving: Serving, tmp_path: Path) -> None:
@@ -71,12 +71,12 @@ def test_text_json_and_exit_codes(redis_db: str, serving: Serving, tmp_path: Pat
         ("pause", "--mode", "retract"),
         ("resume",),
         ("abort",),
-        ("abort", "--keep"),
+        ("abort", "--no-drop"),
         ("sleep", "--tag", "kv_cache"),
         ("wake", "--tag", "kv_cache"),
         ("flush-cache",),
         ("set-version", "5"),
-        ("audit",),
+        ("audit-weights",),
         ("adapters",),
         ("start-profile", "--folder", str(tmp_path / "traces")),
         ("stop-profile", "--out", str(tmp_path / "here")),

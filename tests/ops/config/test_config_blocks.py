@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from rolloutmq import GenerateJob, SamplingParams
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.messages.model.sampling import LogprobOptions
-from rolloutmq.ops.config.foreign import skyrl, verl
-from rolloutmq.ops.config.load import explain, load_settings
+from rolloutmq.ops.config import explain, load_settings, skyrl, verl
 from rolloutmq.worker.sglang.parallel import check_parallelism
 
 CONFIGS = Path(__file__).parent / "configs"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from rolloutmq.messages.dialects.names import NESTED, RULES
-from rolloutmq.ops.config.load import explain, load_settings
+from rolloutmq.ops.config import explain, load_settings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
 

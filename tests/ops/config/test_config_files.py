@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolloutmq.messages.errors import ConfigError
-from rolloutmq.ops.config.read.document import read_document
-from rolloutmq.ops.config.read.interpolation import CannotResolve, Resolver
+from rolloutmq.ops.config.document import read_document
+from rolloutmq.ops.config.interpolation import CannotResolve, Resolver
 
 
 def write(path: Path, text: str) -> Path:
@@ -84,7 +84,7 @@ def test_without_pyyaml_a_yaml_file_is_told_what_it_needs_and_toml_works(tmp_pat
     code = (
         "import sys; sys.modules['yaml'] = None\n"
         "from pathlib import Path\n"
-        "from rolloutmq.ops.config.load import load_settings\n"
+        "from rolloutmq.ops.config import load_settings\n"
         "print(load_settings(Path(sys.argv[2]), environment={}).engine().model)\n"
         "load_settings(Path(sys.argv[1]), environment={})"
     )

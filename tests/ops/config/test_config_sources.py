@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
@@ -16,10 +15,10 @@ from typer.testing import CliRunner
 
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.ops.cli.config import app as config
-from rolloutmq.ops.cli.main import worker
-from rolloutmq.ops.config.load import load_settings
-from rolloutmq.ops.config.read.sources import NO_SETTINGS, WORKER_FLAGS, from_flags
-from rolloutmq.ops.config.settings import check_name, known_names
+from rolloutmq.ops.cli.local import worker
+from rolloutmq.ops.config import load_settings
+from rolloutmq.ops.config.settings import MODELS
+from rolloutmq.ops.config.sources import WITHOUT_FLAG, from_flags, worker_flags
 
 CONFIGS = Path(__file__).parent / "configs"
 POOL = CONFIGS / "pool.toml"
@@ -66,12 +65,31 @@ def test_a_flags_default_does_not_win_over_the_file() -> None:
     assert flags("--tp", "1", "--pool", "default") == {"engine.tp_size": 1, "worker.pool": "default"}
 
 
-def test_every_flag_of_the_worker_is_a_setting() -> None:
-    parameters = set(inspect.signature(worker).parameters)
-    assert WORKER_FLAGS.keys() <= parameters
-    for names in WORKER_FLAGS.values():
-        for name in names:
-            check_name(name, "test")
+def test_every_setting_is_a_flag_with_help() -> None:
+    command: Any = typer.main.get_command(COMMANDS)
+    options = {option.name: option for option in command.get_command(None, "worker").params}
+    settings = {name for flag in worker_flags().values() for name in flag.settings}
+    fields = {f"{section}.{name}" for section in ("worker", "engine") for name in MODELS[section].model_fields}
+    assert settings == fields - {f"engine.{name}" for name in WITHOUT_FLAG}
+    for name, one in worker_flags().items():
+        assert options[name].help, name
+        assert options[name].default == one.flag.default or name in {"redis", "pool"}, name
+
+
+OLD_FLAGS = """model config redis pool dtype device tp ep max-running prefetch lease checkpoint drain max-lost snapshots
+media-host context-length mem-fraction max-total-tokens staging load-format attention-backend sampling-backend
+cuda-graph no-cuda-graph prefill-cuda-graph no-prefill-cuda-graph cpu-threads task max-lora-rank tokenizer
+hidden-states routed-experts deterministic logit-processor memory-saver sglang log-level"""
+
+
+def test_flags_keep_their_names() -> None:
+    command: Any = typer.main.get_command(COMMANDS)
+    worker_command = command.get_command(None, "worker")
+    spelled = {name for option in worker_command.params for name in (*option.opts, *option.secondary_opts)}
+    assert {f"--{name}" for name in OLD_FLAGS.split()} <= spelled
+
+
+def test_flags_become_settings() -> None:
     assert flags(
         "--no-cuda-graph", "--max-running", "3", "--snapshots", "x", "--sglang", "a=[1]", "--sglang", "b=c"
     ) == {
@@ -82,8 +100,12 @@ def test_every_flag_of_the_worker_is_a_setting() -> None:
         "engine.extra.a": [1],
         "engine.extra.b": "c",
     }
-    for name in parameters - WORKER_FLAGS.keys() - NO_SETTINGS:
-        assert {name} & {*known_names("worker"), *known_names("engine")}, name
+    assert flags("--media-host", "a", "--media-host", "b", "--logit-processor", "n=m:C") == {
+        "worker.media_hosts": ["a", "b"],
+        "engine.logit_processors": {"n": "m:C"},
+    }
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
+        flags("--sglang", "a")
 
 
 def test_a_file_of_ours_becomes_everything_it_says() -> None:
@@ -247,7 +269,7 @@ def test_show_tells_a_flag_that_there_is_not_and_a_value_that_cannot_be() -> Non
 
 def test_reading_a_configuration_loads_neither_torch_nor_sglang() -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom rolloutmq.ops.config.load import explain, load_settings\n"
+        "import sys\nfrom pathlib import Path\nfrom rolloutmq.ops.config import explain, load_settings\n"
         "explain(Path(sys.argv[1])); load_settings(Path(sys.argv[1])).engine()\n"
         "assert not {'torch', 'sglang', 'transformers'} & sys.modules.keys()"
     )

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rolloutmq.messages import Broker, InvalidField, RedisUnavailable, connect
 from rolloutmq.ops.cli.main import app
-from rolloutmq.ops.operations.operation import Context, Operation, checked, operation, operations
+from rolloutmq.ops.operations.catalog import Context, Operation, checked, operation, operations
 from rolloutmq.ops.operations.rq_job import ENTRY, MsgpackSerializer, OperationJob, Surroundings
 from rolloutmq.ops.operations.rq_queue import OperationQueue
 
@@ -131,7 +131,7 @@ def meta(queue: OperationQueue, run_id: str) -> dict[str, Any]:
 
 
 def test_a_redis_that_is_gone_is_tried_again(queue: OperationQueue) -> None:
-    run_id = queue.submit("audit", {})
+    run_id = queue.submit("audit-broker", {})
     record = OperationJob.fetch(run_id, connection=queue.redis, serializer=MsgpackSerializer)
     record.surroundings = Surroundings("redis://127.0.0.1:1/0", "default")
     with pytest.raises(RedisUnavailable):
@@ -155,8 +155,8 @@ def test_progress_is_seen_at_a_bounded_rate_and_notes_at_once() -> None:
     ("name", "params", "says"),
     [
         ("explode", {}, "operation='explode': one of audit, dead-requeue"),
-        ("audit", {"colour": 1}, "colour=1: no parameter of audit; it takes pause_s, most"),
-        ("audit", {"pause_s": 0}, "pause_s=0: Input should be greater than 0"),
+        ("audit-broker", {"colour": 1}, "colour=1: no parameter of audit-broker; it takes pause_s, most"),
+        ("audit-broker", {"pause_s": 0}, "pause_s=0: Input should be greater than 0"),
         ("dead-requeue", {"reply_to": "a b"}, "reply_to='a b'"),
         ("dead-requeue", {"limit": "many"}, "limit='many'"),
         ("dead-requeue", [], "params="),
@@ -171,12 +171,12 @@ def test_parameters_are_checked_before_anything_is_queued(name: Any, params: Any
 
 def test_an_operation_has_one_name_and_a_name_one_operation() -> None:
     class Audit2(Operation[Any]):
-        name = "audit"
+        name = "audit-broker"
 
         async def run(self, context: Context, params: Any) -> dict[str, Any]:
             return {}
 
-    with pytest.raises(InvalidField, match="Audit has it"):
+    with pytest.raises(InvalidField, match="AuditBroker has it"):
         operation(Audit2)
     Audit2.name = "No Name"
     with pytest.raises(InvalidField, match="lower-case"):
@@ -189,22 +189,22 @@ def test_an_operation_has_one_name_and_a_name_one_operation() -> None:
 
 def test_run_list_watch_and_worker(queue: OperationQueue, redis_db: str) -> None:
     at = ["--redis", redis_db]
-    run_id = CliRunner().invoke(app, ["ops", "run", "audit", "--param", "pause_s=0.01", *at]).stdout.strip()
+    run_id = CliRunner().invoke(app, ["ops", "run", "audit-broker", "--param", "pause_s=0.01", *at]).stdout.strip()
     shown = CliRunner().invoke(app, ["ops", "watch", run_id, "--timeout", "0", *at])
     assert shown.exit_code == 3
     assert "rolloutmq ops worker" in shown.stderr
     listed = json.loads(CliRunner().invoke(app, ["ops", "list", "--json", *at]).stdout)
-    assert [one["name"] for one in listed["operations"]] == ["audit", "dead-requeue"]
+    assert [one["name"] for one in listed["operations"]] == ["audit-broker", "dead-requeue"]
     assert [(run["id"], run["state"]) for run in listed["runs"]] == [(run_id, "queued")]
     with WorkerProcess(queue, redis_db):
         done = CliRunner().invoke(app, ["ops", "watch", run_id, *at])
         assert done.exit_code == 0, done.output
         assert json.loads(done.stdout)["violations"] == []
         queue.redis.set("rmq:{default}:odd", 1)
-        found = CliRunner().invoke(app, ["ops", "run", "audit", "--wait", "--param", "pause_s=0.01", *at])
+        found = CliRunner().invoke(app, ["ops", "run", "audit-broker", "--wait", "--param", "pause_s=0.01", *at])
         assert found.exit_code == 1
         assert json.loads(found.stdout)["violations"][0]["kind"] == "unknown_key"
-    here = CliRunner().invoke(app, ["ops", "run", "audit", "--here", "--param", "pause_s=0.01", *at])
+    here = CliRunner().invoke(app, ["ops", "run", "audit-broker", "--here", "--param", "pause_s=0.01", *at])
     assert (here.exit_code, json.loads(here.stdout)["violations"][0]["key"]) == (1, "odd")
     text = CliRunner().invoke(app, ["ops", "list", *at]).stdout
     assert "finished" in text
@@ -212,8 +212,8 @@ def test_run_list_watch_and_worker(queue: OperationQueue, redis_db: str) -> None
 
 
 def test_a_failed_operation_says_why(queue: OperationQueue, redis_db: str) -> None:
-    run_id = queue.submit("audit", {})
-    queue.redis.hset(OperationJob.key_for(run_id), "data", zlib.compress(call(ENTRY, ["audit", {"most": 0}])))
+    run_id = queue.submit("audit-broker", {})
+    queue.redis.hset(OperationJob.key_for(run_id), "data", zlib.compress(call(ENTRY, ["audit-broker", {"most": 0}])))
     work(queue, redis_db)
     shown = CliRunner().invoke(app, ["ops", "watch", run_id, "--redis", redis_db])
     assert shown.exit_code == 1
@@ -223,10 +223,10 @@ def test_a_failed_operation_says_why(queue: OperationQueue, redis_db: str) -> No
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("run", "audit", "--param", "colour=red"), "InvalidField: colour='red'"),
+        (("run", "audit-broker", "--param", "colour=red"), "InvalidField: colour='red'"),
         (("run", "nothing"), "InvalidField: operation='nothing'"),
-        (("run", "audit", "--param", "nonsense"), "ConfigError: 'nonsense'"),
-        (("run", "audit", "--redis", "redis://127.0.0.1:1/0"), "RedisUnavailable"),
+        (("run", "audit-broker", "--param", "nonsense"), "ConfigError: 'nonsense'"),
+        (("run", "audit-broker", "--redis", "redis://127.0.0.1:1/0"), "RedisUnavailable"),
         (("watch", "x", "--redis", "http://h"), "ConfigError"),
         (("list", "--redis", "redis+sentinel://:secret@h/main"), "name one with --ops-redis"),
         (("worker", "--pool", "a:b"), "InvalidField: pool='a:b'"),

@@ -36,13 +36,15 @@ class Bomb:
 FORGED: dict[str, Callable[[str], bytes]] = {
     "a function of the library": lambda mark: call("os.mkdir", [mark]),
     "a method of an object": lambda mark: call("format", [mark], instance="x"),
-    "a function with the arguments of an operation": lambda mark: call("os.mkdir", ["audit", {}]),
-    "an instance with the right name": lambda mark: call(ENTRY, ["audit", {}], instance="x"),
-    "keyword arguments": lambda mark: call(ENTRY, ["audit", {}], kwargs={"a": 1}),
-    "a function of ours": lambda mark: call("rolloutmq.ops.operations.run.run_here", ["audit", {}, mark, "p", None]),
+    "a function with the arguments of an operation": lambda mark: call("os.mkdir", ["audit-broker", {}]),
+    "an instance with the right name": lambda mark: call(ENTRY, ["audit-broker", {}], instance="x"),
+    "keyword arguments": lambda mark: call(ENTRY, ["audit-broker", {}], kwargs={"a": 1}),
+    "a function of ours": lambda mark: call(
+        "rolloutmq.ops.operations.run.run_here", ["audit-broker", {}, mark, "p", None]
+    ),
     "an operation that is none": lambda mark: call(ENTRY, ["os.mkdir", {"path": mark}]),
-    "parameters that are none": lambda mark: call(ENTRY, ["audit", {"path": mark}]),
-    "too few arguments": lambda mark: call(ENTRY, ["audit"]),
+    "parameters that are none": lambda mark: call(ENTRY, ["audit-broker", {"path": mark}]),
+    "too few arguments": lambda mark: call(ENTRY, ["audit-broker"]),
     "a list for a name": lambda mark: call(["os.mkdir"], [mark]),
     "pickle": lambda mark: pickle.dumps(("os.mkdir", None, (mark,), {})),
     "a pickled bomb": lambda mark: pickle.dumps(Bomb()),
@@ -55,7 +57,7 @@ def test_a_forged_job_is_refused_and_the_worker_goes_on(
     kind: str, queue: OperationQueue, redis_db: str, marked: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     forged = forge(queue, FORGED[kind](str(marked)))
-    honest = queue.submit("audit", {"pause_s": 0.01})
+    honest = queue.submit("audit-broker", {"pause_s": 0.01})
     assert work(queue, redis_db)
     assert not marked.exists()
     run = queue.run(forged)
@@ -92,7 +94,7 @@ def test_a_refusal_is_in_the_log(redis_db: str, queue: OperationQueue, marked: P
 def test_what_operations_do_not_use_of_rq_is_not_even_read(
     fields: dict[str, Any], queue: OperationQueue, redis_db: str
 ) -> None:
-    run_id = forge(queue, call(ENTRY, ["audit", {"pause_s": 0.01}]), **fields)
+    run_id = forge(queue, call(ENTRY, ["audit-broker", {"pause_s": 0.01}]), **fields)
     record = OperationJob.fetch(run_id, connection=queue.redis, serializer=MsgpackSerializer)
     assert record.success_callback is record.failure_callback is record.stopped_callback is None
     assert (record.webhooks, record.dependency_ids, record.repeats_left, record.group_id) == ([], [], None, None)
@@ -117,8 +119,8 @@ def test_what_operations_do_not_use_of_rq_is_not_even_read(
 def test_a_record_that_cannot_be_read_does_not_end_the_worker(
     fields: dict[str, Any], queue: OperationQueue, redis_db: str
 ) -> None:
-    forge(queue, call(ENTRY, ["audit", {}]), **fields)
-    honest = queue.submit("audit", {"pause_s": 0.01})
+    forge(queue, call(ENTRY, ["audit-broker", {}]), **fields)
+    honest = queue.submit("audit-broker", {"pause_s": 0.01})
     assert work(queue, redis_db)
     assert queue.run(honest).state == "finished"
     assert honest in [run.id for run in queue.runs()]
@@ -133,7 +135,7 @@ def test_a_bomb_is_not_unpacked(queue: OperationQueue) -> None:
 
 
 def test_a_worker_of_rq_s_own_runs_no_operation(queue: OperationQueue, marked: Path) -> None:
-    run_id = queue.submit("audit", {})
+    run_id = queue.submit("audit-broker", {})
     record = OperationJob.fetch(run_id, connection=queue.redis, serializer=MsgpackSerializer)
     with pytest.raises(Exception, match="ops worker"):
         record.perform()
@@ -151,7 +153,7 @@ def test_the_serializer_takes_plain_data_only() -> None:
 
 
 def test_pools_do_not_see_each_other(queue: OperationQueue, redis_db: str) -> None:
-    run_id = queue.submit("audit", {})
+    run_id = queue.submit("audit-broker", {})
     with OperationQueue(redis_db, "other") as other:
         assert other.runs() == []
         with pytest.raises(InvalidField, match="an operation in the queue rmq-ops:other"):

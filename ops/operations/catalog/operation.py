@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from redis.asyncio import Redis
 
-from ...messages.errors import InvalidField
-from ...messages.model import as_invalid_field
+from ....messages.errors import InvalidField
 
 PROGRESS_EVERY_S = 0.5
 """Progress is written at most this often."""
@@ -92,7 +88,7 @@ class Operation(ABC, Generic[P]):
         return (cls.__doc__ or "").strip().partition("\n")[0]
 
 
-_REGISTRY: dict[str, Operation[Any]] = {}
+REGISTRY: dict[str, Operation[Any]] = {}
 Kind = TypeVar("Kind", bound=type[Operation[Any]])
 
 
@@ -101,38 +97,7 @@ def operation(kind: Kind) -> Kind:
     name = kind.name
     if not _NAME.fullmatch(name):
         raise InvalidField("name", name, "lower-case letters, digits and '-', a letter first, at most 40")
-    if name in _REGISTRY and type(_REGISTRY[name]).__qualname__ != kind.__qualname__:
-        raise InvalidField("name", name, f"a name not taken; {type(_REGISTRY[name]).__qualname__} has it")
-    _REGISTRY[name] = kind()
+    if name in REGISTRY and type(REGISTRY[name]).__qualname__ != kind.__qualname__:
+        raise InvalidField("name", name, f"a name not taken; {type(REGISTRY[name]).__qualname__} has it")
+    REGISTRY[name] = kind()
     return kind
-
-
-@cache
-def _load_catalog() -> None:
-    from . import catalog  # noqa: PLC0415 – its modules import this one
-
-    for module in pkgutil.iter_modules(catalog.__path__):
-        importlib.import_module(f"{catalog.__name__}.{module.name}")
-
-
-def operations() -> dict[str, Operation[Any]]:
-    """All of them, by name."""
-    _load_catalog()
-    return dict(sorted(_REGISTRY.items()))
-
-
-def checked(name: object, params: object) -> tuple[Operation[Any], Params]:
-    """The operation and its parameters. Raises InvalidField naming what is not allowed and what is."""
-    known = operations()
-    if not isinstance(name, str) or name not in known:
-        raise InvalidField("operation", name, f"one of {', '.join(known)}")
-    chosen = known[name]
-    if not isinstance(params, dict):
-        raise InvalidField("params", params, "a map of parameters")
-    if unknown := [key for key in params if key not in chosen.params.model_fields]:
-        allowed = ", ".join(chosen.params.model_fields) or "nothing: it has no parameters"
-        raise InvalidField(str(unknown[0]), params[unknown[0]], f"no parameter of {name}; it takes {allowed}")
-    try:
-        return chosen, chosen.params.model_validate(params)
-    except ValidationError as error:
-        raise as_invalid_field(error) from None

@@ -1,4 +1,4 @@
-"""The audit of a live pool."""
+"""The audit of a live pool's records in Redis."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from pydantic import Field
 
 from ..audit import Sweep
-from ..operation import Context, Operation, Params, operation
+from .operation import Context, Operation, Params, operation
 
 
-class AuditParams(Params):
+class AuditBrokerParams(Params):
     """pause_s: longest pause between two looks at what seemed wrong. most: violations that are reported one by one."""
 
     pause_s: float = Field(default=0.5, gt=0, le=60)
@@ -18,13 +18,13 @@ class AuditParams(Params):
 
 
 @operation
-class Audit(Operation[AuditParams]):
+class AuditBroker(Operation[AuditBrokerParams]):
     """Check what is in Redis against the pool's promises, while it works; reports what stays wrong."""
 
-    name = "audit"
-    params = AuditParams
+    name = "audit-broker"
+    params = AuditBrokerParams
 
-    async def run(self, context: Context, params: AuditParams) -> dict[str, Any]:
+    async def run(self, context: Context, params: AuditBrokerParams) -> dict[str, Any]:
         """Changes nothing, so it may be repeated at will."""
         return await Sweep(context.redis, context.pool, context.progress, params.pause_s, params.most).run()
 
