@@ -25,8 +25,7 @@ def bench_queue(
     json: Json = False,
 ) -> None:
     """Jobs/s, latency, large payloads and Redis' CPU per job, beside RQ, arq, taskiq and the bare scripts."""
-    from ..bench.queue.bench import Plan, run_queue_bench
-    from ..bench.queue.environments import parse_peers
+    from ..bench.broker import Plan, parse_peers, run_queue_bench
 
     with plain_errors():
         try:

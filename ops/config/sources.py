@@ -48,7 +48,12 @@ def from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Sett
             known = [f"ROLLOUTMQ_{section}_{other}".upper() for other in known_names(section)]
             raise ConfigError(f"{variable}: no such setting{nearest(variable, known)}")
         else:
-            yield f"{section}.{name}", Setting(text if takes_text(MODELS[section].model_fields[name].annotation) else json_or_text(text), source)
+            yield (
+                f"{section}.{name}",
+                Setting(
+                    text if takes_text(MODELS[section].model_fields[name].annotation) else json_or_text(text), source
+                ),
+            )
 
 
 def job_values(given: Mapping[str, Any], source: str) -> dict[str, Any]:

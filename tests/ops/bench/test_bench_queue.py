@@ -11,10 +11,10 @@ import redis
 from typer.testing import CliRunner
 
 from rolloutmq.messages import ConfigError
+from rolloutmq.ops.bench.broker.bench import Plan, run_queue_bench
+from rolloutmq.ops.bench.broker.environments import PEERS_PATH, parse_peers, peer_systems, pins
+from rolloutmq.ops.bench.broker.turn import BenchFailed, System, take_turn
 from rolloutmq.ops.bench.peers.load import Load, Tally
-from rolloutmq.ops.bench.queue.bench import Plan, run_queue_bench
-from rolloutmq.ops.bench.queue.environments import PEERS_PATH, parse_peers, peer_systems, pins
-from rolloutmq.ops.bench.queue.turn import BenchFailed, System, take_turn
 from rolloutmq.ops.cli.main import app
 
 KEYS = {

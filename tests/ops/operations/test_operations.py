@@ -154,7 +154,7 @@ def test_progress_is_seen_at_a_bounded_rate_and_notes_at_once() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "says"),
     [
-        ("explode", {}, "operation='explode': one of audit, dead-requeue"),
+        ("explode", {}, "operation='explode': one of audit-broker, dead-requeue"),
         ("audit-broker", {"colour": 1}, "colour=1: no parameter of audit-broker; it takes pause_s, most"),
         ("audit-broker", {"pause_s": 0}, "pause_s=0: Input should be greater than 0"),
         ("dead-requeue", {"reply_to": "a b"}, "reply_to='a b'"),

@@ -1,3 +1,0 @@
-"""`rolloutmq bench queue`: the queue beside other queues on the same Redis."""
-
-__all__ = []
