@@ -59,7 +59,7 @@ class Translation:
             rule = table.get(key)
             match rule:
                 case None:
-                    self.refuse(here, value, f"no key of this name is known here{nearest(key, table)}")
+                    self.refuse(here, value, f"no key of this name is known here{nearest(key, list(table))}")
                 case Rule():
                     self.key(here, value, rule)
                 case Whole(whole):
