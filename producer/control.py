@@ -20,8 +20,10 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one worker made of a command. kind, error: of one that was not done, the error's name (or NoAnswer), its
-    text."""
+    """One worker's answer to a command.
+
+    result: what the worker returned, if `ok`. kind, error: otherwise the name of the error, or NoAnswer, and its text.
+    """
 
     worker_id: str
     ok: bool
@@ -31,7 +33,7 @@ class Answer:
 
 
 class CommandFailed(RolloutMQError):
-    """A command was not done by every worker it was for. answers: of all of them."""
+    """Not every worker has done a command. answers: those of all workers."""
 
     def __init__(self, answers: Answers) -> None:
         super().__init__(answers.told())
@@ -39,7 +41,7 @@ class CommandFailed(RolloutMQError):
 
 
 class Answers(Mapping[str, Answer]):
-    """A command's answers, by worker: one for each worker that was alive when it was sent."""
+    """The answers to a command, by worker id: one for each worker that was alive when it was sent."""
 
     def __init__(self, action: str, answers: Iterable[Answer]) -> None:
         self.action = action
@@ -56,21 +58,21 @@ class Answers(Mapping[str, Answer]):
 
     @property
     def ok(self) -> bool:
-        """Whether there was a worker, and all have done it."""
+        """Whether there was a worker, and every worker has done the command."""
         return bool(self._answers) and not self.failed
 
     @property
     def failed(self) -> list[Answer]:
-        """Of those that have not."""
+        """The answers of workers that have not done it."""
         return [answer for answer in self._answers.values() if not answer.ok]
 
     @property
     def results(self) -> dict[str, Mapping[str, Any]]:
-        """By worker, of those that have."""
+        """Worker id -> result, of workers that have done it."""
         return {worker: answer.result for worker, answer in self._answers.items() if answer.ok}
 
     def check(self) -> Self:
-        """Itself. Raises CommandFailed unless every worker has done it."""
+        """Returns itself. Raises CommandFailed unless every worker has done it."""
         if not self.ok:
             raise CommandFailed(self)
         return self
@@ -84,7 +86,7 @@ class Answers(Mapping[str, Answer]):
 
 @dataclass(frozen=True, slots=True)
 class PoolAudit:
-    """A look at every bit of a pool's weights.
+    """What an audit of a pool's weights found.
 
     answers: by worker; a result has `clean`, and names of tensors that are `wrong` (not as the trainer sent them),
     `nonfinite` or `zero`. versions: by worker. apart: groups of workers that serve one version with one kind of engine,
@@ -97,7 +99,7 @@ class PoolAudit:
 
     @property
     def clean(self) -> bool:
-        """Whether every worker answered, found nothing, and all serve one version with the same bits."""
+        """Whether every worker answered and found nothing, and all serve one version with the same bits."""
         found = all(bool(result["clean"]) for result in self.answers.results.values())
         return self.answers.ok and found and len(set(self.versions.values())) == 1 and not self.apart
 
@@ -122,7 +124,7 @@ class PoolControl:
 
     @classmethod
     def _over(cls, broker: Broker) -> Self:
-        """Over a connection that somebody else opens and closes."""
+        """A control over a connection that its owner opens and closes."""
         control = cls.__new__(cls)
         control._own, control._redis = None, broker.redis
         control._sender = CommandSender(broker.redis, broker.keys.pool)
@@ -149,7 +151,7 @@ class PoolControl:
     async def send(
         self, action: str, params: Mapping[str, Any] | None = None, *, worker_id: str = "", timeout: float = 30.0
     ) -> Answers:
-        """Any action by its name. Raises InvalidField, RedisUnavailable."""
+        """Send any action by its name, with its parameters. Raises InvalidField, RedisUnavailable."""
         given = dict(params or {})
         check_params(action, given)
         sent = await self._sender.send(action, given, worker_id=worker_id, timeout_s=timeout)
@@ -173,15 +175,15 @@ class PoolControl:
         return await self.send("pause", params, worker_id=worker_id, timeout=timeout)
 
     async def resume(self, *, worker_id: str = "", timeout: float = 30.0) -> Answers:
-        """Go on."""
+        """Go on after `pause`."""
         return await self.send("resume", worker_id=worker_id, timeout=timeout)
 
     async def abort(self, *, drop: bool = True, worker_id: str = "", timeout: float = 30.0) -> Answers:
-        """Cancel what the workers hold; drop=False only interrupts it. What is queued in the pool stays there."""
+        """Cancel the jobs that workers hold; drop=False only interrupts them. Queued jobs stay in the pool."""
         return await self.send("abort", {"drop": drop}, worker_id=worker_id, timeout=timeout)
 
     async def stop(self, *, drain_s: float | None = None, worker_id: str = "", timeout: float = 120.0) -> Answers:
-        """Drain workers, and wait until they have left the pool. They end by themselves after that, engines too."""
+        """Drain workers for `drain_s` seconds, and wait until they have left the pool. Then their processes end."""
         deadline = time.monotonic() + timeout
         params = {} if drain_s is None else {"drain_s": drain_s}
         told = await self.send("stop", params, worker_id=worker_id, timeout=timeout)
@@ -200,18 +202,18 @@ class PoolControl:
         worker_id: str = "",
         timeout: float = 120.0,
     ) -> Answers:
-        """Give up GPU memory: "weights", "kv_cache", "cuda_graph", or all of it. What runs waits and comes back."""
+        """Give up GPU memory: "weights", "kv_cache", "cuda_graph", or all of it. Running samples wait until `wake`."""
         params = {"tags": list(tags), "hand_back": hand_back}
         return await self.send("sleep", params, worker_id=worker_id, timeout=timeout)
 
     async def wake(self, tags: Sequence[MemoryTag] = (), *, worker_id: str = "", timeout: float = 120.0) -> Answers:
-        """Take memory again. Weights that did not survive are loaded again before anything is sampled with them."""
+        """Take memory again. Weights that did not survive are loaded again before anything is sampled."""
         return await self.send("wake", {"tags": list(tags)}, worker_id=worker_id, timeout=timeout)
 
     # --- caches ----------------------------------------------------------------------------------------------------
 
     async def flush_cache(self, *, worker_id: str = "", timeout: float = 60.0) -> Answers:
-        """Forget cached prefixes; what runs is interrupted for it, and goes on."""
+        """Forget cached prefixes. Running samples are interrupted for it, and continue."""
         return await self.send("flush_cache", worker_id=worker_id, timeout=timeout)
 
     async def clear_storage(self, *, worker_id: str = "", timeout: float = 120.0) -> Answers:
@@ -221,20 +223,20 @@ class PoolControl:
     # --- weights ---------------------------------------------------------------------------------------------------
 
     async def version(self, *, worker_id: str = "", timeout: float = 10.0) -> Answers:
-        """What each worker serves, and in which state it is. Needs no turn: answered while anything else is done."""
+        """What each worker serves, and in which state it is. Workers answer it while they do other commands."""
         return await self.send("version", worker_id=worker_id, timeout=timeout)
 
     async def versions(self, *, worker_id: str = "", timeout: float = 10.0) -> dict[str, int]:
-        """Worker -> version. Raises CommandFailed if one does not answer."""
+        """Worker id -> version. Raises CommandFailed if a worker does not answer."""
         answers = (await self.version(worker_id=worker_id, timeout=timeout)).check()
         return {worker: int(result["version"]) for worker, result in answers.results.items()}
 
     async def set_version(self, version: int, *, worker_id: str = "", timeout: float = 30.0) -> Answers:
-        """Call the weights that are there by another, higher number, which the pool has not given away."""
+        """Give the served weights another, higher version number, which the pool has not used."""
         return await self.send("set_version", {"version": version}, worker_id=worker_id, timeout=timeout)
 
     async def audit(self, *, names: int = 20, worker_id: str = "", timeout: float = 600.0) -> PoolAudit:
-        """Look at every bit of every engine's weights while it serves, and compare the workers with one another."""
+        """Check every bit of the engines' weights while they serve, and compare the workers. names: most names listed."""
         answers = await self.send("audit", {"names": names}, worker_id=worker_id, timeout=timeout)
         prints: dict[tuple[int, str], dict[str, list[str]]] = {}
         for worker, result in answers.results.items():
@@ -257,7 +259,7 @@ class PoolControl:
         worker_id: str = "",
         timeout: float = 3600.0,
     ) -> Answers:
-        """The served version to a folder on the worker's host, and from there to a URL; usually of one worker."""
+        """Save the served version in a folder on the worker's host, and copy it to a URL; usually of one worker."""
         params = {"path": path, "format": format} | ({"upload": upload} if upload else {})
         return await self.send("save", params, worker_id=worker_id, timeout=timeout)
 
@@ -270,7 +272,7 @@ class PoolControl:
         worker_id: str = "",
         timeout: float = 3600.0,
     ) -> Answers:
-        """Weights from a folder on the workers' hosts, to be served as `version`, above all that the pool has."""
+        """Load weights from a folder on the workers' hosts, and serve them as `version`, above all that the pool has."""
         params = {"path": path, "version": version, "format": format}
         return await self.send("load", params, worker_id=worker_id, timeout=timeout)
 
@@ -290,14 +292,14 @@ class PoolControl:
         worker_id: str = "",
         timeout: float = 120.0,
     ) -> Answers:
-        """A LoRA adapter from a folder on the workers' hosts, as PEFT saves it."""
+        """Load a LoRA adapter from a folder on the workers' hosts, as PEFT saves it. A pinned one stays loaded."""
         params = {"name": name, "version": version, "path": path, "pinned": pinned}
         return await self.send("load_adapter", params, worker_id=worker_id, timeout=timeout)
 
     async def unload_adapter(
         self, name: str, version: int | None = None, *, worker_id: str = "", timeout: float = 120.0
     ) -> Answers:
-        """One version of an adapter out of the engines, or all of them; refused while samples use it."""
+        """Unload one version of an adapter, or all of them; refused while samples use it."""
         params: dict[str, Any] = {"name": name} | ({} if version is None else {"version": version})
         return await self.send("unload_adapter", params, worker_id=worker_id, timeout=timeout)
 
@@ -312,7 +314,7 @@ class PoolControl:
         worker_id: str = "",
         timeout: float = 60.0,
     ) -> Answers:
-        """Record what the engines do, into a folder on their hosts."""
+        """Start to record what the engines do, in a folder on their hosts. steps: ends by itself after so many."""
         params: dict[str, Any] = {"activities": list(activities)}
         params |= {name: value for name, value in (("folder", folder), ("steps", steps)) if value is not None}
         return await self.send("start_profile", params, worker_id=worker_id, timeout=timeout)
@@ -320,7 +322,7 @@ class PoolControl:
     async def stop_profile(
         self, *, upload: str = "", fetch_bytes: int = 0, worker_id: str = "", timeout: float = 300.0
     ) -> Answers:
-        """End it; results have `files`, and where they are: on the host, at `uploaded`, or in `fetched` themselves."""
+        """End the recording. Results have `files`, and where they are: on the host, at `uploaded`, or in `fetched`."""
         params = {"fetch_bytes": fetch_bytes} | ({"upload": upload} if upload else {})
         return await self.send("stop_profile", params, worker_id=worker_id, timeout=timeout)
 
@@ -328,6 +330,6 @@ class PoolControl:
 def _stopped(answer: Answer, there: bool, timeout: float) -> Answer:
     if there:
         return Answer(answer.worker_id, False, {}, NO_ANSWER, f"still in the pool after {timeout:g} s")
-    if answer.kind == NO_ANSWER:  # it had no time left to answer, and is gone as it was told to be
+    if answer.kind == NO_ANSWER:  # it left, as it was told, before it could answer
         return Answer(answer.worker_id, True, {})
     return answer

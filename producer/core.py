@@ -103,7 +103,7 @@ class ClientCore:
         return [JobHandle(job.id, job.group, job.n, state, self.wait) for job, state in zip(mine, states, strict=True)]
 
     async def _settle(self, jobs: list[GenerateJob], states: list[str]) -> None:
-        """Of jobs that had ended before they were submitted again, expect what is still to be read and no more."""
+        """Of jobs that had ended before they were submitted again, expect only what is still to be read."""
         ended = {job.id: state for job, state in zip(jobs, states, strict=False) if state not in _OPEN}
         if not ended:
             return
@@ -114,9 +114,9 @@ class ClientCore:
         await self._forget(ended.keys() - ahead)
 
     async def _send(self, jobs: Sequence[GenerateJob]) -> list[str]:
-        """Track and enqueue jobs; the state of each. Expects nothing of those that were not accepted."""
+        """Track and enqueue jobs; returns the state of each. Jobs that were not accepted are not tracked."""
         self.reader.check_open()
-        # Tracked before they are sent: the first result may be here before the reply to the submission.
+        # Tracked before they are sent: the first result may arrive before the reply to the submission.
         fresh = {job.id for job in jobs if self.inbox.submit(job)}
         # The pool may have forgotten a job that ended, and would run it again.
         states = [it.state if (it := self.inbox.tracked(job.id)) and it.ended else "" for job in jobs]
@@ -138,7 +138,7 @@ class ClientCore:
         return states
 
     async def _forget(self, job_ids: Iterable[str]) -> None:
-        """Expect nothing of these, apart from those that were accepted after all: an outcome is here already."""
+        """Expect nothing of these, except of those with an outcome: they were accepted after all."""
         for job_id in job_ids:
             if (tracked := self.inbox.tracked(job_id)) and not tracked.arrived:
                 self.inbox.untrack(job_id)
@@ -161,7 +161,7 @@ class ClientCore:
                 raise WaitTimeout(f"{len(ids)} of {len(jobs)} jobs did not end within {timeout:g} s")
             await asyncio.sleep(pause)
             pause = min(1.0, pause * 2)
-            states = await self.broker.stop(ids)  # said again: a worker may not have heard it
+            states = await self.broker.stop(ids)  # asked again: a worker may have missed it
         return stopped
 
     async def wait(self, job: Handle, timeout: float | None = None) -> list[RolloutResult]:

@@ -1,4 +1,4 @@
-"""Many prompts at once: each one's group, in their order; and what a prompt may be."""
+"""Batches: many prompts at once, a group for each; and what a prompt may be."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..core import ClientCore
 from ..inbox import Group, as_group
 
 WINDOW = 4096
-"""Jobs submitted and not complete, at most."""
+"""Most jobs that are submitted and not complete."""
 Messages = Sequence[ChatMessage | Mapping[str, Any]]
 Prompt = str | Sequence[int] | npt.NDArray[Any] | Messages
 
@@ -48,7 +48,7 @@ def as_jobs(prompts: Iterable[Any], **fields: Any) -> list[GenerateJob]:
 
 
 async def generate(core: ClientCore, jobs: Sequence[GenerateJob], timeout: float | None) -> list[Group]:
-    """See RolloutClient.generate. A job of more samples than may be outstanding goes alone."""
+    """See RolloutClient.generate. A job with more samples than may be outstanding is submitted alone."""
     inbox, most = core.inbox, core.max_outstanding
     waiting, under_way = deque(jobs), deque[GenerateJob]()
     groups: list[Group] = []

@@ -23,12 +23,12 @@ from .stream import Delta, Streams
 GIVEN = -1
 """The version of a token that no weights sampled."""
 SETTLE_S = 10.0
-"""A turn that is given up is cancelled; so long its outcome is waited for."""
+"""Seconds to wait for the outcome of a turn that was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Columns of one length. ids: (n,) int32. mask: (n,) uint8. logprobs: (n,) float32. versions: (n,) int64."""
+    """Columns of one length: ids: (n,) int32. mask: (n,) uint8. logprobs: (n,) float32. versions: (n,) int64."""
 
     ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     mask: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
@@ -36,13 +36,13 @@ class History:
     versions: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def given(self, ids: Sequence[int] | npt.NDArray[Any]) -> History:
-        """With tokens behind it that were not generated."""
+        """This history, followed by tokens that were not generated."""
         n = len(ids)
         logprobs = np.full(n, np.nan, np.float32)
         return self._then(np.asarray(ids, np.int32), np.zeros(n, np.uint8), logprobs, np.full(n, GIVEN, np.int64))
 
     def generated(self, result: RolloutResult) -> History:
-        """With a result behind it."""
+        """This history, followed by a result."""
         n = len(result.token_ids)
         logprobs = np.full(n, np.nan, np.float32) if result.logprobs is None else result.logprobs
         versions = np.repeat([v for v, _ in result.segments], [c for _, c in result.segments]).astype(np.int64)
@@ -58,15 +58,15 @@ class History:
 
 
 class Session:
-    """Made by `RolloutClient.session`. One turn at a time; branches go on at the same time as each other.
+    """A conversation, made by `RolloutClient.session`. It runs one turn at a time; branches run beside each other.
 
-    The history is here and nowhere else: a worker only has its prefix in a cache, and the next turn goes to that worker
-    if it is there and has room soon. If not, another one reads the history again, which costs time and nothing else. A
-    turn that failed leaves the history as it was.
+    Only the client has the history. A worker has its prefix in a cache, and the next turn goes to that worker if it is
+    there and has room soon. Otherwise another worker reads the history again, which only costs time. A turn that fails
+    leaves the history as it was.
 
-    No token is ever decoded and encoded again: a turn's prompt is the history's tokens as they are, and behind them
-    what the worker made of the new text or messages. For messages that takes a chat template that renders turns one
-    after the other; another one is refused. A template that leaves out old reasoning cannot do so here.
+    No token is ever decoded and encoded again. A turn's prompt is the history's tokens, followed by what the worker
+    made of the new text or messages. Messages need a chat template that renders turns one after the other; another
+    template is refused. A template cannot leave out old reasoning here.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Session:
     async def generate(
         self, prompt: Prompt | None = None, *, timeout: float | None = None, **fields: Unpack[TurnFields]
     ) -> RolloutResult:
-        """The next turn: what is given, and what the model generates behind it; both become part of the history.
+        """Generate the next turn. The prompt and what the model generates become part of the history.
 
         prompt: token ids, a text (of a chat: the user's message), messages, or None to go on from the history.
         fields: those of GenerateJob for this turn, but for n. Raises InvalidField, JobFailed, what `submit` raises, and
@@ -143,7 +143,7 @@ class Session:
     async def stream(
         self, prompt: Prompt | None = None, *, timeout: float | None = None, **fields: Unpack[TurnFields]
     ) -> AsyncGenerator[Delta]:
-        """Like `generate`, as deltas. With the last one the turn is in the history; left earlier, it is cancelled."""
+        """Like `generate`, as deltas. The last one puts the turn into the history; leaving earlier cancels the turn."""
         job = self._job(prompt, fields)
         with self._under_way(job):
             done = False
@@ -160,17 +160,17 @@ class Session:
                         await self._give_up(Handle(job.id, job.group, job.n))
 
     def give(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Put tokens behind the history that nobody generated, such as an observation."""
+        """Append tokens that nobody generated, such as an observation. Raises RolloutMQError during a turn."""
         self._check_idle()
         self._history = self._history.given(token_ids)
 
     def replace(self, start: int, token_ids: Sequence[int] | npt.NDArray[Any] = ()) -> None:
-        """Forget the tokens from `start` on, and have these given ones in their place."""
+        """Replace the tokens from `start` on by given ones. Raises InvalidField, and RolloutMQError during a turn."""
         self._check_idle()
         self._history = self._history.upto(self._place("start", start)).given(token_ids)
 
     def branch(self, at: int | None = None) -> Session:
-        """A session of its own with the first `at` tokens, or all; both go on from there. The prefix stays shared."""
+        """A new session that begins with the first `at` tokens of this one, or with all. Raises InvalidField."""
         self._check_open()
         other = Session(
             self._core,
@@ -185,7 +185,7 @@ class Session:
         return other
 
     async def close(self) -> None:
-        """Cancel the turn that is under way; nothing more can be generated. What there is stays readable."""
+        """Cancel the turn that is under way, and end the session. Its columns can still be read."""
         self._closed = True
         if self._turn is not None:
             await self._core.cancel([self._turn])
@@ -222,7 +222,7 @@ class Session:
         return GenerateJob.build(**fields | given)
 
     async def _give_up(self, turn: Handle) -> None:
-        """Cancel a turn; what still comes of it is nobody's."""
+        """Cancel a turn, and drop what still comes of it."""
         await self._core.cancel([turn])
         with contextlib.suppress(RolloutMQError):
             await self._core.wait(turn, SETTLE_S)

@@ -1,4 +1,4 @@
-"""What a job generates, while it does: deltas of its samples until all of them are there."""
+"""Streams: what a job generates while it runs, as deltas of its samples."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Segments = Sequence[Segment]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens that a sample has more than when its last delta came; of each sample in order and without gaps.
+    """The tokens that a sample got since its last delta. The deltas of a sample come in order and without gaps.
 
     start: tokens of the sample before these. token_ids: (t,) int32. logprobs: (t,) float32, as in RolloutResult; None
-    where its job is known not to have asked for them. segments: which weights sampled them; adapter_segments: which
-    version of the adapter, None without one. token_arrays: a row for each token, of what the job asked for.
+    if the job is known not to ask for them. segments: which weights sampled them; adapter_segments: which version of
+    the adapter, None without one. token_arrays: one row per token, of what the job asked for.
     text: what they add to the text of a job that has one, else None.
-    restarted: what was shown of this sample before is no part of it, and this is all of it from the start.
-    result: of the sample's last delta, the whole sample; the others have None.
+    restarted: earlier deltas of this sample are void; this one has all of it from the start.
+    result: the whole sample, in its last delta; None in the others.
     """
 
     job_id: str
@@ -70,14 +70,14 @@ class Streams:
                 async for delta in self._deltas(job, timeout):
                     yield delta
         finally:
-            await core.reader.notify()  # what the stream leaves is there for others now
+            await core.reader.notify()  # others may take what the stream leaves
 
     async def _deltas(self, job: Handle, timeout: float | None) -> AsyncGenerator[Delta]:
         inbox, reader, news, job_id = self._core.inbox, self._core.reader, self._news, job.job_id
         watched = {sample: Watched(job_id, sample) for sample in range(job.n)}
         came = time.monotonic()
         while True:
-            # Of the time since something came: where nothing is heard there is a look all the same, every second.
+            # What is left of the time since something came: News has us look every second even if there is nothing.
             left = None if timeout is None else max(0.0, came + timeout - time.monotonic())
             await self._core.until(lambda: news.fresh(job_id) or inbox.has_of(job_id), left)
             if (tracked := inbox.tracked(job_id)) is None:
@@ -88,7 +88,7 @@ class Streams:
                     yield delta
                     came = time.monotonic()
             ended = tracked.ended
-            while replies := inbox.take_job(job_id, 1):  # one by one: what is not reached stays for others
+            while replies := inbox.take_job(job_id, 1):  # one by one: others may take what this loop does not reach
                 (reply,) = replies
                 outcome = reply.outcome
                 if isinstance(outcome, JobFailure):
@@ -103,7 +103,7 @@ class Streams:
                 return
 
     async def _saved(self, job_id: str, watched: dict[int, Watched]) -> AsyncIterator[Delta]:
-        """What there is of these samples beyond what was shown."""
+        """Deltas of what is saved of these samples and was not shown."""
         look = list(watched)
         while look:
             found = await self._core.broker.read_pieces(job_id, {sample: watched[sample].place for sample in look})
@@ -117,10 +117,10 @@ class Streams:
 
 
 class Watched:
-    """Makes deltas of what is saved of one sample, and of its result.
+    """Makes the deltas of one sample, from its saved pieces and its result.
 
-    Workers save a sample in pieces, and may save all of it anew: the same tokens in one piece, or others. So what is
-    read is compared with what was shown whenever the last known piece is not there any more.
+    Workers save a sample in pieces, and may save all of it anew, as the same tokens in one piece or as others. So when
+    the last known piece is gone, what is read is compared with what was shown.
     """
 
     def __init__(self, job_id: str, sample: int) -> None:
@@ -166,7 +166,7 @@ class Watched:
         return (None, True) if more else (self._compare(), False)
 
     def finish(self, result: RolloutResult) -> Delta:
-        """The last delta."""
+        """The sample's last delta."""
         whole = _Tokens(
             result.token_ids,
             result.logprobs,
@@ -195,7 +195,7 @@ class Watched:
         return self._show(whole.after(self._tokens, len(self._text)))
 
     def _fits(self, whole: _Tokens) -> bool:
-        """Whether what was shown and this begin the same."""
+        """Whether `whole` begins with what was shown, as far as it goes."""
         if not self._tokens:
             return True
         both = min(self._tokens, len(whole.ids))
@@ -261,7 +261,7 @@ class _Tokens:
         return np.repeat([v for v, _ in self.segments], [n for _, n in self.segments]).astype(np.int64)
 
     def after(self, tokens: int, chars: int) -> _Tokens:
-        """Without the first `tokens`, whose text has `chars`."""
+        """Without the first `tokens` tokens and the first `chars` characters of text."""
         adapter = self.adapter_segments
         return _Tokens(
             self.ids[tokens:],

@@ -29,7 +29,7 @@ from ..core import ClientCore, send_all
 
 R = TypeVar("R", bound=TaskResult)
 INPUTS_PER_JOB = 64
-"""So many inputs make one job: enough to cost little in the queue, few enough to spread over workers."""
+"""Inputs of one job: enough to cost little in the queue, few enough to spread over workers."""
 Floats = npt.NDArray[np.float32]
 
 
@@ -68,7 +68,7 @@ async def score(
 
 
 def similarity(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.float32]:
-    """Cosine similarity, float32: (n, m) of (n, d) and (m, d); of single vectors (d,) that axis is left out.
+    """Cosine similarity, (n, m) float32, of (n, d) and (m, d). A single vector (d,) leaves its axis out of the result.
 
     0 with a vector of length 0. Raises InvalidField if the last axes differ.
     """
@@ -87,7 +87,7 @@ _PROMPTS = {"token_ids": "token_ids", "texts": "text", "conversations": "message
 
 
 def _form(field: str, inputs: Sequence[Any]) -> str:
-    """As what a job takes these: texts, token_ids or conversations."""
+    """The form of the inputs: "texts", "token_ids" or "conversations". Raises InvalidField."""
     if isinstance(inputs, str) or not hasattr(inputs, "__len__") or not len(inputs):
         raise InvalidField(field, inputs, "a sequence of at least one input")
     forms = {_form_of(one) for one in inputs}
@@ -118,16 +118,16 @@ async def _pooled(
 
 
 async def run_tasks(core: ClientCore, jobs: Sequence[TaskJob], kind: type[R], timeout: float | None = None) -> list[R]:
-    """Submit `jobs` and return all their results, job by job and input by input; a full pool is waited for.
+    """Submit `jobs` and return all their results, job by job and input by input. Waits while the pool is full.
 
-    Results are taken while jobs are still being sent: it may be they that fill the pool. Raises WaitTimeout after
-    `timeout` seconds and JobFailed; what is still open is then cancelled, as it is when the caller is.
+    Results are taken while jobs are still being sent, because these results may be what fills the pool. Raises
+    JobFailed, and WaitTimeout after `timeout` seconds. An error, or the caller's cancellation, cancels open jobs.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     mine = [job.model_copy(update={"reply_to": core.client_id}) for job in jobs]
     await core.open()
     await core.features.check(mine)
-    for job in mine:  # before they are sent: the first result may be here before the reply to the submission
+    for job in mine:  # the first result may arrive before the reply to the submission
         core.inboxes.expect(job.id, job.group, job.n)
     try:
         async with asyncio.TaskGroup() as both:
@@ -167,10 +167,10 @@ async def _send(core: ClientCore, jobs: list[TaskJob], deadline: float | None) -
 
 
 async def _abandon(core: ClientCore, jobs: Sequence[TaskJob]) -> None:
-    """Nobody waits for these any more: what comes of them is dropped where it arrives."""
+    """Cancel these, and drop what comes of them."""
     inboxes = core.inboxes
     left = [job.id for job in jobs if inboxes.tasks.tracked(job.id) is not None]
-    with contextlib.suppress(RedisError, OSError):  # the error that brought us here says more
+    with contextlib.suppress(RedisError, OSError):  # the error that led here says more
         for job_id in left:
             core.reader.ack(inboxes.abandon(job_id))
         if left:

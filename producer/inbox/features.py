@@ -1,4 +1,4 @@
-"""Whether anybody in the pool can do what a job asks for: asked before it is sent, and only if it asks for much."""
+"""Refuses jobs that no worker of the pool can run, before they are sent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...messages.errors import FeatureUnavailable
 from ...messages.model import WorkerStatus
 
 FRESH_S = 1.0
-"""So old the pool's answer may be, in seconds."""
+"""Age in seconds up to which the list of workers is used again."""
 
 
 class FeatureCheck:
     """Refuses jobs that no worker of the pool could run.
 
-    A pool without workers refuses nothing: those that come later are not known. Nor does one whose workers this user
-    may not see. Jobs that use no optional part cost nothing but a look at them.
+    Refuses nothing where no worker is known: in a pool without workers (others may come), and where this Redis user may
+    not list them. A job that uses no optional part costs no question to Redis.
     """
 
     def __init__(self, broker: Broker) -> None:
@@ -40,14 +40,14 @@ class FeatureCheck:
             try:
                 self._workers = await self._broker.workers()
                 self._asked_at = time.monotonic()
-            except NoPermissionError:  # a trainer's user need not have it: then workers refuse what they cannot do
+            except NoPermissionError:  # some trainers may not list workers; then the workers refuse
                 self._asked_at = float("inf")
 
     def _check(self, job: Job, uses: frozenset[str]) -> None:
         lacks = [(worker, uses - set(worker.features)) for worker in self._workers]
         if not lacks or not all(missing for _, missing in lacks):
             return
-        # The one that comes nearest says most clearly what is in the way.
+        # The worker that lacks least makes the clearest error.
         _, missing = min(lacks, key=lambda pair: len(pair[1]))
         name = min(missing)
         versions = sorted({worker.engine for worker, without in lacks if name in without})

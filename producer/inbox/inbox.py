@@ -1,4 +1,4 @@
-"""Where outcomes wait between the reply stream and whoever takes them: by arrival, by job, or by group."""
+"""Outcomes between the reply stream and whoever takes them: by arrival, by job, or by group."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...messages.errors import RolloutMQError
 from ...messages.model import GenerateJob, JobFailure, Metadata, TaskResult, TokenIds
 
 FAILURE = -1
-"""The place of a job's failure among its samples' numbers."""
+"""Stands for a job's failure where others have the number of a sample."""
 MEMORY = 1 << 17
-"""So many delivered jobs are remembered: after a failover their outcomes may come again."""
+"""How many delivered jobs are remembered: after a failover their outcomes may come again."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Inbox:
 
     @contextlib.contextmanager
     def reserved(self, job_id: str) -> Iterator[None]:
-        """Inside, only `take_job` gives outcomes of this job. Raises RolloutMQError if it is reserved already."""
+        """While the block lasts, only `take_job` gives outcomes of this job. Raises RolloutMQError if it is so already."""
         if job_id in self._aside:
             raise RolloutMQError(f"job {job_id} is being streamed already")
         waiting = [key for key in self._waiting if key[0] == job_id] if job_id in self._jobs else []
@@ -95,7 +95,7 @@ class Inbox:
     # --- in --------------------------------------------------------------------------------------------------------
 
     def submit(self, job: GenerateJob) -> bool:
-        """Expect a job's outcomes, and tell them what they were asked with; False if it is expected already."""
+        """Expect a job's outcomes, which will be told its prompt and metadata; False if it is expected already."""
         fresh = self.track(job.id, job.group, job.n)
         self._keep(job)
         return fresh
@@ -132,8 +132,10 @@ class Inbox:
             self._aside[job_id].clear()
 
     def put(self, reply: Reply) -> bool:
-        """Take an outcome in; False if it had arrived before. One of an unknown job (the client before this one
-        submitted it) starts to be tracked here."""
+        """Take an outcome in; False if it had arrived before.
+
+        The outcome of an unknown job belongs to an earlier client of this id; the job is tracked from now on.
+        """
         outcome = reply.outcome
         sample = FAILURE if isinstance(outcome, JobFailure) else outcome.sample
         tracked = self._jobs.get(outcome.job_id)
@@ -152,7 +154,7 @@ class Inbox:
                 aside[sample] = reply
             else:
                 self._waiting[(outcome.job_id, sample)] = reply
-        if reply.last and not tracked.ended:  # a sample that came again may be the last: after a failover
+        if reply.last and not tracked.ended:  # after a failover a sample that comes again may be the last
             self._ended(tracked, outcome.outcome if isinstance(outcome, JobFailure) else "done")
             if not fresh:
                 self._delivered(outcome.job_id, 0)
@@ -218,7 +220,7 @@ class Inbox:
         return reply
 
     def take_job(self, job_id: str, most: int | None = None) -> list[Reply]:
-        """What is here of one job, by sample number; its failure last. The first `most` of it, if that is given."""
+        """What is here of one job, at most `most` outcomes: results by sample number, then the failure."""
         tracked = self._jobs.get(job_id)
         if tracked is None:
             return []
@@ -266,7 +268,9 @@ class Inboxes:
 
     def __init__(self, samples: Inbox) -> None:
         self._samples, self.tasks = samples, Inbox()
-        self._expected: OrderedDict[str, None] = OrderedDict()  # tasks of this client, the last ones, over or not
+        self._expected: OrderedDict[str, None] = (
+            OrderedDict()
+        )  # this client's tasks, over or not, the newest MEMORY of them
         self._over: set[str] = set()  # tasks of an earlier client that have ended
 
     @property
@@ -286,7 +290,7 @@ class Inboxes:
         job_id = reply.outcome.job_id
         if self.tasks.tracked(job_id) is not None:
             return self.tasks.put(reply)
-        if job_id in self._expected:  # given up, or delivered before a failover that brings it again
+        if job_id in self._expected:  # it was given up, or comes again after a failover
             return False
         if isinstance(reply.outcome, TaskResult):
             self._samples.untrack(job_id)
@@ -296,7 +300,7 @@ class Inboxes:
         return self._samples.put(reply)
 
     def abandon(self, job_id: str) -> list[Reply]:
-        """Nobody waits for this task any more: what comes is dropped. What there is of it."""
+        """Drop what else comes of this task, for which nobody waits; returns what is here of it."""
         replies = self.tasks.take_job(job_id)
         self.tasks.untrack(job_id)
         return replies
@@ -309,6 +313,6 @@ class Inboxes:
 
 
 def as_failure(job_id: str, state: str) -> JobFailure:
-    """What to say about a job that had ended before it was submitted again, and whose outcome has been taken."""
+    """The failure of a job that had ended before it was submitted again, and whose outcome was taken."""
     cause = f"it had ended ({state}) before this submission, and its outcome has been taken"
     return JobFailure(job_id=job_id, outcome="dead", cause=cause)

@@ -1,4 +1,4 @@
-"""Hears, for a whole client, which of the jobs it streams have new pieces."""
+"""Listens for new pieces of the jobs that a client streams."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RETRY_S = 0.2
 
 
 class News:
-    """Reads nothing while nobody streams. changed(): called when something was heard.
+    """Reads the client's news while it streams something. changed(): called when something was heard.
 
-    News is short and not kept: what is not read in time is lost, and so may some be in a failover. So all that is
-    streamed counts as new where something may have been missed, and when nothing was heard for a second.
+    News expires, and a failover may lose some. So all streamed jobs count as new when something may have been missed,
+    and when nothing was heard for a second.
     """
 
     def __init__(self, broker: Broker, blocking: Redis, client_id: str, changed: Callable[[], Awaitable[None]]) -> None:
@@ -31,7 +31,7 @@ class News:
 
     @contextlib.contextmanager
     def follow(self, job_id: str) -> Iterator[None]:
-        """Listen for news of this job; there is some to begin with."""
+        """Listen for news of this job while the block lasts. The job counts as new at first."""
         self._followed[job_id] = True
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._read())
@@ -45,7 +45,7 @@ class News:
         return self._followed[job_id]
 
     def looked(self, job_id: str) -> None:
-        """They are about to be read."""
+        """Say that the job's pieces are about to be read."""
         self._followed[job_id] = False
 
     async def close(self) -> None:
@@ -62,7 +62,7 @@ class News:
             except (RedisError, OSError) as error:
                 log.warning("news of what is streamed cannot be read: %s", error)
                 await asyncio.sleep(RETRY_S)
-                place, heard = "0", set(self._followed)  # another server may be there now
+                place, heard = "0", set(self._followed)  # this may be another server after a failover
             else:
                 place = news.place
                 heard = set(self._followed) if news.more or not news.jobs else self._followed.keys() & news.jobs

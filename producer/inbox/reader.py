@@ -1,4 +1,4 @@
-"""From the reply stream into the inbox, and back: what was taken is acknowledged."""
+"""Reads the reply stream into the inboxes, and acknowledges what was taken from them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .inbox import Inboxes
 log = logging.getLogger(__name__)
 READ_COUNT = 512
 READ_BYTES = 16 << 20
-"""What one read may bring, judged by the one before: results can be large."""
+"""Most bytes of one read, estimated from the read before: results can be large."""
 BLOCK_MS = 1000
 RETRY_S = 0.2
 
 
 class ReplyReader:
-    """Reads one client's stream on a task of its own, in order, and without relying on the order.
+    """Reads one client's stream, in a task of its own, and acknowledges what was taken.
 
-    After a failover the stream may be a little older than what was read: entries come again (known by job and sample),
-    or get ids below those seen (noticed by their number). Both are put right here.
+    After a failover the stream may be a little older than what was read. Then entries come again, which are known by
+    job and sample; or new entries get ids below those that were read, which shows in the number of entries.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class ReplyReader:
         self.repeats = 0
 
     async def open(self) -> None:
-        """Take in what an earlier client of this id had not finished with, then read on in the background."""
+        """Read what an earlier client of this id had not acknowledged, then go on reading in the background."""
         open_jobs = await self._broker.open_jobs(self._client_id)
         known = await self._broker.submitted(open_jobs)
         while replies := await self._broker.read_replies(self._client_id, self._last, count=self._count):
             self._take_in(replies)
-        # In this order: what ended before the question has all its outcomes in what was read.
+        # In this order: a job that had ended when `open_jobs` was asked has all its outcomes on the stream by now.
         self._inbox.recover(open_jobs, known)
         self.check_open()
         self._task = asyncio.create_task(self._read())
@@ -82,12 +82,12 @@ class ReplyReader:
             raise RolloutMQError(f"client {self._client_id} is closed")
 
     async def notify(self) -> None:
-        """The inbox has changed from elsewhere."""
+        """Wake whoever waits in `until`: an inbox has changed by other means than reading."""
         async with self._news:
             self._news.notify_all()
 
     async def until(self, ready: Callable[[], bool], timeout: float | None) -> None:
-        """Return once `ready`, looked at when something arrives. Raises WaitTimeout, or RolloutMQError if closed."""
+        """Return once `ready()`, asked whenever something arrives. Raises WaitTimeout, or RolloutMQError if closed."""
         try:
             async with asyncio.timeout(timeout), self._news:
                 while True:
@@ -132,8 +132,8 @@ class ReplyReader:
                 except (RedisError, OSError) as error:
                     log.warning("results cannot be read: %s", error)
                     await asyncio.sleep(RETRY_S)
-                    self._last = "0"  # another server may be there now, on which what was acknowledged is not
-                    self._count = max(1, self._count // 2)  # it may have been too much to read in time
+                    self._last = "0"  # after a failover the new server may not know what was acknowledged
+                    self._count = max(1, self._count // 2)  # the reply may have been too large to read in time
                     continue
                 if replies:
                     async with self._news:
@@ -154,12 +154,12 @@ class ReplyReader:
             self._news.notify_all()
 
     async def _look_around(self) -> None:
-        # Deadlines pass, too, while the pool has no worker to notice it.
+        # In a pool without workers nobody else ends jobs whose deadline has passed.
         await self._broker.end_overdue()
         newest = await self._broker.newest_reply(self._client_id)
         behind = newest is not None and newest not in self._unacked
         if behind or await self._broker.count_replies(self._client_id) > len(self._unacked):
-            self._last = "0"  # there are entries behind our back: go through all of them
+            self._last = "0"  # some entries have ids below those that were read: read all of them
 
     def _take_in(self, replies: list[Reply]) -> None:
         self._last = replies[-1].entry_id
@@ -179,7 +179,7 @@ class ReplyReader:
         acks, self._acks = self._acks, []
         try:
             await self._broker.ack(self._client_id, acks)
-        except BaseException as error:  # cancelled, too: they are still to be sent
+        except BaseException as error:  # also when cancelled: they are still to be sent
             self._acks = acks + self._acks
             if not isinstance(error, RedisError | OSError):
                 raise
