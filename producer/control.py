@@ -236,7 +236,7 @@ class PoolControl:
         return await self.send("set_version", {"version": version}, worker_id=worker_id, timeout=timeout)
 
     async def audit(self, *, names: int = 20, worker_id: str = "", timeout: float = 600.0) -> PoolAudit:
-        """Check every bit of the engines' weights while they serve, and compare the workers. names: most names listed."""
+        """Check every bit of the weights while engines serve, and compare the workers. names: most names listed."""
         answers = await self.send("audit", {"names": names}, worker_id=worker_id, timeout=timeout)
         prints: dict[tuple[int, str], dict[str, list[str]]] = {}
         for worker, result in answers.results.items():
@@ -272,7 +272,7 @@ class PoolControl:
         worker_id: str = "",
         timeout: float = 3600.0,
     ) -> Answers:
-        """Load weights from a folder on the workers' hosts, and serve them as `version`, above all that the pool has."""
+        """Load weights from a folder on the workers' hosts, to serve them as `version`, above all of the pool's."""
         params = {"path": path, "version": version, "format": format}
         return await self.send("load", params, worker_id=worker_id, timeout=timeout)
 

@@ -76,7 +76,7 @@ class Inbox:
 
     @contextlib.contextmanager
     def reserved(self, job_id: str) -> Iterator[None]:
-        """While the block lasts, only `take_job` gives outcomes of this job. Raises RolloutMQError if it is so already."""
+        """In the block, only `take_job` gives outcomes of this job. Raises RolloutMQError if it does already."""
         if job_id in self._aside:
             raise RolloutMQError(f"job {job_id} is being streamed already")
         waiting = [key for key in self._waiting if key[0] == job_id] if job_id in self._jobs else []
