@@ -164,7 +164,7 @@ def _refused(entry_id: str, error: Exception) -> dict[str, str]:
 
 def _requeue_all(redis_url: str, pool: str, params: dict[str, Any], json: bool) -> int:
     """The operation that `ops run dead-requeue` is, here and now."""
-    from ..operations.run import run_here
+    from ..operations import run_here
     from ..terminal import ProgressLine
 
     with ProgressLine() as line:

@@ -118,7 +118,7 @@ def _queue(redis_url: str, pool: str) -> OperationQueue:
 
 
 def _run_here(name: str, params: dict[str, Any], redis_url: str, pool: str) -> int:
-    from ..operations.run import run_here
+    from ..operations import run_here
 
     with ProgressLine() as line:
         result = run_here(name, params, redis_url, pool, line.report)

@@ -1,4 +1,9 @@
-"""The trainer's model: GRPO steps, the versions they make, and a check of the engine's log-probabilities."""
+"""The trainer's model: GRPO steps, the versions they make, and a check of the engine's log-probabilities.
+
+GRPO (Shao et al. 2024, arXiv:2402.03300) for samples that older weights drew. Advantages come from the group alone,
+without a value network. The importance ratio is taken against the log-probabilities that came back with the samples:
+those of the weights that sampled each token, however many versions ago.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,6 @@ from typing import Any
 
 import torch
 
-from . import grpo
 from .batch import NO_VERSION, Batch
 from .model import token_logprobs
 from .task import PROMPT_TOKENS
@@ -18,6 +22,9 @@ WARMUP_STEPS = 10
 FINAL_SHARE = 0.1
 MAX_GRADIENT = 1.0
 REMEMBERED = 64
+CLIP_LOW, CLIP_HIGH = 0.2, 0.3
+TRUNCATE = 2.0
+EPSILON = 1e-3
 
 
 class Learner:
@@ -40,9 +47,9 @@ class Learner:
         batch = batch.to(self.model.device)
         for group in self._optimizer.param_groups:
             group["lr"] = LEARNING_RATE * self._rate()
-        advantage = grpo.advantages(batch.rewards).flatten(0, 1)
+        advantage = advantages(batch.rewards).flatten(0, 1)
         logprobs = token_logprobs(self.model, batch.sequences)[:, PROMPT_TOKENS - 1 :]
-        loss = grpo.loss(logprobs, batch.behaviour, advantage, batch.mask)
+        loss = policy_loss(logprobs, batch.behaviour, advantage, batch.mask)
         self._optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT)
@@ -76,3 +83,35 @@ class Learner:
         self._states[self.version] = {name: value.clone() for name, value in self.model.state_dict().items()}
         if len(self._states) > REMEMBERED:
             self._states.popitem(last=False)
+
+
+def advantages(rewards: torch.Tensor) -> torch.Tensor:
+    """How much better than its group a sample went on from each token.
+
+    rewards: (g, n, t) float32, n samples of each of g prompts, a reward for every token. Returns (g, n, t) float32.
+
+    Process supervision as in section 4.1.3 of the paper: a token answers for its own reward and those after it. Here
+    that sum is normalised over the group position by position, so that each position has a baseline of its own. Where
+    all samples of a group earned the same, the advantage is 0.
+    """
+    to_come = rewards.flip(-1).cumsum(-1).flip(-1)
+    centred = to_come - to_come.mean(1, keepdim=True)
+    return centred / (to_come.std(1, unbiased=False, keepdim=True) + EPSILON)
+
+
+def policy_loss(
+    logprobs: torch.Tensor, behaviour: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Clipped and truncated importance-weighted policy loss, averaged over the tokens of the batch; a scalar.
+
+    logprobs: (b, t) float32, the trainer's, with gradient. behaviour: (b, t), the sampler's. advantage: (b, t).
+    mask: (b, t), 1 for tokens that exist.
+
+    Ratios are clipped to [1 - CLIP_LOW, 1 + CLIP_HIGH] (PPO; the higher upper bound as in DAPO, arXiv:2503.14476) and
+    never count above TRUNCATE: where the advantage is negative PPO's minimum has no bound, and one stale sample could
+    outweigh a batch (dual clip, arXiv:1912.09729).
+    """
+    ratio = (logprobs - behaviour).exp()
+    plain = ratio.clamp(max=TRUNCATE) * advantage
+    clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage
+    return -(torch.minimum(plain, clipped) * mask).sum() / mask.sum()

@@ -23,12 +23,11 @@ from ..redis import EmbeddedRedis
 from .incidents import Incidents
 from .learner import Learner
 from .live import View
-from .model import make_model, save_checkpoint
+from .model import Warmup, make_model, save_checkpoint, warm_up
 from .pool import PoolSettings, Workers
 from .report import draw_report
 from .summary import objections, summarise
 from .trainer import Step, Trainer
-from .warmup import Warmup, warm_up
 from .watch import Watch
 
 STEPS = 130

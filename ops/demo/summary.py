@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...sync.publish import PublishReport
+from .model import Warmup
 from .tally import Tally
 from .trainer import Step
-from .warmup import Warmup
 
 ENDS = 10
 MAX_GAP = 0.02

@@ -1,3 +1,5 @@
-"""Long operator work: operations run as RQ jobs, or here and now. Each is a file in catalog/ (docs/operations.md)."""
+"""Long operator work: how operations are submitted, run and watched. What needs RQ is imported by its module."""
 
-__all__ = []
+from .run import run_here, run_operation
+
+__all__ = ["run_here", "run_operation"]
