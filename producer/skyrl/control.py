@@ -13,7 +13,7 @@ from typing import Any
 from ...messages import errors
 from ...messages.errors import EngineError, FeatureUnavailable, InvalidField, RolloutMQError, WaitTimeout
 from ...messages.model import MEMORY_TAGS
-from ..control import NO_ANSWER, Answer
+from ..control import NO_ANSWER, Answer, Answers, PoolAudit
 from .calls import Calls
 from .core import EngineCore
 
@@ -48,22 +48,22 @@ class WorkerControl:
         what it cannot do; WaitTimeout if a worker that still lives did not answer.
         """
         client = await self._core.client()
-        answers = await client.control.send(action, params, worker_id=worker_id, timeout=timeout_s)
+        return await self._done(await client.control.send(action, params, worker_id=worker_id, timeout=timeout_s))
+
+    async def _done(self, answers: Answers) -> dict[str, dict[str, Any]]:
+        """The results of those that have done it; raises as `ask`."""
         silent = [one for one in answers.failed if one.kind == NO_ANSWER]
         alive = {worker.worker_id for worker in await self._core.workers()} if silent else set()
         for one in answers.failed:
             if one not in silent or one.worker_id in alive:
-                raise _error(action, one)
+                raise _error(answers.action, one)
         return {worker: dict(result) for worker, result in answers.results.items()}
 
-    async def _ask_all(
-        self, method: str, action: str, params: dict[str, Any] | None = None
-    ) -> dict[str, dict[str, Any]]:
-        """As `ask`, for a method of SkyRL's; raises RolloutMQError if there is no worker."""
-        answers = await self.ask(action, params)
-        if not answers:
-            raise RolloutMQError(f"{method}: {NOBODY}")
-        return answers
+    async def _audit(self, method: str, names: int) -> tuple[PoolAudit, dict[str, dict[str, Any]]]:
+        """An audit for a method of SkyRL's, and what each worker found, with so many names of tensors at most."""
+        client = await self._core.client()
+        audit = await client.control.audit(names=names, timeout=COMMAND_S)
+        return audit, _some(method, await self._done(audit.answers))
 
     async def _ask_one(self, action: str, params: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """The answer of the least busy worker that serves. Raises RolloutMQError if there is none, and as `ask`."""
@@ -164,7 +164,7 @@ class WorkerControl:
 
     async def start_profile(self) -> bool:
         """Every worker begins to record."""
-        return bool(await self._ask_all("start_profile", "start_profile"))
+        return bool(_some("start_profile", await self.ask("start_profile")))
 
     # --- facts -----------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class WorkerControl:
     async def memory_pool_size(self) -> dict[str, int]:
         """Tokens of the workers' KV caches together."""
         totals = {"total_tokens": 0, "available_tokens": 0, "used_tokens": 0}
-        for worker, answer in (await self._ask_all("get_memory_pool_size", "version")).items():
+        for worker, answer in _some("get_memory_pool_size", await self.ask("version")).items():
             pool = answer.get("kv_tokens")
             if not isinstance(pool, dict) or not totals.keys() <= pool.keys():
                 raise FeatureUnavailable("get_memory_pool_size", None, f"nothing: worker {worker} does not tell it")
@@ -198,29 +198,23 @@ class WorkerControl:
             raise InvalidField("check_inf", check_inf, f"{check_nan}, as check_nan: both are looked for at once")
         if isinstance(weight_names, str):
             raise InvalidField("weight_names", weight_names, "names, or None")
-        answers = await self._ask_all("validate_weights", "audit", {"names": 10_000})
+        audit, answers = await self._audit("validate_weights", 10_000)
         kinds = ("nonfinite", "zero", "wrong")
         found = {kind: sorted({name for one in answers.values() for name in one.get(kind, ())}) for kind in kinds}
         bad = found["wrong"] + found["zero"] + (found["nonfinite"] if check_nan else [])
-        versions = {int(one["version"]) for one in answers.values()}
-        return {"valid": not bad, "version": str(max(versions)), **found, "workers": answers}
+        return {"valid": not bad, "version": str(max(audit.versions.values())), **found, "workers": answers}
 
     async def compare(self, expected_version: str | int | None) -> dict[str, Any]:
         """Whether all workers serve this version with the same bits."""
         expected = str(expected_version)
-        answers = await self._ask_all("check_weight_sync_integrity", "audit")
-        versions = {worker: str(one["version"]) for worker, one in answers.items()}
-        prints = {worker: str(one.get("fingerprint", "")) for worker, one in answers.items()}
-        kinds: dict[str, set[str]] = {}
-        for worker, one in answers.items():
-            kinds.setdefault(str(one.get("kind", "")), set()).add(prints[worker])
-        wrong = {worker: list(one.get("wrong", ())) for worker, one in answers.items() if one.get("wrong")}
-        consistent = set(versions.values()) == {expected} and not wrong and all(len(one) == 1 for one in kinds.values())
+        audit, answers = await self._audit("check_weight_sync_integrity", 20)
+        versions = {worker: str(version) for worker, version in audit.versions.items()}
+        wrong = {worker: list(one["wrong"]) for worker, one in answers.items() if one.get("wrong")}
         return {
-            "consistent": consistent,
+            "consistent": set(versions.values()) == {expected} and not wrong and not audit.apart,
             "expected_version": expected,
             "versions": versions,
-            "fingerprints": prints,
+            "fingerprints": {worker: str(one["fingerprint"]) for worker, one in answers.items()},
             "wrong": wrong,
         }
 
@@ -243,6 +237,13 @@ def memory_tags(args: Sequence[Any], tags: Any, kwargs: dict[str, Any]) -> list[
         if tag not in MEMORY_TAGS:
             raise InvalidField("tags", tag, f"some of {', '.join(MEMORY_TAGS)}, or none for all")
     return found
+
+
+def _some(method: str, answers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The answers. Raises RolloutMQError if no worker has given one."""
+    if not answers:
+        raise RolloutMQError(f"{method}: {NOBODY}")
+    return answers
 
 
 def _error(action: str, answer: Answer) -> RolloutMQError:

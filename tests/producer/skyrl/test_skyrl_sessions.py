@@ -84,6 +84,10 @@ async def test_append_branch_replace_and_drop(redis_db: str) -> None:
         with pytest.raises(InvalidField, match="rid="):
             await turn(it, session, [6], spy, rid=rid(second))
 
+        with pytest.raises(InvalidField, match="prompts"):  # a batch that is wrong replaces nothing
+            await it.generate_with_session(session, {}, replace=True)
+        assert (await it.get_session_info(session) or {})["requests"] == info["requests"]
+
         again, prompt = await turn(it, session, [7], spy, replace=True)
         assert prompt == [7]
         info = await it.get_session_info(session)
