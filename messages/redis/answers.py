@@ -68,9 +68,9 @@ def meaning(error: ResponseError) -> ResponseError:
         return RedisRefused(f"Redis takes no writes: {why}", reason)
     if code in _CLASSES:
         return _CLASSES[code](text)
-    if "cript attempted to access a non local key" in text:
+    if "ttempted to access a non local key" in text:
         return TryAgainError(f"the pool's slot is being moved to another node: {text}")
-    if "The user executing the script can't" in text:
+    if "The user executing the script can't" in text or "ACL failure in script" in text:
         return NoPermissionError(text)
     return error
 

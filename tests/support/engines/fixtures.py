@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from support.engines import forking
 from support.engines.remote import RemoteEngine
 from support.specimens.own_processors import OWN
 
@@ -24,20 +25,11 @@ class EngineUnderTest(SGLangEngine):
     _weight_loader = "support.engines.substitute_loader.receive"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What uses the shared engine comes last: a process can have one engine at a time, and other modules start theirs.
-
-    `test_sglang_engine` is the very last, because it ends the engine's life. A test that asks for it as it runs
-    (getfixturevalue) has the marker `shared_engine`.
-    """
-
-    def stage(item: pytest.Item) -> int:
-        module = getattr(item, "module", None)
-        asks = "engine" in getattr(item, "fixturenames", ()) or item.get_closest_marker("shared_engine") is not None
-        shared = asks and not hasattr(module, "engine")
-        return shared + (getattr(module, "__name__", "") == "test_sglang_engine")
-
-    items.sort(key=stage)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Engines are started from a process that has SGLang imported, from the first one on."""
+    if item.get_closest_marker("sglang") is not None:
+        forking.install()
 
 
 @pytest.fixture(scope="session")

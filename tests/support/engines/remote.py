@@ -11,14 +11,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
+from support.engines import forking
 
 from rolloutmq.worker.engine.protocol import EngineInfo, EngineOutput, EngineRequest
 from rolloutmq.worker.sglang.engine import SGLangConfig
 
 START_S = 180.0
-
-
-NAME = "remote-engine"
 
 
 class RemoteEngine:
@@ -27,10 +25,8 @@ class RemoteEngine:
     info: EngineInfo
 
     def __init__(self, config: SGLangConfig) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(config, theirs), name=NAME)
-        self._process.start()
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = forking.Forked(_run, config, theirs)
         theirs.close()
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
@@ -52,8 +48,7 @@ class RemoteEngine:
     def close(self) -> None:
         """End it; its own processes end with it."""
         self._pipe.send(None)
-        self._process.join(60)
-        assert self._process.exitcode == 0
+        assert self._process.wait(60) == 0
 
     def _receive(self) -> None:
         while True:
@@ -97,12 +92,8 @@ async def _serve(config: SGLangConfig, pipe: Connection) -> None:
     await engine.close()
 
 
-def own_children() -> list[Any]:
-    """Processes of this process' own engine; another may be beside it, in a process of its own."""
-    return [child for child in multiprocessing.active_children() if child.name != NAME]
-
-
 def descendants() -> set[int]:
-    """Processes below this one, but for Python's resource trackers, which stay."""
+    """Processes below this one, but for those that stay: Python's resource trackers, and what engines are forked from."""
     found = psutil.Process().children(recursive=True)
-    return {each.pid for each in found if "resource_tracker" not in " ".join(each.cmdline())}
+    stay = forking._server._forkserver_pid
+    return {each.pid for each in found if each.pid != stay and "resource_tracker" not in " ".join(each.cmdline())}

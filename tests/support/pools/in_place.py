@@ -63,7 +63,7 @@ def receive(model: Any, named_tensors: Any) -> None:
 class InPlaceEngine(SGLangEngine):
     """An engine with the loader above."""
 
-    _weight_loader = "in_place.receive"
+    _weight_loader = "support.pools.in_place.receive"
 
     async def replace(self, weights: Path, key: str) -> dict[str, Any]:
         """Load `weights` in one request, whatever runs; the loader's answer, once it has come."""

@@ -1,4 +1,4 @@
-"""A real `rolloutmq worker` as an operator starts it: a process of its own, with a real SGLang engine in it."""
+"""A real `rolloutmq worker`: a process of its own, with a real SGLang engine in it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,30 @@ import time
 from pathlib import Path
 
 import psutil
+from support.engines.forking import Forked, command_line
 
 COMMAND = [sys.executable, "-m", "rolloutmq.ops.entry"]
 
 
 class WorkerProcess:
-    """Started at once, ready when `wait_joined` returns. Everything it prints goes to `log`."""
+    """Started at once, ready when `wait_joined` returns. Everything it prints goes to `log`.
 
-    def __init__(self, model: Path, redis_url: str, log: Path, *options: str) -> None:
+    forked: what it imports is there already; without, it is a program that starts from nothing, as operators start it.
+    """
+
+    process: Forked | subprocess.Popen[bytes]
+
+    def __init__(self, model: Path, redis_url: str, log: Path, *options: str, forked: bool = True) -> None:
         self.log = log
-        self._out = log.open("wb")
-        self.process = subprocess.Popen(
-            [*COMMAND, "worker", "--model", str(model), "--redis", redis_url, "--lease", "3", *options],
-            stdout=self._out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        command = ["worker", "--model", str(model), "--redis", redis_url, "--lease", "3", *options]
+        log.write_text("")
+        if forked:
+            self.process = Forked(command_line, *command, log=log)
+            return
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [*COMMAND, *command], stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -57,11 +65,8 @@ class WorkerProcess:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(10)
-        self._out.close()
 
     def terminate(self, timeout_s: float) -> int:
         """SIGTERM; returns the exit code."""
         self.process.terminate()
-        code = self.process.wait(timeout_s)
-        self._out.close()
-        return code
+        return self.process.wait(timeout_s)

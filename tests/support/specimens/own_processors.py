@@ -10,7 +10,7 @@ import torch
 from rolloutmq.messages.errors import InvalidField
 from rolloutmq.worker.logit_processors import LogitProcessor, Rows
 
-OWN = {name: f"own_processors:{name.title()}" for name in ("counter", "fresh", "broken")}
+OWN = {name: f"{__name__}:{name.title()}" for name in ("counter", "fresh", "broken")}
 
 
 class Counter(LogitProcessor):

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from support.engines import substitute_loader
-from support.engines.remote import descendants, own_children
+from support.engines.remote import descendants
 from support.peers.peers import Line
 
 from rolloutmq.messages.errors import EngineDead, EngineError, RequestRefused
@@ -347,8 +347,8 @@ async def test_a_killed_scheduler_is_noticed_and_the_engine_starts_again(
     from rolloutmq.sync.packing.packing import PackedWeights  # noqa: PLC0415
     from rolloutmq.sync.wire.group import here  # noqa: PLC0415
 
-    others = descendants() - {p.pid for p in psutil.Process(own_children()[0].pid).children(recursive=True)}
-    others -= {child.pid for child in own_children()}
+    others = descendants() - {p.pid for p in psutil.Process(multiprocessing.active_children()[0].pid).children(recursive=True)}
+    others -= {child.pid for child in multiprocessing.active_children()}
     bystander = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)  # noqa: ASYNC220
     sigterm, sigquit = signal.getsignal(signal.SIGTERM), engine._run._sigquit
     tasks = [asyncio.create_task(engine.generate(request(max_new_tokens=900))) for _ in range(12)]
@@ -356,7 +356,7 @@ async def test_a_killed_scheduler_is_noticed_and_the_engine_starts_again(
     transfer = asyncio.create_task(engine.prepare_weights(sending.orders[0]))
     await until(lambda: len(engine._run.manager.rid_to_state) == 12)
     await until(lambda: line.broadcaster.store.check([here(sending.announcement.group, 1)]))
-    [scheduler] = own_children()
+    [scheduler] = multiprocessing.active_children()
     os.kill(scheduler.pid, signal.SIGKILL)
     results = await asyncio.wait_for(asyncio.gather(*tasks, transfer, return_exceptions=True), 2)
     assert {type(r) for r in results} == {EngineDead}
@@ -394,4 +394,4 @@ async def test_a_model_that_cannot_be_loaded(engine: SGLangEngine, tmp_path: Any
     with pytest.raises(EngineError, match="nothing"):
         await missing.start()
     assert not await missing.healthy()
-    assert own_children() == []
+    assert multiprocessing.active_children() == []

@@ -1,0 +1,66 @@
+"""In which order tests run, and which of them in one process when there are several (`pytest -n 2`).
+
+A file stays in one process, with the servers of its fixtures. The tests whose process has an engine in it are all in
+one process, because that imports SGLang, and share its engine. What takes longest begins first: what begins last
+decides how long the other processes wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+ENGINES = "tests/worker/sglang/"
+IN_PROCESS = ("tests/worker/sglang/generation/", "tests/worker/sglang/weights/")
+LONG = (
+    "test_state_machine", "test_kills", "test_operations", "test_commands_serving", "test_cluster", "test_restart",
+    "test_publish_faults", "test_skyrl_weights", "test_disk_crash", "test_torchrun",
+)  # fmt: skip
+"""Modules that take longest of those without an engine."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: (rank(item.nodeid), stage(item)))
+
+
+def rank(nodeid: str) -> int:
+    """Of a test's file; the lowest begins first."""
+    if nodeid.startswith(ENGINES):
+        return 0 if nodeid.startswith(IN_PROCESS) else 1
+    return 2 if nodeid.partition(".py")[0].endswith(LONG) else 3
+
+
+def stage(item: pytest.Item) -> int:
+    """What uses the shared engine comes last: a process can have one engine at a time, and other modules start theirs.
+
+    `test_sglang_engine` is the very last, because it ends the engine's life. A test that asks for it as it runs
+    (getfixturevalue) has the marker `shared_engine`.
+    """
+    module = getattr(item, "module", None)
+    asks = "engine" in getattr(item, "fixturenames", ()) or item.get_closest_marker("shared_engine") is not None
+    shared = asks and not hasattr(module, "engine")
+    return shared + (getattr(module, "__name__", "") == "test_sglang_engine")
+
+
+def unit(nodeid: str) -> str:
+    """Tests of one unit run in one process."""
+    return ENGINES if nodeid.startswith(IN_PROCESS) else nodeid.partition("::")[0]
+
+
+class Xdist:
+    """Hooks of pytest-xdist, registered where there is one."""
+
+    @pytest.hookimpl
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415
+
+        config.option.loadscopereorder = False  # else the files with most tests begin first
+        scheduler = LoadFileScheduling(config, log)
+        scheduler._split_scope = unit
+        return scheduler
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(Xdist())
