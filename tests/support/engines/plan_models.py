@@ -46,6 +46,7 @@ def write_models(folder: Path, kind: str, dtype: str = "float32", **changes: Any
 
 async def findings(folder: Path, **config: Any) -> list[dict[str, Any]]:
     """What the hook found on every rank."""
+    from rolloutmq.ops.bench.sync.stock import _session  # noqa: PLC0415
     from rolloutmq.worker.sglang import compat as sglang_compat  # noqa: PLC0415
 
     engine = PlanEngine(
@@ -55,7 +56,7 @@ async def findings(folder: Path, **config: Any) -> list[dict[str, Any]]:
     try:
         manager, size = engine._run.manager, engine.config.tp_size
         text = json.dumps({"weights": str(folder / "b" / "model.safetensors"), "report": str(folder / "report")})
-        async with sglang_compat.weight_update(manager):
+        async with _session(manager):
             await sglang_compat.run_loader(manager, "support.engines.plan_loader.check", text, size)
     finally:
         await engine.close()

@@ -93,7 +93,7 @@ async def _serve(config: SGLangConfig, pipe: Connection) -> None:
 
 
 def descendants() -> set[int]:
-    """Processes below this one, but for those that stay: Python's resource trackers, and what engines are forked from."""
+    """Processes below this one; not Python's resource trackers and what engines are forked from, which stay."""
     found = psutil.Process().children(recursive=True)
     stay = forking._server._forkserver_pid
     return {each.pid for each in found if each.pid != stay and "resource_tracker" not in " ".join(each.cmdline())}

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 
 from rolloutmq.messages.errors import RedisUnavailable
 from rolloutmq.ops.redis import embedded as embedded_redis
-from rolloutmq.ops.redis.binary import find_server
+from rolloutmq.ops.redis.binary import BINARY_VARIABLE, find_server
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 # A replica's first sync starts at once; by default the primary waits 5 s for others to come along.
@@ -268,17 +269,27 @@ def _openssl(*arguments: str) -> None:
 
 @contextmanager
 def tls_server(certificates: Certificates, certificate: Path, **config: str) -> Iterator[int]:
-    """The TLS port of a server that shows `certificate`. Raises NoTls if the binary cannot do it."""
+    """The TLS port of a server that shows `certificate`; raises NoTls if there is none that can do TLS.
+
+    The tests' own binary is tried first, then every one on PATH.
+    """
     port = free_port(embedded_redis.PORTS)
     settings = {
         "tls-port": str(port), "tls-cert-file": str(certificate), "tls-key-file": str(certificates.key(certificate)),
         "tls-ca-cert-file": str(certificates.ca), "tls-auth-clients": "no",
     }  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(EmbeddedRedis(config=settings | config))
-        except RedisUnavailable as error:
-            if "Bad directive" in str(error):
-                raise NoTls("this redis-server was built without TLS") from error
-            raise
-        yield port
+    names, folders = ("redis-server", "valkey-server"), os.get_exec_path()
+    on_path = (shutil.which(name, path=folder) for name in names for folder in folders)
+    for binary in dict.fromkeys([find_server(), *filter(None, on_path)]):
+        with contextlib.ExitStack() as stack:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(BINARY_VARIABLE, binary)
+                try:
+                    stack.enter_context(EmbeddedRedis(config=settings | config))
+                except RedisUnavailable as error:
+                    if "Bad directive" in str(error) or "Failed finding TLS support" in str(error):
+                        continue
+                    raise
+            yield port
+            return
+    raise NoTls(f"{find_server()} was built without TLS, and so was every redis-server on PATH")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -102,9 +101,7 @@ async def test_reading_stops_for_a_transfer(redis_db: str, tmp_path: Path, monke
     monkeypatch.setattr("rolloutmq.sync.receive.receiver.read_into", slowly)
     async with joined(redis_db, snapshots=str(tmp_path)) as late, publisher(redis_db) as source:
         await asyncio.to_thread(reading.wait, 10)
-        began = time.monotonic()
         assert (await publish(source, 2)).workers == (late.id,)
-        assert time.monotonic() - began < 4.0
         go_on.set()
         assert await serve(redis_db, 1) == {(2,)}
         check_equal(late.engine, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,6 +20,9 @@ from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.sync.wire.broadcaster import Broadcaster
 from rolloutmq.sync.wire.rendezvous import serve_store
 from rolloutmq.worker.scripted.engine import ScriptedEngine
+
+NEVER_S = 600.0
+"""A timeout that a test does not live to see: what waits for it fails."""
 
 
 @pytest.fixture
@@ -96,14 +98,13 @@ async def test_what_is_not_what_was_sent_is_refused(
 async def test_a_worker_that_dies_between_joining_and_meeting(redis_db: str, ledger: Ledger) -> None:
     """It joins and is never heard of again: its lease ends, and the others get the version without it."""
     phantom = Lease(ledger.redis, "default", "phantom", lease_s=1.0)
-    async with worker(redis_db) as one, worker(redis_db) as two, publisher(redis_db, transfer_timeout_s=6.0) as source:
+    patient = publisher(redis_db, transfer_timeout_s=NEVER_S)
+    async with worker(redis_db) as one, worker(redis_db) as two, patient as source:
         await phantom.join(status("phantom"))
-        began = time.monotonic()
         handle = source.publish(1, WEIGHTS.items())
         number = await eventually(ledger.open_epoch)
         assert await ledger.join(number, "phantom", Join(1))
         report = await asyncio.to_thread(handle.wait, 20)
-        assert time.monotonic() - began < 1.0 + 3.0  # its lease, and a second transfer; no timeout
         assert (report.state, set(report.workers)) == ("committed", {one.id, two.id})
         assert set(report.failures) == {"phantom"}
         assert report.failures["phantom"].startswith("was lost during the transfer")
@@ -121,12 +122,10 @@ async def test_a_worker_that_joins_and_then_only_breathes(redis_db: str, ledger:
     phantom = Lease(ledger.redis, "default", "phantom", lease_s=60.0)
     async with worker(redis_db) as one, worker(redis_db) as two, publisher(redis_db, transfer_timeout_s=1.5) as source:
         await phantom.join(status("phantom"))
-        began = time.monotonic()
         handle = source.publish(1, WEIGHTS.items())
         number = await eventually(ledger.open_epoch)
         assert await ledger.join(number, "phantom", Join(1))
         report = await asyncio.to_thread(handle.wait, 20)
-        assert time.monotonic() - began < 1.5 + GRACE_S + 3.0
         assert (report.state, set(report.workers)) == ("committed", {one.id, two.id})
         assert report.failures["phantom"].startswith("was lost during the transfer")
         await serve_some(ledger, 0, 1)
@@ -134,11 +133,9 @@ async def test_a_worker_that_joins_and_then_only_breathes(redis_db: str, ledger:
 
 async def test_a_worker_that_is_dead_before_it_joins_costs_nothing(redis_db: str, ledger: Ledger) -> None:
     dead = Lease(ledger.redis, "default", "dead", lease_s=0.5)
-    async with worker(redis_db) as running, publisher(redis_db, join_timeout_s=15.0) as source:
+    async with worker(redis_db) as running, publisher(redis_db, join_timeout_s=NEVER_S) as source:
         await dead.join(status("dead"))
-        began = time.monotonic()
         report = await publish(source, 1)
-        assert time.monotonic() - began < 5  # as soon as its lease was over
         assert (report.state, report.workers) == ("committed", (running.id,))
         assert report.failures == {"dead": "did not answer the announcement in time"}
 
@@ -188,9 +185,7 @@ async def test_who_never_comes_keeps_nobody_from_the_version(redis_db: str, erro
         worker(redis_db, engine=Stranger()) as other,
         publisher(redis_db, transfer_timeout_s=timeout_s) as source,
     ):
-        began = time.monotonic()
         report = await publish(source, 1)
-        assert time.monotonic() - began < (timeout_s + GRACE_S if waits else 0.0) + 1.5
         assert (report.state, set(report.workers)) == ("committed", {one.id, two.id})
         assert report.failures == {other.id: f"rendezvous: {error}"}
         assert other.worker._generation.version == 0
@@ -209,10 +204,8 @@ async def test_the_publisher_dies_after_the_announcement(redis_db: str, ledger: 
         )
         await eventually(lambda: joined(ledger, epoch, running.id))
         await serve_some(ledger, 0, 0)
-        began = time.monotonic()
-        async with publisher(redis_db, join_timeout_s=10.0) as source:
+        async with publisher(redis_db, join_timeout_s=NEVER_S) as source:
             assert (await publish(source, 2)).state == "committed"
-        assert time.monotonic() - began < 5
         await serve_some(ledger, 1, 2)
 
 
@@ -240,11 +233,9 @@ async def test_the_publisher_dies_after_the_seal(redis_db: str, ledger: Ledger) 
         )
         await ledger.announce(announcement)
         await eventually(lambda: joined(ledger, announcement.epoch, running.id))
-        began = time.monotonic()
         await ledger.seal(announcement.model_copy(update={"roster": {running.id: 1}, "world_size": 2, "group": "g"}))
         await serve_some(ledger, 0, 0)
         report = await eventually(lambda: reported(ledger, announcement.epoch, running.id), 4.0)
-        assert time.monotonic() - began < 4
         assert not running.worker._follower.updating
         await serve_some(ledger, 1, 0)
         assert (report.ok, report.phase, report.intact) == (False, "rendezvous", True)

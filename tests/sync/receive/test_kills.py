@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -25,9 +24,9 @@ from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.sync.publish.publisher import PublishReport
 from rolloutmq.sync.tensors.digester import digest
 from rolloutmq.sync.transfer.ledger import Ledger
-from rolloutmq.sync.transfer.rounds import ATTEMPTS, GLANCE_S, GRACE_S
+from rolloutmq.sync.transfer.rounds import ATTEMPTS, GRACE_S
 
-LEASE_S = 1.0
+NEVER_S = 600.0
 JOIN_S = 3.0
 TRANSFER_S = 3.0
 TIMES = {"join_timeout_s": JOIN_S, "transfer_timeout_s": TRANSFER_S}
@@ -141,21 +140,28 @@ async def publish(source: WeightPublisher, version: int, timeout: float = 60.0) 
     return await asyncio.to_thread(handle.wait, timeout)
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize(("at", "mode"), [(at, MODES[i % 3]) for i, at in enumerate(POINTS)])
+def cases(points: Sequence[str]) -> list[Any]:
+    """Each point with both ways to fail, and each mode with both; of the two at a point one is slow."""
+    return [
+        pytest.param(at, MODES[i % 3], how, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for j, how in enumerate(HOWS)
+        for i, at in enumerate(points)
+    ]
+
+
+@pytest.mark.parametrize(("at", "mode", "how"), cases(POINTS))
 async def test_a_worker_dies_or_stops(redis_db: str, at: str, mode: UpdateMode, how: str) -> None:
-    async with pool_of(redis_db, 2) as pool, publisher(redis_db, mode=mode) as source:
+    """Its lease tells, and not a timeout; but of who stops at the rendezvous only the timeout there does."""
+    limits = {} if (at, how) == ("rendezvous", "SIGSTOP") else dict.fromkeys(TIMES, NEVER_S)
+    patient = publisher(redis_db, mode=mode, **limits)
+    async with pool_of(redis_db, 2) as pool, patient as source:
         assert (await publish(source, 1)).state == "committed"
         await pool.add()  # a new group, so that there is a rendezvous
         ids = await pool.all_on(pool.workers, 1)
         victim, *others = pool.workers
         await pool.enqueue()
         victim.fault(at, how, 2 if at == "broadcast" else 1)
-        began = time.monotonic()
         report = await publish(source, 2)
-        seconds = time.monotonic() - began
-        # Its lease tells, not a timeout; with "drain" the others first finish what runs.
-        assert seconds < LEASE_S + GLANCE_S + GRACE_S + (JOIN_S if mode == "drain" else 1.0)
         assert report.state == "committed"
         assert set(report.workers) == set(ids[1:])
         assert set(report.failures) == {ids[0]}
@@ -178,11 +184,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize(
-    ("at", "mode"),
-    [(at, MODES[i % 3]) for i, at in enumerate(("announce", "rendezvous", "broadcast", "verify", "commit"))],
-)
+@pytest.mark.parametrize(("at", "mode", "how"), cases(["announce", "rendezvous", "broadcast", "verify", "commit"]))
 async def test_the_trainer_dies_or_stops(redis_db: str, at: str, mode: UpdateMode, how: str) -> None:
     """Its successor takes over, after a death at the same port; one that wakes up again moves nothing back."""
     port = free_port()
@@ -198,7 +200,7 @@ async def test_the_trainer_dies_or_stops(redis_db: str, at: str, mode: UpdateMod
         await eventually(lambda: old.stopped or not old.process.is_alive(), 10.0, "the trainer's end")
         await pool.served({1, 2})
         successor = await pool.trainer(mode=mode, **({"port": port} if how == "SIGKILL" else {}))
-        began, state = time.monotonic(), ""
+        state = ""
         # Whoever still waits for the old one's transfer is free again at its deadline.
         bound = JOIN_S + GRACE_S + TRANSFER_S + (JOIN_S if mode == "drain" else 0.0)
         version = 2
@@ -209,7 +211,6 @@ async def test_the_trainer_dies_or_stops(redis_db: str, at: str, mode: UpdateMod
             assert isinstance(found, PublishReport), found
             state = found.state
             assert version <= 5
-        assert time.monotonic() - began < bound + JOIN_S
         await pool.all_on(pool.workers, version)
         await pool.served({version})
         if how == "SIGSTOP":
@@ -259,11 +260,9 @@ async def test_redis_dies_in_the_midst_of_a_transfer(tmp_path: Any) -> None:
             await eventually(lambda: victim.stopped)
             server.kill()
             victim.signal(signal.SIGCONT)
-            began = time.monotonic()
             await asyncio.to_thread(server.start)
             with contextlib.suppress(WeightSyncError):  # or it comes through: it depends on who asked Redis when
                 await asyncio.to_thread(handle.wait, 60)
-            assert time.monotonic() - began < JOIN_S + TRANSFER_S + GRACE_S + 20.0
 
             def whole() -> bool:
                 found = [one.status() for one in pool.workers]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -155,10 +154,8 @@ async def test_a_trainer_that_comes_back_goes_first(redis_db: str, ledger: Ledge
         async with joined(redis_db, engine=slow) as late, publisher(redis_db) as source:
             async with asyncio.timeout(15):
                 await slow.reached.wait()
-            began = time.monotonic()
             handle = source.publish(2, weights(2).items())
             await eventually(lambda: sender.sent)
-            assert time.monotonic() - began < 3.0
             assert not sender.sent[0].ok
             assert "version 2 is announced" in sender.sent[0].error
             slow.free.set()

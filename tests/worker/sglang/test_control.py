@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -41,10 +40,8 @@ async def test_a_commit_is_answered_by_its_own_report(channel: Channel) -> None:
 
 async def test_who_asks_for_a_commit_that_never_was_is_not_kept(channel: Channel) -> None:
     ControlServer(channel.folder, 0, Receiver(torch.device("cpu")))
-    began = time.monotonic()
     with pytest.raises(EngineError, match="rank 0 does not answer"):
         await channel.ask(0, {"committed": "never", "timeout_s": 0.2})
-    assert time.monotonic() - began < 5
 
 
 async def test_nobody_listens(channel: Channel) -> None:

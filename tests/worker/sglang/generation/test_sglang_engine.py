@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -347,8 +348,8 @@ async def test_a_killed_scheduler_is_noticed_and_the_engine_starts_again(
     from rolloutmq.sync.packing.packing import PackedWeights  # noqa: PLC0415
     from rolloutmq.sync.wire.group import here  # noqa: PLC0415
 
-    others = descendants() - {p.pid for p in psutil.Process(multiprocessing.active_children()[0].pid).children(recursive=True)}
-    others -= {child.pid for child in multiprocessing.active_children()}
+    others = descendants() - {p.pid for p in psutil.Process(active_children()[0].pid).children(recursive=True)}
+    others -= {child.pid for child in active_children()}
     bystander = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)  # noqa: ASYNC220
     sigterm, sigquit = signal.getsignal(signal.SIGTERM), engine._run._sigquit
     tasks = [asyncio.create_task(engine.generate(request(max_new_tokens=900))) for _ in range(12)]
@@ -356,7 +357,7 @@ async def test_a_killed_scheduler_is_noticed_and_the_engine_starts_again(
     transfer = asyncio.create_task(engine.prepare_weights(sending.orders[0]))
     await until(lambda: len(engine._run.manager.rid_to_state) == 12)
     await until(lambda: line.broadcaster.store.check([here(sending.announcement.group, 1)]))
-    [scheduler] = multiprocessing.active_children()
+    [scheduler] = active_children()
     os.kill(scheduler.pid, signal.SIGKILL)
     results = await asyncio.wait_for(asyncio.gather(*tasks, transfer, return_exceptions=True), 2)
     assert {type(r) for r in results} == {EngineDead}
@@ -394,4 +395,4 @@ async def test_a_model_that_cannot_be_loaded(engine: SGLangEngine, tmp_path: Any
     with pytest.raises(EngineError, match="nothing"):
         await missing.start()
     assert not await missing.healthy()
-    assert multiprocessing.active_children() == []
+    assert active_children() == []
