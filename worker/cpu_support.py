@@ -9,12 +9,12 @@ Two gaps stand between a CPU build of torch and `import sglang`:
   calls them, so a stand-in module does; a real `sgl_kernel` is used where there is one.
 
 Both live in the interpreter, so each process needs them before its first `import transformers` or `import sglang`.
-SGLang's own processes are started by `multiprocessing` with the spawn method, which unpickles the target function
-before its arguments: :mod:`.sglang_children` is that target and calls :func:`prepare_engine` before anything of SGLang
-is imported there. This needs no patched site-packages, and unlike a `sitecustomize` on PYTHONPATH it does not reach
-into every other Python program that a worker starts.
+`multiprocessing` starts SGLang's own processes by the spawn method, which unpickles the target function before its
+arguments. That target is in `worker/sglang/inside/entry.py`, which calls :func:`prepare_engine` before anything of
+SGLang is imported there. So site-packages stay as they are, and no other Python program that a worker starts is
+touched, as it would be by a `sitecustomize` on PYTHONPATH.
 
-Nothing here does anything where a GPU is found.
+Nothing here does anything where there is a GPU. This module imports no SGLang; a trainer may use it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import NoReturn
 from .commands import beside
 from .config import WorkerConfig
 from .garbage import settle
-from .sglang.config import SGLangConfig
+from .sglang import SGLangConfig
 from .text import ModelTokenizer
 from .worker import Worker
 

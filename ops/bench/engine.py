@@ -24,7 +24,7 @@ from ...messages.errors import ConfigError
 from ...worker.config import WorkerConfig
 from ...worker.engine import Engine, EngineRequest
 from ...worker.garbage import settle
-from ...worker.sglang.config import SGLangConfig
+from ...worker.sglang import SGLangConfig
 from ...worker.text import NoTokenizer
 from ...worker.worker import Worker
 from ..flags import as_config

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...messages.dialects import Rule, logprob_kind
-from ...worker.sglang.config import OWNED_ARGUMENTS, SGLangConfig
-from ...worker.sglang.parallel import DP_REASON, PP_REASON
+from ...worker.sglang import DP_REASON, OWNED_ARGUMENTS, PP_REASON, SGLangConfig
 
 Told = dict[str, Any]
 DTYPES = {

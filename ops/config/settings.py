@@ -24,8 +24,7 @@ from ...messages.nearest import nearest
 from ...messages.redis import DEFAULT_URL, parse, redacted
 from ...sync.transfer import SyncSettings
 from ...worker.config import WorkerConfig
-from ...worker.sglang.config import OWNED_ARGUMENTS, SGLangConfig
-from ...worker.sglang.parallel import check_parallelism
+from ...worker.sglang import OWNED_ARGUMENTS, SGLangConfig, check_parallelism
 
 Model = TypeVar("Model", bound=BaseModel)
 SECTIONS = ("worker", "engine", "job", "eval", "publisher")

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rolloutmq.worker import main
-from rolloutmq.worker.sglang.inside import scheduler as sglang_scheduler
+from rolloutmq.worker.sglang import patches
+from rolloutmq.worker.sglang.inside import scheduler
 
 
 def test_what_is_there_is_left_out_and_what_comes_later_is_not() -> None:
@@ -42,11 +43,13 @@ def test_what_is_there_is_left_out_and_what_comes_later_is_not() -> None:
 
 def test_a_scheduler_settles_before_its_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    hooks = {name: lambda _self, *_arguments: None for name in sglang_scheduler.HOOKS}
+    [listed] = [each for each in patches.PATCHES if each.what == "managers.scheduler:Scheduler"]
+    hooks = {name: lambda _self, *_arguments: None for name in listed.has.split()}
     hooks["run_event_loop"] = lambda _self: done.append("loop")
     module: Any = SimpleNamespace(Scheduler=type("Scheduler", (), hooks))
-    monkeypatch.setattr(sglang_scheduler, "settle", lambda: done.append("settled"))
-    sglang_scheduler.install(module)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", module)
+    monkeypatch.setattr(scheduler, "settle", lambda: done.append("settled"))
+    scheduler.install()
     module.Scheduler.run_event_loop(module.Scheduler.__new__(module.Scheduler))
     assert done == ["settled", "loop"]
 

@@ -1,25 +1,16 @@
-"""Media of a job on their way into SGLang: everything is bytes by then, so that SGLang opens no path and no URL."""
+"""Media of a job: the worker fetches them, so that the engine gets bytes and opens no path and no URL."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection
 
 from ...messages.errors import InvalidField, RequestRefused
 from ...messages.fetch import fetch
 from ...messages.model import MAX_MEDIUM_BYTES, GenerateJob, Medium, check_media, mime_of
 
-FEATURE = "media"
-"""Of EngineInfo.features: the model sees or hears, and SGLang can prepare what it is shown."""
 FETCH_S = 10.0
 """Seconds for all URLs of a job: nothing more is claimed meanwhile."""
-
-
-def features(manager: Any, device: str) -> frozenset[str]:
-    """What a running SGLang offers: media only on a GPU, where its models with encoders run."""
-    able = device == "cuda" and getattr(manager, "mm_processor", None) is not None
-    return frozenset({FEATURE} if able else ())
 
 
 def must_fetch(job: GenerateJob) -> bool:
@@ -52,12 +43,3 @@ def _here(one: Medium, hosts: Collection[str], deadline: float) -> Medium:
     left = max(0.0, deadline - time.monotonic())
     data = fetch(one.url, max_bytes=MAX_MEDIUM_BYTES, hosts=hosts, timeout_s=left)
     return Medium(kind=one.kind, data=data, mime=mime_of(one.kind, data, one.url))
-
-
-def arguments(media: Sequence[Medium]) -> dict[str, list[bytes]]:
-    """Arguments of SGLang's GenerateReqInput; none for a request without media."""
-    found: dict[str, list[bytes]] = {}
-    for one in media:
-        assert one.data is not None
-        found.setdefault(f"{one.kind}_data", []).append(one.data)
-    return found

@@ -1,3 +1,8 @@
-"""The engine protocol on SGLang: the half that runs in the worker's process."""
+"""The engine protocol on SGLang: the half that runs in the worker's process. `inside` is the other half.
 
-__all__ = []
+:mod:`.engine` is a door of its own, because importing it takes torch.
+"""
+
+from .config import DP_REASON, OWNED_ARGUMENTS, PP_REASON, SGLangConfig, check_parallelism
+
+__all__ = ["DP_REASON", "OWNED_ARGUMENTS", "PP_REASON", "SGLangConfig", "check_parallelism"]

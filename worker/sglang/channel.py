@@ -1,25 +1,18 @@
-"""The worker's end of the channel to SGLang's scheduler processes; sglang_control.py has the other, and the questions.
+"""The worker's end of the socket to SGLang's scheduler processes. The questions are in :mod:`.wire`.
 
-Connections are kept: to make one, and a thread to serve it, takes a millisecond on hosts where processes wake slowly,
-and an update asks twice.
+Connections are kept open. A new connection, and a thread to serve it, takes a millisecond on hosts where processes wake
+slowly, and an update asks twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 from ...messages.errors import EngineError, MessageError
 from ...sync.transfer import TransferReport
-
-LINE_LIMIT = 1 << 26
-
-
-def socket_path(folder: str, rank: int) -> str:
-    """Where the scheduler of tensor-parallel rank `rank` listens."""
-    return str(Path(folder) / f"rank{rank}")
+from .wire import LINE_LIMIT, socket_path
 
 
 class Channel:
@@ -49,7 +42,7 @@ class Channel:
             raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
 
     def close(self) -> None:
-        """Hang up. Questions under way are answered still."""
+        """Close idle connections. Questions under way are still answered."""
         self._closed = True
         for _, writer in [each for idle in self._idle.values() for each in idle]:
             writer.close()
@@ -73,5 +66,5 @@ class Channel:
         except (OSError, ValueError) as error:
             raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
         finally:
-            if writer is not None:  # hung up, or nobody waits for its answer any more
+            if writer is not None:  # closed, or nobody waits for its answer any more
                 writer.close()

@@ -6,10 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...messages.errors import ConfigError
+from ...messages.errors import ConfigError, InvalidField
 from ...messages.model import StagingPolicy
-from .parallel import check_parallelism
-from .reward_head import LOADER as HEAD_LOADER
+from .wire import HEAD_LOADER
 
 OWNED_ARGUMENTS = frozenset(
     {
@@ -36,6 +35,16 @@ MOST_IN_GRAPHS = 1024
 """Requests of a batch. Each graph costs memory and time at the start; nothing larger has been measured."""
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+PP_REASON = (
+    "only 1: ranks of a version's transfer are tensor-parallel ranks, and every pipeline stage has each of them again; "
+    "split the model by tp_size"
+)
+DP_REASON = (
+    "only 1: every replica would have the same tensor-parallel ranks; what is data parallel is the pool: start a "
+    "worker for each replica"
+)
 
 
 class SGLangConfig(BaseModel):
@@ -198,7 +207,7 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
         "attention_backend": config.attention_backend,
         "sampling_backend": config.sampling_backend,
         "random_seed": config.random_seed,
-        # Costs nothing in a batch without one; classes come from this program alone (see sglang_marker).
+        # Costs nothing in a batch without one; the class comes from this program (calls/ask.py).
         "enable_custom_logit_processor": True,
         "return_hidden_states_mode": "last" if config.hidden_states else None,
         "enable_return_routed_experts": config.routed_experts or None,
@@ -230,9 +239,31 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
     return arguments | config.extra
 
 
+def check_parallelism(*, tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> None:
+    """Raises InvalidField, with the reason, for sizes that weight sync cannot follow or that do not fit together.
+
+    Every scheduler process of an engine receives a version under its tensor-parallel rank. So tensor parallelism works,
+    and expert parallelism, which spreads experts over the same ranks. Pipeline stages, and the replicas of SGLang's own
+    data parallelism, use each of those ranks more than once.
+
+    tp: tensor-parallel size. pp: pipeline stages. dp: SGLang's data-parallel replicas inside one engine. ep: how many
+    of the tensor-parallel ranks the experts of a layer are spread over; it divides tp.
+    """
+    for name, size in (("tp_size", tp), ("pp_size", pp), ("dp_size", dp), ("ep_size", ep)):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise InvalidField(name, size, "a count, at least 1")
+    if pp > 1:
+        raise InvalidField("pp_size", pp, PP_REASON)
+    if dp > 1:
+        raise InvalidField("dp_size", dp, DP_REASON)
+    if tp % ep:
+        raise InvalidField("ep_size", ep, f"a divisor of tp_size={tp}: experts are spread over tensor-parallel ranks")
+
+
 def _most_in_graphs(config: SGLangConfig) -> int | None:
-    """SGLang's own limit goes by the GPU's memory (256 on an H200 with less than four ranks), whatever was asked for: a
-    larger batch is decoded without graphs, a small model's at a fraction of the speed (docs/benchmarks.md).
+    """SGLang's own limit depends on the GPU's memory alone (256 on an H200 with less than four ranks).
+
+    A larger batch is decoded without graphs: on a small model at a fraction of the speed (docs/benchmarks.md).
     """
     return None if config.max_running is None else min(config.max_running, MOST_IN_GRAPHS)
 

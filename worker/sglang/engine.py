@@ -21,21 +21,14 @@ from ..engine import (
     TaskOutput,
     TaskRequest,
 )
-from ..jobs import media
 from ..logit_processors import Registry
-from . import lora as sglang_lora
-from . import operations as sglang_ops
-from . import reward_head
-from .arrays import Shapes
+from . import lora, operations
+from .calls import Shapes, check_request, engine_output, generated_so_far, grammar_refusal, progress_of
 from .config import SGLangConfig
-from .embedding import pooled
 from .features import features
-from .inside import grammar as sglang_grammar
-from .inside import stops as sglang_stops
-from .requests import check_request, check_wanted, engine_output, progress_of
 from .run import SGLangRun
-from .scoring import scored
-from .weights import commit_weights, prepare_weights, send_weights
+from .weights import clear_head, commit_weights, prepare_weights, send_weights
+from .wire import COMMIT_LOADER
 
 if TYPE_CHECKING:
     from ...sync.adapters import Adapter  # torch
@@ -50,7 +43,7 @@ class SGLangEngine:
     and truncation.
     """
 
-    _weight_loader: ClassVar[str] = "rolloutmq.worker.sglang.inside.control.commit"
+    _weight_loader: ClassVar[str] = COMMIT_LOADER
 
     def __init__(self, config: SGLangConfig) -> None:
         self.config = config
@@ -77,56 +70,50 @@ class SGLangEngine:
         try:
             self._processors.load_own()
             info = await self._run.open()
-            found = features(self.config) | media.features(self._run.manager, info.device)
-            self._info = replace(info, features=found)
-            from . import compat as sglang_compat  # noqa: PLC0415  (seconds of imports, done by `open` in a thread)
-
-            self._shapes = sglang_compat.shapes_of(self._run.manager)
+            manager = self._run.manager
+            self._info = replace(info, features=features(self.config, manager, info.device))
+            self._shapes = self._run.engine.shapes()
             if self.config.task == "reward":
-                await reward_head.settle(self._run.manager, self.config.model, self.config.tp_size)
+                await clear_head(manager, self.config.model, self.config.tp_size)
         except BaseException:
             self._run = None
             raise
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """See the protocol."""
-        from . import compat as sglang_compat  # noqa: PLC0415  (seconds of imports; loaded by start)
-
         run = self._current()
         if self.info.features & POOLING_FEATURES:  # it would end the scheduler
             raise RequestRefused(f"generate: this engine was started for task={self.config.task!r}")
-        check_request(request, self.info)
-        sglang_stops.check(request, self.info)
-        sglang_grammar.check(request, self.info)
         seeded = self.config.deterministic
-        check_wanted(request, self.info, self._shapes, self._processors, deterministic=seeded)
+        check_request(request, self.info, self._shapes, self._processors, deterministic=seeded)
         if request.adapter and not self.info.adapters.has(request.adapter, request.adapter_version):
             raise EngineError(f"adapter {request.adapter}@{request.adapter_version} is not in this engine")
+        from .calls.ask import generate  # noqa: PLC0415 – imports SGLang, which `start` has loaded
+
         if request.wanted is not NOTHING_MORE:
             self._asking[request.request_id] = request
         try:
-            answer = await sglang_compat.generate(run.manager, request, deterministic=seeded)
+            answer = await generate(run.manager, request, deterministic=seeded)
         except ValueError as error:
             run.check()
-            refusal = sglang_grammar.refusal(request, str(error))
-            raise RequestRefused(f"SGLang refused the request: {refusal}") from error
+            raise RequestRefused(f"SGLang refused the request: {grammar_refusal(request, str(error))}") from error
         except Exception as error:
             run.check()
             raise EngineError(f"SGLang failed on the request: {error}") from error
         finally:
             self._asking.pop(request.request_id, None)
         run.check()
-        logprobs, state = ([], None) if answer is None else sglang_compat.logprobs_of(answer)
-        return engine_output(request, answer, logprobs, state, self._shapes)
+        return engine_output(request, answer, self._shapes)
 
     async def perform(self, request: TaskRequest) -> TaskOutput:
         """See the protocol."""
         run = self._current()
         if TASK_FEATURES[request.task] not in self.info.features:
             raise RequestRefused(f"task {request.task}: this engine was started for task={self.config.task!r}")
+        from .calls.ask import perform  # noqa: PLC0415 – imports SGLang, which `start` has loaded
+
         try:
-            work = scored if request.task == "score" else pooled
-            output = await work(run.manager, request)
+            output = await perform(run.manager, request)
         except RequestRefused:
             raise
         except ValueError as error:
@@ -140,11 +127,9 @@ class SGLangEngine:
 
     def progress(self, request_id: str, start: int = 0) -> Progress | None:
         """See the protocol. SGLang reports what it has every 50 tokens, of a request that streams every step."""
-        from . import compat as sglang_compat  # noqa: PLC0415
-
         if self._run is None or not self._run.ready:
             return None
-        if (found := sglang_compat.generated_so_far(self._run.manager, request_id, start)) is None:
+        if (found := generated_so_far(self._run.manager, request_id, start)) is None:
             return None
         if (request := self._asking.get(request_id)) is not None:
             return progress_of(request, found, start)
@@ -178,17 +163,17 @@ class SGLangEngine:
     async def load_adapter(self, adapter: Adapter) -> None:
         """See the protocol. A caller that is cancelled does not stop it."""
         run = self._current()
-        await run.race(sglang_lora.load(run.manager, adapter, model=self.config.model, tp_size=self.config.tp_size))
+        await run.race(lora.load(run.manager, adapter, model=self.config.model, tp_size=self.config.tp_size))
 
     async def unload_adapter(self, name: str, version: int) -> None:
         """See the protocol."""
         run = self._current()
-        await run.race(sglang_lora.unload(run.manager, name, version))
+        await run.race(lora.unload(run.manager, name, version))
 
     async def operate(self, operation: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
         """See the protocol. A caller that is cancelled does not stop it."""
         run = self._current()
-        return await run.race(sglang_ops.operate(run, self.info, operation, dict(params)))
+        return await run.race(operations.operate(run, self.info, operation, dict(params)))
 
     async def healthy(self) -> bool:
         """See the protocol."""

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+from ...messages.errors import ConfigError
 from ...messages.model import GRAMMARS
 from ..engine import FEATURE as LORA
 from ..engine import TASK_FEATURES
 from ..logit_processors import known_processors
 from .config import SGLangConfig
-from .inside.tokenizer import engine_tokenizer
 
 LOGPROBS = ("logprobs.top", "logprobs.prompt", "logprobs.token_ids")
 TOOLS = "tools"
-"""Calls are read by SGLang's own parsers, in the worker."""
+"""SGLang's own parsers read the calls, in the worker."""
+MEDIA = "media"
+"""The model sees or hears, and SGLang can prepare what it is shown."""
+FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model", "tekken.json")
+"""A model directory with none of these has no tokenizer."""
 
 
-def features(config: SGLangConfig) -> frozenset[str]:
-    """Names as in GenerateJob.unsupported."""
+def features(config: SGLangConfig, manager: Any, device: str) -> frozenset[str]:
+    """Names as in GenerateJob.unsupported. manager: SGLang's, of the running engine."""
+    # Models with encoders run on GPUs only.
+    media = {MEDIA} if device == "cuda" and getattr(manager, "mm_processor", None) is not None else set()
     if config.task != "generate":
-        return frozenset({TASK_FEATURES[config.task]})
-    found = {TASK_FEATURES["score"], TOOLS, *LOGPROBS, "stream"}
+        return frozenset({TASK_FEATURES[config.task], *media})
+    found = {*media, TASK_FEATURES["score"], TOOLS, *LOGPROBS, "stream"}
     if "speculative_algorithm" not in config.extra:  # SGLang then samples elsewhere
         found |= {"logprobs.kind", "logit_processors", "sampling.min_new_tokens"}
         found |= {f"logit_processors:{name}" for name in known_processors(config.logit_processors)}
@@ -34,3 +43,16 @@ def features(config: SGLangConfig) -> frozenset[str]:
     if config.max_lora_rank is not None:
         found.add(LORA)
     return frozenset(found)
+
+
+def engine_tokenizer(config: SGLangConfig) -> str:
+    """Where the engine's tokenizer is, "" for none. Raises ConfigError if one is asked for and there is none."""
+    if config.tokenizer == "off" or config.task != "generate":
+        return ""
+    path = str(config.extra.get("tokenizer_path") or config.model)
+    folder = Path(path)
+    # A model of the hub has one, downloaded or not.
+    found = not folder.is_dir() or any((folder / name).is_file() for name in FILES)
+    if not found and config.tokenizer == "on":
+        raise ConfigError(f"tokenizer='on': {path} has none of {', '.join(FILES)}; allowed: 'auto' or 'off'")
+    return path if found else ""

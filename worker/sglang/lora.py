@@ -1,10 +1,11 @@
 """LoRA adapters in SGLang: how one version of an adapter gets in and out.
 
-SGLang knows adapters by names that must be unique among those it has, and unloads one when no request refers to it any
-more. So every version is one of SGLang's adapters, `<name>@<version>`, and versions live beside each other as long as
-requests need it. What SGLang does with tensors that do not fit its model (seen in 0.5.17 and 0.5.23) is: nothing until
-a request uses them, and then the scheduler dies; with a lone k_proj, v_proj or up_proj it is nothing at all. So tensors
-are compared with the checkpoint before, and what SGLang computes as one (q, k and v; gate and up) is made complete.
+SGLang knows adapters by unique names, and unloads one when no request refers to it any more. So every version is one of
+SGLang's adapters, `<name>@<version>`, and versions live beside each other as long as requests need them.
+
+Tensors are compared with the checkpoint before they are loaded. SGLang (seen in 0.5.17 and 0.5.23) accepts tensors that
+do not fit its model; the scheduler dies when a request uses them. It ignores a lone k_proj, v_proj or up_proj. So what
+SGLang computes as one (q, k and v; gate and up) is made complete with zeros.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...messages.errors import EngineError, InvalidField
+from .wire import adapter_name, sglang_request
 
 if TYPE_CHECKING:
     import torch
@@ -25,30 +27,46 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 Shapes = dict[str, tuple[int, ...]]
 
 
-def engine_name(name: str, version: int) -> str:
-    """What SGLang calls one version of an adapter."""
-    return f"{name}@{version}"
-
-
 async def load(manager: Any, adapter: Adapter, *, model: str, tp_size: int) -> None:
     """Load one version while requests run; nothing happens if it is there. Raises EngineError."""
-    from . import compat as sglang_compat  # noqa: PLC0415 – sglang itself: only where an engine runs
-
     try:
         tensors = complete(adapter, checkpoint_shapes(model))
     except InvalidField as error:
         raise EngineError(str(error)) from error
     # By value, and each tensor without the rest of its bucket. This goes to processes that this one has started.
     payload = pickle.dumps({name: tensor.clone() for name, tensor in tensors.items()})
-    known = engine_name(adapter.name, adapter.version)
-    await sglang_compat.load_lora(manager, known, adapter.config, [payload] * tp_size)
+    name = adapter_name(adapter.name, adapter.version)
+    if name in manager.lora_registry.get_all_adapters():
+        return
+    answer = await manager.load_lora_adapter_from_tensors(
+        sglang_request(
+            "LoadLoRAAdapterFromTensorsReqInput",
+            lora_name=name,
+            config_dict=adapter.config,
+            serialized_named_tensors=[payload] * tp_size,
+        ),
+        None,
+    )
+    if not answer.success:
+        raise EngineError(f"SGLang refused adapter {name}: {answer.error_message}")
 
 
 async def unload(manager: Any, name: str, version: int) -> None:
-    """Unload one version. Raises EngineError, also if requests refer to it still."""
-    from . import compat as sglang_compat  # noqa: PLC0415
+    """Unload one version. Raises EngineError, also if requests still refer to it.
 
-    await sglang_compat.unload_lora(manager, engine_name(name, version))
+    SGLang would wait for those requests, under the lock that every other adapter's load needs.
+    """
+    loaded, registry = adapter_name(name, version), manager.lora_registry
+    known = registry.get_all_adapters().get(loaded)
+    if known is None:
+        return
+    if registry._counters[known.lora_id].value():
+        raise EngineError(f"requests refer to adapter {loaded}")
+    request = sglang_request("UnloadLoRAAdapterReqInput", lora_name=loaded)
+    answer = await manager.unload_lora_adapter(request, None)
+    if not answer.success:
+        raise EngineError(f"SGLang did not unload adapter {loaded}: {answer.error_message}")
+    manager.lora_ref_cache.pop(loaded, None)  # else SGLang keeps it, to load it again from a path that it has not
 
 
 @cache
@@ -64,10 +82,10 @@ def checkpoint_shapes(model: str) -> Shapes:
 
 
 def complete(adapter: Adapter, shapes: Shapes) -> dict[str, torch.Tensor]:
-    """The adapter's tensors, with zeros for those modules that SGLang wants together with others.
+    """The adapter's tensors, with zeros for the modules that SGLang wants together with others.
 
     shapes: of the base model's own weights, {} if they are not known. Raises InvalidField for tensors that do not fit
-    them, and for an incomplete set that cannot be completed without knowing them.
+    them, and for an incomplete set if they are not known.
     """
     import torch  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
-"""An SGLang engine's rarer duties: its caches, its memory, freezing, profiles, saving. One function for each.
+"""What an operator asks of an SGLang engine: its caches, its memory, freezing, profiles, saving. One function for each.
 
-What SGLang itself is asked goes through its tokenizer manager, what is about the weights through the control channel
-into the scheduler processes. Written for 0.5.17 up to 0.5.23, whose requests for these are alike.
+Questions to SGLang itself go through its tokenizer manager. Questions about the weights go through the control channel
+to the scheduler processes (`inside/operations.py`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from weakref import WeakKeyDictionary
 from ...messages.errors import EngineError, RequestRefused
 from ..engine import EngineInfo
 from .run import SGLangRun
+from .wire import sglang_request
 
 IDLE_S = 10.0
 FREEZE_S = 10.0
 LOOK_S = 0.01
 _profiles: WeakKeyDictionary[SGLangRun, str] = WeakKeyDictionary()
-"""Where the profile that was started last writes to."""
+"""The folder that the profile started last writes to."""
 
 
 async def operate(run: SGLangRun, info: EngineInfo, operation: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -58,24 +59,20 @@ async def _clear_storage(run: SGLangRun, info: EngineInfo, params: dict[str, Any
 
 
 async def _freeze(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
-    from sglang.srt.managers import io_struct  # noqa: PLC0415 – sglang itself: only where an engine runs
-
-    await run.manager.pause_generation(io_struct.PauseGenerationReqInput(mode="in_place"))
+    await run.manager.pause_generation(sglang_request("PauseGenerationReqInput", mode="in_place"))
     await _until_paused(run, True)
     return {}
 
 
 async def _thaw(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
-    from sglang.srt.managers import io_struct  # noqa: PLC0415
-
     # Emptying the device's cache is for memory that an update has freed; and there is none on a CPU.
-    await run.manager.continue_generation(io_struct.ContinueGenerationReqInput(torch_empty_cache=False))
+    await run.manager.continue_generation(sglang_request("ContinueGenerationReqInput", torch_empty_cache=False))
     await _until_paused(run, False)
     return {}
 
 
 async def _until_paused(run: SGLangRun, wanted: bool) -> None:
-    """SGLang answers neither request: ask the scheduler of every rank whether it has come."""
+    """SGLang does not answer these requests: ask the scheduler of every rank whether it has acted on them."""
     deadline = time.monotonic() + FREEZE_S
     for rank in range(run.config.tp_size):
         while (await run.channel.operate(rank, "paused"))["paused"] != wanted:
@@ -96,23 +93,19 @@ def _check_memory(run: SGLangRun, info: EngineInfo) -> None:
 
 async def _sleep(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
     _check_memory(run, info)
-    from sglang.srt.managers import io_struct  # noqa: PLC0415
-
     if not (tags := list(params["tags"])):  # only asked whether it can
         return {}
     await _every_rank(run, "idle")  # else SGLang's assertion ends the scheduler
     if "weights" in tags:
         await _every_rank(run, "mark")
-    await run.manager.release_memory_occupation(io_struct.ReleaseMemoryOccupationReqInput(tags=tags))
+    await run.manager.release_memory_occupation(sglang_request("ReleaseMemoryOccupationReqInput", tags=tags))
     return {}
 
 
 async def _wake(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
     _check_memory(run, info)
-    from sglang.srt.managers import io_struct  # noqa: PLC0415
-
     tags = list(params["tags"])
-    await run.manager.resume_memory_occupation(io_struct.ResumeMemoryOccupationReqInput(tags=tags))
+    await run.manager.resume_memory_occupation(sglang_request("ResumeMemoryOccupationReqInput", tags=tags))
     if "weights" not in tags:
         return {"intact": True}
     return {"intact": all(rank["intact"] for rank in await _every_rank(run, "unchanged"))}
@@ -122,13 +115,11 @@ async def _wake(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dic
 
 
 async def _start_profile(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
-    from sglang.srt.managers import io_struct  # noqa: PLC0415
-
     activities = list(params.get("activities") or (("CPU", "GPU") if info.device == "cuda" else ("CPU",)))
     if info.device != "cuda" and (wrong := [each for each in activities if each != "CPU"]):
         raise RequestRefused(f"activities={wrong}: this engine runs on {info.device!r}, where there is only 'CPU'")
     folder = await asyncio.to_thread(_folder, params.get("folder"))
-    request = io_struct.ProfileReq(output_dir=folder, activities=activities, num_steps=params.get("steps"))
+    request = sglang_request("ProfileReq", output_dir=folder, activities=activities, num_steps=params.get("steps"))
     try:
         await run.manager.start_profile(request)
     except RuntimeError as error:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import tempfile
 import threading
 from collections.abc import Coroutine
-from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from ...messages.errors import EngineDead, EngineError, RolloutMQError
 from ...messages.model import NCCL_AGREED
@@ -19,9 +17,12 @@ from ..cpu_support import gpu_found, share_cores
 from ..engine import EngineInfo
 from .channel import Channel
 from .config import SGLangConfig, server_arguments
-from .inside.entry import ChildSetup, restore_environment
-from .inside.tokenizer import engine_tokenizer
+from .features import engine_tokenizer
+from .inside import ChildSetup, restore_environment
 from .processes import EngineProcesses
+
+if TYPE_CHECKING:
+    from .launch import Launched  # imports SGLang
 
 logger = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.2
@@ -49,19 +50,24 @@ class SGLangRun:
         self._loop = asyncio.get_running_loop()
         self._lost_event = asyncio.Event()
         self._processes = EngineProcesses()
-        self._engine: Any = None
-        self._launch: asyncio.Future[Any] | None = None
+        self._engine: Launched | None = None
+        self._launch: asyncio.Future[Launched] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._work: set[asyncio.Task[Any]] = set()
         self._sigquit: Any = None
 
     @property
-    def manager(self) -> Any:
-        """SGLang's tokenizer manager. Raises EngineDead if the processes are gone or not there yet."""
+    def engine(self) -> Launched:
+        """The running engine. Raises EngineDead if its processes are gone or not there yet."""
         self.check()
         if self._engine is None:
             raise EngineDead("the SGLang engine is still starting")
-        return self._engine.tokenizer_manager
+        return self._engine
+
+    @property
+    def manager(self) -> Any:
+        """SGLang's tokenizer manager. Raises EngineDead as `engine` does."""
+        return self.engine.manager
 
     def check(self) -> None:
         """Raises EngineDead if the processes are gone."""
@@ -90,7 +96,7 @@ class SGLangRun:
             self._launch = asyncio.wrap_future(self._processes.launch(self._launch_blocking))
             self._engine = await asyncio.shield(self._launch)
             self._watch = asyncio.create_task(self._watch_processes())
-            return self._describe()
+            return self._engine.describe(self.config)
         except BaseException as error:
             await self.close()
             if isinstance(error, RolloutMQError) or not isinstance(error, Exception):
@@ -130,19 +136,19 @@ class SGLangRun:
             await asyncio.wait({self._launch}, timeout=WATCH_INTERVAL_S)
         await self._loop.run_in_executor(None, self._processes.close)
         if self._launch is not None and not self._launch.cancelled() and self._launch.exception() is None:
-            self._release(self._launch.result())
+            self._launch.result().release()
         self._give_sigquit_back()
         await self._loop.run_in_executor(None, self._folder.cleanup)
         if SGLangRun._open is self:
             SGLangRun._open = None
 
-    def _launch_blocking(self) -> Any:
+    def _launch_blocking(self) -> Launched:
         device: Literal["cpu", "cuda"] = "cuda" if gpu_found() else "cpu"
         if self.config.device not in ("auto", device):
             raise EngineError(f"device={self.config.device!r}: torch finds only {device!r} here")
-        from . import compat as sglang_compat  # noqa: PLC0415  (seconds of imports, wanted only in processes that run an engine)
+        from . import launch as sglang  # noqa: PLC0415 – seconds of imports, wanted only where an engine runs
 
-        sglang_compat.check_names(self.config.extra)
+        sglang.check_names(self.config.extra)
         setup = ChildSetup(
             cpu=device == "cpu",
             threads=(self.config.cpu_threads or 1) if device == "cpu" else None,
@@ -162,28 +168,11 @@ class SGLangRun:
             share_cores(self.config.tp_size)
         arguments = server_arguments(self.config, device, self.weight_loader)
         try:
-            engine = sglang_compat.launch(arguments, setup, self._lose)
+            engine = sglang.launch(arguments, setup, self._lose)
         finally:
             restore_environment(setup.environment)
         self._processes.remember()
         return engine
-
-    def _describe(self) -> EngineInfo:
-        from . import compat as sglang_compat  # noqa: PLC0415
-
-        model = self.manager.model_config
-        return EngineInfo(
-            name="sglang",
-            version=sglang_compat.VERSION,
-            model=self.config.model,
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=str(self._engine.server_args.device),
-            vocab_size=int(model.vocab_size),
-            context_length=sglang_compat.token_limit(self._engine),
-            tp_size=self.config.tp_size,
-            ep_size=self.config.ep_size,
-            gpu=sglang_compat.gpu_of(self._engine),
-        )
 
     async def _watch_processes(self) -> None:
         # Asked again and again: a process that is gone is seen this way whatever else holds its pipes open.
@@ -199,17 +188,7 @@ class SGLangRun:
         if not expected:
             logger.error("the SGLang engine is gone: %s", reason)
         if self._engine is not None:
-            from . import compat as sglang_compat  # noqa: PLC0415
-
-            sglang_compat.fail_pending(self._engine.tokenizer_manager)
-
-    def _release(self, engine: Any) -> None:
-        from . import compat as sglang_compat  # noqa: PLC0415
-
-        sglang_compat.release(engine)
-        for name in sglang_compat.leftover_files(engine):
-            with contextlib.suppress(OSError):
-                Path(name).unlink()
+            self._engine.fail_pending()
 
     def _take_sigquit(self) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -1,22 +1,28 @@
-"""One weights version into SGLang: the two halves of a transfer, on all of its ranks."""
+"""Weights into SGLang: the two halves of a transfer on all of its ranks, and the head of a reward model."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import json
+import logging
 import secrets
+from pathlib import Path
 from typing import Any
 
 from ...messages.errors import EngineError
 from ...sync.transfer import TransferOrder, TransferReport
 from .channel import Channel
-from .inside.control import refused
+from .wire import HEAD_LOADER, loader_request, refused
 
 COMMIT_GRACE_S = 30.0
-"""For a commit that is not back at its transfer's deadline: copies on the GPU, a trace of the model's loader."""
+"""Seconds that a commit may take beyond its transfer's deadline: copies on the GPU, a trace of the model's loader."""
 
 REFUSED_S = 0.5
+"""For the ranks' own reports of an update that SGLang refused."""
+HEAD = "score"
+"""What SGLang calls the head of a reward model."""
+logger = logging.getLogger(__name__)
 
 
 async def prepare_weights(channel: Channel, order: TransferOrder, *, tp_size: int) -> TransferReport:
@@ -36,13 +42,10 @@ async def commit_weights(
 ) -> TransferReport:
     """The second half: SGLang calls `loader` on every rank between two batches.
 
-    If nothing runs that could be on its way, and there is one rank, the order for that takes the control channel.
-
+    An engine of one rank without requests is asked to by the control channel, which is faster than SGLang's own.
     Prefixes cached under older weights stay until their memory is wanted; every request's cache key keeps versions
     apart. Raises EngineError if a rank is silent.
     """
-    from . import compat as sglang_compat  # noqa: PLC0415  (sglang itself: only where an engine runs)
-
     ticket = secrets.token_hex(8)  # not the epoch: those numbers start again in a Redis that lost its data
     told = {"epoch": order.epoch, "mode": order.mode, "version": order.version, "ticket": ticket}
     timeout_s = order.timeout_s + COMMIT_GRACE_S
@@ -57,7 +60,7 @@ async def commit_weights(
             asked = [asyncio.create_task(channel.ask(rank, question)) for rank in range(tp_size)]
             try:
                 try:
-                    await sglang_compat.run_loader(manager, loader, json.dumps(told), tp_size)
+                    await run_loader(manager, loader, json.dumps(told), tp_size)
                 except RuntimeError as refusal:
                     return await _refused(asked, str(refusal))
                 return combine(await asyncio.gather(*asked))
@@ -77,7 +80,7 @@ async def send_weights(channel: Channel, order: TransferOrder, *, tp_size: int) 
 
 
 async def _refused(asked: list[asyncio.Task[TransferReport]], why: str) -> TransferReport:
-    """What there is to say of an update that SGLang refused, with what the ranks say of it."""
+    """The report of an update that SGLang refused, with what the ranks reported of it."""
     done, _ = await asyncio.wait(asked, timeout=REFUSED_S)
     failed = [task for task in done if task.exception() is not None]
     report = refused(why, *(task.result() for task in done if task.exception() is None))
@@ -101,3 +104,58 @@ def combine(reports: list[TransferReport]) -> TransferReport:
         load_s=max(report.load_s for report in reports),
         readback=all(report.readback for report in reports),
     )
+
+
+async def run_loader(manager: Any, loader: str, text: str, tp_size: int) -> None:
+    """Call `loader(model, [(text, tensor)])` on every tensor-parallel rank; the tensor's one element is the rank.
+
+    Requests may be running: the scheduler does it between two batches. (SGLang's own way, `update_weights_from_tensor`,
+    first waits until none is.) Raises RuntimeError if SGLang says that it did not happen.
+    """
+    request = loader_request(loader, text, tp_size)
+    # A request on its way must not arrive after an update that it belongs before. SGLang has no event for its sending.
+    while not all(state.dispatched for state in list(manager.rid_to_state.values())):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    manager.auto_create_handle_loop()  # else nobody hears the answer on an engine that has had no request yet
+    for answer in await manager.update_weights_from_tensor_communicator(request):
+        success, message = (answer[0], answer[1]) if isinstance(answer, tuple) else (answer.success, answer.message)
+        if not success:
+            raise RuntimeError(message)
+
+
+async def clear_head(manager: Any, model: str, tp_size: int) -> None:
+    """Set the bias of a reward model's head to zero if the checkpoint `model` has none.
+
+    SGLang gives the heads of some models (Qwen2ForSequenceClassification and its like) a bias. Without values in the
+    checkpoint it keeps those that the layer was made with: every score is off by a number that differs from engine to
+    engine.
+    """
+    if f"{HEAD}.bias" not in checkpoint_names(model):
+        await run_loader(manager, HEAD_LOADER, HEAD, tp_size)
+
+
+def checkpoint_names(model: str) -> frozenset[str]:
+    """The names of a checkpoint's tensors; none if they are unknown. model: a folder, or a name that SGLang fetched."""
+    from safetensors import safe_open  # noqa: PLC0415 – only for reward models
+
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download  # noqa: PLC0415
+
+        try:
+            folder = Path(snapshot_download(model, local_files_only=True))
+        except (OSError, ValueError) as error:
+            logger.warning("%s cannot be read, its head is taken to have no bias: %s", model, error)
+            return frozenset()
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (index := folder / name).exists():
+            return frozenset(json.loads(index.read_text())["weight_map"])
+    found: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="numpy") as tensors:
+            found.update(tensors.keys())
+    if not found and (pickled := folder / "pytorch_model.bin").exists():
+        import torch  # noqa: PLC0415 – only for reward models
+
+        found.update(torch.load(pickled, map_location="meta", weights_only=True))
+    return frozenset(found)

@@ -1,9 +1,9 @@
 """Where a sample ends: stop texts, regular expressions and token sequences, looked for as tokens come.
 
-A stop text ends the sample at the first token with which the text of what was generated contains it, however the model
-put that text into tokens; a sequence at the token that completes it. What earlier legs of the sample generated counts
-as much as what this one does. Where several stops are completed by one token, the one that begins first in the text
-wins; at one beginning texts come before regular expressions and those before sequences, each in the order given.
+A stop text ends the sample at the first token with which the generated text contains it, however the model put that
+text into tokens. A sequence ends it at the token that completes it. Tokens of earlier legs count like those of this
+one. If one token completes several stops, the one that begins first in the text wins. If they begin at the same place,
+texts win over regular expressions and those over sequences, each in the order given.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Found = tuple[int, int, int]
 class Stops:
     """What ends a sample.
 
-    after: tokens of the sample, those of earlier legs counted in, that end it in no way (min_new_tokens).
+    after: no stop ends the sample within so many of its tokens, those of earlier legs included (min_new_tokens).
     """
 
     texts: tuple[str, ...] = ()
@@ -46,8 +46,8 @@ class Stops:
 class Match:
     """The stop that ended a sample.
 
-    tokens: so many of the sample's last tokens have a part of what was matched. text: from where the match begins to
-    the end of the last token; "" for a sequence.
+    tokens: how many of the sample's last tokens have a part of the match. text: from the beginning of the match to the
+    end of the last token; "" for a sequence.
     """
 
     stop: MatchedStop
@@ -56,7 +56,7 @@ class Match:
 
 
 def check_stops(sampling: SamplingParams) -> None:
-    """Raises RequestRefused for regular expressions that cannot be looked for."""
+    """Raises RequestRefused for regular expressions that are not supported or too large."""
     size = 0
     for expression in sampling.stop_regex:
         try:
@@ -70,7 +70,7 @@ def check_stops(sampling: SamplingParams) -> None:
 class StopMatcher:
     """Follows one sample token by token. Work for each token: the new text, times the number of stops.
 
-    pieces: what a token adds to the text, see stops_text; None if no stop needs text.
+    pieces: what a token adds to the text, see :mod:`.pieces`; None if no stop needs text.
     """
 
     def __init__(self, stops: Stops, pieces: Pieces | None = None) -> None:
@@ -86,12 +86,12 @@ class StopMatcher:
         self._characters = _Characters()
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Tokens of earlier legs: they ended nothing, but a stop may have begun in them."""
+        """Take tokens of earlier legs. They ended nothing, but a stop may have begun in them."""
         for token in tokens:
             self._take(token, wanted=False)
 
     def next(self, token: int) -> Match | None:
-        """The sample's next token; a match if the sample ends with it."""
+        """Take the sample's next token. Returns a match if the sample ends with it."""
         return self._take(token, wanted=self._count >= self._stops.after)
 
     def _take(self, token: int, *, wanted: bool) -> Match | None:
@@ -136,7 +136,7 @@ class StopMatcher:
 
 
 class _Characters:
-    """The text in characters; bytes that are none are U+FFFD each."""
+    """The text in characters. Each byte that belongs to no character is U+FFFD."""
 
     def __init__(self) -> None:
         self._decoder = getincrementaldecoder("utf-8")("surrogateescape")
@@ -153,7 +153,7 @@ class _Characters:
 
 
 class _RegexStop:
-    """One expression on one sample. Remembers where the matches begin that are still possible, and no text."""
+    """One expression on one sample. It keeps the beginnings of possible matches, and no text."""
 
     def __init__(self, found_by: Automaton) -> None:
         self._automaton = found_by
@@ -163,7 +163,7 @@ class _RegexStop:
         self._ended = False  # a match ended with the text so far: it was one before the next character came
 
     def take(self, characters: list[tuple[str, int]]) -> int | None:
-        """More of the text, with places: the one where the leftmost match begins that is one only with it, or None."""
+        """Take more of the text, with places. Returns where the leftmost new match begins, or None."""
         if not characters:
             return None
         step, found, last = self._automaton.step, list[int](), len(characters) - 1
@@ -185,7 +185,7 @@ class _RegexStop:
         return min(found, default=None)
 
     def _note(self, found: list[int], there: Step, place: int, *, new: bool) -> None:
-        """The newline that is about to come is the text's last: `$` holds before and after it."""
+        """Note matches at a newline that ends the text: `$` holds before and after it."""
         if there.matched is not None and new:
             found.append(self._begins[there.matched])
         after = self._automaton.step(there.states, "\n", "").matched

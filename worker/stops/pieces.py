@@ -1,7 +1,7 @@
-"""The bytes that each generated token adds to the text: what stops are looked for in.
+"""The bytes that each generated token adds to the text in which stops are looked for.
 
-Bytes and not characters, because a token may hold a part of a character. Text as a stop sees it has special tokens in
-it, as they are written ("<|im_end|>").
+They are bytes and not characters, because a token may hold a part of a character. The text has special tokens in it, as
+they are written ("<|im_end|>").
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CONTEXT = 8
 
 
 def pieces_of(tokenizer: Any) -> Callable[[], Pieces]:
-    """Makes the pieces of one sample after the other, for a tokenizer of transformers."""
+    """A function that makes the pieces of one sample, for a tokenizer of transformers."""
     kinds = _decoders(tokenizer)
     if "ByteLevel" in kinds:
         table = _ByteLevel(tokenizer)
@@ -75,9 +75,9 @@ class _ByteFallback(_Table):
 
 
 class Windowed:
-    """For any other tokenizer: a token adds what its text and that of the tokens before it has more than theirs alone.
+    """For any other tokenizer: a token adds the text by which the text of the tokens before it grows.
 
-    A character that is not complete yet is held back; what a token completes counts as that token's.
+    A character that is not complete yet is held back, and counts as a part of the token that completes it.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:

@@ -22,25 +22,21 @@ from ...messages.model import (
     why_invalid,
     why_unsendable,
 )
+from ..sglang.tool_parsers import Raw, ToolParser, parser_names
 from . import function_syntax
 
 log = logging.getLogger(__name__)
-logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # what it complains of is in the result
-Raw = tuple[str | None, str]
-"""Name and arguments, the latter as JSON text."""
 MAX_TEXT = 2000
 """So much of an invalid call, and of why it is one, is told."""
 
 
 def check_parser(name: str) -> None:
     """Raises RequestRefused for a parser that this worker's SGLang does not have."""
-    known = _parsers()
+    known = parser_names()
     if FORMATS.get(name, name) not in known:
         raise RequestRefused(f"tool_parser={name!r}: json, xml, function, or one of {', '.join(sorted(known))}")
-    from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: PLC0415
-
     try:
-        FunctionCallParser([], FORMATS.get(name, name))
+        ToolParser(FORMATS.get(name, name))
     except Exception as error:  # one needs what no job says
         raise RequestRefused(f"tool_parser={name!r}: this parser of SGLang cannot be used: {error}") from error
 
@@ -60,15 +56,10 @@ def calls_in(text: str, job: GenerateJob, sample: int) -> tuple[ToolCall, ...]:
 
 def find_calls(text: str, tools: Sequence[Tool], parser: str) -> list[ToolCall]:
     """Calls in `text`, ids still empty. parser: as GenerateJob.tool_parser has it."""
-    from sglang.srt.entrypoints.openai.protocol import Function  # noqa: PLC0415 – only where a job has tools
-    from sglang.srt.entrypoints.openai.protocol import Tool as EngineTool  # noqa: PLC0415
-    from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: PLC0415
-
-    theirs = [EngineTool(type="function", function=Function(**tool.rendered()["function"])) for tool in tools]
     by_name = {tool.function.name: tool for tool in tools}
     name = FORMATS.get(parser, parser)
     calls: list[ToolCall] = []
-    for part, closed, raw in _read(text, name, FunctionCallParser, theirs):
+    for part, closed, raw in _read(text, name, tools):
         if raw:
             calls += [_call(called, arguments, by_name, part) for called, arguments in raw]
         elif not closed:
@@ -78,51 +69,31 @@ def find_calls(text: str, tools: Sequence[Tool], parser: str) -> list[ToolCall]:
     return calls
 
 
-def _read(text: str, name: str, parser: Any, tools: list[Any]) -> Iterator[tuple[str, bool, list[Raw]]]:
+def _read(text: str, name: str, tools: Sequence[Tool]) -> Iterator[tuple[str, bool, list[Raw]]]:
     """Pieces of text in which there should be calls, whether each is whole, and what was read of it."""
     if name == FORMATS["function"]:
         for part, closed in function_syntax.pieces(text, frozenset(tool.function.name for tool in tools)):
             yield part, closed, function_syntax.read(part) if closed else []
         return
-    for part, closed in _parts(text, parser(tools, name).detector):
-        yield part, closed, _parse(parser(tools, name), part)  # a parser keeps state: a new one for each
+    parser = ToolParser(name, tools)
+    for part, closed in _parts(text, parser):
+        yield part, closed, parser.read(part)
 
 
-def _parsers() -> Any:
-    from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: PLC0415
-
-    return FunctionCallParser.ToolCallParserEnum
-
-
-def _parts(text: str, detector: Any) -> Iterator[tuple[str, bool]]:
+def _parts(text: str, parser: ToolParser) -> Iterator[tuple[str, bool]]:
     """Pieces of text in which there should be a call, and whether each is whole.
 
     Where a syntax has opening and closing tags these are the pieces between them; else the whole text, if the parser
     sees a call in it.
     """
-    opening = (getattr(detector, "bot_token", "") or getattr(detector, "tool_call_start_token", "") or "").strip()
-    closing = (getattr(detector, "eot_token", "") or getattr(detector, "tool_call_end_token", "") or "").strip()
+    opening, closing = parser.opening, parser.closing
     if not all(tag.startswith("<") and tag.endswith(">") for tag in (opening, closing)):
-        if detector.has_tool_call(text):
+        if parser.sees_call(text):
             yield text, True
         return
     for match in re.finditer(f"{re.escape(opening)}(.*?)({re.escape(closing)}|\\Z)", text, re.DOTALL):
         inside, end = match.group(1).strip(), match.group(2)
-        # As the model was trained to write it: some parsers want the line breaks.
-        start, stop = getattr(detector, "bot_token", "") or opening, getattr(detector, "eot_token", "") or closing
-        yield f"{start}{inside}{stop if end else ''}", bool(end)
-
-
-def _parse(parser: Any, text: str) -> list[Raw]:
-    from sglang.srt.environ import envs  # noqa: PLC0415
-
-    # A call of a tool that does not exist is to be told by name.
-    with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
-        try:
-            return [(item.name, item.parameters) for item in parser.parse_non_stream(text)[1]]
-        except Exception as error:  # written for what models mean to write
-            log.debug("a parser of SGLang failed", exc_info=error)
-            return []
+        yield f"{parser.begin or opening}{inside}{(parser.end or closing) if end else ''}", bool(end)
 
 
 def _call(name: str | None, parameters: str, tools: dict[str, Tool], text: str) -> ToolCall:

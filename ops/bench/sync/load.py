@@ -109,9 +109,9 @@ class Load:
             self._current[number] = None
 
     async def _stream(self, number: int, request: EngineRequest) -> int:
-        from ....worker.sglang import compat as sglang_compat  # noqa: PLC0415  (sglang itself: only where an engine runs)
+        from ....worker.sglang.calls.ask import generate_input  # noqa: PLC0415 – imports SGLang
 
-        asked = sglang_compat.generate_input(request)
+        asked = generate_input(request)
         asked.stream = True
         count = 0
         try:

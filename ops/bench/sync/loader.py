@@ -6,7 +6,8 @@ from typing import Any
 
 from ....sync.tensors import Staging
 from ....worker.sglang.engine import SGLangEngine
-from ....worker.sglang.inside import control as sglang_control
+from ....worker.sglang.inside import control
+from ....worker.sglang.weights import run_loader
 
 STAGING = "rolloutmq-bench-staging-"
 """A tensor with this in its name, and a policy after it, asks to stage, or not, from now on: so that one engine can be
@@ -25,7 +26,7 @@ def receive(model: Any, named_tensors: Any) -> Any:
 
 def _stage(policy: Any) -> None:
     """Another staging policy for this process's receiver, as if the engine had been started with it."""
-    server = sglang_control._server
+    server = control._server
     if server is None or server.receiver.device.type == "cpu":
         return
     receiver = server.receiver
@@ -53,7 +54,5 @@ class BenchEngine(SGLangEngine):
         await self._ask(STAGING + policy)
 
     async def _ask(self, what: str) -> None:
-        from ....worker.sglang import compat as sglang_compat  # noqa: PLC0415  (sglang itself: only where an engine runs)
-
         self.manager.auto_create_handle_loop()  # else nobody receives the answer of an engine's very first request
-        await sglang_compat.run_loader(self.manager, self._weight_loader, what, self.config.tp_size)
+        await run_loader(self.manager, self._weight_loader, what, self.config.tp_size)

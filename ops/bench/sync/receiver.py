@@ -9,7 +9,7 @@ from typing import Any
 from ....messages.errors import WeightSyncError
 from ....sync.transfer import TransferOrder, TransferReport
 from ....worker.config import WorkerConfig
-from ....worker.sglang.config import SGLangConfig
+from ....worker.sglang import SGLangConfig
 from .child import Call, now, serve
 from .figures import stall_ms, steps
 from .load import Load

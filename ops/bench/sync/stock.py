@@ -24,6 +24,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo
 
 from ....messages.errors import ConfigError, TransferTimeout, WeightSyncError
 from ....sync.wire import Queued, local_end, nccl_environment, settle
+from ....worker.sglang.wire import sglang_request
 
 IN_FLIGHT = 2
 """This many broadcasts are queued on a GPU at a time, and the one that is being queued."""
@@ -180,9 +181,8 @@ class StockReceiver:
 
         Raises TransferTimeout, after which the engine has to be restarted, or WeightSyncError if SGLang refuses.
         """
-        from sglang.srt.managers import io_struct  # noqa: PLC0415  (only where an engine runs already)
-
-        request = io_struct.InitWeightsUpdateGroupReqInput(
+        request = sglang_request(
+            "InitWeightsUpdateGroupReqInput",
             master_address=host,
             master_port=port,
             rank_offset=rank_offset,
@@ -203,11 +203,10 @@ class StockReceiver:
 
         Raises TransferTimeout or WeightSyncError; the weights are partly written then.
         """
-        from sglang.srt.managers import io_struct  # noqa: PLC0415
-
         async with _deadline(timeout_s, "the update did not come through"), _session(self._manager):
             for request in requests:
-                update = io_struct.UpdateWeightsFromDistributedReqInput(
+                update = sglang_request(
+                    "UpdateWeightsFromDistributedReqInput",
                     names=list(request.names),
                     dtypes=list(request.dtypes),
                     shapes=[list(shape) for shape in request.shapes],
@@ -225,17 +224,15 @@ async def _session(manager: Any) -> AsyncIterator[None]:
     if not hasattr(manager, "begin_weight_update"):
         yield
         return
-    from sglang.srt.managers import io_struct  # noqa: PLC0415
-
-    _expect(await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None))
+    _expect(await manager.begin_weight_update(sglang_request("BeginWeightUpdateReqInput"), None))
     try:
         yield
     except asyncio.CancelledError:  # the engine is gone: nobody would answer
         raise
     except BaseException:
-        await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None)
+        await manager.end_weight_update(sglang_request("EndWeightUpdateReqInput"), None)
         raise
-    _expect(await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
+    _expect(await manager.end_weight_update(sglang_request("EndWeightUpdateReqInput"), None))
 
 
 @contextlib.asynccontextmanager

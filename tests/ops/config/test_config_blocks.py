@@ -16,7 +16,7 @@ from rolloutmq import GenerateJob, SamplingParams
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.messages.model.sampling import LogprobOptions
 from rolloutmq.ops.config import explain, load_settings, skyrl, verl
-from rolloutmq.worker.sglang.parallel import check_parallelism
+from rolloutmq.worker.sglang import check_parallelism
 
 CONFIGS = Path(__file__).parent / "configs"
 ROOT = Path(__file__).parents[3]

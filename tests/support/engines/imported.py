@@ -9,7 +9,7 @@ import logging
 from support.engines.forking import forward_sigquit
 
 for _name in (
-    "rolloutmq.worker.sglang.compat",  # before transformers, which it prepares
+    "rolloutmq.worker.sglang.launch",  # before transformers, which it prepares
     "rolloutmq.ops.cli",
     "rolloutmq.worker.main",
     "rolloutmq.worker.sglang.engine",

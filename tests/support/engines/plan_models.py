@@ -10,6 +10,7 @@ import pytest
 
 from rolloutmq.worker.cpu_support import prepare_transformers
 from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
+from rolloutmq.worker.sglang.weights import run_loader
 
 DENSE = {
     "hidden_size": 64,
@@ -46,9 +47,6 @@ def write_models(folder: Path, kind: str, dtype: str = "float32", **changes: Any
 
 async def findings(folder: Path, **config: Any) -> list[dict[str, Any]]:
     """What the hook found on every rank."""
-    from rolloutmq.ops.bench.sync.stock import _session  # noqa: PLC0415
-    from rolloutmq.worker.sglang import compat as sglang_compat  # noqa: PLC0415
-
     engine = PlanEngine(
         SGLangConfig(model=str(folder / "a"), max_running=4, max_total_tokens=1024, random_seed=1, **config)
     )
@@ -56,8 +54,7 @@ async def findings(folder: Path, **config: Any) -> list[dict[str, Any]]:
     try:
         manager, size = engine._run.manager, engine.config.tp_size
         text = json.dumps({"weights": str(folder / "b" / "model.safetensors"), "report": str(folder / "report")})
-        async with _session(manager):
-            await sglang_compat.run_loader(manager, "support.engines.plan_loader.check", text, size)
+        await run_loader(manager, "support.engines.plan_loader.check", text, size)
     finally:
         await engine.close()
     return [json.loads((folder / f"report.rank{rank}").read_text()) for rank in range(size)]

@@ -1,7 +1,7 @@
 """Weights replaced in a real SGLang engine while requests run, and transformers as the judge of every token.
 
 The loader here is a stand-in for the package's own: it reads the new weights from a file. What is examined is what
-happens between requests and weights in the scheduler (`rolloutmq.worker.sglang.inside.scheduler`).
+happens between requests and weights in the scheduler (`rolloutmq.worker.sglang.inside.switches`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def receive(model: Any, named_tensors: Any) -> None:
     import torch  # noqa: PLC0415
     from safetensors.torch import load_file  # noqa: PLC0415
 
-    from rolloutmq.worker.sglang.inside.scheduler import check, current, switch  # noqa: PLC0415
+    from rolloutmq.worker.sglang.inside.scheduler import current  # noqa: PLC0415
+    from rolloutmq.worker.sglang.inside.switches import check, switch  # noqa: PLC0415
 
     [(text, _)] = named_tensors
     order = json.loads(text)
@@ -67,7 +68,6 @@ class InPlaceEngine(SGLangEngine):
 
     async def replace(self, weights: Path, key: str) -> dict[str, Any]:
         """Load `weights` in one request, whatever runs; the loader's answer, once it has come."""
-        from rolloutmq.worker.sglang import compat as sglang_compat  # noqa: F401, PLC0415, I001 – prepares what sglang needs
         import torch  # noqa: PLC0415
         from sglang.srt.managers import io_struct  # noqa: PLC0415
         from sglang.srt.utils.common import normalize_serialized_named_tensor_payloads  # noqa: PLC0415

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rolloutmq.messages.errors import EngineError, RequestRefused
-from rolloutmq.worker.sglang import operations as sglang_ops
+from rolloutmq.worker.sglang import operations
 
 
 class Busy:
@@ -26,9 +26,9 @@ class Busy:
 
 async def test_a_profiler_that_did_not_stop_can_be_told_again(tmp_path: Path) -> None:
     run: Any = Busy()
-    sglang_ops._profiles[run] = str(tmp_path)
+    operations._profiles[run] = str(tmp_path)
     with pytest.raises(EngineError, match="busy"):
-        await sglang_ops._stop_profile(run, None, {})  # type: ignore[arg-type]
-    assert await sglang_ops._stop_profile(run, None, {}) == {"folder": str(tmp_path), "files": {}}  # type: ignore[arg-type]
+        await operations._stop_profile(run, None, {})  # type: ignore[arg-type]
+    assert await operations._stop_profile(run, None, {}) == {"folder": str(tmp_path), "files": {}}  # type: ignore[arg-type]
     with pytest.raises(RequestRefused):
-        await sglang_ops._stop_profile(run, None, {})  # type: ignore[arg-type]
+        await operations._stop_profile(run, None, {})  # type: ignore[arg-type]

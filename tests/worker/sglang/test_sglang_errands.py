@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 from support.pools.pool import eventually
-from test_sglang_scheduler import Scheduler
+from test_sglang_scheduler import make, none_before  # noqa: F401 – a fixture
 
 from rolloutmq.messages.errors import EngineError
 from rolloutmq.sync.transfer.order import TransferReport
-from rolloutmq.worker.sglang.channel import Channel, socket_path
-from rolloutmq.worker.sglang.inside import scheduler as sglang_scheduler
+from rolloutmq.worker.sglang.channel import Channel
+from rolloutmq.worker.sglang.inside import scheduler as inside_scheduler
 from rolloutmq.worker.sglang.inside.control import LONGEST_ERROR, ControlServer
-from rolloutmq.worker.sglang.inside.errands import Errands
+from rolloutmq.worker.sglang.inside.scheduler import Errands
+from rolloutmq.worker.sglang.wire import socket_path
 
 
 class Sleeper:
@@ -108,18 +109,15 @@ class Updater:
 
 
 @pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sglang_scheduler, "_scheduler", None)
-    module = SimpleNamespace(Scheduler=Scheduler)
-    sglang_scheduler.install(module)
-    return module.Scheduler()
+def scheduler() -> Any:
+    return make()
 
 
 def set_off(scheduler: Any, updater: Updater) -> list[str]:
     """What was told when it was over, after one turn of the scheduler's loop."""
     scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(weight_updater=updater))
     told: list[str] = []
-    sglang_scheduler.set_off("loader", "text", told.append)
+    inside_scheduler.set_off("loader", "text", told.append)
     assert updater.called == told == []
     scheduler.process_input_requests([])
     return told
@@ -146,7 +144,7 @@ def test_where_sglang_does_more_it_gets_a_request(scheduler: Any, newer: bool, m
         seen.append(request)
         return SimpleNamespace(success=len(seen) == 1, message="not now")
 
-    monkeypatch.setattr(sglang_scheduler, "loader_request", lambda *told: told)
+    monkeypatch.setattr(inside_scheduler, "loader_request", lambda *told: told)
     scheduler._request_dispatcher = dispatch
     if newer:
         scheduler.weight_updater.begin_weight_update = None

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from rolloutmq.messages.errors import ConfigError, RequestRefused
+from rolloutmq.messages.model import Medium
 from rolloutmq.messages.model.sampling import LogitProcessor, LogprobOptions, SamplingParams
 from rolloutmq.worker.engine.protocol import NOTHING_MORE, EngineRequest, Wanted
 from rolloutmq.worker.logit_processors import Registry, known_processors
-from rolloutmq.worker.sglang.params import generate_arguments
+from rolloutmq.worker.sglang.calls.request import generate_arguments
 
 BUILT_IN = ["action_mask", "disallowed_tokens", "min_new_tokens", "temperature_schedule"]
 MASK = LogitProcessor(name="action_mask", params={"token_ids": [1]})
@@ -74,6 +75,13 @@ def test_what_the_scheduler_is_told(wanted: Wanted, told: dict[str, Any]) -> Non
     [text] = found["sampling_params"]["custom_params"].values()
     assert json.loads(text) == {**told, "generated": 2}
     assert found["custom_logit_processor"] == "told"
+
+
+def test_media_go_as_bytes_by_kind() -> None:
+    media = [Medium(kind=kind, data=kind.encode()) for kind in ("image", "audio", "video", "image")]
+    found = arguments(media=tuple(media))
+    data = {name: found[name] for name in ("image_data", "audio_data", "video_data")}
+    assert data == {"image_data": [b"image"] * 2, "audio_data": [b"audio"], "video_data": [b"video"]}
 
 
 def test_greedy_sampling_has_no_logprobs_after_temperature() -> None:

@@ -11,8 +11,7 @@ import pytest
 from rolloutmq.messages.errors import EngineError, RequestRefused
 from rolloutmq.messages.model.sampling import LogitProcessor, SamplingParams
 from rolloutmq.worker.engine.protocol import EngineRequest, Wanted
-from rolloutmq.worker.sglang.arrays import Shapes
-from rolloutmq.worker.sglang.requests import engine_output
+from rolloutmq.worker.sglang.calls.answer import LOGPROBS, Shapes, engine_output
 
 SHAPES = Shapes(hidden=4, dtype="float16", layers=2, experts=3)
 STATES = np.arange(12.0).reshape(3, 4).tolist()
@@ -23,8 +22,8 @@ def answered(
 ) -> Any:
     """The output of three tokens after a prompt of four, one of which an earlier leg generated."""
     request = EngineRequest("r", np.arange(4, dtype=np.int32), SamplingParams(), 3, "0", generated=1, wanted=wanted)
-    answer = {"output_ids": [5, 6, 7], "meta_info": {"finish_reason": {"type": reason}, **meta}}
-    return engine_output(request, answer, list(logprobs), None, SHAPES)
+    meta |= {"finish_reason": {"type": reason}, LOGPROBS: list(logprobs)}
+    return engine_output(request, {"output_ids": [5, 6, 7], "meta_info": meta}, SHAPES)
 
 
 def test_hidden_states_are_there_or_it_is_an_error() -> None:

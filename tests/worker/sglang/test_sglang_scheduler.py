@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rolloutmq.messages.errors import EngineError, WeightSyncError
-from rolloutmq.worker.sglang.inside import scheduler as sglang_scheduler
-from rolloutmq.worker.sglang.inside.scheduler import check, current, install, switch
+from rolloutmq.worker.sglang.inside import scheduler as inside_scheduler
+from rolloutmq.worker.sglang.inside.scheduler import current, install
+from rolloutmq.worker.sglang.inside.switches import check, switch
 
 
 def request(rid: str, key: str | None = "1", tokens: int = 0, lora: str | None = None, kv: Any = None) -> Any:
@@ -52,15 +54,20 @@ class Scheduler:
             req.output_ids += [0] * result
 
 
+MODULE: Any = SimpleNamespace()
+"""Stands for SGLang's module."""
+
+
 def make(**arguments: Any) -> Any:
-    module = SimpleNamespace(Scheduler=Scheduler)
-    install(module)
-    return module.Scheduler(**arguments)
+    MODULE.Scheduler = Scheduler
+    install()
+    return MODULE.Scheduler(**arguments)
 
 
 @pytest.fixture(autouse=True)
 def none_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_scheduler, "_scheduler", None)
+    monkeypatch.setattr(inside_scheduler, "_scheduler", None)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", MODULE)
 
 
 def test_the_scheduler_of_this_process() -> None:
@@ -71,20 +78,22 @@ def test_the_scheduler_of_this_process() -> None:
 
 
 def test_a_scheduler_that_looks_different_is_refused_by_what_it_lacks() -> None:
-    with pytest.raises(EngineError, match="run_event_loop: this release"):
-        install(SimpleNamespace(Scheduler=type("Scheduler", (Scheduler,), {"run_event_loop": None})))
-    with pytest.raises(EngineError, match="process_batch_result"):
-        install(SimpleNamespace())
+    MODULE.Scheduler = type("Scheduler", (Scheduler,), {"run_event_loop": None})
+    with pytest.raises(EngineError, match=r"managers\.scheduler\.Scheduler has no run_event_loop; expected is one"):
+        install()
+    del MODULE.Scheduler
+    with pytest.raises(EngineError, match=r"managers\.scheduler\.Scheduler is not there .* process_batch_result"):
+        install()
 
     class Bare(Scheduler):
         def __init__(self) -> None:
             super().__init__()
             del self.chunked_req
 
-    module = SimpleNamespace(Scheduler=Bare)
-    install(module)
+    MODULE.Scheduler = Bare
+    install()
     with pytest.raises(EngineError, match="chunked_req"):
-        module.Scheduler()
+        MODULE.Scheduler()
 
 
 def test_counts_of_every_request_at_once_when_no_result_is_out() -> None:

@@ -1,20 +1,8 @@
-"""A channel to each of SGLang's scheduler processes, beside SGLang's own: for what must not wait its turn there.
+"""The scheduler process's end of the socket between the two halves, and the loaders that SGLang calls here.
 
-Receiving a version takes a thread of its own in the scheduler's process while that serves on; SGLang's requests are
-answered between two batches by the one thread that runs the model. So every scheduler process listens on a unix socket
-in a folder that only this user can enter. A question is a line of JSON there, and its answer one back, before the next
-question of that connection.
-
-    {"prepare": <TransferOrder>}   the report of the first half, when it is over
-    {"send": <TransferOrder>}      how it went, when the version that is held has been sent to others
-    {"committed": <ticket>, "timeout_s": s}
-                                   the report of the second half, which SGLang's own request with that ticket sets off
-    {"commit": <ticket>, "loader": <name>, "told": <text>, "timeout_s": s}
-                                   that report, of a commit that this question sets off: of an engine of one rank that
-                                   nobody has sent a request
-    {"operate": {"operation": <name>, …}}
-                                   {"ok": true, "result": {…}} or {"ok": false, "kind": …, "error": …}; see
-                                   sglang_ops_inside.py
+A version is received by a thread of its own in the scheduler's process while the process serves. SGLang answers its own
+requests between two batches, by the one thread that runs the model. So every scheduler process also listens on a unix
+socket; the questions are in :mod:`..wire`.
 """
 
 from __future__ import annotations
@@ -34,7 +22,8 @@ import torch
 from ....sync.receive import Receiver, send_held
 from ....sync.tensors import short_turns
 from ....sync.transfer import TransferOrder, TransferReport
-from ..channel import LINE_LIMIT, socket_path
+from ..wire import LINE_LIMIT, refused, socket_path
+from . import scheduler, switches
 
 logger = logging.getLogger(__name__)
 REMEMBERED = 8
@@ -42,14 +31,8 @@ LONGEST_ERROR = 4000
 """Characters. The thread that runs the model must not wait for somebody to read it."""
 
 
-def refused(why: str, *told: TransferReport) -> TransferReport:
-    """SGLang's word that an update did not happen; a loader that had begun (told: by loaders) says otherwise."""
-    touched = any(report.ok or not report.intact for report in told)
-    return TransferReport(ok=False, phase="load", error=f"SGLang refused the update: {why}", intact=not touched)
-
-
 class _Asked:
-    """A question that any thread may answer, as long as somebody waits for it."""
+    """A question that any thread may answer, as long as the answer is waited for."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -66,7 +49,7 @@ class _Asked:
             return True
 
     def answered(self, timeout_s: float) -> bool:
-        """Whether it is by then; else it will not be."""
+        """Whether it is answered within `timeout_s`; if not, it never will be."""
         if self._over.wait(timeout_s):
             return True
         with self._lock:
@@ -100,7 +83,7 @@ class ControlServer:
             threading.Thread(target=self._serve, args=(connection,), name="rolloutmq-ask", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Until its other end hangs up; nonsense, and what is not over in time, ends it from here."""
+        """Answer questions until the other end closes. Nonsense, or no answer in time, closes it from here."""
         nonsense = contextlib.suppress(OSError, ValueError, TypeError, KeyError)
         with connection, nonsense, connection.makefile("rwb") as stream:
             while line := stream.readline(LINE_LIMIT):
@@ -125,12 +108,11 @@ class ControlServer:
         return report is not None and asked.answer(report.to_json())
 
     def _commit(self, question: dict[str, Any], asked: _Asked) -> bool:
-        """Have SGLang call the loader; whoever called it answers at once, without waking this thread for it."""
-        from . import scheduler as sglang_scheduler  # noqa: PLC0415 – only in a scheduler's process
+        """Have SGLang call the loader. The thread that called it answers, without waking this one."""
 
         def over(refusal: str) -> None:
             told = self._report_of(str(question["commit"]), 0.0)
-            if refusal == sglang_scheduler.BUSY:
+            if refusal == scheduler.BUSY:
                 report = TransferReport(ok=False, phase="ready", error=refusal)
             elif told is not None and not refusal:
                 report = told
@@ -140,7 +122,7 @@ class ControlServer:
             with contextlib.suppress(OSError, ValueError):  # who asked may be gone
                 asked.answer(report.to_json())
 
-        sglang_scheduler.set_off(str(question["loader"]), str(question["told"]), over)
+        scheduler.set_off(str(question["loader"]), str(question["told"]), over)
         return asked.answered(float(question["timeout_s"]))
 
     def _report_of(self, ticket: str, timeout_s: float) -> TransferReport | None:
@@ -158,7 +140,7 @@ _server: ControlServer | None = None
 
 
 def listen(folder: str, *, rank: int, ranks: int, gpu: int | None, model: str, staging: Any) -> None:
-    """Start to listen in this process, the scheduler of one of so many ranks; gpu: its device, or None on a CPU."""
+    """Listen in this process, the scheduler of rank `rank` of `ranks`. gpu: its device, or None on a CPU."""
     global _server  # noqa: PLW0603 – one scheduler per process, and SGLang calls `commit` by name
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     receiver = Receiver(device, rank=rank, model_dir=model, staging=staging, alone=ranks == 1)
@@ -166,36 +148,39 @@ def listen(folder: str, *, rank: int, ranks: int, gpu: int | None, model: str, s
 
 
 def commit(model: Any, named_tensors: Any) -> None:
-    """SGLang's weight-loader hook: the second half of a transfer, on the thread that runs the model.
+    """The second half of a transfer, on the thread that runs the model: `wire.COMMIT_LOADER`.
 
-    The one tensor's name is JSON: {"epoch", "mode", "version", "ticket"}. Never raises, because an exception
-    here ends the engine; what happened goes through the channel.
+    Never raises, because an exception here ends the engine. The report goes through the socket.
     """
-    from . import scheduler as sglang_scheduler  # noqa: PLC0415 – only in a scheduler's process
-
     ((payload, _),) = list(named_tensors)
     told = json.loads(payload)
     assert _server is not None
     server, epoch, key, ticket = _server, int(told["epoch"]), str(told["version"]), str(told["ticket"])
     try:
         if told["mode"] != "in_place":
-            server.post(ticket, server.receiver.commit(epoch, model, idle=sglang_scheduler.idle()))
+            server.post(ticket, server.receiver.commit(epoch, model, idle=scheduler.idle()))
             return
-        scheduler = sglang_scheduler.current()
-        sglang_scheduler.check(scheduler, key)
+        current = scheduler.current()
+        switches.check(current, key)
     except Exception as error:
         logger.exception("version %s cannot be loaded", key)
         server.post(ticket, TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}"))
         return
-    report = server.receiver.commit(epoch, model, idle=sglang_scheduler.idle())
+    report = server.receiver.commit(epoch, model, idle=scheduler.idle())
     if not report.ok:
         server.post(ticket, report)
         return
     try:
-        sglang_scheduler.switch(
-            scheduler, key, lambda counts: server.post(ticket, dataclasses.replace(report, switched=counts))
-        )
+        switches.switch(current, key, lambda counts: server.post(ticket, dataclasses.replace(report, switched=counts)))
     except Exception as error:  # the weights are new, but which tokens they sampled cannot be told
         logger.exception("the switch to version %s could not be counted", key)
         failed = TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)
         server.post(ticket, failed)
+
+
+def clear_bias(model: Any, named_tensors: Any) -> None:
+    """Set the bias of a layer to zero if it has one: `wire.HEAD_LOADER`. Never raises."""
+    ((name, _),) = list(named_tensors)
+    bias = getattr(getattr(model, name, None), "bias", None)
+    if bias is not None:
+        bias.data.zero_()

@@ -1,8 +1,8 @@
 """Entry points of the processes that SGLang starts for one engine.
 
-Spawned Python processes unpickle their target before its arguments, so this module is imported in the child before
-anything of SGLang is: the place to close the gaps of a CPU-only host (:mod:`.cpu_support`) and to set what has to be
-set before torch starts its threads. It must not import sglang itself at module level.
+A spawned Python process unpickles its target before the arguments. So the child imports this module before anything of
+SGLang: here the gaps of a CPU-only host are closed (`worker/cpu_support.py`), and what torch needs before it starts its
+threads is set. This module must not import SGLang at module level.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ prepare_engine()
 
 @dataclass(frozen=True, slots=True)
 class ChildSetup:
-    """What a child does before SGLang's own code runs: at the moment in which it unpickles this object.
+    """What a child does before SGLang's own code runs: when it unpickles this object.
 
-    The target's own body would be too late, because unpickling its arguments already imports SGLang.
+    The body of the target would be too late, because unpickling its arguments already imports SGLang.
 
     cpu: this engine computes on the CPU.
     threads: for torch's operators, or None for as many as torch chooses.
     quiet: no progress bars and no Python warnings on standard error.
-    control: folder where the scheduler of every rank listens, see sglang_control; model: the engine's checkpoint.
+    control: the folder where the scheduler of every rank listens. model: the engine's checkpoint.
     staging: whether a version is received beside the one that serves, see sync/tensors/staging.py.
     environment: variables as they were before SGLang's launch changed them, None for one that was not set.
     inside: variables for the child alone.
@@ -94,29 +94,27 @@ def run_scheduler(
     **kwargs: object,
 ) -> None:
     """SGLang's scheduler process. All arguments but `setup` are SGLang's."""
-    from sglang.srt.managers import scheduler  # noqa: PLC0415
+    from sglang.srt.managers.scheduler import run_scheduler_process  # noqa: PLC0415
 
-    from .control import listen  # noqa: PLC0415
-    from .penalties import install as own_penalties  # noqa: PLC0415
-    from .sampler import install as make_sampler  # noqa: PLC0415
-    from .scheduler import install as make_switchable  # noqa: PLC0415
+    from .. import patches  # noqa: PLC0415 – all of these after SGLang
+    from . import control, penalties, sampler, scheduler  # noqa: PLC0415
 
-    make_switchable(scheduler, setup.tokenizer)
-    own_penalties()
-    make_sampler(server_args, setup.logit_processors)
+    patches.check("scheduler")
+    scheduler.install(setup.tokenizer)
+    penalties.install()
+    sampler.install(server_args, setup.logit_processors)
     if setup.control:
         gpu = None if setup.cpu else gpu_id
         ranks = int(getattr(server_args, "tp_size", 1))
-        listen(setup.control, rank=tp_rank, ranks=ranks, gpu=gpu, model=setup.model, staging=setup.staging)
+        control.listen(setup.control, rank=tp_rank, ranks=ranks, gpu=gpu, model=setup.model, staging=setup.staging)
     if setup.cpu:
-        from . import cpu_experts, cpu_sampling  # noqa: PLC0415
-        from .cpu_attention import install  # noqa: PLC0415
+        from . import cpu  # noqa: PLC0415
 
-        install()
+        cpu.batched_attention()
         if setup.deterministic:
-            cpu_sampling.install()
+            cpu.seeded_sampling()
         if setup.routed_experts:
-            cpu_experts.install()
-    # Before the model is there, too: collections meanwhile need not walk the imports. Capturing CUDA graphs undoes it.
+            cpu.recorded_experts()
+    # Collections while the model loads need not walk the imports either. Capturing CUDA graphs undoes this.
     gc.freeze()
-    scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
+    run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""Inside SGLang's scheduler process: what an operator asks of the weights that are there.
+"""What an operator asks of the weights in SGLang's scheduler process.
 
-Called in a thread of the control server, while requests run; what writes to the model says so, and is asked for only
-when none does.
+Each operation runs in a thread of the control server, while requests run. One that writes to the model says so, and is
+asked for only when none runs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ....sync.packing import PackedWeights
 from ....sync.plan import CopyPlan
 from ....sync.receive import Receiver, checkpoint_shapes, held_tensors
 from ....sync.tensors import Digester, digests, dtype_name, hex_of, length_term, side_stream
-from . import scheduler as sglang_scheduler
-from . import sharded as sglang_sharded
+from . import sharded
+from .scheduler import current
 
 KEEP_ALL = 1 << 30
 """An operator's folder: nothing in it is removed."""
@@ -108,7 +108,7 @@ class Inside:
 
     def _idle(self, question: dict[str, Any]) -> dict[str, Any]:
         """Once nothing at all is under way in the scheduler: an abort has its batches behind it, too."""
-        scheduler, deadline = sglang_scheduler.current(), time.monotonic() + IDLE_S
+        scheduler, deadline = current(), time.monotonic() + IDLE_S
         while not scheduler.is_fully_idle():
             if time.monotonic() >= deadline:
                 raise EngineError(f"SGLang's scheduler was not idle within {IDLE_S:g} s")
@@ -122,7 +122,7 @@ class Inside:
         return {}
 
     def _paused(self, question: dict[str, Any]) -> dict[str, Any]:
-        return {"paused": bool(getattr(sglang_scheduler.current(), "_engine_paused", False))}
+        return {"paused": bool(getattr(current(), "_engine_paused", False))}
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
@@ -174,16 +174,16 @@ class Inside:
         return CopyPlan.trace(model, specs).export()
 
     def _save_sharded(self, question: dict[str, Any]) -> dict[str, Any]:
-        return sglang_sharded.save(_model(), Path(question["path"]), self._receiver.rank, int(question["version"]))
+        return sharded.save(_model(), Path(question["path"]), self._receiver.rank, int(question["version"]))
 
     def _check_sharded(self, question: dict[str, Any]) -> dict[str, Any]:
-        with contextlib.closing(sglang_sharded.Shards(_model(), Path(question["path"]), self._receiver.rank)) as shards:
+        with contextlib.closing(sharded.Shards(_model(), Path(question["path"]), self._receiver.rank)) as shards:
             return {"tensors": shards.check()}
 
     def _load_sharded(self, question: dict[str, Any]) -> dict[str, Any]:
         """Writes to the model: nothing may run."""
         self._receiver.forget(held=True)
-        with contextlib.closing(sglang_sharded.Shards(_model(), Path(question["path"]), self._receiver.rank)) as shards:
+        with contextlib.closing(sharded.Shards(_model(), Path(question["path"]), self._receiver.rank)) as shards:
             tensors = shards.load()
         if self._receiver.device.type == "cuda":
             torch.cuda.synchronize(self._receiver.device)
@@ -195,7 +195,7 @@ class Inside:
 
 
 def _model() -> Any:
-    model = sglang_scheduler.current().tp_worker.model_runner.model
+    model = current().tp_worker.model_runner.model
     if not hasattr(model, "named_parameters"):
         raise InvalidField("model", type(model).__name__, "a torch module")
     return model

@@ -1,10 +1,10 @@
-"""Inside SGLang's scheduler process: penalties and least lengths that are about a whole sample, not about one leg.
+"""Penalties and least lengths in SGLang's scheduler process, for a whole sample and not for one leg.
 
-SGLang's penalizers begin every request from nothing, a retracted one too, and hear of a request's tokens as the batches
-go on. These begin with what earlier legs generated (in the request's prompt), and with what it has generated itself.
-With overlap scheduling SGLang lets them hear of each token one batch late, and of the prompt's last one first; these
-hear of the tokens where the next forward pass takes them from, on the device. Without, SGLang applies several in the
-order of a set; these have one order. A batch in which nobody asks for penalties runs none of this.
+SGLang's penalizers begin every request from nothing, a retracted one too. These begin with what earlier legs generated
+(in the request's prompt) and with what the request has generated itself. With overlap scheduling SGLang's penalizers
+hear of each token one batch late, and first of the prompt's last one. These read the tokens on the device, where the
+next forward pass takes them from. Without overlap scheduling SGLang applies several penalties in the order of a set;
+these have one order. A batch without penalties runs none of this.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.managers import schedule_batch
 from sglang.srt.sampling import penaltylib
 
-from ..extras import extras_of, generated_before
-from .stops import LEAST
+from .. import patches
+from ..wire import LEAST, extras_of, generated_before
+from .scheduler import current
 
 NEVER = -1e9
 """Added to a logit: probability 0 in float32, unless a grammar leaves nothing else."""
@@ -24,38 +24,33 @@ NEVER = -1e9
 
 def install() -> None:
     """Have SGLang make these penalizers in this process."""
-    penaltylib.BatchedFrequencyPenalizer = Frequency
-    penaltylib.BatchedPresencePenalizer = Presence
-    penaltylib.BatchedRepetitionPenalizer = Repetition
-    penaltylib.BatchedMinNewTokensPenalizer = LeastTokens
-    _in_one_order(penaltylib.BatchedPenalizerOrchestrator)
-    batch = schedule_batch.ScheduleBatch
-    original = batch.cumulate_penalty_output_tokens
+    for kind, own in (
+        ("Frequency", Frequency),
+        ("Presence", Presence),
+        ("Repetition", Repetition),
+        ("MinNewTokens", LeastTokens),
+    ):
+        patches.replace(f"sampling.penaltylib:Batched{kind}Penalizer", own)
+    make = patches.original("sampling.penaltylib:BatchedPenalizerOrchestrator.__init__")
+    cumulated = patches.original("managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens")
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        # What is subtracted before what is scaled, as it is with overlap scheduling.
+        self.penalizers = dict(sorted(self.penalizers.items(), key=lambda item: item[1].is_multiplicative))
 
     def cumulate(self: Any) -> None:
         if self.enable_overlap:
             self.sampling_info.penalizer_orchestrator.cumulate_output_tokens(_newest_tokens(self))
         else:
-            original(self)
+            cumulated(self)
 
-    batch.cumulate_penalty_output_tokens = cumulate
-
-
-def _in_one_order(orchestrator: Any) -> None:
-    """What is subtracted before what is scaled, as it is with overlap scheduling."""
-    original = orchestrator.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.penalizers = dict(sorted(self.penalizers.items(), key=lambda item: item[1].is_multiplicative))
-
-    orchestrator.__init__ = init
+    patches.replace("sampling.penaltylib:BatchedPenalizerOrchestrator.__init__", init)
+    patches.replace("managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens", cumulate)
 
 
 def _newest_tokens(batch: Any) -> torch.Tensor:
     """(batch,) int64: the tokens that the next forward pass reads, ordered after the one that samples them."""
-    from .scheduler import current  # noqa: PLC0415
-
     scheduler = current()
     if torch.device(batch.device).type != "cpu":
         torch.get_device_module(batch.device).current_stream().wait_stream(scheduler.forward_stream)
@@ -101,9 +96,9 @@ class Repetition(penaltylib.BatchedRepetitionPenalizer):  # type: ignore[misc]
 
 
 class LeastTokens(penaltylib.BatchedMinNewTokensPenalizer):  # type: ignore[misc]
-    """No token that would end the sample before it has so many; the others keep their odds among each other.
+    """Forbids tokens that would end the sample before it has so many; the others keep their odds among each other.
 
-    Counted batch by batch, so that it does not matter when SGLang hands the tokens out.
+    Tokens are counted batch by batch, so that it does not matter when SGLang hands them out.
     """
 
     def _is_required(self) -> bool:

@@ -1,7 +1,7 @@
-"""Inside SGLang's scheduler process: a prompt's logprobs after temperature, for the requests that want them so.
+"""A prompt's logprobs after temperature in SGLang's scheduler process, for the requests that ask for them.
 
-SGLang has one switch for all requests of a server. Two of its classes are given a subclass: one carries a batch's
-sampling parameters to where the prompt's logprobs are made, the other makes them.
+SGLang has one switch for all requests of a server. Two of its classes get a subclass: one carries a batch's sampling
+parameters to where the prompt's logprobs are made, the other makes them.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ from typing import Any
 
 import torch
 
-from ..extras import KEY, extras_of
-from .logits import SCALED
+from .. import patches
+from ..wire import KEY, SCALED, extras_of
 
 
-def install(module: Any) -> None:
-    """module: SGLang's `layers.logits_processor`, before a model is made."""
-    module.LogitsMetadata = _metadata(module.LogitsMetadata)
-    module.InputLogprobProcessor = _input_logprobs(module.InputLogprobProcessor)
+def install() -> None:
+    """Into this process, before a model is made."""
+    metadata: Any = patches.original("layers.logits_processor:LogitsMetadata")
+    input_logprobs: Any = patches.original("layers.logits_processor:InputLogprobProcessor")
 
-
-def _metadata(base: Any) -> Any:
-    class Metadata(base):  # type: ignore[misc]
+    class Metadata(metadata):  # type: ignore[misc]
         """SGLang's `LogitsMetadata`, which also knows the batch's sampling parameters."""
 
         sampling: Any = None  # without an annotation of its own it would be a field; the class's is enough
@@ -32,11 +30,7 @@ def _metadata(base: Any) -> Any:
             made.sampling = forward_batch.sampling_info
             return made
 
-    return Metadata
-
-
-def _input_logprobs(base: Any) -> Any:
-    class InputLogprobs(base):  # type: ignore[misc]
+    class InputLogprobs(input_logprobs):  # type: ignore[misc]
         """SGLang's `InputLogprobProcessor`, twice for a batch of which somebody wants logprobs after temperature."""
 
         def forward(self, **kwargs: Any) -> Any:
@@ -50,7 +44,8 @@ def _input_logprobs(base: Any) -> Any:
             after, _ = super().forward(**{**kwargs, "get_logits_fn": divided})
             return after, sampled
 
-    return InputLogprobs
+    patches.replace("layers.logits_processor:LogitsMetadata", Metadata)
+    patches.replace("layers.logits_processor:InputLogprobProcessor", InputLogprobs)
 
 
 class _Divided:

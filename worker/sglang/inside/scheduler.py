@@ -1,48 +1,30 @@
-"""Inside SGLang's scheduler process: new weights while requests run, and which of their tokens the old ones sampled.
+"""SGLang's scheduler with what this package adds to it, reachable from its own process.
 
-SGLang's scheduler takes in requests, weight updates among them, between two batches. With overlap scheduling the newest
-batch has then been launched but its tokens are not known to the requests yet: they are in `result_queue`, and are
-handed out after the next batch, the first under new weights, was launched. So the number of a request's older tokens is
-known for certain only when everything that was in that queue has been processed.
-
-What SGLang keeps of a request decides under which key its prefixes are cached (`extra_key`; this package puts the
-weights version there). Seen in 0.5.17 and 0.5.23:
-
-- a request that holds KV (running, or in the middle of a chunked prefill) shares nodes of the prefix tree under its
-  key: it keeps the key, so that what it adds to the tree can never be found by a request of a newer version;
-- a request that waits holds none. What was matched for it before (`calc_priority`) is matched anew, under the key it
-  then has, before it runs (`init_next_round_input`);
-- a request that was retracted has lost its KV and is prefilled like a new one; its KV is then all of the new weights.
-  With its old key it could find prefixes of the old ones again, so it gets the new key as well. Its tokens stay.
+It does work between two batches (:class:`Errands`), counts tokens when weights change (:mod:`.switches`), and hands new
+requests to stops, grammars and streams.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
-from ....messages.errors import EngineError, WeightSyncError
+from ....messages.errors import EngineError
 from ...garbage import settle
-from .. import streaming as sglang_streaming
-from ..loader import loader_request
-from .errands import Errands
+from .. import patches
+from ..wire import STREAM, extras_of, loader_request, sglang_request
 from .grammar import Grammars
 from .stops import watch
+from .switches import Switches
 from .tokenizer import EngineTokenizer
 
 logger = logging.getLogger(__name__)
-HOOKS = (
-    "process_batch_result",
-    "_add_request_to_queue",
-    "init_request_dispatcher",
-    "run_event_loop",
-    "is_fully_idle",
-    "process_input_requests",
-)
 FIELDS = (
     "waiting_queue",
     "running_batch",
@@ -53,91 +35,75 @@ FIELDS = (
     "weight_updater",
     "draft_worker",
 )
-ELSEWHERE = {
-    "pp_size": (None, 1),
-    "dp_size": (None, 1),
-    "disaggregation_mode": (None, "null"),
-    "enable_pdmux": (None, False),
-    "speculative_algorithm": (None,),
-    "dllm_algorithm": (None,),
-    "enable_hisparse": (None, False),
-    "enable_hierarchical_cache": (None, False),
-    "enable_lmcache": (None, False),
-    "enable_flexkv": (None, False),
-    "enable_unified_cache_external_linker": (None, False),
-}
-"""Server arguments that keep requests, results or prefixes in more places than this module looks at."""
-OnCounts = Callable[[dict[str, int]], None]
-
-
-@dataclass(slots=True)
-class _Report:
-    """What is to be told about one switch once `left` more batches have been processed."""
-
-    left: int
-    requests: list[Any]
-    tell: OnCounts
-
-    def send(self) -> None:
-        self.tell({request.rid: len(request.output_ids) for request in self.requests})
-
-
-@dataclass(slots=True)
-class Switches:
-    """One scheduler's switches so far.
-
-    key: what fresh requests of older keys get instead, None before the first switch. retired: those keys. seen: keys
-    that came since the last switch.
-    """
-
-    key: str | None = None
-    retired: set[str] = field(default_factory=set)
-    seen: set[str] = field(default_factory=set)
-    reports: list[_Report] = field(default_factory=list)
-
-    def admit(self, request: Any) -> None:
-        """A request that is about to wait, new or retracted: never under a key of older weights."""
-        adapter = request.lora_id or ""  # SGLang appends it to the key
-        key = (request.extra_key or "").removesuffix(adapter)
-        if self.key is not None and key in self.retired and not _holds_kv(request):
-            key, request.extra_key = self.key, self.key + adapter
-        self.seen.add(key)
-
-    def processed(self) -> None:
-        """The results of one more batch have been handed out."""
-        for report in self.reports:
-            report.left -= 1
-        while self.reports and self.reports[0].left <= 0:
-            self.reports.pop(0).send()
-
-
+"""What a scheduler must have once it is made; `patches` has the methods."""
 BUSY = "a request came first"
+"""Why `set_off` did not call the loader."""
+POLLIN = 1
+"""zmq.POLLIN; zmq is SGLang's dependency, not this package's."""
 _scheduler: Any = None
 
 
+class Errands:
+    """Work for the thread that runs the model, between two batches: `put` from any thread, `run` on the scheduler's.
+
+    A request of SGLang's takes 2 to 3 ms from the worker to that thread and back, as long as a small model is on the
+    wire. An errand wakes a scheduler that sleeps. It keeps no order with requests that are on SGLang's own way, so
+    there must be none. Nor does it reach all ranks of an engine in the same step.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._rung = False
+        self._near, self._far = socket.socketpair()
+        self._near.setblocking(False)
+        self._far.setblocking(False)
+
+    def wake(self, sleeper: Any) -> None:
+        """Have SGLang's idle sleeper, None if there is none, end its sleep for an errand."""
+        if sleeper is not None:
+            sleeper.poller.register(self._near.fileno(), POLLIN)
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Have `job` done, which must not raise."""
+        self._jobs.put(job)
+        with contextlib.suppress(BlockingIOError):  # full: it is awake, or about to be
+            self._far.send(b"1")
+        self._rung = (
+            True  # last: else a byte could come after this was seen, never be read, and keep the scheduler awake
+        )
+
+    def run(self) -> None:
+        """Do what was put; costs next to nothing if there is nothing."""
+        if not self._rung:
+            return
+        self._rung = False
+        with contextlib.suppress(BlockingIOError):
+            while self._near.recv(4096):
+                pass
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except Empty:
+                return
+            job()
+
+
 def current() -> Any:
-    """The scheduler of this process. Raises EngineError if this is no scheduler process, or it has not got so far."""
+    """The scheduler of this process. Raises EngineError if there is none, or not yet."""
     if _scheduler is None:
         raise EngineError("no SGLang scheduler runs in this process")
     return _scheduler
 
 
-def install(module: Any, tokenizer: str = "") -> None:
-    """Have `run_scheduler_process` of SGLang's scheduler module start a scheduler that `switch` works on.
+def install(tokenizer: str = "") -> None:
+    """Have SGLang make this scheduler in this process. tokenizer: where the engine's is, "" for none.
 
-    tokenizer: where the engine's is, "" for none. It also watches for stops, and has grammars if there is a tokenizer.
-    Raises EngineError if the scheduler class is not as in the releases this was written for.
+    It has grammars if there is a tokenizer. Raises EngineError if SGLang's scheduler is not as expected.
     """
-    base = getattr(module, "Scheduler", None)
-    missing = [name for name in HOOKS if not callable(getattr(base, name, None))]
-    if missing:
-        raise EngineError(f"SGLang's scheduler has no {', '.join(missing)}: this release is not supported")
-    module.Scheduler = _switchable(base, tokenizer)
+    base: Any = patches.original("managers.scheduler:Scheduler")
 
-
-def _switchable(base: Any, tokenizer: str) -> Any:
-    class SwitchableScheduler(base):  # type: ignore[misc]
-        """SGLang's scheduler, reachable from its own process, with :class:`Switches`."""
+    class OwnScheduler(base):  # type: ignore[misc]
+        """SGLang's scheduler, reachable from its own process, with errands and switches."""
 
         rolloutmq_switches: Switches
         rolloutmq_errands: Errands
@@ -146,7 +112,7 @@ def _switchable(base: Any, tokenizer: str) -> Any:
         _request_dispatcher: Any
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            global _scheduler  # noqa: PLW0603  (SGLang's loader hook is given the model, and nothing else)
+            global _scheduler  # noqa: PLW0603 – SGLang hands its loader hook the model, and nothing else
             self.rolloutmq_switches = Switches()
             self.rolloutmq_errands = Errands()
             if tokenizer:  # loaded while the model is
@@ -180,7 +146,8 @@ def _switchable(base: Any, tokenizer: str) -> Any:
         def _add_request_to_queue(self, req: Any, *args: Any, **kwargs: Any) -> Any:
             self.rolloutmq_switches.admit(req)
             watch(req, self.rolloutmq_tokenizer)
-            sglang_streaming.watch(req)
+            if STREAM in extras_of(req):
+                req.stream = True  # every step of it is reported
             if self.rolloutmq_grammars is not None:
                 self.rolloutmq_grammars.catch_up(req)
             return super()._add_request_to_queue(req, *args, **kwargs)
@@ -191,7 +158,7 @@ def _switchable(base: Any, tokenizer: str) -> Any:
                 self.rolloutmq_switches.processed()
             return answer
 
-    return SwitchableScheduler
+    patches.replace("managers.scheduler:Scheduler", OwnScheduler)
 
 
 def _trusts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -201,37 +168,35 @@ def _trusts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _dispatch(scheduler: Any, dispatch: Callable[[Any], Any], request: Any) -> Any:
-    """Newer releases want weights between a begin and an end, each a request of its own: a batch could run in between.
+    """Open and close a weight-update session around weights that come outside of one.
 
-    Weights that come outside of such a session get one around them here, in one go.
+    Newer releases want weights between a begin and an end. As requests of their own they would let a batch run in
+    between.
     """
     updater: Any = getattr(scheduler, "weight_updater", None)
     alone = getattr(updater, "_session", True) is None  # older releases have no sessions
     if type(request).__name__ != "UpdateWeightsFromTensorReqInput" or not alone:
         return dispatch(request)
-    from sglang.srt.managers import io_struct  # noqa: PLC0415  (only in a scheduler process)
-
-    began = updater.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
+    began = updater.begin_weight_update(sglang_request("BeginWeightUpdateReqInput"))
     if not began.success:
-        return io_struct.UpdateWeightsFromTensorReqOutput(success=False, message=began.message)
+        return sglang_request("UpdateWeightsFromTensorReqOutput", success=False, message=began.message)
     answer = dispatch(request)
-    ended = updater.end_weight_update(io_struct.EndWeightUpdateReqInput())
+    ended = updater.end_weight_update(sglang_request("EndWeightUpdateReqInput"))
     if answer.success and not ended.success:
-        return io_struct.UpdateWeightsFromTensorReqOutput(success=False, message=ended.message)
+        return sglang_request("UpdateWeightsFromTensorReqOutput", success=False, message=ended.message)
     return answer
 
 
 def idle() -> bool:
-    """Whether every batch has been processed: the GPU is done with them then. On the scheduler's main thread."""
+    """Whether every batch has been processed, so that the GPU is done with them. On the scheduler's main thread."""
     return _scheduler is not None and bool(_scheduler.is_fully_idle())
 
 
 def set_off(loader: str, text: str, over: Callable[[str], object]) -> None:
-    """Have SGLang call `loader(model, [(text, tensor)])` between two batches; then `over` with why it refused, or "".
+    """Have SGLang call `loader(model, [(text, tensor)])` between two batches, then `over` with why it refused, or "".
 
-    With BUSY if it is not idle: what runs must be told of the update in the order in which it came.
-
-    From another thread; see sglang_errands for when this must not be used. Raises EngineError if there is no scheduler.
+    The reason is BUSY if it is not idle: requests and updates must keep the order in which they came. Call it from
+    another thread; see :class:`Errands` for when it must not be used. Raises EngineError if there is no scheduler.
     """
     scheduler = current()
 
@@ -247,69 +212,10 @@ def set_off(loader: str, text: str, over: Callable[[str], object]) -> None:
 
 
 def _call_loader(scheduler: Any, loader: str, text: str) -> str:
-    """Why SGLang did not, or "". What it does around a call is a millisecond: left out where it does nothing."""
+    """Why SGLang did not call it, or "". What SGLang does around a call takes 1 ms; left out where it does nothing."""
     if hasattr(scheduler.weight_updater, "begin_weight_update") or scheduler.draft_worker is not None:
         answer = scheduler._request_dispatcher(loader_request(loader, text, 1))
         return "" if answer.success else str(answer.message)
     updater = scheduler.tp_worker.model_runner.weight_updater
     done, message = updater.update_weights_from_tensor([(text, torch.tensor([0]))], load_format=loader)
     return "" if done else str(message)
-
-
-def check(scheduler: Any, new_key: str) -> None:
-    """Whether `switch` to `new_key` would work; ask before anything is written.
-
-    Raises WeightSyncError: SGLang was configured in a way that keeps requests or prefixes where `switch` does not look,
-    it is paused, or `new_key` is one that prefixes of other weights may be cached under.
-    """
-    arguments = scheduler.server_args
-    for name, values in ELSEWHERE.items():
-        if (value := getattr(arguments, name, None)) not in values:
-            raise WeightSyncError(f"weights cannot be updated in place with {name}={value!r}")
-    if getattr(scheduler, "_engine_paused", False):
-        raise WeightSyncError("weights cannot be updated in place while SGLang is paused")
-    switches: Switches = scheduler.rolloutmq_switches
-    if new_key in switches.retired | switches.seen:
-        raise WeightSyncError(f"weights cannot be updated in place: requests have run as version {new_key} before")
-
-
-def switch(scheduler: Any, new_key: str, on_counts: OnCounts) -> None:
-    """The weights have just been replaced: keep requests and prefixes of the old and the new ones apart.
-
-    Call it from the weight loader, on the scheduler's main thread, on every tensor-parallel rank, when the last weight
-    is written (and only then: after a failure the old weights' keys must stay). Before its first write the loader has
-    to wait for the device: with overlap scheduling the newest batch may still be running.
-
-    on_counts({request id: tokens}): how many output tokens the old weights sampled, for every request that has not
-    ended before; called once, on the main thread, in this call or (with overlap scheduling) one batch later. It must
-    not raise and should not block. A request may have ended meanwhile with fewer tokens than it is told here.
-    """
-    switches: Switches = scheduler.rolloutmq_switches
-    switches.retired |= switches.seen - {new_key}
-    switches.key, switches.seen = new_key, {new_key}
-    for request in scheduler.waiting_queue:
-        switches.admit(request)
-    pending = len(getattr(scheduler, "result_queue", ()))
-    report = _Report(pending, list({request.rid: request for request in _live(scheduler)}.values()), on_counts)
-    if pending:
-        switches.reports.append(report)
-    else:
-        report.send()
-
-
-def _live(scheduler: Any) -> Iterator[Any]:
-    """Every request that may have tokens of the old weights, some of them more than once."""
-    batches = [scheduler.running_batch, scheduler.last_batch]
-    batches += [batch for batch, *_ in getattr(scheduler, "result_queue", ())]
-    for batch in batches:
-        if batch is not None:
-            yield from batch.reqs
-    yield from scheduler.waiting_queue
-    yield from getattr(getattr(scheduler, "grammar_manager", None), "grammar_queue", ())
-    if scheduler.chunked_req is not None:
-        yield scheduler.chunked_req
-
-
-def _holds_kv(request: Any) -> bool:
-    # 0.5.17: None unless there is some; later an object that knows.
-    return request.kv is not None and bool(getattr(request.kv, "holds_kv", True))

@@ -6,35 +6,18 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
 from ....messages.errors import ConfigError
 from ...stops import Pieces, pieces_of
-from ..config import SGLangConfig
 
 logger = logging.getLogger(__name__)
-FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model", "tekken.json")
-"""A model directory with none of these has no tokenizer."""
 T = TypeVar("T")
 
 
-def engine_tokenizer(config: SGLangConfig) -> str:
-    """Where the engine's tokenizer is, "" for none. Raises ConfigError if one is asked for and there is none."""
-    if config.tokenizer == "off" or config.task != "generate":
-        return ""
-    path = str(config.extra.get("tokenizer_path") or config.model)
-    folder = Path(path)
-    # A model of the hub has one, downloaded or not.
-    found = not folder.is_dir() or any((folder / name).is_file() for name in FILES)
-    if not found and config.tokenizer == "on":
-        raise ConfigError(f"tokenizer='on': {path} has none of {', '.join(FILES)}; allowed: 'auto' or 'off'")
-    return path if found else ""
-
-
 def background(work: Callable[[], T]) -> Future[T]:
-    """What `work` returns or raises, from a thread that nobody waits for at exit."""
+    """Run `work` in a thread that does not hold up the process's exit."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -48,9 +31,9 @@ def background(work: Callable[[], T]) -> Future[T]:
 
 
 class EngineTokenizer:
-    """A tokenizer that is being loaded while SGLang loads the model.
+    """A tokenizer, loaded while SGLang loads the model.
 
-    path: as `engine_tokenizer` found it. It is loaded as the worker loads it, so that both see the same text.
+    path: where it is. It is loaded as the worker loads it, so that both see the same text.
     """
 
     def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
@@ -58,7 +41,7 @@ class EngineTokenizer:
         self._loading = background(self._load)
 
     def _load(self) -> tuple[Any, Callable[[], Pieces]]:
-        from transformers import AutoTokenizer  # noqa: PLC0415  (SGLang has imported it by then)
+        from transformers import AutoTokenizer  # noqa: PLC0415 – SGLang has imported it by then
 
         began = time.monotonic()
         tokenizer = AutoTokenizer.from_pretrained(self._path, trust_remote_code=self._trust)
@@ -66,12 +49,12 @@ class EngineTokenizer:
         return tokenizer, pieces_of(tokenizer)
 
     def get(self) -> Any:
-        """The tokenizer; waits for it. Raises ConfigError if it cannot be loaded."""
+        """The tokenizer, once it is loaded. Raises ConfigError if it cannot be."""
         return self._result()[0]
 
     @property
     def new_pieces(self) -> Callable[[], Pieces]:
-        """See stops_text.pieces_of."""
+        """See `stops.pieces_of`."""
         return self._result()[1]
 
     def _result(self) -> tuple[Any, Callable[[], Pieces]]:

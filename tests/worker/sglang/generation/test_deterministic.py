@@ -36,7 +36,9 @@ from rolloutmq.messages.errors import RequestRefused
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.worker.engine.protocol import Wanted
 from rolloutmq.worker.jobs.sample import sample_seed
+from rolloutmq.worker.sglang import engine as engine_module
 from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
+from rolloutmq.worker.sglang.wire import sglang_request
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 PROMPT = [11, 23, 5, 301, 42, 7]
@@ -165,16 +167,14 @@ async def test_what_sglang_takes_back_and_prefills_again_goes_on_in_its_place(
     engine: Kept, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the states and logprobs of the tokens before and after."""
-    from rolloutmq.worker.sglang import compat as sglang_compat  # noqa: PLC0415
+    retractions, output = [], engine_module.engine_output
 
-    retractions, logprobs_of = [], sglang_compat.logprobs_of
-
-    def noted(answer: dict[str, Any]) -> Any:
+    def noted(request: Any, answer: Any, shapes: Any) -> Any:
         retractions.append(answer["meta_info"]["num_retractions"])
-        return logprobs_of(answer)
+        return output(request, answer, shapes)
 
-    monkeypatch.setattr(sglang_compat, "logprobs_of", noted)
-    io_struct, manager = sglang_compat.io_struct, engine._run.manager
+    monkeypatch.setattr(engine_module, "engine_output", noted)
+    manager = engine._run.manager
     rules = (
         (processor("counter", offset=1),),
         (processor("fresh"),),
@@ -186,8 +186,8 @@ async def test_what_sglang_takes_back_and_prefills_again_goes_on_in_its_place(
     again = [replace(request, request_id=f"{i:044x}") for i, request in enumerate(requests, 1 << 40)]
     tasks = [asyncio.create_task(engine.generate(request)) for request in again]
     await until(lambda: [len(state.output_ids) >= 50 for state in manager.rid_to_state.values()] == [True] * 3)
-    await manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
-    await manager.continue_generation(io_struct.ContinueGenerationReqInput())
+    await manager.pause_generation(sglang_request("PauseGenerationReqInput", mode="retract"))
+    await manager.continue_generation(sglang_request("ContinueGenerationReqInput"))
     outputs = await asyncio.gather(*tasks)
     assert retractions[-3:] == [1, 1, 1]
     assert outputs[0].token_ids.tolist() == list(range(1, 251))
@@ -328,7 +328,7 @@ async def test_the_hash_that_draws_is_murmur_hash_3(engine: Kept) -> None:
     """As SGLang's kernels have it: the four words of seed, position and column, and their 16 bytes."""
     import torch  # noqa: PLC0415
 
-    from rolloutmq.worker.sglang.inside.cpu_sampling import murmur_hash32  # noqa: PLC0415
+    from rolloutmq.worker.sglang.inside.cpu import murmur_hash32  # noqa: PLC0415
 
     def expected(words: list[int]) -> int:
         state = 0

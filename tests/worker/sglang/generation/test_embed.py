@@ -17,7 +17,7 @@ from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 from rolloutmq.producer import similarity
 from rolloutmq.worker.cpu_support import prepare_transformers
-from rolloutmq.worker.sglang.reward_head import checkpoint_names
+from rolloutmq.worker.sglang.weights import checkpoint_names
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 TOLERANCE = 2e-5

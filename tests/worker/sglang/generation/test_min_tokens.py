@@ -13,7 +13,9 @@ from support.engines.text_requests import EOS, PROMPT, Engine, in_legs, request
 
 from rolloutmq.messages.model.sampling import SamplingParams
 from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
+from rolloutmq.worker.sglang import engine as engine_module
 from rolloutmq.worker.sglang.engine import SGLangEngine
+from rolloutmq.worker.sglang.wire import sglang_request
 
 pytestmark = [
     pytest.mark.sglang,
@@ -145,16 +147,14 @@ async def test_the_least_length_may_be_the_greatest(text_engine: RemoteEngine, e
 async def test_what_sglang_takes_back_and_computes_anew_keeps_penalties_lengths_and_stops(
     engine: SGLangEngine, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rolloutmq.worker.sglang import compat as sglang_compat  # noqa: PLC0415
+    retractions, output = [], engine_module.engine_output
 
-    retractions, logprobs_of = [], sglang_compat.logprobs_of
-
-    def noted(answer: dict[str, Any]) -> Any:
+    def noted(request: Any, answer: Any, shapes: Any) -> Any:
         retractions.append(answer["meta_info"]["num_retractions"])
-        return logprobs_of(answer)
+        return output(request, answer, shapes)
 
-    monkeypatch.setattr(sglang_compat, "logprobs_of", noted)
-    io_struct, manager = sglang_compat.io_struct, engine._run.manager
+    monkeypatch.setattr(engine_module, "engine_output", noted)
+    manager = engine._run.manager
     options: dict[str, Any] = {"logit_bias": {17: 90.0}, "max_new_tokens": 220, "min_new_tokens": 200}
     asked = [
         request(stop_token_sequences=((17,),), stop_token_ids=(17,), frequency_penalty=p, **options) for p in (0.1, 0.5)
@@ -163,8 +163,8 @@ async def test_what_sglang_takes_back_and_computes_anew_keeps_penalties_lengths_
     async with asyncio.timeout(60):
         while [len(s.output_ids) >= 50 for s in manager.rid_to_state.values()] != [True] * 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # between two looks
-    await manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
-    await manager.continue_generation(io_struct.ContinueGenerationReqInput())
+    await manager.pause_generation(sglang_request("PauseGenerationReqInput", mode="retract"))
+    await manager.continue_generation(sglang_request("ContinueGenerationReqInput"))
     outputs = await asyncio.gather(*tasks)
     assert retractions == [1, 1]
     for one, output in zip(asked, outputs, strict=True):

@@ -12,7 +12,7 @@ from support.engines.asking import ask, judged_states
 from rolloutmq.messages.errors import RequestRefused
 from rolloutmq.messages.model.sampling import SamplingParams
 from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest, Wanted
-from rolloutmq.worker.sglang.arrays import Shapes, hidden_arrays
+from rolloutmq.worker.sglang.calls.answer import Shapes, _hidden_arrays
 from rolloutmq.worker.sglang.engine import SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="session")]
@@ -74,7 +74,7 @@ async def test_bfloat16_travels_bit_by_bit() -> None:
     torch = pytest.importorskip("torch")
     states = torch.randn(3, 8, dtype=torch.bfloat16)
     request = ask(PROMPT, 3, wanted=Wanted(hidden_states="all"))
-    rows, _ = hidden_arrays(request, states.tolist(), 3, Shapes(hidden=8, dtype="bfloat16"))
+    rows, _ = _hidden_arrays(request, states.tolist(), 3, Shapes(hidden=8, dtype="bfloat16"))
     found = rows["hidden_states"]
     assert (found.dtype, found.shape) == (np.uint16, (3, 8))
     assert torch.equal(torch.from_numpy(found.copy()).view(torch.bfloat16), states)

@@ -224,7 +224,7 @@ async def test_refused_with_the_reason(engine: SGLangEngine, bad: dict[str, Any]
 
 
 async def test_what_sglang_refuses_is_refused(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rolloutmq.worker.sglang.engine.check_request", lambda *_: None)
+    monkeypatch.setattr("rolloutmq.worker.sglang.engine.check_request", lambda *_, **__: None)
     with pytest.raises(RequestRefused, match="SGLang refused the request"):
         await engine.generate(request(max_new_tokens=1 << 20))
     assert not engine._run.manager.rid_to_state

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from rolloutmq.worker.sglang.extras import pack
-from rolloutmq.worker.sglang.inside.stops import STOPS, watch
+from rolloutmq.worker.sglang.inside.stops import watch
 from rolloutmq.worker.sglang.inside.tokenizer import EngineTokenizer
+from rolloutmq.worker.sglang.wire import STOPS, pack
 
 pytestmark = pytest.mark.sglang
 

@@ -14,7 +14,7 @@ import pytest
 from support.pools.gpu import Pool, running
 
 from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.worker.sglang import operations as sglang_ops
+from rolloutmq.worker.sglang import operations
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
 LONG = 1500
@@ -27,7 +27,7 @@ class StandIn:
         self.spoil: str | None = None
         self._run = pool.engine._run
         assert self._run is not None
-        monkeypatch.setattr(sglang_ops, "_check_memory", lambda run, info: None)
+        monkeypatch.setattr(operations, "_check_memory", lambda run, info: None)
         monkeypatch.setattr(self._run.manager, "release_memory_occupation", self._release)
         monkeypatch.setattr(self._run.manager, "resume_memory_occupation", self._resume)
 

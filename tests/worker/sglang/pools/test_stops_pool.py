@@ -20,7 +20,7 @@ from rolloutmq import BlockingRolloutClient, GenerateJob, SamplingParams, Weight
 from rolloutmq.messages.errors import RolloutMQError
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.worker.sglang.inside.tokenizer import FILES
+from rolloutmq.worker.sglang.features import FILES
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 POOLS = {"default": "text", "tokens": "tokens"}

@@ -1,0 +1,132 @@
+"""One request of each kind to SGLang, and its answer. Imports SGLang, which the engine's start has loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.managers import io_struct
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+from ....messages.errors import RequestRefused
+from ...engine import EngineRequest, TaskOutput, TaskRequest
+from .answer import INPUT_LOGPROBS
+from .request import generate_arguments
+
+
+class Marker(CustomLogitProcessor):  # type: ignore[misc]
+    """Leaves logits as they are. Marks a request whose extras are for the sampler (`inside/sampler.py`).
+
+    SGLang keeps a request's custom parameters beside its row of the batch only if the request names a class of a logit
+    processor, in a serialised form.
+    """
+
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        """Return `logits`."""
+        return logits
+
+
+@cache
+def marker() -> str:
+    """The class in SGLang's serialised form. It is made in this process, and of nothing that a message brought."""
+    text: str = Marker.to_str()
+    return text
+
+
+def generate_input(request: EngineRequest, *, deterministic: bool = False) -> Any:
+    """The request as SGLang's GenerateReqInput."""
+    return io_struct.GenerateReqInput(**generate_arguments(request, marker=marker, deterministic=deterministic))
+
+
+async def generate(manager: Any, request: EngineRequest, *, deterministic: bool = False) -> dict[str, Any] | None:
+    """SGLang's answer to a generation request, or None if it was aborted before it reached the scheduler.
+
+    deterministic: the engine samples by seeds. Raises what SGLang raises: ValueError for a request that it refuses.
+    """
+    return await _answer(manager, generate_input(request, deterministic=deterministic))
+
+
+async def perform(manager: Any, request: TaskRequest) -> TaskOutput:
+    """The result of an embedding, reward or score task; not finished if it was aborted.
+
+    Raises RequestRefused for more dimensions than the model has; ValueError where SGLang refuses.
+    """
+    return await (_score if request.task == "score" else _pool)(manager, request)
+
+
+async def _pool(manager: Any, request: TaskRequest) -> TaskOutput:
+    """The embedding, cut and normalised as asked for, or the scores: one forward pass on an engine that pools."""
+    found = await _answer(
+        manager, io_struct.EmbeddingReqInput(rid=request.request_id, input_ids=request.token_ids.tolist())
+    )
+    if found is None or _aborted(found) or found.get("embedding") is None:
+        return TaskOutput()
+    values = np.asarray(found["embedding"], dtype=np.float32).reshape(-1)
+    if request.task == "embed":
+        values = shaped(values, request.dimensions, request.normalize)
+    return TaskOutput(values, finished=True)
+
+
+def shaped(values: npt.NDArray[np.float32], dimensions: int | None, normalize: bool) -> npt.NDArray[np.float32]:
+    """The first `dimensions` components of (d,) float32, scaled to length 1 if asked for; a zero vector stays zero.
+
+    Raises RequestRefused if there are fewer.
+    """
+    if dimensions is not None and dimensions > len(values):
+        raise RequestRefused(f"dimensions={dimensions}: embeddings of this model have {len(values)}")
+    values = values[:dimensions]
+    length = float(np.linalg.norm(values.astype(np.float64)))
+    return (values / length).astype(np.float32) if normalize and length > 0 else values
+
+
+async def _score(manager: Any, request: TaskRequest) -> TaskOutput:
+    """Log-probabilities of the tokens from `request.start` on: a prefill on an engine that generates.
+
+    The prefix cache is used up to the last token before `start`: many continuations of one prompt cost one prefill of
+    it.
+    """
+    found = await _answer(
+        manager,
+        io_struct.GenerateReqInput(
+            rid=request.request_id,
+            input_ids=request.token_ids.tolist(),
+            sampling_params={"max_new_tokens": 0, "temperature": 0.0},
+            return_logprob=True,
+            logprob_start_len=request.start - 1,  # SGLang gives no logprob of the first token that it is asked for
+            stream=False,
+            extra_key=request.cache_key,
+        ),
+    )
+    if found is None or _aborted(found):
+        return TaskOutput()
+    values = found["meta_info"].get(INPUT_LOGPROBS, [])[1:]
+    if len(values) != len(request.token_ids) - request.start:
+        return TaskOutput()  # the engine died meanwhile: the caller learns of it from the engine
+    return TaskOutput(np.array(values, dtype=np.float32), finished=True)
+
+
+async def _answer(manager: Any, request: Any) -> dict[str, Any] | None:
+    """SGLang's last answer to `request`, or None if it was aborted before it reached the scheduler.
+
+    Raises what SGLang raises: ValueError for a request that it refuses.
+    """
+    last: dict[str, Any] | None = None
+    try:
+        # To its end, not just the first item: only that gives back the lock that a weight update waits for.
+        async for item in manager.generate_request(request, None):
+            last = item
+    except ValueError as error:
+        if type(error).__name__ == "RequestAbortedError":  # older releases; newer ones return an empty output
+            return None
+        raise
+    except asyncio.CancelledError:
+        manager.abort_request(request.rid)
+        raise
+    return last
+
+
+def _aborted(found: dict[str, Any]) -> bool:
+    return (found["meta_info"].get("finish_reason") or {}).get("type") == "abort"

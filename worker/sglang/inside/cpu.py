@@ -1,0 +1,173 @@
+"""What SGLang's scheduler process needs on a CPU, from published wheels. Nothing here runs where there is a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+from .. import patches
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+MAX_GATHERED_ELEMENTS = 1 << 24  # keys held at once: 64 MB in float32, and as much again for the values
+
+
+def batched_attention() -> None:
+    """Have SGLang use :class:`BatchedDecodeBackend`, in this process, where it is asked for `torch_native`."""
+    patches.check("cpu")
+    register_attention_backend("torch_native")(BatchedDecodeBackend)
+
+
+class BatchedDecodeBackend(TorchNativeAttnBackend):  # type: ignore[misc]
+    """`torch_native` with a batched decode step; results differ from the original only by rounding.
+
+    SGLang's backend goes through the batch in Python, one attention call for each sequence and layer; on a small model
+    that loop is most of the time. This one gathers the keys and values of many sequences into one padded array and
+    calls the operator once: 5 times faster at 64 to 256 sequences of 100 tokens. Cases that it does not know (cross
+    attention, sliding windows, a KV cache of another dtype) go to the original. Prefill is the original's.
+    """
+
+    def _run_sdpa_forward_decode(  # noqa: PLR0917  (the signature is SGLang's)
+        self,
+        query: Any,
+        output: Any,
+        k_cache: Any,
+        v_cache: Any,
+        req_to_token: Any,
+        req_pool_indices: Any,
+        seq_lens: Any,
+        encoder_lens: Any = None,
+        scaling: float | None = None,
+        is_cross_attn: bool = False,
+        sliding_window_size: int | None = None,
+        **others: Any,
+    ) -> Any:
+        """Fill `output` (num_seqs, heads, value size) for one new token per sequence.
+
+        query (num_seqs, heads, key size); caches (slots, kv heads, size); req_to_token (requests, positions) slots.
+        """
+        unknown = encoder_lens is not None or is_cross_attn or sliding_window_size is not None
+        if unknown or not query.dtype == k_cache.dtype == v_cache.dtype:
+            return super()._run_sdpa_forward_decode(
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                encoder_lens=encoder_lens,
+                scaling=scaling,
+                is_cross_attn=is_cross_attn,
+                sliding_window_size=sliding_window_size,
+                **others,
+            )
+        longest = int(seq_lens.max())
+        rows = max(1, MAX_GATHERED_ELEMENTS // (longest * k_cache[0].numel()))
+        for start in range(0, seq_lens.shape[0], rows):
+            part = slice(start, start + rows)
+            slots, mask = _slots(req_to_token, req_pool_indices[part], seq_lens[part])
+            output[part] = _attend(query[part], _gather(k_cache, slots), _gather(v_cache, slots), mask, scaling)
+        return output
+
+
+def _slots(req_to_token: Any, requests: Any, lengths: Any) -> tuple[Any, Any]:
+    """Cache slots (sequences, longest) and which of them count; padding repeats the sequence's own last token.
+
+    Its own, because a slot of somebody else could hold a NaN, and a NaN survives a weight of zero.
+    """
+    positions = torch.arange(int(lengths.max()))
+    inside = torch.minimum(positions, lengths[:, None] - 1)
+    return req_to_token[requests[:, None], inside], positions < lengths[:, None]
+
+
+def _gather(cache: Any, slots: Any) -> Any:
+    """(sequences, kv heads, longest, size). Whole rows are copied: several times faster than fancy indexing."""
+    heads, size = cache.shape[1:]
+    rows = cache.view(-1, heads * size).index_select(0, slots.view(-1))
+    return rows.view(*slots.shape, heads, size).transpose(1, 2)
+
+
+def _attend(query: Any, keys: Any, values: Any, mask: Any, scaling: float | None) -> Any:
+    """Grouped-query attention of one token per sequence; the heads of a group take the place of query positions."""
+    sequences, heads, size = query.shape
+    kv_heads = keys.shape[1]
+    grouped = query.view(sequences, kv_heads, heads // kv_heads, size)
+    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None], scale=scaling)
+    return out.reshape(sequences, heads, values.shape[-1])
+
+
+# --- sampling by seeds ------------------------------------------------------------------------------------------------
+
+WORD = 0xFFFFFFFF
+
+
+def seeded_sampling() -> None:
+    """Have SGLang draw by seeds in this process, with the hash below in the place of an operator of sgl_kernel.
+
+    SGLang draws a seeded token by a hash of seed, position and column. On a CPU that is an operator of sgl_kernel's CPU
+    build, which is not published; this is the same function in torch, bit for bit. So the same seed draws alike on a
+    GPU, as far as the logits are the same. What makes those independent of the batch on a GPU has no counterpart on a
+    CPU, where they differ by rounding.
+    """
+    patches.check("cpu seeds")
+    patches.replace("batch_invariant_ops:enable_batch_invariant_mode", lambda *_args, **_kwargs: None)
+    if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
+        patches.replace("layers.sampler:murmur_hash32", murmur_hash32)
+        drawn = patches.original("layers.sampler:multinomial_with_seed")
+        patches.replace("layers.sampler:multinomial_with_seed", getattr(drawn, "_torchdynamo_orig_callable", drawn))
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
+    """(n, m) uint32: MurmurHash3 of seed (n,) 64 bits, positions (n,) and col_indices (m,) 32 bits."""
+    words = seed.view(torch.int64)
+    state = torch.zeros_like(words)
+    for block in (words & WORD, (words >> 32) & WORD, positions.long() & WORD):
+        state = _mix(state, block)
+    state = _mix(state[:, None], col_indices.long()[None, :] & WORD) ^ 16
+    state = ((state ^ (state >> 16)) * 0x85EBCA6B) & WORD
+    state = ((state ^ (state >> 13)) * 0xC2B2AE35) & WORD
+    return (state ^ (state >> 16)).to(torch.uint32)
+
+
+def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    # Products of two 32-bit numbers can have more than 63 bits; their lower 32 bits are right all the same.
+    block = _rotated((block * 0xCC9E2D51) & WORD, 15)
+    block = (block * 0x1B873593) & WORD
+    return (_rotated(state ^ block, 13) * 5 + 0xE6546B64) & WORD
+
+
+def _rotated(word: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((word << bits) | (word >> (32 - bits))) & WORD
+
+
+# --- routed experts and grammars --------------------------------------------------------------------------------------
+
+
+def recorded_experts() -> None:
+    """Have SGLang record routed experts in memory that no GPU reaches. 0.5.17 cannot record them on a CPU."""
+    funcs = patches.original("state_capturer.base:ALLOC_MEMORY_FUNCS")
+    if funcs is not None:
+        patches.replace("state_capturer.base:ALLOC_MEMORY_FUNCS", {**funcs, "cpu": _allocate})
+
+
+def _allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_pinning: Any) -> torch.Tensor:
+    return torch.empty(dims, dtype=dtype, device=device)
+
+
+def grammar_masks() -> None:
+    """Have masks of grammars made and applied without a GPU, which older releases cannot."""
+    import xgrammar  # noqa: PLC0415
+
+    def allocate(self: Any, vocab_size: int, batch_size: int, device: Any) -> Any:
+        return xgrammar.allocate_token_bitmask(batch_size, vocab_size)
+
+    def apply(logits: Any, vocab_mask: Any) -> None:
+        xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+
+    patches.replace("constrained.xgrammar_backend:XGrammarGrammar.allocate_vocab_mask", allocate)
+    patches.replace("constrained.xgrammar_backend:XGrammarGrammar.apply_vocab_mask", staticmethod(apply))
