@@ -52,9 +52,11 @@ def redis_url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def workers(model_dir: Path, redis_url: str) -> Iterator[list[WorkerProcess]]:
-    """Two workers; the tests below use them up in order."""
+    """Two workers, the second started as operators start it; the tests below use them up in order."""
     options = ("--dtype", "bfloat16", "--max-running", "16", "--drain", "5")
-    started = [WorkerProcess(model_dir, redis_url, model_dir.parent / f"{i}.log", *options) for i in range(2)]
+    started = [
+        WorkerProcess(model_dir, redis_url, model_dir.parent / f"{i}.log", *options, forked=i == 0) for i in range(2)
+    ]
     try:
         for worker in started:
             worker.wait_joined()
