@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.pools.pool import eventually
-from test_sglang_scheduler import make, none_before  # noqa: F401 – a fixture
+from test_switches import make, none_before  # noqa: F401 – a fixture
 
 from rolloutmq.messages.errors import EngineError
 from rolloutmq.sync.transfer.order import TransferReport
