@@ -53,7 +53,7 @@ async def answer_while_loading(server: EmbeddedRedis) -> None:
 async def test_accepted_jobs_and_results_outlive_a_crash_and_a_slow_start(lasting: EmbeddedRedis) -> None:
     jobs = [tokens(n=2) for _ in range(40)]
     async with (
-        worker(lasting.url, engine=ScriptedEngine(tokens_per_s=20), max_running=8, lease_s=10) as running,
+        worker(lasting.url, engine=ScriptedEngine(tokens_per_s=20), max_running=8, lease_s=60) as running,
         RolloutClient(lasting.url) as client,
     ):
         await client.submit_many(jobs)

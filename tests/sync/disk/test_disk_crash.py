@@ -8,15 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.peers import disk_crash
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("arguments", [("every",), ("random", "7", "25"), ("traffic", "40")], ids=lambda it: it[0])
 def test_no_half_version(arguments: tuple[str, ...], tmp_path: Path) -> None:
     kind, *numbers = arguments
-    command = [sys.executable, str(HERE / "disk_crash.py"), kind, str(tmp_path / "versions"), *numbers]
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, disk_crash.__file__, kind, str(tmp_path / "versions"), *numbers]
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     shown = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=170, check=False
     )
