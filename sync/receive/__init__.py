@@ -1,9 +1,8 @@
 """One engine rank's side of a transfer: receive, verify, load, and send on to others."""
 
-from .held import open_version
-from .layout import TIED
+from .from_disk import open_version
+from .layout import TIED, check_names, checkpoint_shapes
 from .lend import held_tensors, send_held
-from .names import check_names, checkpoint_shapes
 from .receiver import Receiver
 
 __all__ = ["TIED", "Receiver", "check_names", "checkpoint_shapes", "held_tensors", "open_version", "send_held"]

@@ -7,10 +7,13 @@ one digest kernel over what the engine's parameters hold.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 
 from ...messages.errors import DigestMismatch
 from ...messages.model import WeightManifest
@@ -19,6 +22,8 @@ from ..tensors import Digester, digests, hex_of, unpack
 
 log = logging.getLogger(__name__)
 TIED = frozenset({"lm_head.weight"})
+"""Tensors that a model with tied embeddings holds under another name."""
+Shape = tuple[int, ...]
 
 
 class Model(Protocol):
@@ -28,6 +33,32 @@ class Model(Protocol):
     """
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any: ...
+
+
+@cache
+def checkpoint_shapes(model: str) -> Mapping[str, Shape]:
+    """Shapes of the tensors in a local safetensors checkpoint, by name; none if there is none to look at."""
+    shapes: dict[str, Shape] = {}
+    for file in Path(model).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 – it is no mapping
+                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+    return shapes
+
+
+def check_names(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
+    """Refuse tensors that are not the model's. Tied embeddings may come with their second name or without.
+
+    SGLang only logs a name that it does not know, keeps the old weights of one that is not sent, and breaks off half
+    way at one that does not fit. Raises DigestMismatch, which names the tensors.
+    """
+    strange, missing = sent.keys() - expected.keys() - TIED, expected.keys() - sent.keys() - TIED
+    if strange or missing:
+        what = [f"{kind} {sorted(names)[:3]}" for kind, names in (("unknown", strange), ("missing", missing)) if names]
+        raise DigestMismatch(f"not the tensors of this model: {', '.join(what)}")
+    for name, shape in sent.items():
+        if expected.get(name, shape) != shape:
+            raise DigestMismatch(f"tensor {name}: shape {shape}, the model's is {expected[name]}")
 
 
 def bucket_views(manifest: WeightManifest, buckets: Sequence[torch.Tensor]) -> list[torch.Tensor]:

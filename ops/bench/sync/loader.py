@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....sync.tensors import Staging
 from ....worker.sglang.engine import SGLangEngine
 from ....worker.sglang.inside import control
 from ....worker.sglang.weights import run_loader
@@ -27,11 +26,8 @@ def receive(model: Any, named_tensors: Any) -> Any:
 def _stage(policy: Any) -> None:
     """Another staging policy for this process's receiver, as if the engine had been started with it."""
     server = control._server
-    if server is None or server.receiver.device.type == "cpu":
-        return
-    receiver = server.receiver
-    receiver._memory[receiver.device] = Staging(receiver.device, policy)
-    receiver.kept.drop_buffers()
+    if server is not None:
+        server.receiver.stage(policy)
 
 
 class BenchEngine(SGLangEngine):

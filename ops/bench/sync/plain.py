@@ -16,7 +16,6 @@ import torch
 from ....messages.errors import ConfigError
 from ....messages.model import StagingPolicy
 from ....sync.receive import Receiver
-from ....sync.tensors import Staging
 from ....sync.transfer import TransferOrder, TransferReport
 from ....worker.engine import EngineInfo
 from .shapes import SHAPES
@@ -98,9 +97,7 @@ class PlainEngine:
         """Stage from now on, or not."""
         if self._receiver is None:
             self._receiver = Receiver(self._device, staging=policy)
-        elif self._device.type == "cuda":
-            self._receiver._memory[self._device] = Staging(self._device, policy)
-            self._receiver.kept.drop_buffers()
+        self._receiver.stage(policy)
 
     async def close(self) -> None:
         """Nothing to end."""

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from rolloutmq.sync.receive import layout, receiver
+from rolloutmq.sync.receive import layout
+from rolloutmq.sync.receive.pending import Pending, warm_up
 from rolloutmq.sync.receive.receiver import Receiver
-from rolloutmq.sync.receive.warm import warm_up
 from rolloutmq.sync.tensors.digester import digest
 from rolloutmq.sync.transfer.order import TransferOrder
 from rolloutmq.sync.wire import group
@@ -111,7 +111,7 @@ def watched(fault: Fault, owner: Any, name: str, at: str) -> None:
 def watch(fault: Fault) -> None:
     """Pass by `fault` at every point of a receiver."""
     watched(fault, wire, "open_group", "rendezvous")
-    watched(fault, receiver, "say_ready", "ready")
+    watched(fault, Pending, "say_ready", "ready")
     watched(fault, group.GlooGroup, "broadcast", "broadcast")
     watched(fault, group.NcclGroup, "broadcast", "broadcast")
     watched(fault, layout.Arrival, "queue", "arrived")

@@ -16,7 +16,7 @@ from rolloutmq import WeightPublisher
 from rolloutmq.messages import InvalidField, connect
 from rolloutmq.sync.disk.store import SnapshotStore
 from rolloutmq.sync.packing.packing import PackedWeights
-from rolloutmq.sync.receive import held
+from rolloutmq.sync.receive import from_disk
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -87,7 +87,7 @@ async def test_a_snapshot_that_is_not_the_version_is_refused_and_others_are_aske
 async def test_reading_stops_for_a_transfer(redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await publish_and_leave(redis_db, 1, snapshots=tmp_path)
     reading, go_on = threading.Event(), threading.Event()
-    honest = held.read_into
+    honest = from_disk.read_into
 
     def slowly(opened: Any, buckets: Any, ask: Callable[[], None]) -> None:
         def asked() -> None:
@@ -98,7 +98,7 @@ async def test_reading_stops_for_a_transfer(redis_db: str, tmp_path: Path, monke
 
         honest(opened, buckets, asked)
 
-    monkeypatch.setattr("rolloutmq.sync.receive.receiver.read_into", slowly)
+    monkeypatch.setattr("rolloutmq.sync.receive.ways.read_into", slowly)
     async with joined(redis_db, snapshots=str(tmp_path)) as late, publisher(redis_db) as source:
         await asyncio.to_thread(reading.wait, 10)
         assert (await publish(source, 2)).workers == (late.id,)

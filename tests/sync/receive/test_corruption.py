@@ -14,7 +14,8 @@ from support.peers.peers import SHAPES, Line, Sending, expected, version
 
 from rolloutmq.sync.packing.packing import PackedWeights
 from rolloutmq.sync.receive.layout import Arrival, Loading
-from rolloutmq.sync.receive.receiver import CPU, Receiver
+from rolloutmq.sync.receive.pending import CPU
+from rolloutmq.sync.receive.receiver import Receiver
 from rolloutmq.sync.tensors.digester import digest
 from rolloutmq.sync.tensors.snapshot import Snapshot
 from rolloutmq.sync.tensors.staging import Staging
@@ -74,14 +75,14 @@ class Rank:
         self.model = Model() if halves else Linear(SHAPES, torch.bfloat16, CPU)
         self.receiver, self.line = Receiver(CPU), Line()
         if not staged:
-            self.receiver._memory = {CPU: NoMemory(CPU, "on")}
-            self.receiver._two_streams = lambda: (Stream(), Stream())  # type: ignore[method-assign]
+            self.receiver.kept.memory = {CPU: NoMemory(CPU, "on")}
+            self.receiver.kept.streams = lambda: (Stream(), Stream())  # type: ignore[method-assign]
 
     def update(
         self, snapshot: Snapshot, between: Callable[[Receiver], None] | None = None, **order: Any
     ) -> TransferReport:
         """Both halves. between: what happens between them."""
-        group = self.receiver.wire.group.name if self.receiver.wire.group is not None else ""
+        group = self.receiver.kept.wire.group.name if self.receiver.kept.wire.group is not None else ""
         sending = self.line.begin(snapshot, [group], timeout_s=TIMEOUT_S, **order)
         report = self.receiver.prepare(sending.orders[0])
         if report.ok:
@@ -122,7 +123,7 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     assert (report.ok, report.readback) == (True, True), report
     made.check_holds(first)
     yield made
-    made.receiver.wire.drop_group()
+    made.receiver.kept.wire.drop_group()
     made.line.broadcaster.close()
 
 

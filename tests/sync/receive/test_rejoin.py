@@ -12,9 +12,9 @@ import pytest
 from support.peers.peers import expected, version
 from test_corruption import TIMEOUT_S, Rank, Stream
 
-from rolloutmq.sync.receive import receiver as module
 from rolloutmq.sync.receive.arriving import Arriving
-from rolloutmq.sync.receive.receiver import Receiver
+from rolloutmq.sync.receive.pending import Kept, Pending
+from rolloutmq.sync.receive.ways import standing_way
 from rolloutmq.sync.tensors.snapshot import Snapshot
 from rolloutmq.sync.transfer.order import TransferReport
 from rolloutmq.sync.wire.broadcaster import Broadcaster
@@ -43,11 +43,11 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr("torch.cuda.stream", lambda _: contextlib.nullcontext())
     made = Quick(staged=request.param, halves=False)
     if request.param:
-        made.receiver._two_streams = lambda: (Stream(), Stream())  # type: ignore[method-assign]
+        made.receiver.kept.streams = lambda: (Stream(), Stream())  # type: ignore[method-assign]
     assert made.update(version(1)).ok
     made.check_holds(version(1))
     yield made
-    made.receiver.wire.drop_group()
+    made.receiver.kept.wire.drop_group()
     made.line.broadcaster.close()
 
 
@@ -65,9 +65,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(owner, name, call)
 
-    noted(module, "say_ready", "ready")
+    noted(Pending, "say_ready", "ready")
     noted(Arriving, "queue_ahead", "queued")
-    noted(Receiver, "_hear", "told")
+    noted(Kept, "hear", "told")
     return seen
 
 
@@ -81,11 +81,11 @@ def test_it_is_ready_before_it_is_told(rank: Quick, steps: list[str]) -> None:
 
 def test_another_layout_is_told_first(rank: Quick, steps: list[str]) -> None:
     """In a group of its own, which is the mark that there is something to hear first."""
-    other, group = version(2, bucket_bytes=1024), rank.receiver.wire.group
+    other, group = version(2, bucket_bytes=1024), rank.receiver.kept.wire.group
     assert rank.update(other).ok
     rank.check_holds(other)
     assert steps == ["told", "ready", "queued"]
-    assert rank.receiver.wire.group is not group
+    assert rank.receiver.kept.wire.group is not group
 
 
 def test_a_flipped_bit_is_found_all_the_same(rank: Quick) -> None:
@@ -101,12 +101,12 @@ def test_a_flipped_bit_is_found_all_the_same(rank: Quick) -> None:
 
 def test_a_version_that_lies_otherwise_than_announced_is_refused(rank: Quick, monkeypatch: pytest.MonkeyPatch) -> None:
     before = rank.bits()
-    hear = Receiver._hear
+    hear = Kept.hear
 
-    def lied(self: Receiver, *args: Any) -> Any:
+    def lied(self: Kept, *args: Any) -> Any:
         return dataclasses.replace(hear(self, *args), layout="0" * 32)
 
-    monkeypatch.setattr(Receiver, "_hear", lied)
+    monkeypatch.setattr(Kept, "hear", lied)
     report = rank.update(version(2))
     assert (report.ok, report.intact, report.phase) == (False, True, "rendezvous")
     assert "does not lie as the group's name says" in report.error
@@ -116,33 +116,34 @@ def test_a_version_that_lies_otherwise_than_announced_is_refused(rank: Quick, mo
 
 def test_a_sender_that_is_gone_is_not_taken_for_the_one_that_was(rank: Quick) -> None:
     """It is looked for anew."""
-
-    order = rank.line.begin(version(2), [rank.receiver.wire.group.name], timeout_s=TIMEOUT_S, transport="nccl").orders[
-        0
-    ]  # type: ignore[union-attr]
+    group = rank.receiver.kept.wire.group
+    assert group is not None
+    (order,) = rank.line.begin(version(2), [group.name], timeout_s=TIMEOUT_S, transport="nccl").orders
     lose_connection(rank)
-    assert rank.receiver._rejoin(order, time.monotonic() + TIMEOUT_S) is None
-    assert rank.receiver._arriving is None
+    way = standing_way(rank.receiver.kept, order, time.monotonic() + TIMEOUT_S)
+    assert way is not None
+    assert not way.restart()
+    assert way.arriving is None
     rank.line.broadcaster.give_up("over")
 
 
 def lose_connection(rank: Quick) -> None:
-    host, port, _ = rank.receiver.wire._store  # type: ignore[misc]
-    rank.receiver.wire._store = host, port, Gone()
+    host, port, _ = rank.receiver.kept.wire._store  # type: ignore[misc]
+    rank.receiver.kept.wire._store = host, port, Gone()
 
 
 def test_a_lost_connection_costs_no_group(rank: Quick) -> None:
     """The sender is there, and stands in the group as this one does: it would wait for nobody to make it anew."""
-    group = rank.receiver.wire.group
+    group = rank.receiver.kept.wire.group
     lose_connection(rank)
     report = rank.update(version(2))
     assert report.ok, report
     rank.check_holds(version(2))
-    assert rank.receiver.wire.group is group
+    assert rank.receiver.kept.wire.group is group
 
 
 def test_a_restarted_sender_has_no_part_in_a_group_of_that_name(rank: Quick) -> None:
-    wire, other = rank.receiver.wire, Broadcaster("127.0.0.1", 0)
+    wire, other = rank.receiver.kept.wire, Broadcaster("127.0.0.1", 0)
     assert wire.group is not None
     order = dataclasses.replace(
         rank.line.begin(version(2), [wire.group.name], timeout_s=TIMEOUT_S).orders[0], port=other.store.port

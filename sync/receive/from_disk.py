@@ -1,37 +1,22 @@
-"""What an engine keeps in mind of the version it holds, so that it can hand it on; and versions it reads from disk."""
+"""Versions and checkpoints on disk, read into buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ...messages.errors import WeightSyncError
-from ...messages.model import WeightManifest
 from ..disk import DiskVersion, SnapshotStore
 from ..disk.checkpoint import VERSION_FOLDER, Checkpoint, checkpoint_format
-from ..plan import CopyPlan
 from ..tensors import check_places
 
 
-@dataclass(frozen=True, slots=True)
-class Lent:
-    """A verified version that is not changed for a while. plan: where its tensors are, if that is known.
-
-    buffers: to pack it into, flat uint8, each as long as the largest bucket.
-    """
-
-    manifest: WeightManifest
-    plan: CopyPlan | None
-    buffers: Sequence[torch.Tensor]
-
-
 def open_version(path: str, version: int) -> DiskVersion | Checkpoint:
-    """What a folder has, as `version`: that one of a SnapshotStore, or a single version or checkpoint, renumbered.
+    """Open `version` of a SnapshotStore's folder, or a folder that is one version or one checkpoint, under that number.
 
-    Its manifest is checked against itself. Raises WeightSyncError or InvalidField.
+    The manifest is checked against itself. Raises WeightSyncError or InvalidField.
     """
     if not path:
         raise WeightSyncError("transport='disk' without a folder")
@@ -59,7 +44,9 @@ def open_version(path: str, version: int) -> DiskVersion | Checkpoint:
 
 
 def read_into(opened: DiskVersion | Checkpoint, buckets: Sequence[torch.Tensor], go_on: Callable[[], None]) -> None:
-    """Every tensor to its place, its digest compared on the way. Raises DigestMismatch, SnapshotError and its kinds.
+    """Read every tensor into its place, and compare its digest on the way.
+
+    Raises DigestMismatch, SnapshotError and its kinds.
 
     buckets: flat uint8 in host memory. go_on(): asked before each tensor; raises what ends the reading.
     """
