@@ -19,8 +19,7 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from ...messages.errors import ConfigError, InvalidField, TransferTimeout
-from ...sync.wire import MARGIN_S, local_end, nccl_environment, settle
-from ...sync.wire.bounded_store import begin
+from ...sync.wire import MARGIN_S, await_broadcasts, begin, local_end, nccl_environment
 from .updates import GroupInfo, Update
 
 BACKENDS = ("gloo", "nccl")
@@ -115,7 +114,7 @@ class ReceivingGroup:
                 work.wait()
             done = torch.cuda.Event()
             done.record()
-            settle(cast(Any, self), done, deadline, lambda: "")  # of a group it only wants `abort`
+            await_broadcasts(cast(Any, self), done, deadline, lambda: "")  # of a group it only wants `abort`
 
     def abort(self) -> None:
         """Leave the group, whatever is under way. A sender that waits in it finds its connections closed."""

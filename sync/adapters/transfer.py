@@ -3,7 +3,7 @@
 An adapter is small, and its engine-side home is SGLang's own: so no process group is built for it. The trainer puts
 manifest, configuration and bytes into its rendezvous store, and every worker of the transfer reads them there in its
 own process, checks the digests, and hands the tensors to its engine. Announcement, roster, reports, deadlines,
-repetition and commit are those of every transfer (`transfers.Transfer`).
+repetition and commit are those of every transfer (`sync.transfer.Transfer`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...messages.codec import encode
 from ...messages.errors import DigestMismatch, InvalidField, MalformedMessage, TransferTimeout
 from ...messages.model import WeightAnnouncement, WeightManifest
 from ...messages.redis import Bell
-from ..tensors import Digester, Snapshot, hex_of, unpack, values_of
+from ..tensors import Snapshot, hex_of, look, unpack, values_of
 from ..transfer import Join, Ledger, Patience, SyncSettings, Transfer, TransferResult, repeated
 from ..wire import Broadcaster, EpochKeys, fetch, fetch_manifest, join_store, why_broken
 from .format import MOST_BYTES, Adapter, check_config, check_tensors
@@ -108,7 +108,7 @@ class AdapterSender:
 
 
 class _Source:
-    """A parcel in the trainer's store: a `transfers.Source` whose receivers all help themselves."""
+    """A parcel in the trainer's store: a `TransferSource` whose receivers all help themselves."""
 
     absent: frozenset[int] = frozenset()
 
@@ -119,28 +119,28 @@ class _Source:
 
     @property
     def address(self) -> tuple[str, int]:
-        """See Source."""
+        """See TransferSource."""
         return self._line.host, self._line.store.port
 
     async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
-        """See Source."""
+        """See TransferSource."""
         await ledger.announce(announcement)
         return True
 
     def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
-        """See Source: nobody gets a rank."""
+        """See TransferSource: nobody gets a rank."""
         return set(joins)
 
     def backend(self, joins: Mapping[str, Join]) -> Literal["gloo", "nccl"]:
-        """See Source."""
+        """See TransferSource."""
         return "gloo"
 
     def name_group(self, epoch: int, members: Mapping[str, int], joins: Mapping[str, Join]) -> str:
-        """See Source: there is no group."""
+        """See TransferSource: there is no group."""
         return ""
 
     async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
-        """See Source."""
+        """See TransferSource."""
         await asyncio.to_thread(self._put, announcement.epoch)
 
     def _put(self, epoch: int) -> None:
@@ -156,11 +156,11 @@ class _Source:
         store.set(EpochKeys(epoch).manifest, encode(self._parcel.snapshot.manifest))
 
     def give_up(self, why: str) -> None:
-        """See Source."""
+        """See TransferSource."""
         self._given_up = why
 
     async def clean(self, announcement: WeightAnnouncement) -> None:
-        """See Source."""
+        """See TransferSource."""
         await asyncio.to_thread(self._forget, announcement.epoch)
 
     def _forget(self, epoch: int) -> None:
@@ -235,9 +235,7 @@ class Fetch:
 
 
 def _compare(manifest: WeightManifest, tensors: list[torch.Tensor], *, finite: bool) -> None:
-    found = torch.zeros(len(tensors), dtype=torch.int64)
-    nonfinite = torch.zeros(len(tensors), dtype=torch.int32)
-    Digester(tensors).run(found, nonfinite)
+    found, nonfinite = look(tensors)
     wrong = (found != values_of([spec.digest for spec in manifest.tensors], "cpu")).nonzero().flatten().tolist()
     if wrong:
         spec, arrived = manifest.tensors[wrong[0]], hex_of(found[wrong[0] : wrong[0] + 1])[0]

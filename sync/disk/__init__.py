@@ -1,7 +1,7 @@
 """Weights versions on disk: written whole or not at all, and verified when they are read."""
 
-from .draft import folder_name
 from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
+from .folder import folder_name
 from .read import DiskVersion
 from .store import SnapshotStore
 

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 
 from ...messages.errors import DigestMismatch, InvalidField
 from ...messages.model import BUCKET_BYTES, TensorSpec, WeightManifest
-from ..tensors import Digester, Place, Planner, digest, dtype_name, hex_of
-from .draft import INDEX
+from ..tensors import Place, PlacePlanner, digest, dtype_name, hex_of, look
 from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
+from .folder import INDEX
 from .index import WEIGHT_MAP
 
 CheckpointFormat = Literal["snapshot", "snapshots", "safetensors", "sharded"]
@@ -65,7 +65,7 @@ class Checkpoint:
         """Raises NoSuchSnapshot, BrokenSnapshot, DigestMismatch for NaN and Inf, InvalidField."""
         self.path, self.version = path, version
         self._file_of = _files(path)
-        planner, values, self.nbytes = Planner(bucket_bytes, None), [], 0
+        planner, values, self.nbytes = PlacePlanner(bucket_bytes, None), [], 0
         places: list[Place] = []
         for name, tensor in self._tensors():
             places.append(planner.place(name, tensor))
@@ -138,8 +138,7 @@ def _files(path: Path) -> dict[str, str]:
 
 
 def _finite_digest(name: str, tensor: torch.Tensor) -> str:
-    value, bad = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-    Digester([tensor.contiguous()]).run(value, bad)
+    value, bad = look([tensor.contiguous()])
     if int(bad):
         raise DigestMismatch(f"tensor {name}: has NaN or Inf in it")
     return hex_of(value)[0]

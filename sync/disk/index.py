@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...messages.errors import InvalidField
 from ...messages.model import TensorSpec, WeightManifest, as_invalid_field
-from .draft import INDEX
 from .errors import BrokenSnapshot
+from .folder import INDEX
 
 FORMAT = 1
 WEIGHT_MAP = "model.safetensors.index.json"

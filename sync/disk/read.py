@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Self
 
 from ...messages.errors import DigestMismatch, InvalidField
 from ...messages.model import TensorSpec, WeightManifest
-from .draft import INDEX
 from .errors import BrokenSnapshot, disk_errors
+from .folder import INDEX
 from .index import MAX_INDEX_BYTES, WEIGHT_MAP, Shard, SnapshotIndex, check_padding, weight_map
 
 if TYPE_CHECKING:

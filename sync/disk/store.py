@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...messages.errors import InvalidField, WeightSyncError
-from .draft import Draft, folder_name
 from .errors import NoSuchSnapshot, SnapshotConflict, SnapshotError, disk_errors
-from .folder import LOCK_TIMEOUT_S, VersionFolder
+from .folder import LOCK_TIMEOUT_S, Draft, VersionFolder, folder_name
 from .index import same_tensors
 from .read import DiskVersion
 

@@ -17,7 +17,7 @@ import torch
 
 from ...messages.errors import InvalidField
 from ..tensors import Snapshot, check_places
-from .draft import Draft
+from .folder import Draft
 from .index import WEIGHT_MAP, Beside, FileEntry, Shard, SnapshotIndex, counts, is_ours, split, weight_map
 
 CHUNK = 64 << 20

@@ -8,7 +8,7 @@ import torch
 
 from ...messages.errors import InvalidField
 from ...messages.model import Keep
-from ..tensors import ALIGN, Copies, Digester, Place, padded
+from ..tensors import ALIGN, Copies, Place, look, padded
 
 MARGIN = 0.1
 """Share of a GPU's memory that "auto" leaves free for the trainer."""
@@ -109,10 +109,7 @@ def release_host_memory() -> None:
 def _digests(places: list[list[Place]], buckets: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """((n,) int64 digests, (n,) int32 counts of NaN and Inf) of the tensors in some buckets, on their device."""
     views = [place.view(bucket) for bucket, inside in zip(buckets, places, strict=True) for place in inside]
-    values = torch.empty(len(views), dtype=torch.int64, device=buckets[0].device)
-    nonfinite = torch.zeros(len(views), dtype=torch.int32, device=buckets[0].device)
-    Digester(views).run(values, nonfinite)
-    return values, nonfinite
+    return look(views)
 
 
 def fill(bucket: torch.Tensor, tensors: list[tuple[Place, torch.Tensor]]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.model import BUCKET_BYTES, Keep, TensorSpec, WeightManifest
-from ..tensors import LONGEST_NAME, Place, Places, Planner, Snapshot, dtype_name, hex_of
+from ..tensors import LONGEST_NAME, Place, PlacePlanner, Places, Snapshot, dtype_name, hex_of
 from .buckets import Buckets
 from .gather import gathered, is_sharded, plain
 
@@ -56,7 +56,7 @@ class PackedWeights:
         like: Places | None = None,
     ) -> None:
         self.version = version
-        planner = Planner(bucket_bytes, like)
+        planner = PlacePlanner(bucket_bytes, like)
         self._buckets = Buckets(keep, planner.expected()) if leader else None
         # Inference tensors could not be sent: a broadcast counts as a change of them.
         with torch.inference_mode(False), torch.no_grad():
@@ -68,7 +68,7 @@ class PackedWeights:
     def _take(
         self,
         tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
-        planner: Planner,
+        planner: PlacePlanner,
         rename: Callable[[str], str | None] | None,
     ) -> None:
         module = isinstance(tensors, torch.nn.Module)
@@ -101,7 +101,7 @@ class PackedWeights:
             del failure
 
     def _place(
-        self, given: str, name: str, tensor: Any, planner: Planner, pending: list[tuple[Place, torch.Tensor]]
+        self, given: str, name: str, tensor: Any, planner: PlacePlanner, pending: list[tuple[Place, torch.Tensor]]
     ) -> list[tuple[Place, torch.Tensor]]:
         """What waits for its bucket to be full, now with `tensor`."""
         outside = is_sharded(tensor) and not tensor.is_meta  # of the mesh: nothing that only the lead needs

@@ -101,7 +101,7 @@ class PublishHandle:
 
 
 @dataclass(slots=True)
-class Order:
+class Publication:
     """A publication until its report: what is sent, and since when. config: of a LoRA adapter."""
 
     packed: PackedWeights

@@ -24,7 +24,7 @@ from ..packing import PackedWeights, release_host_memory
 from ..tensors import Places, Snapshot, side_stream
 from ..transfer import SyncOptions, SyncSettings
 from ..wire import own_address_towards
-from .handle import Order, PublishHandle, PublishProgress, PublishReport, State
+from .handle import Publication, PublishHandle, PublishProgress, PublishReport, State
 from .saver import SnapshotSaver, store_of
 from .sender import Sender, TransferResult
 
@@ -75,7 +75,7 @@ class WeightPublisher:
         self._like: Places | None = None
         self._lock = threading.Lock()
         self._last = {"": 0}  # newest version, of the weights and by adapter
-        self._waiting: dict[str, Order] = {}  # for their turn, of each the newest
+        self._waiting: dict[str, Publication] = {}  # for their turn, of each the newest
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sending: PublishHandle | None = None
@@ -152,7 +152,7 @@ class WeightPublisher:
         # the ledger's newest version.
         if isinstance(version, bool) or not isinstance(version, int) or version <= self._last[""]:
             raise InvalidField("version", version, f"an integer above {self._last['']}, the newest one")
-        return self._queue(Order(packed, PublishHandle(version, self._abort), began))
+        return self._queue(Publication(packed, PublishHandle(version, self._abort), began))
 
     def publish_adapter(
         self,
@@ -182,9 +182,9 @@ class WeightPublisher:
             bucket_bytes=self._settings.bucket_bytes,
             leader=self._leader,
         )
-        return self._queue(Order(packed, PublishHandle(version, self._abort), began, name, plain))
+        return self._queue(Publication(packed, PublishHandle(version, self._abort), began, name, plain))
 
-    def _queue(self, order: Order) -> PublishHandle:
+    def _queue(self, order: Publication) -> PublishHandle:
         """Let it wait for its turn, in the place of an older one of its kind."""
         version, adapter, handle = order.packed.version, order.adapter, order.handle
         if not self._leader:
@@ -286,7 +286,7 @@ class WeightPublisher:
             log.exception("a late worker could not be caught up; it asks again")
             await asyncio.sleep(RETRY_S)
 
-    async def _send(self, sender: Sender, order: Order) -> None:
+    async def _send(self, sender: Sender, order: Publication) -> None:
         self._sending, handle = order.handle, order.handle
         handle._look = lambda: PublishProgress("digesting")
         try:

@@ -156,7 +156,7 @@ class Sender:
 
 
 class _Retained:
-    """A snapshot in this process, and the line it is sent over: a `Source`."""
+    """A snapshot in this process, and the line it is sent over: a `TransferSource`."""
 
     def __init__(self, snapshot: Snapshot, line: Broadcaster, gpu_direct: bool, not_by_ipc: AbstractSet[str]) -> None:
         """not_by_ipc: workers on which handing over has failed before."""
@@ -167,28 +167,28 @@ class _Retained:
 
     @property
     def absent(self) -> frozenset[int]:
-        """See Source."""
+        """See TransferSource."""
         return self._line.absent
 
     @property
     def address(self) -> tuple[str, int]:
-        """See Source."""
+        """See TransferSource."""
         return self._line.host, self._line.store.port
 
     async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
-        """See Source: a trainer's word goes before everybody's."""
+        """See TransferSource: a trainer's word goes before everybody's."""
         await asyncio.to_thread(self._line.offer, announcement.epoch, self._snapshot)
         await ledger.announce(announcement)
         return True
 
     def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
-        """See Source."""
+        """See TransferSource."""
         here = gpu_id(self._snapshot.device) if self._gpu_direct else ""
         self.handed_over = {worker for worker, join in joins.items() if here and join.gpu == here} - self._not_by_ipc
         return set(self.handed_over)
 
     def backend(self, joins: Mapping[str, Join]) -> Literal["gloo", "nccl"]:
-        """See Source."""
+        """See TransferSource."""
         bucket = self._snapshot.buckets[0]
         from_gpu = bucket.device.type == "cuda" or bucket.is_pinned()
         nccl = self._gpu_direct and from_gpu and all(join.cuda for join in joins.values())
@@ -202,17 +202,17 @@ class _Retained:
         return "nccl" if nccl else "gloo"
 
     def name_group(self, epoch: int, members: Mapping[str, int], joins: Mapping[str, Join]) -> str:
-        """See Source: the standing one as long as nobody comes or goes."""
+        """See TransferSource: the standing one as long as nobody comes or goes."""
         return self._line.name_group(epoch, members, joins)
 
     async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
-        """See Source."""
+        """See TransferSource."""
         await asyncio.to_thread(self._line.send, self._snapshot, announcement, timeout_s)
 
     def give_up(self, why: str) -> None:
-        """See Source."""
+        """See TransferSource."""
         self._line.give_up(why)
 
     async def clean(self, announcement: WeightAnnouncement) -> None:
-        """See Source."""
+        """See TransferSource."""
         await asyncio.to_thread(self._line.clean, announcement)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...messages.errors import TransferTimeout
-from ..wire import SLICE_S, Group, Queued, check_unbroken, settle
+from ..wire import SLICE_S, Group, Queued, await_broadcasts, check_unbroken
 from .layout import Arrival, Loading
 
 
@@ -77,7 +77,7 @@ class Arriving:
         with torch.cuda.stream(self._working):
             while self._looked < len(self._queued):
                 self._look(self._looked)
-        settle(self._group, self._working.record_event(), self._deadline, self._broken, self._began)
+        await_broadcasts(self._group, self._working.record_event(), self._deadline, self._broken, self._began)
         self._settled = len(self._queued)
 
     def load(self, loading: Loading, *, readback: bool) -> None:
@@ -104,7 +104,7 @@ class Arriving:
                 free[turn] = self._working.record_event()
         done = self._working.record_event()
         since = self._began if readback or self.looked_at else 0.0  # it is always asked where no digest would tell
-        settle(self._group, done, self._deadline, self._broken, since, alert=True)
+        await_broadcasts(self._group, done, self._deadline, self._broken, since, alert=True)
         self._settled = len(self._queued)
 
     def _others_come_beside(self, index: int) -> bool:

@@ -16,7 +16,7 @@ from ...messages.model import StagingPolicy, WeightManifest
 from ..plan import CopyPlan
 from ..tensors import Copies, Digester, Staging
 from ..transfer import Phase, TransferOrder, TransferReport
-from ..wire import EpochKeys, Group, Told, Wire, fetch_brief, fetch_manifest
+from ..wire import Brief, EpochKeys, Group, Wire, fetch_brief, fetch_manifest
 from .layout import Arrival, Loading, Model, Shape, bucket_views, check_names, plan_for
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ class Pending:
     order: TransferOrder
     deadline: float
     store: Any
-    told: Told
+    told: Brief
     group: Group | None
     buckets: list[torch.Tensor]
     phase: Phase = "rendezvous"
@@ -100,7 +100,7 @@ class Kept:
         self.device, self.rank, self.alone, self._known = device, rank, alone, known
         self.wire = Wire(device, rank)
         self.memory = {CPU: Staging(CPU, "on")}
-        self.told: Told | None = None
+        self.told: Brief | None = None
         self._streams: tuple[Any, Any] | None = None
         self._arrival: tuple[Any, Arrival] | None = None
         self._loading: tuple[Arrival, Model, Loading] | None = None
@@ -109,21 +109,21 @@ class Kept:
 
     # --- what a transfer brings ------------------------------------------------------------------------------------
 
-    def hear(self, order: TransferOrder, store: Any, deadline: float) -> Told:
+    def hear(self, order: TransferOrder, store: Any, deadline: float) -> Brief:
         """What the transfer brings: in brief, if it lies as the version before."""
         broken = self.wire.broken(store, order)
         brief = fetch_brief(store, order.epoch, deadline, broken)
-        told = self.told.retold(brief) if self.told is not None and brief else None
+        told = self.told.updated(brief) if self.told is not None and brief else None
         if told is None or told.version != order.version:
             told = self.told_of(fetch_manifest(store, order.epoch, order.version, deadline, broken))
         self.told = told
         return told
 
-    def told_of(self, manifest: WeightManifest) -> Told:
+    def told_of(self, manifest: WeightManifest) -> Brief:
         """Raises DigestMismatch for tensors that are not the model's."""
         if self._known:
             check_names({spec.name: spec.shape for spec in manifest.tensors}, self._known)
-        return Told.of(manifest)
+        return Brief.of(manifest)
 
     # --- memory and streams ----------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from ...messages.model import StagingPolicy
 from ..plan import CopyPlan
 from ..tensors import short_turns
 from ..transfer import TransferOrder, TransferReport
-from ..wire import Told
+from ..wire import Brief
 from .layout import Model, checkpoint_shapes
 from .pending import Kept, Lent, warm_up
 from .ways import Way, standing_way, way_of
@@ -49,7 +49,7 @@ class Receiver:
         self._pending: Way | None = None  # prepared
         self._under_way: Way | None = None  # to be ended before the next one, if nobody commits it
         self._lock = threading.Lock()
-        self._held: tuple[Told, CopyPlan | None] | None = None
+        self._held: tuple[Brief, CopyPlan | None] | None = None
         self._lent = False
 
     # --- first half ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ...messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
 from ..disk import DiskVersion
 from ..disk.checkpoint import Checkpoint
 from ..transfer import TransferOrder
-from ..wire import EpochKeys, Group, Told, await_key, fetch, is_group_for, open_handles
+from ..wire import Brief, EpochKeys, Group, await_key, fetch, is_group_for, open_handles
 from .arriving import Arriving
 from .from_disk import open_version, read_into
 from .layout import Loading
@@ -263,7 +263,7 @@ def standing_way(kept: Kept, order: TransferOrder, deadline: float) -> Way | Non
     return way if way.early else None
 
 
-def _by_group(kept: Kept, order: TransferOrder, deadline: float, told: Told, sender: tuple[Any, Group]) -> Way:
+def _by_group(kept: Kept, order: TransferOrder, deadline: float, told: Brief, sender: tuple[Any, Group]) -> Way:
     """sender: its store and the group."""
     nccl, sizes = order.transport == "nccl", told.outline.bucket_nbytes
     memory = kept.memory[kept.device if nccl else CPU]

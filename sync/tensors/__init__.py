@@ -1,12 +1,12 @@
 """Work on many tensors at once: digests, copies, places in buckets, staging memory."""
 
 from .copies import Copies
-from .digester import Digester, digest, digests, hex_of, length_term, values_of
-from .places import ALIGN, LONGEST_NAME, Place, Places, Planner, dtype_name, dtype_named, padded
+from .digest_keys import length_term
+from .digester import Digester, digest, digests, hex_of, look, values_of
+from .places import ALIGN, LONGEST_NAME, Place, PlacePlanner, Places, dtype_name, dtype_named, padded
+from .runtime import short_turns, side_stream
 from .snapshot import Snapshot, check_places, unpack
 from .staging import Staging
-from .streams import side_stream
-from .turns import short_turns
 
 __all__ = [
     "ALIGN",
@@ -14,8 +14,8 @@ __all__ = [
     "Copies",
     "Digester",
     "Place",
+    "PlacePlanner",
     "Places",
-    "Planner",
     "Snapshot",
     "Staging",
     "check_places",
@@ -25,6 +25,7 @@ __all__ = [
     "dtype_named",
     "hex_of",
     "length_term",
+    "look",
     "padded",
     "short_turns",
     "side_stream",

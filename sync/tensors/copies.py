@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .tables import ALIGN, WORD
+
 if TYPE_CHECKING:
     from .copies_cuda import Launch
 
 LARGE_BYTES = 1 << 20
 """From here on a plain copy of its own is faster on a GPU than a share in a grouped one (H200: 3.7 against 2.8 TB/s
 read and written, docs/benchmarks.md); below, its launch costs more than the copy."""
-
-
-ALIGN, WORD = 16, 4
-"""Bytes: where a pair must begin, and of what it must be a multiple, for the kernel of our own."""
 
 
 class Copies:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ...messages.model import NCCL_CTAS
-from .copies import WORD
+from .tables import WORD, Table, blocks_of
 
 STEP_WORDS = 4096
 """16 KB: four loads of 16 bytes each a thread, all under way before the first is stored."""
@@ -63,19 +63,13 @@ class Launch:
         self._programs, self._beside = PROGRAMS, BESIDE_WIRE
         words = torch.tensor([source.nbytes // WORD for _, source in pairs])
         counts = (words + BLOCK_WORDS - 1) // BLOCK_WORDS
-        pair = torch.repeat_interleave(torch.arange(len(pairs)), counts)
-        block = torch.arange(len(pair)) - (counts.cumsum(0) - counts)[pair]
-        rows = [[source.data_ptr(), target.data_ptr()] for target, source in pairs]
-        table = torch.cat([torch.cat([torch.tensor(rows), words.unsqueeze(1)], 1).view(-1), pair << 32 | block])
+        addresses = torch.tensor([[source.data_ptr(), target.data_ptr()] for target, source in pairs])
+        self._table = Table(self._device, [torch.cat([addresses, words.unsqueeze(1)], 1), blocks_of(counts)])
+        self._rows, self._blocks = self._table.parts
         if self._device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
             self._programs *= multiprocessors
             self._beside = max(1, min(BESIDE_WIRE, multiprocessors - NCCL_CTAS))
-            with torch.cuda.device(self._device):
-                table = table.pin_memory().to(self._device, non_blocking=True)
-                self._ready = torch.cuda.current_stream().record_event()
-        self._table = table
-        self._rows, self._blocks = table.split([3 * len(pairs), len(pair)])
 
     def run(self, *, beside_wire: bool = False) -> None:
         """Queue the copies on the current stream. beside_wire: while NCCL receives, see BESIDE_WIRE."""
@@ -83,9 +77,7 @@ class Launch:
             return
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
-                stream = torch.cuda.current_stream()
-                stream.wait_event(self._ready)  # made on another stream perhaps
-                self._table.record_stream(stream)
+                self._table.use()
                 self._run(beside_wire)
         else:
             self._run(beside_wire)

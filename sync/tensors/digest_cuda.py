@@ -1,4 +1,4 @@
-"""Digests on a GPU: one kernel for any number of tensors. The definition is `digest.py`'s.
+"""Digests on a GPU: one kernel for any number of tensors. The definition is in digester.py.
 
 A program takes a block of up to BLOCK_CHUNKS chunks of one region (a tensor's bytes), sums them column by column with
 the chunks' factors, applies the columns' keys to the sums and adds its part to the region's digest. A word costs one
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .digester import (
+from .digest_keys import (
     BYTE_PATTERNS,
     CHUNK_WORDS,
     COUNTED,
@@ -30,6 +30,7 @@ from .digester import (
     column_keys,
     length_term,
 )
+from .tables import Table, blocks_of
 
 BLOCK_CHUNKS = 32
 """Chunks per program, 256 KB. Below 256: NaN and Inf are counted in bytes."""
@@ -150,7 +151,7 @@ def _kernel(  # noqa: PLR0917
 
 
 class Launch:
-    """The kernel's tables for contiguous tensors of one device, which it keeps alive. See `digest.Digester`."""
+    """The kernel's tables for contiguous tensors of one device, which it keeps alive. See `digester.Digester`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._device = tensors[0].device
@@ -166,32 +167,21 @@ class Launch:
             words, tail = divmod(flat.numel(), 4)
             rows.append([address, words, tail, address % 16 == 0, *_EXPONENTS.get(tensor.dtype, (0, 0, 0, 0))])
             programs.append(max(-(-words // (CHUNK_WORDS * self._block_chunks)), min(tail, 1)))
-        counts = torch.tensor(programs)
-        region = torch.repeat_interleave(torch.arange(len(programs)), counts)
-        block = torch.arange(len(region)) - (counts.cumsum(0) - counts)[region]
         lengths = torch.tensor([length_term(flat.numel()) for flat in self._flats])
         # The kernel's tables first, each a multiple of 16 bytes before the next, for the same reason.
-        parts = [column_keys(), torch.tensor(rows).view(-1), region << 32 | block, lengths]
-        self._table = torch.cat(parts)
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                self._table = self._table.pin_memory().to(self._device, non_blocking=True)
-                self._ready = torch.cuda.current_stream().record_event()
+        blocks = blocks_of(torch.tensor(programs))
+        self._table = Table(self._device, [column_keys(), torch.tensor(rows), blocks, lengths])
         # Only counts that could wrap around need 64 bits while they are summed.
         large = any(tensor.numel() >= 1 << 31 for tensor in tensors)
         self._wide = torch.empty(len(rows), dtype=torch.int64, device=self._device) if large else None
-        self._keys, self._regions, self._blocks, self._lengths = self._table.split([len(part) for part in parts])
+        self._keys, self._regions, self._blocks, self._lengths = self._table.parts
+        self._scratch = [copy for _, copy in self._staged] + ([] if self._wide is None else [self._wide])
 
     def run(self, out: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
         if self._device.type != "cuda":
             return self._run(out, nonfinite)
         with torch.cuda.device(self._device):
-            stream = torch.cuda.current_stream()
-            # Made on another stream perhaps, and perhaps freed before this one is through with it.
-            stream.wait_event(self._ready)
-            for mine in (self._table, self._wide, *(copy for _, copy in self._staged)):
-                if mine is not None:
-                    mine.record_stream(stream)
+            self._table.use(*self._scratch)
             return self._run(out, nonfinite)
 
     def _run(self, out: torch.Tensor, nonfinite: torch.Tensor | None) -> None:

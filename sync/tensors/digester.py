@@ -34,83 +34,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...messages.errors import InvalidField
+from .digest_keys import BYTE_PATTERNS, CHUNK_WORDS, COUNTED, U64, chunk_factors, column_keys, length_term, signed
 
 if TYPE_CHECKING:
     from .digest_cuda import Launch
 
-CHUNK_WORDS = 2048
-"""C. Its keys, 16 KB, fit into a first-level cache."""
-LENGTH_KEY = 0x9E3779B97F4A7C15 - (1 << 64)
-"""L as int64: 2^64 divided by the golden ratio."""
-MIX_FIRST, MIX_SECOND = 0x2C1B3C6D, 0x297A2D39
-LOWBIAS_FIRST, LOWBIAS_SECOND = 0x7FEB352D, 0x846CA68B
-"""lowbias32: C. Wellons, "Prospecting for hash functions", 2018."""
-FACTOR_BITS = 20
-
-BYTE_PATTERNS = {
-    torch.float8_e4m3fn: (0x7F, 0x7F),
-    torch.float8_e5m2: (0x7C, 0x7C),
-    torch.float8_e4m3fnuz: (0xFF, 0x80),
-    torch.float8_e5m2fnuz: (0xFF, 0x80),
-    torch.float8_e8m0fnu: (0xFF, 0xFF),
-}
-"""Formats of one byte: it is NaN or infinite if its bits under the mask are the pattern."""
-COUNTED = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64, *BYTE_PATTERNS})
-"""Dtypes whose NaN and infinite elements are counted. Others have none, complex ones aside."""
 
 _BLOCK_CHUNKS = 64
 """Chunks taken at a time on a CPU: 512 KB of words and 1 MB of products stay in its caches."""
-_SPLITMIX_FIRST, _SPLITMIX_SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
-_U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
-
-
-def _mix(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """A bijection of {0 … 2^bits - 1}, bits <= 30: odd multiplications and an xorshift, element by element, int64."""
-    mask = (1 << bits) - 1
-    x = x * MIX_FIRST & mask
-    return (x ^ x >> bits // 2) * MIX_SECOND & mask
-
-
-def _shift(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64; torch's own one copies the sign bit."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-
-@lru_cache(maxsize=1)
-def column_keys() -> torch.Tensor:
-    """K: (CHUNK_WORDS,) int64 on the CPU. splitmix64: Steele, Lea and Flood, 2014. Not to be written to."""
-    column = torch.arange(CHUNK_WORDS)
-    z = (column + 1) * LENGTH_KEY
-    z = (z ^ _shift(z, 30)) * _SPLITMIX_FIRST
-    z = (z ^ _shift(z, 27)) * _SPLITMIX_SECOND
-    z = z ^ _shift(z, 31)
-    return (z & -(2 * CHUNK_WORDS)) | (2 * _mix(column, 11) + 1)
-
-
-def chunk_factors(chunks: torch.Tensor) -> torch.Tensor:
-    """F[c] for every c in `chunks` (int64, below 2^31), as int64 of the same shape."""
-    low = (_mix(chunks & (1 << FACTOR_BITS) - 1, FACTOR_BITS) << 12) + 1
-    signed = low - (low >> 31 << 32)
-    # Products of two 32-bit numbers wrap around in int64; their lower 32 bits are right all the same.
-    high = (chunks ^ chunks >> 16) * LOWBIAS_FIRST & _U32
-    high = (high ^ high >> 15) * LOWBIAS_SECOND & _U32
-    high = high ^ high >> 16
-    return (high << 32) + signed
-
-
-def length_term(nbytes: int) -> int:
-    """nbytes * L mod 2^64, as a signed 64-bit number."""
-    return _signed(nbytes * LENGTH_KEY)
 
 
 @lru_cache(maxsize=4)
 def _factors(bits: int) -> torch.Tensor:
     """F of the first 2^bits chunks, (2^bits, 1) int64. Not to be written to."""
     return chunk_factors(torch.arange(1 << bits)).unsqueeze(1)
-
-
-def _signed(value: int) -> int:
-    return (value + (1 << 63) & _U64) - (1 << 63)
 
 
 class Digester:
@@ -180,6 +117,18 @@ def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return out
 
 
+def look(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Digests, (n,) int64, and counts of NaN and infinite elements, (n,) int32, of tensors on one device; both there.
+
+    A `Digester` used once, and ordered as `digests` on CUDA.
+    """
+    device = tensors[0].device if tensors else torch.device("cpu")
+    out = torch.empty(len(tensors), dtype=torch.int64, device=device)
+    nonfinite = torch.empty(len(tensors), dtype=torch.int32, device=device)
+    Digester(tensors).run(out, nonfinite)
+    return out, nonfinite
+
+
 def digest(tensor: torch.Tensor) -> str:
     """16 hex digits over the bytes of `tensor` in row-major order, computed on its device and waited for."""
     return hex_of(digests([tensor]))[0]
@@ -187,7 +136,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def hex_of(values: torch.Tensor) -> list[str]:
     """Digests (n,) int64 on any device as 16 hex digits each. Waits for the current stream of a CUDA device."""
-    return [f"{value & _U64:016x}" for value in values.tolist()]
+    return [f"{value & U64:016x}" for value in values.tolist()]
 
 
 def values_of(hexes: Sequence[str], device: torch.device | str = "cpu") -> torch.Tensor:
@@ -195,7 +144,7 @@ def values_of(hexes: Sequence[str], device: torch.device | str = "cpu") -> torch
     for place, text in enumerate(hexes):
         if len(text) != 16 or not set(text) <= set("0123456789abcdef"):
             raise InvalidField(f"digests[{place}]", text, "16 hex digits, lower case")
-    return torch.tensor([_signed(int(text, 16)) for text in hexes], dtype=torch.int64).to(device)
+    return torch.tensor([signed(int(text, 16)) for text in hexes], dtype=torch.int64).to(device)
 
 
 def _on_cpu(tensor: torch.Tensor, count: bool) -> tuple[int, int]:
@@ -221,7 +170,7 @@ def _on_cpu(tensor: torch.Tensor, count: bool) -> tuple[int, int]:
             bad += _nonfinite(flat[start // flat.element_size() : (start + block_bytes) // flat.element_size()])
     if columns is not None:
         total += int((columns * keys).sum())
-    return _signed(total), min(bad, (1 << 31) - 1)
+    return signed(total), min(bad, (1 << 31) - 1)
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ class Places:
     tensors: tuple[Place, ...]
 
 
-class Planner:
+class PlacePlanner:
     """Places tensors one after the other, so that a stream of them can be packed while it comes.
 
     A bucket is closed when the next tensor would make it larger than `bucket_bytes`; a tensor that is larger than that

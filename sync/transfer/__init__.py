@@ -1,7 +1,6 @@
 """A transfer as a record: its order and report, the ledger in Redis, and its rounds. Free of torch."""
 
-from .ledger import Epoch, Join, Ledger, nccl_settings, through_outage
-from .ledger_view import LedgerView, TransferRecord, VersionRecord
+from .ledger import Epoch, Join, Ledger, LedgerView, TransferRecord, VersionRecord, nccl_settings, through_outage
 from .order import Phase, TransferOrder, TransferReport
 from .patience import Patience
 from .rounds import GLANCE_S, GRACE_S, Transfer, TransferResult, repeated

@@ -19,7 +19,7 @@ class TransferOrder:
 
     The trainer is rank 0 of `world_size` in process group `group`; tensor-parallel rank r of this engine is rank
     `rank_offset + r`. `host:port` is the trainer's TCPStore, which has the manifest (names, dtypes, shapes, buckets,
-    digests) under the epoch's keys; see rendezvous.EpochKeys. Everything must be over within `timeout_s` seconds of
+    digests) under the epoch's keys; see wire.EpochKeys. Everything must be over within `timeout_s` seconds of
     the moment the engine learns of it; with mode "drain" what runs has `drain_s` of them to end. transport: "nccl" and
     "gloo" are broadcasts in `group`, "ipc" opens the trainer's own buffers on the same GPU (then there is no group and
     no rank), "disk" reads the version from the snapshots in folder `path` (then there is no sender either).

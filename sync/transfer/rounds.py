@@ -50,7 +50,7 @@ class TransferResult:
         return TransferResult(committed, workers, failures, more.again, bool(read) and all(read))
 
 
-class Source(Protocol):
+class TransferSource(Protocol):
     """One version, at the process that can send it."""
 
     version: int
@@ -100,7 +100,7 @@ class Transfer:
     """Carries out one transfer of `source`; of a LoRA adapter, if `adapter` names one."""
 
     def __init__(
-        self, ledger: Ledger, bell: Bell, settings: SyncSettings, source: Source, *, adapter: str = ""
+        self, ledger: Ledger, bell: Bell, settings: SyncSettings, source: TransferSource, *, adapter: str = ""
     ) -> None:
         self._ledger, self._bell, self._settings, self._source = ledger, bell, settings, source
         self._adapter = adapter

@@ -1,14 +1,15 @@
 """Connections between a sender and its receivers: the rendezvous store, the process group, CUDA IPC."""
 
-from .brief import Told, group_for, is_group_for
+from .brief import Brief, group_for, is_group_for
 from .broadcaster import Broadcaster
-from .group import MARGIN_S, Group, Queued, check_unbroken, nccl_environment, open_group, settle
+from .group import MARGIN_S, Group, Queued, await_broadcasts, check_unbroken, nccl_environment, open_group
 from .ipc import gpu_id, open_handles
 from .line import Wire
-from .rendezvous import (
+from .store import (
     SLICE_S,
     EpochKeys,
     await_key,
+    begin,
     fetch,
     fetch_brief,
     fetch_manifest,
@@ -22,13 +23,15 @@ from .rendezvous import (
 __all__ = [
     "MARGIN_S",
     "SLICE_S",
+    "Brief",
     "Broadcaster",
     "EpochKeys",
     "Group",
     "Queued",
-    "Told",
     "Wire",
+    "await_broadcasts",
     "await_key",
+    "begin",
     "check_unbroken",
     "fetch",
     "fetch_brief",
@@ -43,6 +46,5 @@ __all__ = [
     "open_handles",
     "own_address_towards",
     "serve_store",
-    "settle",
     "why_broken",
 ]

@@ -39,8 +39,8 @@ def is_group_for(group: str, layout: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A version as its sender told of it.
+class Brief:
+    """A version as its sender told of it: how it lies, and its digests.
 
     layout: `layout_name`. outline: a manifest of that layout, whichever version's. digests: (tensors,) int64 on the
     CPU, in the outline's order. nbytes: of all tensors.
@@ -53,7 +53,7 @@ class Told:
     nbytes: int
 
     @classmethod
-    def of(cls, manifest: WeightManifest) -> Told:
+    def of(cls, manifest: WeightManifest) -> Brief:
         """A version whose manifest is at hand."""
         digests = values_of([spec.digest for spec in manifest.tensors])
         return cls(layout_name(manifest), manifest, manifest.version, digests, manifest.nbytes)
@@ -66,13 +66,13 @@ class Told:
         )
         return self.outline.model_copy(update={"version": self.version, "tensors": tensors})
 
-    def brief(self) -> bytes:
-        """What `retold` reads: 16 bytes of the layout's name, int64 version, int64 digests, all little-endian."""
+    def to_bytes(self) -> bytes:
+        """What `updated` reads: 16 bytes of the layout's name, int64 version, int64 digests, all little-endian."""
         head = _HEAD.pack(bytes.fromhex(self.layout), self.version)
         digests: bytes = self.digests.numpy().astype("<i8").tobytes()
         return head + digests
 
-    def retold(self, brief: bytes) -> Told | None:
+    def updated(self, brief: bytes) -> Brief | None:
         """The version that `brief` is about, if it lies as this one does; else None.
 
         Raises DigestMismatch for a brief that is none.
@@ -85,4 +85,4 @@ class Told:
         if len(brief) != _HEAD.size + 8 * len(self.outline.tensors):
             raise DigestMismatch(f"a version in brief of {len(brief)} bytes, for {len(self.outline.tensors)} tensors")
         digests = torch.from_numpy(np.frombuffer(brief, "<i8", offset=_HEAD.size).astype(np.int64))
-        return Told(self.layout, self.outline, version, digests, self.nbytes)
+        return Brief(self.layout, self.outline, version, digests, self.nbytes)

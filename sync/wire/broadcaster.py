@@ -16,10 +16,10 @@ from ...messages.errors import TransferTimeout
 from ...messages.model import WeightAnnouncement, WeightManifest
 from ..tensors import Snapshot, Staging, short_turns
 from ..transfer import Join
-from .brief import Told, group_for, is_group_for
-from .group import Group, Queued, here, open_group, settle
+from .brief import Brief, group_for, is_group_for
+from .group import Group, Queued, await_broadcasts, here, open_group
 from .ipc import export_handles
-from .rendezvous import EpochKeys, serve_store
+from .store import EpochKeys, serve_store
 
 log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -84,9 +84,9 @@ class Broadcaster:
 
     def publish(self, epoch: int, manifest: WeightManifest) -> None:
         """Let receivers go on that wait for the manifest."""
-        told = Told.of(manifest)
+        told = Brief.of(manifest)
         self.layout = told.layout
-        self.store.set(EpochKeys(epoch).brief, told.brief())
+        self.store.set(EpochKeys(epoch).brief, told.to_bytes())
         self.store.set(EpochKeys(epoch).manifest, encode(manifest))
 
     def name_group(self, epoch: int, roster: Mapping[str, int], joins: Mapping[str, Join]) -> str:
@@ -184,7 +184,7 @@ class Broadcaster:
                     queued[-snapshot.rotation].wait()
             for each in queued[-1:]:
                 each.wait()
-            settle(group, self._stream.record_event(), deadline, self._broken)
+            await_broadcasts(group, self._stream.record_event(), deadline, self._broken)
 
     def _await_ready(self, announcement: WeightAnnouncement, deadline: float) -> None:
         """Until every receiver has its buffers: a broadcast that waits for one would hold this GPU busy."""

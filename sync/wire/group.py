@@ -21,8 +21,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from ...messages.errors import ConfigError, TransferTimeout
 from ...messages.model import NCCL_CTAS
-from .bounded_store import BoundedStore, within
-from .rendezvous import local_end
+from .store import BoundedStore, local_end, within
 
 STUCK_AFTER_ABORT_S = 5.0
 AT_ONCE_S = 0.1
@@ -60,7 +59,7 @@ class Group(Protocol):
         """Send (rank 0) or fill (others) a flat uint8 buffer.
 
         With NCCL it is queued behind the current stream and the broadcasts before it; `wait` of what is returned lets
-        the then current stream wait for it, and `settle` tells whether it came through. With gloo it blocks up to
+        the then current stream wait for it, and `await_broadcasts` tells whether it came. With gloo it blocks up to
         `deadline` (of time.monotonic) and raises TransferTimeout, also when a peer died.
         """
         ...
@@ -222,7 +221,7 @@ def _meet(store: Any, name: str, *, rank: int, world: int, deadline: float, brok
         raise TransferTimeout(f"rank {rank} of {world} lost the sender's store: {error}") from error
 
 
-def settle(
+def await_broadcasts(
     group: Group,
     event: Any,
     deadline: float,

@@ -11,7 +11,7 @@ import torch
 
 from ..transfer import TransferOrder
 from .group import Group, here, open_group
-from .rendezvous import join_store, lost, why_broken
+from .store import join_store, lost, why_broken
 
 CPU = torch.device("cpu")
 

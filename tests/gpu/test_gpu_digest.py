@@ -1,6 +1,6 @@
 """Digests on a GPU: the values of the CPU, for any address and size, and at the speed of its memory (printed).
 
-python -m pytest -q -s tests/gpu/test_digest.py
+python -m pytest -q -s tests/gpu/test_gpu_digest.py
 """
 
 from __future__ import annotations

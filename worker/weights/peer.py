@@ -180,11 +180,11 @@ class _Lender:
 
     @property
     def address(self) -> tuple[str, int]:
-        """See Source."""
+        """See TransferSource."""
         return self._host, self._store.port
 
     async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
-        """See Source. The engine puts the manifest there when it sends."""
+        """See TransferSource. The engine puts the manifest there when it sends."""
         from ...sync.wire import EpochKeys  # noqa: PLC0415 – torch
 
         self._keys = EpochKeys(announcement.epoch)
@@ -194,11 +194,11 @@ class _Lender:
         return answer == "ok"
 
     def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
-        """See Source: an engine's buffers are not handed over."""
+        """See TransferSource: an engine's buffers are not handed over."""
         return set()
 
     def backend(self, joins: Mapping[str, Join]) -> Literal["gloo", "nccl"]:
-        """See Source. NCCL takes every GPU once."""
+        """See TransferSource. NCCL takes every GPU once."""
         here = self._engine.info
         apart = all(
             join.cuda and (join.gpu == "" or join.gpu != here.gpu) and join.nccl == nccl_settings()
@@ -207,11 +207,11 @@ class _Lender:
         return "nccl" if here.device == "cuda" and apart else "gloo"
 
     def name_group(self, epoch: int, members: Mapping[str, int], joins: Mapping[str, Join]) -> str:
-        """See Source: a new one each time."""
+        """See TransferSource: a new one each time."""
         return f"peers-{epoch}"
 
     async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
-        """See Source."""
+        """See TransferSource."""
         order = TransferOrder.of_announcement(announcement, 0, timeout_s=timeout_s)
         try:
             async with asyncio.timeout(timeout_s + ENGINE_GRACE_S):
@@ -225,12 +225,12 @@ class _Lender:
             raise TransferTimeout(why)
 
     def give_up(self, why: str) -> None:
-        """See Source. The engine and the receivers look at this key."""
+        """See TransferSource. The engine and the receivers look at this key."""
         if self._store is not None and self._keys is not None and not self._said:
             self._said = True  # the first reason is the true one
             self._store.set(self._keys.broken, why[:500])
 
     async def clean(self, announcement: WeightAnnouncement) -> None:
-        """See Source: the engine may leave the group now."""
+        """See TransferSource: the engine may leave the group now."""
         self._said = True
         self._store.set(self._keys.over, "1")

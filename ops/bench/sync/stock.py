@@ -23,7 +23,7 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo
 
 from ....messages.errors import ConfigError, TransferTimeout, WeightSyncError
-from ....sync.wire import Queued, local_end, nccl_environment, settle
+from ....sync.wire import Queued, await_broadcasts, local_end, nccl_environment
 from ....worker.sglang.wire import sglang_request
 
 IN_FLIGHT = 2
@@ -139,7 +139,7 @@ class StockGroup:
                         broadcast.wait()
                     done = torch.cuda.Event()
                     done.record()
-                    settle(self, done, deadline, lambda: "")
+                    await_broadcasts(self, done, deadline, lambda: "")
         except RuntimeError as error:
             raise TransferTimeout(f"broadcast in group {self.name} broke off: {error}") from error
         finally:

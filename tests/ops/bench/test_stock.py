@@ -10,7 +10,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from rolloutmq.messages.errors import TransferTimeout
 from rolloutmq.ops.bench.sync.stock import StockGroup, StockRequest, request_of, split
-from rolloutmq.sync.wire.rendezvous import join_store, serve_store
+from rolloutmq.sync.wire.store import join_store, serve_store
 
 TENSORS = [
     ("a", torch.arange(6, dtype=torch.bfloat16).view(2, 3)),

@@ -16,7 +16,7 @@ from rolloutmq.sync.receive.lend import send_held
 from rolloutmq.sync.receive.receiver import Receiver
 from rolloutmq.sync.tensors.snapshot import Snapshot
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
-from rolloutmq.sync.wire.rendezvous import EpochKeys, serve_store
+from rolloutmq.sync.wire.store import EpochKeys, serve_store
 
 TIMEOUT_S = 20.0
 

@@ -24,7 +24,7 @@ from rolloutmq.sync.adapters.format import Adapter
 from rolloutmq.sync.disk.store import SnapshotStore
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferReport
-from rolloutmq.sync.wire.rendezvous import serve_store
+from rolloutmq.sync.wire.store import serve_store
 from rolloutmq.worker.engine.adapters import NOT_ENABLED
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 

@@ -18,7 +18,7 @@ from rolloutmq.sync.tensors.snapshot import Snapshot
 from rolloutmq.sync.transfer.ledger import Join, Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.sync.wire.broadcaster import Broadcaster
-from rolloutmq.sync.wire.rendezvous import serve_store
+from rolloutmq.sync.wire.store import serve_store
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 NEVER_S = 600.0

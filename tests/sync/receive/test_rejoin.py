@@ -18,7 +18,7 @@ from rolloutmq.sync.receive.ways import standing_way
 from rolloutmq.sync.tensors.snapshot import Snapshot
 from rolloutmq.sync.transfer.order import TransferReport
 from rolloutmq.sync.wire.broadcaster import Broadcaster
-from rolloutmq.sync.wire.rendezvous import EpochKeys
+from rolloutmq.sync.wire.store import EpochKeys
 
 
 class Gone:

@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 from support.engines.interpreter import interpreted
 
 from rolloutmq.messages.errors import InvalidField
-from rolloutmq.sync.tensors.digester import (
-    CHUNK_WORDS,
-    Digester,
-    chunk_factors,
-    column_keys,
-    digest,
-    digests,
-    hex_of,
-    values_of,
-)
+from rolloutmq.sync.tensors.digest_keys import CHUNK_WORDS, chunk_factors, column_keys
+from rolloutmq.sync.tensors.digester import Digester, digest, digests, hex_of, values_of
 
 U64, LENGTH = 1 << 64, 0x9E3779B97F4A7C15
 
@@ -250,7 +242,7 @@ print(json.dumps([x.tolist() for x in (wanted, found, bare, bad, seen)]))
 
 
 def test_the_kernel_agrees_in_tritons_interpreter() -> None:
-    """Its logic, that is; on a GPU tests/gpu/test_digest.py does the same with the compiled one."""
+    """Its logic, that is; on a GPU tests/gpu/test_gpu_digest.py does the same with the compiled one."""
     wanted, found, bare, bad, seen = interpreted(INTERPRETED)
     assert found == bare == wanted
     assert seen == bad

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rolloutmq.sync.receive.receiver import Receiver
-from rolloutmq.sync.tensors.turns import SHORT_S, short_turns
+from rolloutmq.sync.tensors.runtime import SHORT_S, short_turns
 from rolloutmq.sync.transfer.order import TransferOrder
 
 ORDER = TransferOrder(

@@ -8,7 +8,7 @@ from support.peers.peers import version
 
 from rolloutmq.messages.errors import DigestMismatch
 from rolloutmq.messages.model.weights import WeightManifest
-from rolloutmq.sync.wire.brief import Told, layout_name
+from rolloutmq.sync.wire.brief import Brief, layout_name
 
 
 def manifest(number: int) -> WeightManifest:
@@ -17,8 +17,8 @@ def manifest(number: int) -> WeightManifest:
 
 def test_what_is_told_in_brief_is_the_whole() -> None:
     first, second = manifest(1), manifest(2)
-    known = Told.of(first)
-    told = known.retold(Told.of(second).brief())
+    known = Brief.of(first)
+    told = known.updated(Brief.of(second).to_bytes())
     assert told is not None
     assert (told.version, told.outline) == (2, first)
     assert told.manifest() == second
@@ -44,22 +44,22 @@ def test_another_layout_is_told_apart(change) -> None:
     first = manifest(1)
     other = first.model_copy(update=change(first))
     assert layout_name(other) != layout_name(first)
-    assert Told.of(first).retold(Told.of(other).brief()) is None
+    assert Brief.of(first).updated(Brief.of(other).to_bytes()) is None
 
 
 def test_version_and_digests_are_no_part_of_the_layout() -> None:
     assert layout_name(manifest(1)) == layout_name(manifest(2))
-    assert not torch.equal(Told.of(manifest(1)).digests, Told.of(manifest(2)).digests)
+    assert not torch.equal(Brief.of(manifest(1)).digests, Brief.of(manifest(2)).digests)
 
 
 @pytest.mark.parametrize("cut", [0, 5, 23, -8, -1])
 def test_a_torn_brief_is_refused(cut: int) -> None:
-    told = Told.of(manifest(1))
+    told = Brief.of(manifest(1))
     with pytest.raises(DigestMismatch, match="in brief"):
-        told.retold(told.brief()[:cut])
+        told.updated(told.to_bytes()[:cut])
 
 
 def test_a_trailing_byte_is_refused() -> None:
-    told = Told.of(manifest(1))
+    told = Brief.of(manifest(1))
     with pytest.raises(DigestMismatch, match="in brief"):
-        told.retold(told.brief() + b"\0")
+        told.updated(told.to_bytes() + b"\0")

@@ -13,7 +13,7 @@ from rolloutmq.messages import ConfigError, RedisUnavailable, TransferTimeout
 from rolloutmq.messages.model.weights import WeightAnnouncement
 from rolloutmq.sync.wire.broadcaster import Broadcaster
 from rolloutmq.sync.wire.group import GlooGroup, here, open_group
-from rolloutmq.sync.wire.rendezvous import EpochKeys, join_store, own_address_towards, serve_store
+from rolloutmq.sync.wire.store import EpochKeys, join_store, own_address_towards, serve_store
 
 CPU = torch.device("cpu")
 

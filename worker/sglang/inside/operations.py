@@ -21,7 +21,7 @@ from ....sync.disk import SnapshotStore
 from ....sync.packing import PackedWeights
 from ....sync.plan import CopyPlan
 from ....sync.receive import Receiver, checkpoint_shapes, held_tensors
-from ....sync.tensors import Digester, digests, dtype_name, hex_of, length_term, side_stream
+from ....sync.tensors import digests, dtype_name, hex_of, length_term, look, side_stream
 from . import sharded
 from .scheduler import current
 
@@ -204,10 +204,7 @@ def _model() -> Any:
 def _look(parameters: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], dict[str, int]]:
     """Digests, and how many elements are NaN or infinite, by name."""
     tensors = [parameter.detach().contiguous() for parameter in parameters.values()]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    values = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-    bad = torch.zeros(len(tensors), dtype=torch.int32, device=device)
-    Digester(tensors).run(values, bad)
+    values, bad = look(tensors)
     return dict(zip(parameters, hex_of(values), strict=True)), dict(zip(parameters, bad.tolist(), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Threads of one Python process beside a thread that never rests."""
+"""Work beside what never rests: on a GPU that computes, in an interpreter whose main thread loops."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+
+import torch
 
 SHORT_S = 20e-6
 _lock = threading.Lock()
@@ -34,3 +36,16 @@ def short_turns() -> Iterator[None]:
             _users -= 1
             if _users == 0:
                 sys.setswitchinterval(_before)
+
+
+@contextlib.contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """What is queued inside goes to a new stream of `device`: it waits for nothing, and nothing waits for it.
+
+    Whatever has to be ordered is ordered by events. Off CUDA nothing is changed.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
