@@ -1,4 +1,4 @@
-"""The `rolloutmq` command. A bare producer install has the command but not what it is made with: say so plainly."""
+"""The `rolloutmq` command. A bare producer install lacks its libraries: the command says which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written to a terminal: text that cannot steer it, and one line that says how far an operation is."""
+"""Output to a terminal: text without control characters, and a line with an operation's progress."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ LOG_EVERY_S = 10.0
 
 
 def printable(text: str) -> str:
-    """`text` without what would steer a terminal: letters and errors come from whoever wrote them."""
+    """`text` without control characters: dead letters and errors hold whatever somebody wrote into them."""
     return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 class ProgressLine:
-    """Writes to stderr, so that stdout is the result alone."""
+    """A progress line on stderr, so that stdout holds the result alone."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
@@ -33,7 +33,7 @@ class ProgressLine:
             sys.stderr.write("\n")
 
     def report(self, seen: dict[str, Any]) -> None:
-        """Show the `progress` of what an operation reports."""
+        """Show the `progress` in an operation's report."""
         progress = seen.get("progress") or {}
         if progress:
             self.show(progress.get("done", 0), progress.get("total"), progress.get("message", ""))

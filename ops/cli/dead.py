@@ -1,4 +1,4 @@
-"""`rolloutmq dead`: dead letters, looked at, submitted again, dropped."""
+"""`rolloutmq dead`: list and show dead letters, submit them again, drop them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def drop(
 
     with plain_errors():
         _check_choice(ids, every, cause or since or limit)
-        # The very ones that were counted: a letter that comes while somebody thinks is not dropped unseen.
+        # Only the letters that were counted are dropped, none that comes while the question is on the screen.
         chosen = _with(redis, pool, matching) if every else ids or []
         if chosen:
             _ask(f"drop {len(chosen)} dead letters of pool {pool} for good?", yes)
@@ -222,7 +222,7 @@ def _when(seconds: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON of a job; what is long is cut, and says so."""
+    """JSON of a job; long values are cut and say so."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, bytes):

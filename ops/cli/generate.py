@@ -1,4 +1,4 @@
-"""`rolloutmq generate`: ask the pool something from a terminal, at once, as a stream, or turn by turn."""
+"""`rolloutmq generate`: prompt the pool from a terminal, for whole answers, as a stream, or turn by turn."""
 
 from __future__ import annotations
 
@@ -140,5 +140,5 @@ def _shown(result: RolloutResult) -> str:
 
 
 def _clean(text: str) -> str:
-    """Line by line: a model may say what would steer a terminal."""
+    """Without control characters, line by line: a model may generate some."""
     return "\n".join(printable(line) for line in text.split("\n"))

@@ -1,4 +1,4 @@
-"""`rolloutmq embed`, `score`, `reward` and `decode`: what a pool says about texts that are there already."""
+"""`rolloutmq embed`, `score` and `reward`: figures for existing texts; `decode`: ids to text, without a pool."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _say_all(found: list[Any], json: bool) -> None:
 
 
 def _lines(file: Path) -> dict[int, Any]:
-    """By the number of its line; empty ones count and say nothing."""
+    """The inputs by line number; empty lines count and are left out."""
     inputs: dict[int, Any] = {}
     with file.open(encoding="utf-8") as source:
         for number, raw in enumerate(source, start=1):

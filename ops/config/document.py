@@ -11,14 +11,14 @@ from typing import Any
 from ...messages.errors import ConfigError
 
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$")
-"""What YAML 1.1 takes for text and OmegaConf, like everybody who writes it, for a number: 1e-6."""
+"""Numbers such as 1e-6: YAML 1.1 takes them for text, OmegaConf and their authors for numbers."""
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """The mapping in a file; which language it is in is told by its suffix: .yaml, .yml, .json or .toml.
+    """The mapping in a file. The suffix tells its language: .yaml, .yml, .json or .toml.
 
-    Raises ConfigError naming the file: not there, not readable, another suffix, no mapping, a key that is given twice
-    or is no text; or PyYAML is not installed.
+    Raises ConfigError, which names the file, if it cannot be read, has another suffix, holds no mapping, or has a key
+    that is given twice or is no text; also if PyYAML is needed and not installed.
     """
     try:
         text = path.read_text(encoding="utf-8")

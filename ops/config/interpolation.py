@@ -1,7 +1,7 @@
 """Values that point elsewhere, as OmegaConf writes them: ${a.b}, ${oc.env:NAME,default}, ${oc.select:a.b,default}.
 
-Only what configuration files of trainers use is known: absolute names, names relative to a key (${.a}, ${..a}), those
-two resolvers, and any of them inside one another or inside text. Everything else is refused by name.
+Trainers' files use absolute names, names relative to a key (${.a}, ${..a}), those two resolvers, and any of them inside
+one another or inside text. Everything else is refused by name. docs/architecture.md says why this is not OmegaConf.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MISSING = "???"
-"""A value that Hydra wants somebody to give."""
+"""Hydra's mark for a value that has to be given."""
 _NAME = re.compile(r"[A-Za-z_@][\w@-]*(\.[\w@-]+)*")
 _WORDS = {"null": None, "true": True, "false": False}
 _DEPTH = 32

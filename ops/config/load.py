@@ -1,4 +1,4 @@
-"""Settings from one file (ours, SkyRL's or VERL's), the environment and flags: later ones win."""
+"""Settings from one file (ours, SkyRL's or VERL's), the environment and flags. Later sources win."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ OWN = "rolloutmq"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """kind: "skyrl" or "verl". path: where it stands in the file, () if the file is nothing but its inside."""
+    """SkyRL's or VERL's settings in a file.
+
+    kind: "skyrl" or "verl". path: of keys that lead to it; () if the file is nothing but its inside.
+    """
 
     kind: str
     path: tuple[str, ...]
@@ -49,14 +52,14 @@ class Explained:
 def load_settings(
     file: Path | None = None, *, environment: Mapping[str, str] | None = None, context: Any = None
 ) -> Settings:
-    """What a worker, or a trainer, is configured with.
+    """The settings of a worker or a trainer.
 
     file: YAML, TOML or JSON; see docs/configuration.md. environment: by default this process'. context: of a click or
     typer command whose flags are those of `rolloutmq worker`.
 
-    Raises ConfigError naming file and key for what a file has that is unknown or cannot be honoured, all of it at once;
-    ConfigError and InvalidField for environment and flags. Values are checked when `worker()`, `engine()`, ... make
-    something of them.
+    Raises ConfigError if the file has keys that are unknown or cannot be honoured; the error names the file and all of
+    these keys. Raises ConfigError and InvalidField for environment and flags. Values are checked when `worker()`,
+    `engine()`, ... build something from them.
     """
     explained = explain(file, environment) if file is not None else None
     if explained is not None and explained.refused:
@@ -70,7 +73,7 @@ def load_settings(
 
 
 def explain(file: Path, environment: Mapping[str, str] | None = None) -> Explained:
-    """What becomes of every key of a file. Raises ConfigError if it cannot be read, or it is not clear what it is."""
+    """The fate of every key of a file. Raises ConfigError if it cannot be read, or its kind cannot be told."""
     document = read_document(file)
     block = find_block(document, file)
     translation = Translation(str(file), Resolver(document, environment), OWN)
@@ -89,8 +92,10 @@ def explain(file: Path, environment: Mapping[str, str] | None = None) -> Explain
 
 
 def find_block(document: Mapping[str, Any], file: Path) -> Block | None:
-    """SkyRL's or VERL's settings, wherever in the file they are. Raises ConfigError if there are several, or it is
-    nothing that is known."""
+    """SkyRL's or VERL's settings, wherever they are in the file; None for a file of ours.
+
+    Raises ConfigError if there are several blocks, or the file is of no known kind.
+    """
     found = list(_blocks(document, ()))
     exact = [block for block in found if block.path in {("generator",), ("actor_rollout_ref", "rollout"), ("rollout",)}]
     if len(exact) == 1:
@@ -126,7 +131,7 @@ def _blocks(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Block]
 def _around(
     translation: Translation, document: Mapping[str, Any], block: Block, beside: Mapping[tuple[str, ...], Rule]
 ) -> None:
-    """What stands beside the block: the keys that engines need, and the rest by its top key."""
+    """The fate of what stands beside the block: the keys that engines need, and the rest by its top key."""
     for path, rule in beside.items():
         values: Any = document
         for part in path[:-1]:
@@ -180,7 +185,7 @@ def _own_job(translation: Translation, section: str, values: Mapping[str, Any], 
 
 
 def _check(explained: Explained) -> None:
-    """Values that no worker and no job could have are refused at the key that gave them."""
+    """Refuse values that no worker and no job could have, at the key that gave them."""
     for name, problem in explained.settings.problems():
         setting = explained.settings.said.get(name)
         key = setting.source.removeprefix(f"{explained.file}: ") if setting else name

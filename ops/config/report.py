@@ -1,4 +1,4 @@
-"""What a configuration means, for people and for programs."""
+"""Prints what a configuration means, for people and for programs."""
 
 from __future__ import annotations
 

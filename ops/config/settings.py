@@ -1,4 +1,4 @@
-"""Settings by name, each with where it came from, and what is made of them.
+"""Settings by name, each with its source, and the objects built from them.
 
 Names: worker.* (WorkerConfig), engine.* (SGLangConfig; engine.extra.* are SGLang's own arguments), job.* and eval.*
 (what a trainer submits: fields of GenerateJob, sampling.* and logprobs.* below them), publisher.* (WeightPublisher).
@@ -38,11 +38,11 @@ SETTING_OF: Mapping[str, str] = {
     "disable_overlap_schedule": "overlap_schedule",
     "enable_memory_saver": "memory_saver",
 }
-"""SGLang's arguments that are settings of engine.* under another name; others of these have the same."""
+"""SGLang's arguments whose setting in engine.* has another name. All others have the same name."""
 PLAIN_JOB = ("priority", "deadline_s", "min_version", "max_staleness", "min_adapter_version", "tool_parser")
-"""Fields of a job that are no sampling parameters, and can be a default of many jobs."""
+"""Fields of a job that are no sampling parameters and may be a default for many jobs."""
 OTHER_JOB = ("n", "seed", "stream", "lora", "hidden_states", "routed_experts", "logit_processors")
-"""Those that dictionaries of sampling parameters have, too."""
+"""Fields of a job that dictionaries of sampling parameters may hold, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class Setting:
 
 @dataclass(slots=True)
 class Settings:
-    """What was said, by name. Later `put`s win over earlier ones."""
+    """The settings that somebody gave, by name. A later `put` wins over an earlier one."""
 
     said: dict[str, Setting] = field(default_factory=dict)
 
     def put(self, name: str, value: Any, source: str) -> None:
-        """Say something. Raises ConfigError for a name that there is not."""
+        """Set one. Raises ConfigError for an unknown name."""
         check_name(name, source)
         self.said[name] = Setting(value, source)
 
@@ -85,7 +85,7 @@ class Settings:
         return self._model(SGLangConfig, "engine", given)
 
     def _check_said_once(self, extra: Mapping[str, Any]) -> None:
-        """Raises InvalidField for an argument of SGLang that has a setting, if that is said, too: it would win."""
+        """Raises InvalidField if an SGLang argument and the setting for it are both given: the argument would win."""
         for name, value in extra.items():
             setting = self.said.get(f"engine.{SETTING_OF.get(name, name)}")
             if setting is not None and f"engine.extra.{name}" in self.said:
@@ -93,7 +93,7 @@ class Settings:
                 raise InvalidField(f"extra.{name}", value, f"one of the two: {setting.source} says {said}")
 
     def check_parallelism(self) -> None:
-        """Raises InvalidField for sizes that cannot be."""
+        """Raises InvalidField for sizes that are not supported."""
         found = {}
         for short in ("tp", "pp", "dp", "ep"):
             setting = self.said.get(f"engine.{short}_size") or self.said.get(f"engine.extra.{short}_size")
@@ -105,7 +105,7 @@ class Settings:
             raise self._with_source(error, "engine", error.field) from None
 
     def job(self, section: str = "job") -> dict[str, Any]:
-        """Keyword arguments for GenerateJob: what was said under job.* (or eval.*). Raises InvalidField."""
+        """Keyword arguments for GenerateJob: the settings under job.* (or eval.*). Raises InvalidField."""
         given = self._section(section)
         models: dict[str, type[BaseModel]] = {"sampling": SamplingParams, "logprobs": LogprobOptions}
         for name, model in models.items():
@@ -123,7 +123,7 @@ class Settings:
         return {"redis_url": worker.redis_url, "pool": worker.pool, **self._section("publisher")}
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """(name of a setting, or of a section, what is wrong with it): all that building everything would raise."""
+        """(name of a setting or section, what is wrong with it), for each error that building all of them raises."""
         left = Settings({"engine.model": Setting("any", "nobody"), **self.said})
         builds: dict[str, Callable[[], object]] = {
             "worker": left.worker,
@@ -148,7 +148,7 @@ class Settings:
         return None
 
     def shown(self) -> list[tuple[str, Any, str]]:
-        """(name, value, source) of all settings, the defaults too; passwords left out."""
+        """(name, value, source) of all settings, defaults included and passwords left out."""
         defaults: dict[str, Any] = {"worker.redis_url": DEFAULT_URL}
         for section, model in MODELS.items():
             for name, info in model.model_fields.items():
@@ -202,7 +202,7 @@ class Settings:
 
 
 def check_name(name: str, source: str) -> None:
-    """Raises ConfigError, naming source, name and the nearest known ones, for a setting that there is not."""
+    """Raises ConfigError for an unknown setting; the error names source, name and the nearest known names."""
     section, _, rest = name.partition(".")
     if section not in SECTIONS or not rest:
         near, sections = nearest(section, SECTIONS), ", ".join(SECTIONS)
@@ -228,7 +228,7 @@ def known_names(section: str) -> list[str]:
 
 
 def worded(name: str, value: Any) -> Any:
-    """`value`, or the word that was meant where a setting has the words on and off, which YAML takes for booleans."""
+    """`value`, or "on" or "off" for a boolean where the setting has these words: YAML takes them for booleans."""
     section, _, rest = name.partition(".")
     if not isinstance(value, bool) or section not in MODELS or rest not in MODELS[section].model_fields:
         return value
@@ -237,7 +237,7 @@ def worded(name: str, value: Any) -> Any:
 
 
 def hidden(name: str, value: Any) -> Any:
-    """`value` as it may be shown."""
+    """`value` without a password."""
     return redacted(value) if name.endswith("redis_url") and isinstance(value, str) else value
 
 

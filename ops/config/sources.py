@@ -57,7 +57,7 @@ def from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Sett
 
 
 def job_values(given: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A native job section: fields of a job, sampling parameters of any dialect among them, as names below it.
+    """The settings below a job section of ours; sampling parameters may be in any dialect.
 
     Raises InvalidField, ConfigError.
     """
@@ -117,6 +117,6 @@ def from_flags(context: Any) -> Iterator[tuple[str, Setting]]:
 
 
 def apply(settings: Settings, found: Iterator[tuple[str, Setting]]) -> None:
-    """Put settings on top of those there are."""
+    """Put settings on top of those that are there."""
     for name, setting in found:
         settings.put(name, setting.value, setting.source)

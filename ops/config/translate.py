@@ -1,4 +1,4 @@
-"""A block of somebody's configuration, key by key, by a table of rules: what became of each key."""
+"""Translates a block of a foreign configuration key by key, by a table of rules, and records each key's fate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A mapping that is not gone through: one rule for all of it."""
+    """A mapping that has one rule for all of it."""
 
     rule: Rule
 
@@ -88,7 +88,7 @@ class Translation:
         return None
 
     def key(self, path: tuple[str, ...], value: Any, rule: Rule) -> None:
-        """One key. What it points to is only looked for where something depends on it."""
+        """One key. An interpolation in it is resolved only if something depends on the value."""
         if rule.read is None and not rule.refuse:
             return self.ignore(path, value, rule.why)
         try:
@@ -101,7 +101,7 @@ class Translation:
         return self._became(path, value, told, rule.why)
 
     def put(self, path: tuple[str, ...], value: Any, name: str) -> None:
-        """One key that is a setting of ours by its own name; null is a value like others."""
+        """One key that is a setting of ours under its own name; null is a value like any other."""
         try:
             value = self.resolver.value(value, path)
         except ValueError as error:
@@ -129,7 +129,7 @@ class Translation:
         return None
 
     def _beats(self, path: tuple[str, ...], name: str, source: str) -> bool:
-        """Whether the key at `path` is one of those that win, and `source` is not; then that is told there."""
+        """Whether the key at `path` wins over `source`. If so, the fate of the loser says it."""
         loser = source.removeprefix(f"{self.file}: ")
         if not self.wins or path[0] != self.wins or loser.startswith(f"{self.wins}."):
             return False

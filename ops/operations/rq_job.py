@@ -1,4 +1,4 @@
-"""An operation as an RQ job, and what of RQ's job is not let in.
+"""An operation as an RQ job, without the parts of RQ's jobs that could run foreign code.
 
 Whoever can write to Redis can write a job. RQ would unpickle it, import the function that it names, import its
 callbacks and call its webhooks. Here a job is a msgpack list; of its record only the fields below are read; and the
@@ -27,7 +27,7 @@ from ...messages.errors import ConfigError, RolloutMQError
 from .run import run_operation
 
 ENTRY = "rolloutmq.operation"
-"""What stands where RQ keeps a function's name. There is no such function."""
+"""Stands where RQ keeps a function's name. There is no such function."""
 
 UNREADABLE = "(unreadable)"
 MAX_BYTES = 1 << 20
@@ -66,7 +66,7 @@ class MsgpackSerializer:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Where a worker's operations work: its own settings, so that no job can point it elsewhere."""
+    """Redis and pool of a worker's operations, from its own settings: no job can point it elsewhere."""
 
     redis_url: str
     pool: str
@@ -79,7 +79,7 @@ class OperationJob(Job):
 
     @classmethod
     def fetch(cls, id: str, connection: Redis | None = None, serializer: Any = None) -> OperationJob:
-        """As RQ's, but a record that cannot be read is one that is not there: it must not end the worker."""
+        """As RQ's, but an unreadable record counts as missing: it must not end the worker."""
         try:
             job = super().fetch(id, connection=connection, serializer=serializer)
         except (RedisError, NoSuchJobError):

@@ -26,11 +26,11 @@ FAILURE_TTL_S = 7 * 86400
 """How long results and failures can be asked for."""
 
 RETRIES = 3
-"""How often an operation is started again whose worker died, or that failed other than by a RolloutMQError."""
+"""How often an operation is started again after its worker died, or after an error that is no RolloutMQError."""
 
 
 def queue_name(pool: str) -> str:
-    """The RQ queue of a pool's operations. Raises InvalidField for what is no pool's name."""
+    """The RQ queue of a pool's operations. Raises InvalidField for a name that no pool can have."""
     return f"rmq-ops:{Keys(pool).pool}"
 
 
@@ -94,7 +94,7 @@ class OperationQueue:
         return str(job.id)
 
     def run(self, run_id: str) -> OperationRun:
-        """How an operation is. Raises InvalidField if there is none, or none any more, with this id."""
+        """The state of an operation. Raises InvalidField if this id has none, or none any more."""
         try:
             job = OperationJob.fetch(run_id, connection=self.redis, serializer=MsgpackSerializer)
         except (NoSuchJobError, ValueError):
@@ -104,7 +104,7 @@ class OperationQueue:
         return _seen(job)
 
     def runs(self, most: int = 100) -> list[OperationRun]:
-        """What is queued, under way, and was finished or failed, the newest first; at most `most` of each."""
+        """Queued, running, finished and failed operations, newest first, at most `most` of each."""
         ids = [*self._queue.get_job_ids(0, most)]
         for kind in (StartedJobRegistry, FinishedJobRegistry, FailedJobRegistry):
             registry = kind(queue=self._queue)

@@ -1,4 +1,4 @@
-"""Runs an operation in this process: for an RQ job, and for commands that do a small amount at once."""
+"""Runs an operation in this process: for an RQ job, or for a command that does not need RQ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A redis-server of one's own, and a command's access to a pool's Redis."""
+"""A private redis-server, and a command's access to a pool's Redis."""
 
 from . import parent_bound
 from .access import ask, connected

@@ -1,4 +1,4 @@
-"""A real redis-server of one's own: for laptops, CI, tests and the demo. Not for production: loopback, no password."""
+"""A private redis-server for laptops, CI, tests and the demo. Not for production: loopback only, no password."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int:
-        """The server's process id, of the last one started."""
+        """Process id of the server that was started last."""
         return self._pid
 
     @property

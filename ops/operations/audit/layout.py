@@ -1,4 +1,4 @@
-"""The table of a pool's keys: which there are, of what type, and what keeps each from staying for ever."""
+"""The table of a pool's keys: their names, their types, and why each one ends."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ KINDS = (
 
 
 def kind_of(name: bytes) -> Kind | None:
-    """The kind of a key, by its name without the pool's prefix; None for one that nobody knows."""
+    """The kind of a key, by its name without the pool's prefix; None if the table has none."""
     return next((kind for kind in KINDS if kind.matches(name)), None)

@@ -1,4 +1,4 @@
-"""Reads of the audit. A fact is what one script saw in one step: no change of the pool falls into the middle of it."""
+"""Reads of the audit. One script reads each fact in one step, so no change of the pool falls into the middle of it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SEARCHED = 200_000
 """Entries of lists one call searches through, or one job's worth of them (some 30 ns each)."""
 
 ADDED_UP = 5000
-"""Up to so many open jobs their bytes are added up in one step (a few milliseconds)."""
+"""The bytes of at most so many open jobs are added up in one step (a few milliseconds)."""
 
 
 Listed = dict[bytes, tuple[str, ...]]
-"""Job id -> the lists it is in, each as often as it is in it."""
+"""Job id -> the lists that hold it, one entry per occurrence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,7 @@ class KeyFacts:
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """A job's record and what the indexes say of it. places: indexes of queued jobs it is in, each as
-    often as it is in it."""
+    """A job's record and its places in the indexes. places: indexes of queued jobs, one entry per occurrence."""
 
     id: bytes
     state: str
@@ -96,7 +95,7 @@ class Looker:
         self._scripts = Scripts(redis, self.keys)
 
     async def names(self, begin: str = "", kind: str | None = None) -> AsyncIterator[list[bytes]]:
-        """The pool's keys without the prefix, in chunks; each that was there all the time, at least once."""
+        """The pool's keys without the prefix, in chunks. A key that exists all the time comes at least once."""
         start = (self.keys.prefix + begin).encode()
         pattern = b"".join(b"\\" + bytes([char]) if char in b"*?[]\\" else bytes([char]) for char in start) + b"*"
         cursor, more = 0, {} if kind is None else {"_type": kind}
@@ -130,7 +129,7 @@ class Looker:
         return facts
 
     async def lists(self) -> Listed:
-        """Ids in the queues and among the suspects. What moves meanwhile may be missing or be there twice."""
+        """Ids in the queues and among the suspects. An id that moves meanwhile may be missing or come twice."""
         found: Listed = {}
         for key in (*self.keys.queues, self.keys.suspects):
             place, start = (key.removeprefix(self.keys.prefix),), 0  # one tuple for all: there may be a million

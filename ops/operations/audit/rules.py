@@ -1,4 +1,4 @@
-"""What has to hold of each key, job, index entry and counter. Every rule is about facts of one step."""
+"""The rules for each key, job, index entry and counter. Every rule judges facts that were read in one step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def judge_key(facts: KeyFacts) -> list[Finding]:
 
 
 def judge_job(job: JobFacts) -> list[Finding]:
-    """In the indexes that its state demands, and in no other."""
+    """A job is in the indexes that its state demands, and in no other."""
     wrong: list[tuple[str, str]] = []
     if job.state in ENDED:
         if job.ttl_ms < 0:
@@ -125,7 +125,7 @@ MEMBERS: dict[str, tuple[str, Callable[[MemberFacts, str], str]]] = {
 
 
 def judge_member(entry: MemberFacts) -> list[Finding]:
-    """What an index names is a job that belongs there."""
+    """Every entry of an index is a job that belongs there."""
     if not entry.member:
         return []
     first, _, rest = entry.index.partition(":")

@@ -77,7 +77,7 @@ class Sweep:
         return (await self._keys_again(odd) if odd else []) + (await self._jobs_again(jobs) if jobs else [])
 
     async def _lists_are_lists(self) -> bool:
-        """Whether what everything else relies on can be read at all."""
+        """Whether the keys that all rules need can be read."""
         names = [kind.name.encode() for kind in KINDS if kind.life == "fixed"]
         facts = await self._look.key_facts(names)
         self._broken = any(one.type not in {"none", _type_of(one.name)} for one in facts)
@@ -147,7 +147,7 @@ class Sweep:
                         yield name, kind.type
 
     async def _totals(self) -> tuple[list[Finding], list[str]]:
-        """Counters, at looks that agree; or what could not be told."""
+        """The counters, once two looks agree; else what could not be judged."""
         always: set[str] | None = None
         judged, unclear, found = 0, [""], list[Finding]()
         for _ in range(TOTAL_LOOKS):

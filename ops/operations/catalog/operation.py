@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from ....messages.errors import InvalidField
 
 PROGRESS_EVERY_S = 0.5
-"""Progress is written at most this often."""
+"""Seconds between two writes of the progress, at least."""
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
 
@@ -35,7 +35,7 @@ P = TypeVar("P", bound=Params)
 
 @dataclass(slots=True)
 class Context:
-    """What an operation works with.
+    """The surroundings of a running operation.
 
     redis: the pool's, for idempotent commands only (a lost reply makes redis-py send them again).
     notes: what an earlier run of the same job wrote down with `note` before it was cut off; empty the first time.
@@ -49,13 +49,13 @@ class Context:
     _at: float = float("-inf")
 
     def progress(self, done: int, total: int | None = None, message: str = "", *, now: bool = False) -> None:
-        """Say how far it is: `done` of `total` (None: not known). Written every 0.5 s at most, `now` at once."""
+        """Report `done` of `total` (None: unknown). It is written at most every 0.5 s, or at once with `now`."""
         self._shown = {"done": done, "total": total, "message": message}
         if now or time.monotonic() - self._at >= PROGRESS_EVERY_S:
             self._write()
 
     def note(self, **facts: str | int | float | bool | None) -> None:
-        """Write down what a repeated run has to know. Kept with the job, written at once."""
+        """Write down what a repeated run has to know. Notes are kept with the job and written at once."""
         self.notes.update(facts)
         self._write()
 
