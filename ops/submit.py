@@ -37,7 +37,7 @@ SYNC_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What lines get that do not say otherwise. logprobs: write them. lora: None for the model alone."""
+    """Settings for lines that have none of their own. logprobs: write them. lora: None for the model alone."""
 
     n: int = 1
     max_new_tokens: int = 128
@@ -122,7 +122,7 @@ def _fields(number: int, raw: str, defaults: Defaults) -> dict[str, Any]:
 
 
 class _Work:
-    """Which lines are there and which are answered, on disk at every moment.
+    """The lines, and which of them are answered; on disk at every moment.
 
     header: what has to be the same whenever the command is given again.
     """
@@ -193,7 +193,7 @@ class _Work:
             raise ConfigError(f"{self.part} cannot be written: {error}") from error
 
     def sync(self, now: bool) -> bool:
-        """Bring what was written to the disk, at most once in SYNC_S unless it has to be `now`; whether it is there."""
+        """Sync what was written to the disk, at most once in SYNC_S unless `now`; returns whether it is there."""
         if self._lost or (not now and time.monotonic() < self._synced + SYNC_S):
             return False
         try:
@@ -273,7 +273,7 @@ def _sync_folder(file: Path) -> None:
 
 
 async def _refuse(work: _Work, client: RolloutClient, logprobs: bool) -> None:
-    """Answer the lines that no worker there is can run, so that they do not stop the others."""
+    """Answer the lines that no worker can run, so that they do not stop the others."""
     for job in work.jobs():
         try:
             await client.check([job])

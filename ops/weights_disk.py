@@ -1,4 +1,4 @@
-"""What `rolloutmq weights snapshots`, `gc` and `pin` do: versions on disk, without a pool."""
+"""Versions on disk, without a pool: `rolloutmq weights snapshots`, `gc` and `pin`."""
 
 from __future__ import annotations
 

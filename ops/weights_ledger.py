@@ -1,4 +1,4 @@
-"""What `rolloutmq weights list` and `show` say: the ledger as plain data, and as lines for people."""
+"""The ledger as plain data and as lines for people: `rolloutmq weights list` and `show`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rolloutmq bench engine`: what the pool costs.
+"""`rolloutmq bench engine`: the cost of the pool.
 
 One engine in one process answers the same prompts in turns: given to it directly, all at once, and through the pool
 (client process -> Redis -> worker -> engine -> worker -> Redis -> client process). The figure is the ratio of tokens
@@ -47,7 +47,7 @@ def run_engine_bench(
     extra: dict[str, Any],
     quiet: bool,
 ) -> dict[str, Any]:
-    """Run it and print the last line; returns what that line says.
+    """Run it and print the last line; returns its content.
 
     model: a directory or hub name. shape: one of `sync_shapes`, with random weights. Without either, the tiny model.
     Raises ConfigError if both are given, or for a shape that is none.

@@ -1,4 +1,4 @@
-"""The prompts a benchmark runs: seeded, with spread lengths, the same for every side that is compared."""
+"""The prompts of a benchmark: seeded, of spread lengths, and the same for every side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From groups of results to what a training step needs."""
+"""Makes a training batch from groups of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to the pool while it works: one worker is killed, another one comes later."""
+"""Incidents in the demo: one worker is killed, another one joins later."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ class Incidents:
 
     @property
     def complete(self) -> bool:
-        """All of it has happened."""
+        """Whether both have happened."""
         return self.victim_reaped and self.newcomer_delivered

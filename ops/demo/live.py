@@ -1,4 +1,4 @@
-"""What a person sees while it runs: a live view on a terminal, a plain line now and then anywhere else."""
+"""The demo's progress: a live view on a terminal, a plain line now and then anywhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the run came to: `summary.json`, and the reasons why it may not count as a success."""
+"""The result of a run: `summary.json`, and the reasons why it may not count as a success."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The books: what was submitted, what came back, how often, and under which weights."""
+"""Counts what was submitted, what came back, how often, and under which weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be seen of the pool while it works: glances at queue and workers, taken by a thread a few times a second."""
+"""Watches the demo's pool: a thread looks at queue and workers a few times a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rolloutmq bench queue`: what the queue does by itself, beside other queues on the same Redis in the same run.
+"""`rolloutmq bench queue`: the queue by itself, beside other queues on the same Redis in the same run.
 
 docs/benchmarks.md says what is measured, and how the others are used.
 """
@@ -49,7 +49,7 @@ class Plan:
 
 
 def run_queue_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
-    """Run it and print the last line; returns what that line says. Raises ConfigError, BenchFailed."""
+    """Run it and print the last line; returns its content. Raises ConfigError, BenchFailed."""
     console = Console(stderr=True, quiet=quiet)
 
     def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The peers of the queue benchmark, each in a Python environment of its own where its pins are not met by this one."""
+"""The peers of the queue benchmark. Each gets a Python environment of its own if this one does not meet its pins."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def peer_systems(names: list[str], cache: Path = CACHE, say: Callable[[str], Non
 
 
 def pins(name: str) -> dict[str, str]:
-    """What a peer is run with: distribution -> version."""
+    """The pinned versions of a peer: distribution -> version."""
     path = REQUIREMENTS / f"peers-{name}.txt"
     if not path.exists():
         raise ConfigError(f"{path} is missing: peers are measured from a checkout of the repository (or --peers none)")
@@ -58,7 +58,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 def _python(name: str, cache: Path, say: Callable[[str], None]) -> str:
-    """An interpreter that has just the pinned versions: this one if it does, else one made under `cache`."""
+    """An interpreter with the pinned versions: this one if it has them, else one made under `cache`."""
     wanted = pins(name)
     if all(installed(distribution) == version for distribution, version in wanted.items()):
         return sys.executable

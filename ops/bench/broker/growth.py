@@ -1,4 +1,4 @@
-"""What Redis spends on a job and on a heartbeat while 1, 10, 100, 1,000 workers hold 256 jobs each.
+"""Redis' CPU time for a job and for a heartbeat while 1, 10, 100, 1,000 workers hold 256 jobs each.
 
 Real leases, all of them in two processes over a few connections: only Redis' own CPU time (`INFO cpu`) counts, so
 a slow driver does not matter. The pool is filled first. Then, with everybody's jobs held and every worker's heartbeat
@@ -88,7 +88,7 @@ async def _cpu_us(redis: Any) -> float:
 
 
 async def _idle_us_per_s(redis: Any, seconds: float = 1.0) -> float:
-    """What the server spends by itself."""
+    """The server's own CPU time, without any command."""
     began, used = time.perf_counter(), await _cpu_us(redis)
     await asyncio.sleep(seconds)
     return (await _cpu_us(redis) - used) / (time.perf_counter() - began)

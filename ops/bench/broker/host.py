@@ -1,4 +1,4 @@
-"""What a measurement was made on."""
+"""The host and the versions of a measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWN = ("redis", "hiredis", "msgpack", "pydantic", "numpy")
 
 
 def describe_host(url: str, peers: list[str]) -> dict[str, Any]:
-    """CPU, memory, load before the run, Python, Redis, and the versions of what took part."""
+    """CPU, memory, load before the run, Python, Redis, and the versions of all systems."""
     with redis.Redis.from_url(url) as client:
         server = client.info("server")
     return {

@@ -1,4 +1,4 @@
-"""The ceiling of the queue benchmark: this package's own Lua scripts with nothing around them.
+"""The ceiling of the queue benchmark: this package's own Lua scripts and nothing else.
 
 Included: enqueue, claim, complete and ack as the client and the worker run them, in batches; the reply stream; redis-py
 with hiredis; two processes; the check of every result. Not included: building, encoding, decoding and checking messages
@@ -57,7 +57,7 @@ class Raw:
 
 
 def work(url: str, load: Load) -> None:
-    """Claim, answer with what the payload says, claim again in the same round trip; until SIGTERM."""
+    """Claim, answer as the payload asks, and claim again in the same round trip, until SIGTERM."""
     raw = Raw(url, "heartbeat", "claim", "complete")
     status = encode(WorkerStatus(worker_id=WORKER, host="raw", pid=1, state="serving", version=0))
     raw.run(raw.command("heartbeat", WORKER, 3_600_000, status, 1))

@@ -18,7 +18,7 @@ from ..peers import Load
 GRACE_S = 180.0
 """How much longer than its load a client may take: start, warm-up, and what was outstanding at the end."""
 END_S = 2.0
-"""What a worker gets to leave by itself: nothing depends on it any more."""
+"""Seconds a worker has to leave by itself: nothing depends on it any more."""
 
 
 class BenchFailed(RolloutMQError):
@@ -44,7 +44,7 @@ class System:
 
 
 def take_turn(system: System, url: str, load: Load) -> dict[str, Any]:
-    """What the client of `system` measured under `load`, on the emptied Redis at `url`. Raises BenchFailed."""
+    """The figures of `system`'s client under `load`, on the emptied Redis at `url`. Raises BenchFailed."""
     with redis.Redis.from_url(url) as admin:
         admin.flushall()
     env = {**os.environ, "BENCH_URL": url, "BENCH_VARIANT": system.variant, "PYTHONWARNINGS": "ignore"}

@@ -1,4 +1,4 @@
-"""The job that every peer runs: as little as a job can do, so that what is measured is the queue."""
+"""The job that every peer runs. It does as little as a job can, so that the queue is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load that every system of the queue benchmark is put under, and the tally of what comes back.
+"""The load on every system of the queue benchmark, and the tally of the answers.
 
 Standard library only: peers run it in environments without this package.
 """
