@@ -38,10 +38,11 @@ async def run(url: str, source: Path, out: Path, *options: str, largest_file: in
 
     process = await asyncio.create_subprocess_exec(
         *COMMAND, str(source), "--out", str(out), "--redis", url, *options,
-        stderr=asyncio.subprocess.PIPE, preexec_fn=limit if largest_file > 0 else None,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        preexec_fn=limit if largest_file > 0 else None,
     )  # fmt: skip
-    _, text = await asyncio.wait_for(process.communicate(), 60)
-    return process.returncode or 0, text.decode()
+    said, text = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode or 0, (said if "--json" in options else text).decode()
 
 
 def header(source: Path, defaults: Defaults) -> dict[str, Any]:
@@ -105,8 +106,11 @@ async def test_lines_come_back_in_order_with_their_errors_in_place(redis_db: str
     lines[3] = {"token_ids": [1], "lora": "missing"}
     source, out = write_lines(tmp_path / "in.jsonl", ["", *lines]), tmp_path / "deep" / "out.jsonl"
     async with worker(redis_db):
-        code, text = await run(redis_db, source, out, "--n", "2", "--max-new-tokens", "3", "--logprobs")
+        options = ("--n", "2", "--max-new-tokens", "3", "--logprobs")
+        code, text = await run(redis_db, source, out, *options)
+        again = await run(redis_db, source, out, *options, "--overwrite", "--json")
     assert (code, "1 of them with an error" in text) == (1, True)
+    assert (again[0], json.loads(again[1])) == (1, {"out": str(out), "lines": 5, "open": 0, "failed": 1})
     answers = read(out)
     # Line numbers are those of an editor: the empty first line counts.
     assert [(a["line"], a.get("sample")) for a in answers] == [
