@@ -14,6 +14,7 @@ from support.specimens.messages import job
 
 from rolloutmq import WeightPublisher
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams
+from rolloutmq.sync.receive.pending import warm_up
 from rolloutmq.sync.transfer.ledger import Ledger
 
 WEIGHTS = {"first": torch.arange(10.0), "second": torch.ones(5, dtype=torch.int8), "third": torch.zeros(3)}
@@ -22,6 +23,7 @@ WEIGHTS = {"first": torch.arange(10.0), "second": torch.ones(5, dtype=torch.int8
 @asynccontextmanager
 async def publisher(url: str, **settings: Any) -> AsyncIterator[WeightPublisher]:
     """A trainer's publisher, made and closed beside the event loop; by default it waits for nobody for long."""
+    await asyncio.to_thread(warm_up, torch.device("cpu"))  # it takes seconds once, and is no part of a transfer's time
     made = await asyncio.to_thread(
         lambda: WeightPublisher(url, **({"join_timeout_s": 3.0, "transfer_timeout_s": 2.0} | settings))
     )
