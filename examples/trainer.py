@@ -1,23 +1,19 @@
 import torch
 from rolloutmq import BlockingRolloutClient, GenerateJob, SamplingParams, WeightPublisher
-from rolloutmq.worker.cpu_support import prepare_transformers
+from rolloutmq.ops.tiny_model import load_tiny_model
 
-prepare_transformers()  # does something only beside a CPU build of torch
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("out/tiny", dtype=torch.float32)
+model = load_tiny_model("out/tiny")  # your own: AutoModelForCausalLM.from_pretrained
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 prompts, sampling = [[10 + i, 20, 30] for i in range(8)], SamplingParams(max_new_tokens=16)
 with BlockingRolloutClient() as client, WeightPublisher() as publisher:
     start = publisher.last_version + 1
     publisher.publish(start, model.state_dict().items())  # the pool begins with these weights, whatever it had before
     for version in range(start + 1, start + 11):
-        jobs = [GenerateJob(token_ids=p, n=8, min_version=start, sampling=sampling) for p in prompts]
-        prompt_of = {job.job_id: p for job, p in zip(client.submit_many(jobs), prompts)}
+        client.submit_many(GenerateJob(token_ids=p, n=8, min_version=start, sampling=sampling) for p in prompts)
         for group in client.groups(timeout=300):
             rewards = torch.tensor([float((r.token_ids % 2 == 0).mean()) for r in group.results])
             for r, advantage in zip(group.results, rewards - rewards.mean()):
-                ids = torch.tensor([*prompt_of[r.job_id], *r.token_ids])
+                ids = torch.tensor([*r.prompt_ids, *r.token_ids])
                 logits = model(ids[None, :-1]).logits[0, -len(r.token_ids) :]
                 logprobs = torch.log_softmax(logits, -1).gather(1, ids[-len(r.token_ids) :, None])[:, 0]
                 ratio = torch.exp(logprobs - torch.tensor(r.logprobs)).clamp(max=2.0)  # trained with / sampled with

@@ -6,6 +6,7 @@ Random weights: what it says means nothing, how fast and how exactly it says it 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ..worker.cpu_support import prepare_transformers
 
@@ -54,3 +55,15 @@ def write_tiny_model(
         pad_token_id=vocabulary["<|endoftext|>"],
     )
     Qwen2ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
+
+
+def load_tiny_model(directory: Path | str) -> Any:
+    """The model as a trainer has it: transformers' Qwen2ForCausalLM in float32, on the CPU.
+
+    `AutoModelForCausalLM.from_pretrained` does the same, where torch and torchvision are of one build.
+    """
+    prepare_transformers()
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
