@@ -12,7 +12,7 @@ EVERYWHERE = --ignore=tests/gpu --ignore=tests/chaos
 # What depends on the server: scripts, connections, deployments, and whoever speaks to it most.
 SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --ignore=tests/worker/sglang
 
-.PHONY: help setup demo test test-slow test-all test-redis7 test-redis62 coverage capabilities chaos check clean
+.PHONY: help setup demo test test-slow test-all test-redis7 test-redis62 coverage capabilities chaos check docs clean
 
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
@@ -25,6 +25,7 @@ help:
 	@echo "make capabilities   docs/capabilities.md from the last test run"
 	@echo "make chaos   real faults and an oracle that reads Redis' log (SEED=7 ONLY=kill,cut to replay; docs/chaos.md)"
 	@echo "make check   formatting, lint, strict types, import order, file sizes, that every test can be imported"
+	@echo "make docs    the documentation with the API reference, into out/site; warnings are errors"
 	@echo "make clean   remove .venv, out/ and caches"
 
 setup:
@@ -78,6 +79,11 @@ check: setup
 	MYPYPATH=.venv/src .venv/bin/mypy -p rolloutmq
 	.venv/bin/python -m pytest -q --collect-only >out/collected.txt || { tail -40 out/collected.txt; exit 1; }
 	.venv/bin/python -m pytest -q tests/house/test_import_order.py tests/house/test_file_size.py
+
+# The checkout is the package: griffe finds it through the link in .venv/src.
+docs: setup
+	@.venv/bin/python -m pip install -q --no-deps --disable-pip-version-check -r requirements/docs.txt
+	PYTHONPATH=.venv/src .venv/bin/mkdocs build --strict
 
 clean:
 	rm -rf .venv out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
