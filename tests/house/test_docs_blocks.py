@@ -243,7 +243,8 @@ def test_commands_within_sentences_exist(page: Path) -> None:
         command: Any = root
         for word in re.split(r"[\s|]+", text.partition("&&")[0]):
             if word in getattr(command, "commands", {}):
-                command = command.commands[word]
+                context = command.make_context("", [], resilient_parsing=True)
+                command = command.resolve_command(context, [word])[1]
             elif word.startswith("--"):
                 flags = {flag for it in command.params for flag in (*it.opts, *it.secondary_opts)}
                 assert word.partition("=")[0] in flags, f"{text}: {word}"
