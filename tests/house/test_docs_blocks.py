@@ -51,7 +51,7 @@ RUN = (
     "dead list",
     "score",
     "submit",
-    "ops run audit --here",
+    "ops run audit-broker --here",
 )
 """Commands that are run as they are written. Others serve for ever, change a pool, or need what is not here."""
 
