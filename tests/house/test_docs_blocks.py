@@ -247,7 +247,7 @@ def test_commands_within_sentences_exist(page: Path) -> None:
                 command = command.resolve_command(context, [word])[1]
             elif word.startswith("--"):
                 flags = {flag for it in command.params for flag in (*it.opts, *it.secondary_opts)}
-                assert word.partition("=")[0] in flags, f"{text}: {word}"
+                assert word.partition("=")[0] in {*flags, "--help"}, f"{text}: {word}"
             elif hasattr(command, "commands"):
                 assert word in ("…", "ACTION", "COMMAND"), f"{text}: {word}"
         if command is root:
