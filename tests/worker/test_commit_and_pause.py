@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from support.engines.manual import all_that_can_happen_now
-from support.peers.publishing import patient, publish
-from support.pools.commanded import all_done, busy, worker
+from support.peers.publishing import WEIGHTS, patient, publish
+from support.pools.commanded import all_done, busy, slow, worker
 from support.pools.pool import Running, eventually
 
 from rolloutmq.messages import Broker
@@ -101,3 +101,81 @@ async def test_a_pause_during_a_slow_commit_in_place_waits_and_the_engine_lives(
         engine.load.set()
         (await asked).check()
         (await control.resume()).check()
+
+
+# --- several holders at once, and a turn that has to be waited for ---------------------------------------------------
+
+
+async def test_a_restart_lets_go_of_what_the_dead_engine_was_held_for_and_of_nothing_else(
+    redis_db: str, control: PoolControl, broker: Broker
+) -> None:
+    async with worker(redis_db, engine=slow(), max_running=3) as running:
+        jobs = await busy(broker, running)
+        gate, follower = running.worker._generation.gate, running.worker._follower
+        somebody = gate.holder("somebody")
+        somebody.acquire()
+        (await control.pause("abort")).check()
+        (await control.sleep()).check()
+        follower.mend(patient=True)
+        assert gate.reasons == ["asleep", "pause", "quarantine", "somebody"]
+        assert follower.gate.reasons == ["asleep"]
+        running.engine.kill()
+        await eventually(lambda: running.engine.starts == 2 and not running.worker._keeper.dead.is_set())
+        await eventually(lambda: gate.reasons == ["pause", "somebody"])
+        assert follower.gate.is_open
+        (await control.resume()).check()
+        (await control.resume()).check()
+        assert gate.reasons == ["somebody"]
+        somebody.release()
+        await all_done(broker, jobs)
+        assert running.engine.starts == 2
+
+
+@pytest.mark.parametrize("action", ["flush_cache", "sleep", "wake"])
+async def test_what_is_allowed_is_decided_when_the_turn_has_come(
+    action: str, redis_db: str, control: PoolControl, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen engine answers no abort, and would be taken for dead: it was frozen while the command waited."""
+    monkeypatch.setattr(Generation.interrupt, "__defaults__", (0.0,))
+    async with worker(redis_db, engine=slow(), max_running=3) as running:
+        jobs = await busy(broker, running)
+        service, turn = running.worker._service, running.worker._follower.turn
+        if action == "wake":
+            (await control.sleep(["cuda_graph"])).check()
+        async with turn.take("a test"):
+            pausing = asyncio.create_task(control.pause("in_place" if action != "wake" else "abort"))
+            await eventually(lambda: service.paused)
+            asked = asyncio.create_task(getattr(control, action)())
+            await eventually(lambda: len(running.worker._commands._begun) == (1 if action == "wake" else 2))
+            await all_that_can_happen_now()
+            assert not asked.done()
+        (await pausing).check()
+        answer = (await asked)[running.id]
+        assert answer.ok == (action == "wake")
+        assert action == "wake" or "the engine is paused in place" in answer.error
+        (await control.resume()).check()
+        await all_done(broker, jobs)
+        assert running.engine.starts == 1
+
+
+async def test_a_transfer_that_waited_for_its_turn_leaves_an_engine_alone_that_sleeps_by_then(redis_db: str) -> None:
+    prepared: list[int] = []
+
+    class Noting(ScriptedEngine):
+        async def prepare_weights(self, order: TransferOrder) -> TransferReport:
+            prepared.append(order.version)
+            return await super().prepare_weights(order)
+
+    async with worker(redis_db, engine=Noting()) as running, patient(redis_db) as source:
+        follower = running.worker._follower
+        asleep = follower.gate.holder("asleep")
+        async with follower.turn.take("sleep"):
+            handle = source.publish(1, WEIGHTS.items())
+            await eventually(lambda: follower.turn._lock._waiters)
+            asleep.acquire()
+        await eventually(lambda: not follower.turn.locked())
+        await all_that_can_happen_now()
+        assert (prepared, running.worker._generation.version) == ([], 0)
+        asleep.release()
+        assert (await asyncio.to_thread(handle.wait, 20)).state == "committed"
+        assert prepared == [1]

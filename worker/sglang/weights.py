@@ -42,7 +42,9 @@ async def commit_weights(
 ) -> TransferReport:
     """The second half: SGLang calls `loader` on every rank between two batches.
 
-    An engine of one rank without requests is asked to by the control channel, which is faster than SGLang's own.
+    An engine of one rank without requests is asked to by the control channel, which is faster than SGLang's own. It holds
+    SGLang's lock of updates meanwhile, as SGLang does for its own: no request and no other update begins.
+
     Prefixes cached under older weights stay until their memory is wanted; every request's cache key keeps versions
     apart. Raises EngineError if a rank is silent.
     """
@@ -53,7 +55,8 @@ async def commit_weights(
         async with asyncio.timeout(timeout_s):
             if tp_size == 1 and order.mode != "in_place" and not manager.rid_to_state:
                 question = {"commit": ticket, "loader": loader, "told": json.dumps(told), "timeout_s": timeout_s}
-                report = await channel.ask(0, question)
+                async with manager.model_update_lock.writer_lock:  # alike in 0.5.17 and 0.5.23
+                    report = await channel.ask(0, question)
                 if report.phase != "ready":  # else a request came first
                     return report
             question = {"committed": ticket, "timeout_s": timeout_s}
