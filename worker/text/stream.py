@@ -1,16 +1,73 @@
-"""The text of a sample that is still being generated: every character once it is whole, and none of it twice."""
+"""What of a sample that is still being generated may be shown: whole characters that no stop can take back."""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ...messages.model import GenerateJob, SamplingParams
+
+log = logging.getLogger(__name__)
 UNFINISHED = "\ufffd"
 """What tokenizers make of bytes that are not a character, or not yet."""
 PATIENCE = 64
 """Tokens after which bytes that have not become a character are taken for what they are."""
+MOST_CHARS = 1024
+"""A regular expression that can match more: nothing is known of the sample before its end."""
+
+
+class SampleStream:
+    """What may be shown of one sample, and its text. decode: of a job that came as text; None for token ids."""
+
+    def __init__(self, job: GenerateJob, decode: Callable[[npt.NDArray[np.int32]], str] | None) -> None:
+        self._hold_back = hold_back(job.sampling)
+        self._most = job.sampling.max_new_tokens - 1
+        self._decode = decode
+        self.restart()
+
+    def restart(self) -> None:
+        """The sample begins anew, with other tokens."""
+        self._text = None if self._decode is None else TextStream(self._decode)
+        self._ids: list[int] = []
+        self._ends = {0: 0}  # tokens -> characters of their text, where pieces end
+
+    def shown(self, total: int) -> int:
+        """How many of `total` tokens may be shown: those that will be in the result whatever comes next.
+
+        Not the last possible one: were only its result lost, the next worker would draw it again.
+        """
+        return 0 if self._hold_back is None else max(0, min(total - self._hold_back, self._most))
+
+    def text(self, start: int, token_ids: npt.NDArray[np.int32]) -> str | None:
+        """What tokens from `start` on, where another piece ended, add to the text; all before them have been here.
+
+        None without a text, and where the tokenizer cannot decode them: the finished sample's error is what tells.
+        """
+        if self._text is None:
+            return None
+        try:
+            return self._added(self._text, start, token_ids)
+        except Exception as error:  # a tokenizer can raise anything, and this must not end the worker
+            log.warning("what is streamed of a sample cannot be decoded: %s", error)
+            self._text = None
+            return None
+
+    def _added(self, text: TextStream, start: int, token_ids: npt.NDArray[np.int32]) -> str:
+        end = start + len(token_ids)
+        if end < text.tokens:  # an earlier offer, which was longer, came to nothing
+            assert self._decode is not None
+            text = self._text = TextStream(self._decode)
+            text.push(self._ids[:start])
+        self._ids[start:] = token_ids.tolist()
+        text.push(self._ids[text.tokens :])
+        begin = self._ends.get(start, 0)
+        self._ends = {0: 0, start: begin, end: len(text.text)}
+        return text.text[begin:]
 
 
 class TextStream:
@@ -51,3 +108,32 @@ class TextStream:
 
     def _text(self, token_ids: list[int]) -> str:
         return self._decode(np.array(token_ids, dtype=np.int32)) if token_ids else ""
+
+
+def hold_back(sampling: SamplingParams) -> int | None:
+    """So many of the tokens generated so far may be the beginning of a stop that is not to be in the result.
+
+    None if that may be any number of them. 0 where stops stay in the result. A token has at least one byte of text, so
+    a text of n bytes has begun in n - 1 tokens at most; a stop that is complete has ended the sample.
+    """
+    if sampling.include_stop:
+        return 0
+    longest = 1
+    for sequence in sampling.stop_token_sequences:
+        longest = max(longest, len(sequence))
+    for text in sampling.stop:
+        longest = max(longest, len(text.encode()))
+    for pattern in sampling.stop_regex:
+        if (chars := _most_chars(pattern)) is None:
+            return None
+        longest = max(longest, 4 * chars)
+    return longest - 1
+
+
+def _most_chars(pattern: str) -> int | None:
+    parser: Any = re._parser  # type: ignore[attr-defined]  # the only place that knows
+    try:
+        most = int(parser.parse(pattern).getwidth()[1])
+    except (re.error, OverflowError):
+        return None
+    return most if most <= MOST_CHARS else None

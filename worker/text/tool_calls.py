@@ -1,13 +1,15 @@
-"""Calls of tools in what a model wrote, read by SGLang's own parsers; what they cannot read is reported.
+"""Calls of tools in what a model wrote: read by SGLang's parsers, or by our own for Python's syntax.
 
-The text is the model's, so anything may stand in it: whatever does, the sample is answered.
+The text is the model's, so anything may stand in it. What cannot be read is reported, and the sample is answered.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,11 +25,13 @@ from ...messages.model import (
     why_unsendable,
 )
 from ..sglang.tool_parsers import Raw, ToolParser, parser_names
-from . import function_syntax
 
 log = logging.getLogger(__name__)
 MAX_TEXT = 2000
-"""So much of an invalid call, and of why it is one, is told."""
+"""Characters of an invalid call, and of why it is invalid, that the result has."""
+_START = re.compile(r"\[\s*([A-Za-z_]\w*)\(\s*(?:\)|[A-Za-z_]\w*\s*=)")
+_STEPS = re.compile(r"[\[\](){}'\"\n\\]")
+_CLOSES = {"[": "]", "(": ")", "{": "}"}
 
 
 def check_parser(name: str) -> None:
@@ -72,8 +76,8 @@ def find_calls(text: str, tools: Sequence[Tool], parser: str) -> list[ToolCall]:
 def _read(text: str, name: str, tools: Sequence[Tool]) -> Iterator[tuple[str, bool, list[Raw]]]:
     """Pieces of text in which there should be calls, whether each is whole, and what was read of it."""
     if name == FORMATS["function"]:
-        for part, closed in function_syntax.pieces(text, frozenset(tool.function.name for tool in tools)):
-            yield part, closed, function_syntax.read(part) if closed else []
+        for part, closed in _python_lists(text, frozenset(tool.function.name for tool in tools)):
+            yield part, closed, _python_calls(part) if closed else []
         return
     parser = ToolParser(name, tools)
     for part, closed in _parts(text, parser):
@@ -119,3 +123,66 @@ def _invalid(why: str, text: str, name: str | None = None, arguments: dict[str, 
 def _shown(name: str | None) -> str | None:
     """A name that can travel, and stand in the next prompt."""
     return None if name is None else name.encode(errors="replace").decode()[:MAX_TOOL_NAME]
+
+
+def _python_lists(text: str, names: frozenset[str]) -> Iterator[tuple[str, bool]]:
+    """Lists of calls in Python's syntax, `[name(x=1), other(y="a")]`, and whether each is whole.
+
+    One that is not whole counts only if it begins with a tool of `names`: prose has brackets, too. The time this takes
+    grows with the text. SGLang's own parser uses a regular expression that takes exponential time on texts that a model
+    writes easily (`[f(a=1, a=1, …` without an end), and the worker's process does nothing else meanwhile.
+    """
+    at = 0
+    while (found := _START.search(text, at)) is not None:
+        at, closed = _list_end(text, found.start())
+        if closed or found.group(1) in names:
+            yield text[found.start() : at], closed or at < len(text)
+
+
+def _python_calls(piece: str) -> list[tuple[str | None, str]]:
+    """(name, arguments as JSON) of each call in a piece. Empty if it is no list of calls with literals by name."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in texts, which are the model's
+            listed = ast.parse(piece, mode="eval").body
+        if not isinstance(listed, ast.List):
+            return []
+        return [_python_call(one) for one in listed.elts]
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError, SystemError):
+        return []  # the last three: nested too deep, each for another stage of Python's compiler
+
+
+def _python_call(one: ast.expr) -> tuple[str | None, str]:
+    if not isinstance(one, ast.Call) or not isinstance(one.func, ast.Name) or one.args:
+        raise ValueError("no call by name")
+    arguments = {}
+    for keyword in one.keywords:
+        if keyword.arg is None:
+            raise ValueError("no call by name")
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    return one.func.id, json.dumps(arguments)
+
+
+def _list_end(text: str, start: int) -> tuple[int, bool]:
+    """Where the bracket at `start` is closed, and True; else where it is clear that it is not, and False."""
+    awaited: list[str] = []
+    quote, at = "", start
+    while (step := _STEPS.search(text, at)) is not None:
+        char, at = step.group(), step.end()
+        if quote:
+            if char == "\\":
+                at += 1
+            elif char == "\n":
+                return at, False
+            elif char == quote:
+                quote = ""
+        elif char in "'\"":
+            quote = char
+        elif char in _CLOSES:
+            awaited.append(_CLOSES[char])
+        elif char in _CLOSES.values():
+            if awaited.pop() != char:
+                return at, False
+            if not awaited:
+                return at, True
+    return len(text), False

@@ -10,9 +10,7 @@ from support.specimens.byte_tokenizer import END, START, Bytes
 
 from rolloutmq.messages import GenerateJob, RequestRefused, SamplingParams
 from rolloutmq.worker.text.chat import after_context
-from rolloutmq.worker.text.hold_back import hold_back
-from rolloutmq.worker.text.sample_stream import SampleStream
-from rolloutmq.worker.text.stream import PATIENCE, TextStream
+from rolloutmq.worker.text.stream import PATIENCE, SampleStream, TextStream, hold_back
 
 DECODE = Bytes().decode
 TEXT = "größer 漢字 🎉 naïve 👩‍👩‍👧 end"
