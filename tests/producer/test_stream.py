@@ -16,7 +16,7 @@ from support.specimens.messages import job, tokens
 from rolloutmq import GenerateJob, JobFailed, RolloutClient, RolloutMQError, RolloutResult, SamplingParams, WaitTimeout
 from rolloutmq.messages import Broker, Lease, Partial, Piece, Release, Segment
 from rolloutmq.producer import Delta
-from rolloutmq.worker.lease import streaming
+from rolloutmq.worker.lease import saving
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 RATE = 400.0
@@ -180,7 +180,7 @@ async def test_a_sample_that_must_start_over_says_so(
 async def test_what_is_saved_anew_is_not_shown_again(
     redis_db: str, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "MOST_PIECES", 2)
+    monkeypatch.setattr(saving, "MOST_PIECES", 2)
     async with worker(redis_db, engine=slow()):
         shown = await Shown().all_of(client.stream(long(), timeout=10))
     assert shown.restarts == 0

@@ -11,7 +11,7 @@ from ..engine import Engine
 from ..generation import Generation
 from ..weights import WeightFollower
 from .adapters import AdapterCommands
-from .profile import ProfileCommands
+from .files import ProfileCommands
 from .queue import Commands, Handler, own_version
 from .service import Service
 from .weights import WeightCommands

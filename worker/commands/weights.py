@@ -15,8 +15,8 @@ from ...sync.transfer import Ledger
 from ..engine import Engine
 from ..generation import Generation
 from ..weights import WeightFollower, folder_order
+from .files import check_url, upload
 from .queue import Handler
-from .upload import check_url, upload
 
 log = logging.getLogger(__name__)
 

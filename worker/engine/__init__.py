@@ -1,6 +1,6 @@
 """The protocol between a worker and its inference engine."""
 
-from .adapters import FEATURE, NOT_ENABLED, AdapterMissing, AdapterUse, LoadedAdapters, adapter_names, check
+from .loaded_adapters import FEATURE, NOT_ENABLED, AdapterMissing, AdapterUse, LoadedAdapters, adapter_names, check
 from .protocol import (
     NOTHING_MORE,
     Engine,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ...messages.model import LogitProcessor, LogprobOptions, Medium, SamplingParams
 from ...sync.transfer import TransferOrder, TransferReport
-from .adapters import LoadedAdapters
+from .loaded_adapters import LoadedAdapters
 from .tasks import TaskOutput, TaskRequest
 
 if TYPE_CHECKING:

@@ -1,10 +1,9 @@
 """A job on a worker: decoded and checked, run sample by sample, turned into a result."""
 
 from . import media
-from .held import HeldJob, HeldJobs
+from .held import HeldJob, HeldJobs, as_result
 from .intake import admit_all
 from .legs import Leg
-from .result import as_result
 from .sample import SampleRun
 from .task import Run
 

@@ -1,4 +1,4 @@
-"""The jobs a worker holds right now, and what is left to do for each."""
+"""The jobs that a worker holds: what is left to do for each, and the results of what is done."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...messages.broker import Claim, Release
-from ...messages.codec import Job
-from .task import Run
+from ...messages.codec import Job, Result
+from ..engine import EngineInfo
+from ..text import Tokenizer, calls_in
+from .task import Run, TaskRun
 
 
 @dataclass(slots=True)
@@ -78,3 +80,15 @@ class HeldJobs:
         """Jobs whose deadline has passed."""
         now = time.monotonic()
         return [held for held in self if held.deadline is not None and held.deadline <= now]
+
+
+def as_result(run: Run, worker_id: str, info: EngineInfo, tokenizer: Tokenizer) -> Result:
+    """What is published of `run`: with the text of a job that came as text, and the calls of one with tools."""
+    if isinstance(run, TaskRun):
+        return run.result(worker_id, info)
+    text = None if run.job.token_ids is not None else run.text(tokenizer.decode)
+    result = run.result(worker_id, info, text)
+    if not run.job.tools:
+        return result
+    calls = calls_in(tokenizer.decode(run.tokens, special=True), run.job, run.index)
+    return result.model_copy(update={"tool_calls": calls}) if calls else result

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,19 +15,20 @@ import numpy.typing as npt
 from ...messages.broker import Claim
 from ...messages.codec import JOBS, decode, decode_one_of
 from ...messages.errors import InvalidField, MessageError, RequestRefused
-from ...messages.model import GenerateJob, Medium, Partial, TaskJob
+from ...messages.model import GenerateJob, Medium, Partial, PoolingJob, ScoreJob, TaskJob
 from ..engine import FEATURE, POOLING_FEATURES, EngineInfo, check
 from ..text import Tokenizer, after_context
 from .held import HeldJob
 from .media import must_fetch, with_media_here
 from .sample import SampleRun
-from .task_intake import needs_tokenizer, task_runs
+from .task import TaskRun
 
 log = logging.getLogger(__name__)
 SMALL = 64 << 10
 """Bytes of a payload that may be decoded on the event loop."""
 FETCHES = 16
 """Jobs whose media are fetched at the same time."""
+Ids = npt.NDArray[np.int32]
 Admitted = tuple[Claim, HeldJob | Exception]
 
 
@@ -134,9 +136,9 @@ def admit(
     if claim.left_s is not None:
         held.deadline = (time.monotonic() if since is None else since) + claim.left_s
     if isinstance(job, TaskJob):
-        if tokenizer is None and needs_tokenizer(job):
+        if tokenizer is None and _needs_tokenizer(job):
             raise _Later
-        held.samples.update(task_runs(job, claim, info, tokenizer))
+        held.samples.update(_task_runs(job, claim, info, tokenizer))
         return held
     assert isinstance(job, GenerateJob)
     if not claim.ending:  # nothing more is generated of such a job: whoever has it can end it
@@ -179,7 +181,7 @@ def _with_media(job: GenerateJob, fetched: tuple[Medium, ...] | None) -> Generat
     return job.model_copy(update={"media": fetched})
 
 
-def _prompt(job: GenerateJob, tokenizer: Tokenizer | None) -> npt.NDArray[np.int32]:
+def _prompt(job: GenerateJob, tokenizer: Tokenizer | None) -> Ids:
     if job.token_ids is not None:
         return job.token_ids
     if tokenizer is None:
@@ -226,3 +228,57 @@ def _readable(blobs: tuple[bytes, ...], lora: bool) -> list[Partial]:
         pieces.append(piece)
         tokens, version = tokens + len(piece.token_ids), piece.segments[-1].version
     return pieces
+
+
+def _task_runs(job: TaskJob, claim: Claim, info: EngineInfo, tokenizer: Tokenizer | None) -> dict[int, TaskRun]:
+    """A run for each input that is not published yet, by its number.
+
+    tokenizer: None only for a job for which `_needs_tokenizer` is False. Raises RequestRefused.
+    """
+    if missing := job.unsupported(info.features):
+        has = ", ".join(sorted(name for name in info.features if name.startswith("task:"))) or "no task but generate"
+        raise RequestRefused(f"{', '.join(missing)}: not on this worker, whose {info.name} {info.version} has {has}")
+    runs: dict[int, TaskRun] = {}
+    for index, (ids, start) in enumerate(_task_inputs(job, tokenizer)):
+        if index in claim.published:
+            continue
+        if len(ids) > info.context_length:
+            raise RequestRefused(f"input {index} has {len(ids)} tokens: at most {info.context_length} fit this engine")
+        if (worst := int(ids.max())) >= info.vocab_size:
+            raise RequestRefused(f"input {index} has token {worst}: ids of this model are 0 to {info.vocab_size - 1}")
+        runs[index] = TaskRun(job, ids, index, claim.attempt, claim.queued_s, start)
+    return runs
+
+
+def _needs_tokenizer(job: TaskJob) -> bool:
+    """Whether something of it is not ids yet."""
+    if isinstance(job, ScoreJob):
+        return job.token_ids is None or job.continuations is None
+    assert isinstance(job, PoolingJob)
+    return job.token_ids is None
+
+
+def _task_inputs(job: TaskJob, tokenizer: Any) -> list[tuple[Ids, int]]:
+    """Each input's ids, and where what is asked about begins."""
+    if isinstance(job, ScoreJob):
+        prompt = _score_prompt(job, tokenizer)
+        parts = job.continuations or tuple(tokenizer.encode(text, special=False) for text in job.texts or ())
+        return [(np.concatenate([prompt, ids]), len(prompt)) for ids in parts]
+    assert isinstance(job, PoolingJob)
+    if job.token_ids is not None:
+        return [(ids, 1) for ids in job.token_ids]
+    if job.texts is not None:
+        return [(tokenizer.encode(text), 1) for text in job.texts]
+    return [
+        (tokenizer.encode_chat([message.rendered() for message in chat], answer=False), 1)
+        for chat in job.conversations or ()
+    ]
+
+
+def _score_prompt(job: ScoreJob, tokenizer: Any) -> Ids:
+    if job.token_ids is not None:
+        return job.token_ids
+    if job.text is not None:
+        return np.asarray(tokenizer.encode(job.text), dtype=np.int32)
+    ids: Ids = tokenizer.encode_chat([message.rendered() for message in job.messages or ()])
+    return ids

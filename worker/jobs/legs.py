@@ -1,10 +1,17 @@
-"""One engine request of a sample, and which weights sampled which of its tokens."""
+"""One engine request of a sample, which weights sampled which of its tokens, and what a sample has so far."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ...messages.model import Segment
+
+Rows = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(slots=True)
@@ -43,3 +50,30 @@ class Leg:
         if count:
             found.append(Segment(self.version, count))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """token_ids: (n,) int32. logprobs: (n,) float32. rows: named arrays, each (n, …)."""
+
+    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    rows: Rows = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def then(self, more: Generated) -> Generated:
+        """This and `more` after it. Both have the same rows, unless one of them has no tokens."""
+        if not len(self) or not len(more):
+            return self if len(self) else more
+        return Generated(
+            np.concatenate([self.token_ids, more.token_ids]),
+            np.concatenate([self.logprobs, more.logprobs]),
+            {name: np.concatenate([rows, more.rows[name]]) for name, rows in self.rows.items()},
+        )
+
+    def cut(self, start: int = 0, end: int | None = None) -> Generated:
+        """Tokens `start` to `end` (not included; None is the last one)."""
+        rows = {name: rows[start:end] for name, rows in self.rows.items()}
+        return Generated(self.token_ids[start:end], self.logprobs[start:end], rows)

@@ -28,8 +28,7 @@ from ..engine import (
     Wanted,
 )
 from ..text import SampleStream
-from .generated import Generated
-from .legs import Leg
+from .legs import Generated, Leg
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ from .deadlines import Deadlines
 from .handback import Handback
 from .membership import Membership
 from .outbox import Outbox
-from .saving import Checkpoints
-from .streaming import Streaming
+from .saving import Checkpoints, Streaming
 
 __all__ = ["Checkpoints", "ClaimLoop", "Deadlines", "Handback", "Membership", "Outbox", "Streaming"]

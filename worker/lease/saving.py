@@ -1,4 +1,7 @@
-"""Saves what long samples have generated so far: a worker's death then costs seconds of generation, not minutes."""
+"""Saves what running samples have generated so far, at intervals or, for streamed jobs, as often as somebody can watch.
+
+A worker's death then costs seconds of generation, not minutes.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,28 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 from redis.exceptions import RedisError
 
 from ...messages.broker import MAX_CALL_TOKENS, Lease, Piece
+from ...messages.model import GenerateJob
 from ..engine import Progress
-from ..jobs import HeldJobs, Run, SampleRun
+from ..jobs import HeldJob, HeldJobs, Run, SampleRun
+from ..text import SampleStream
 
 log = logging.getLogger(__name__)
 MAX_PIECES = 256
+EVERY_S = 0.05
+"""Between two looks at what the engine has: what came meanwhile is one piece."""
+MOST_PIECES = 512
+"""Then all of the sample becomes one piece: many small ones in one record cost more to keep than to write again."""
 
 
 class Checkpoints:
     """Every unfinished sample is saved about every `every_s` seconds; what was saved before is not sent again.
 
-    Those of streamed jobs are saved all the time, see streaming.py.
+    Those of streamed jobs are saved all the time, see Streaming.
 
     progress(request id, start): what the engine has of a running request. on_fenced(job id, attempt): the job is not
     this worker's any more.
@@ -65,6 +76,58 @@ class Checkpoints:
                 if len(due) >= MAX_PIECES or tokens >= MAX_CALL_TOKENS:
                     return due
         return due
+
+
+class Streaming:
+    """Saves the samples of streamed jobs all the time and has their clients told. Does nothing while there are none."""
+
+    def __init__(self, progress: Callable[[str, int], Progress | None], on_fenced: Callable[[str, int], None]) -> None:
+        self._progress, self._on_fenced = progress, on_fenced
+        self._samples: list[SampleRun] = []
+        self._some = asyncio.Event()
+
+    def add(self, held: HeldJob, decode: Callable[[npt.NDArray[np.int32]], str]) -> None:
+        """Stream a job's samples, if it asks for it; before they run."""
+        if not isinstance(held.job, GenerateJob) or not held.job.stream:
+            return
+        for sample in held.samples.values():
+            if isinstance(sample, SampleRun):
+                sample.stream = SampleStream(held.job, None if held.job.token_ids is not None else decode)
+                sample.stream.text(0, sample.tokens)  # of earlier workers
+                self._samples.append(sample)
+        self._some.set()
+
+    async def run(self, lease: Lease) -> None:
+        """Stream until cancelled. While Redis does not answer the next pieces grow."""
+        while True:
+            await self._some.wait()
+            began = time.monotonic()
+            self._samples = [one for one in self._samples if one.finish_reason is None and not one.dropped]
+            if not self._samples:
+                self._some.clear()
+                continue
+            try:
+                for batch in self._batches():
+                    await save(lease, batch, self._on_fenced)
+            except (RedisError, OSError) as error:
+                log.warning("what is streamed could not be saved: %s", error)
+            spent = time.monotonic() - began
+            await asyncio.sleep(min(1.0, max(EVERY_S - spent, 2 * spent)))  # a third of this thread's time at most
+
+    def _batches(self) -> list[list[tuple[SampleRun, Piece]]]:
+        batches: list[list[tuple[SampleRun, Piece]]] = [[]]
+        tokens = 0
+        for sample in self._samples:
+            if sample.pieces >= MOST_PIECES:
+                sample.save_anew()
+            if (piece := sample.unsaved(self._progress)) is None:
+                continue
+            if len(batches[-1]) >= MAX_PIECES or tokens >= MAX_CALL_TOKENS:
+                batches.append([])
+                tokens = 0
+            batches[-1].append((sample, piece))
+            tokens += len(piece.partial.token_ids)
+        return [batch for batch in batches if batch]
 
 
 async def save(lease: Lease, batch: Sequence[tuple[Run, Piece]], on_fenced: Callable[[str, int], None]) -> None:

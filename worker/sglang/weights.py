@@ -42,8 +42,8 @@ async def commit_weights(
 ) -> TransferReport:
     """The second half: SGLang calls `loader` on every rank between two batches.
 
-    An engine of one rank without requests is asked to by the control channel, which is faster than SGLang's own. It holds
-    SGLang's lock of updates meanwhile, as SGLang does for its own: no request and no other update begins.
+    An engine of one rank without requests is asked to by the control channel, which is faster than SGLang's own. The
+    channel is used under SGLang's own lock of updates: no request and no other update begins meanwhile.
 
     Prefixes cached under older weights stay until their memory is wanted; every request's cache key keeps versions
     apart. Raises EngineError if a rank is silent.

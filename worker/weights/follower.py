@@ -18,7 +18,8 @@ from ...sync.transfer import Epoch, Join, Ledger, TransferOrder, TransferReport,
 from ..engine import Engine
 from ..gate import Gate, WeightsTurn
 from ..generation import Generation
-from .adapters import AdapterFollower
+from .adapter_follower import AdapterFollower
+from .quarantine import Quarantine
 from .snapshots import Snapshots
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,6 @@ LOOK_S = 1.0
 """Without a poke the ledger is looked at this often."""
 SAY_S = 30.0
 """How often a worker says that it waits for weights."""
-GiveWay = Callable[[str], Awaitable[bool]]
 
 
 class WeightFollower:
@@ -41,7 +41,7 @@ class WeightFollower:
     in_service: False until the worker has verified the newest version that was committed when it joined.
     adapters: follows the pool's LoRA adapters, which come by transfers of their own.
     quarantined: a load broke off half way. The engine generates nothing until a whole version has arrived, or, after
-        `quarantine_s` without one, until it has been restarted.
+        QUARANTINE_S without one, until it has been restarted.
     snapshots: where to look for the committed version before asking anybody for it.
     gate: whoever holds it keeps the engine's weights from being touched: nothing is joined, read or asked for.
     turn: of whoever changes the weights or needs them unchanged; an update has it.
@@ -49,7 +49,7 @@ class WeightFollower:
         that the engine still sends.
     """
 
-    give_way: GiveWay | None = None
+    give_way: Callable[[str], Awaitable[bool]] | None = None
 
     def __init__(
         self,
@@ -58,7 +58,6 @@ class WeightFollower:
         ledger: Ledger,
         on_stuck: Callable[[], None],
         *,
-        quarantine_s: float = 30.0,
         snapshots: Snapshots | None = None,
     ) -> None:
         self.in_service = False
@@ -66,33 +65,28 @@ class WeightFollower:
         self._engine, self._generation, self._ledger = engine, generation, ledger
         self.adapters = AdapterFollower(engine, ledger)
         self._on_stuck = on_stuck
-        self._quarantine_s = quarantine_s
         self._snapshots = snapshots
         self._reading: tuple[TransferOrder, asyncio.Task[TransferReport]] | None = None
         self._said = 0.0
-        self._quarantined_at: float | None = None
         self._group = ""  # the process group that the engine is still in
         self._seen_epoch = 0
         self._halted = False
         self._poked = asyncio.Event()
-        self._patient = False
         self.gate = Gate(self.poke)
         self.turn = WeightsTurn()
-        self._unmended = generation.gate.holder("quarantine")
+        self._quarantine = Quarantine(generation.gate)
 
     @property
     def quarantined(self) -> bool:
-        return self._quarantined_at is not None
+        return self._quarantine.on
 
     @property
     def lendable(self) -> int:
         """The version that the engine has verified, keeps for now, and may send to others; 0 for none."""
-        busy = self.turn.locked() or self.updating or self.quarantined or not self._may_touch
-        return self._generation.version if self.in_service and not busy else 0
+        busy = self.turn.locked() or self.updating or self.quarantined
+        return self._generation.version if self.in_service and self._may_touch() and not busy else 0
 
-    @property
     def _may_touch(self) -> bool:
-        """Whether there is an engine, and nobody keeps its weights from being touched."""
         return self.gate.is_open and not self._halted
 
     def poke(self) -> None:
@@ -112,7 +106,7 @@ class WeightFollower:
         self._generation.version = 0
         self.in_service = False
         self._seen_epoch = 0
-        self._release()
+        self._quarantine.end()
         self.poke()
 
     async def run(self, worker_id: str, on_change: Callable[[], None]) -> None:
@@ -127,30 +121,36 @@ class WeightFollower:
                     on_change()
                 number = await self._ledger.open_epoch()
                 # Not "greater": the numbers start again in a Redis that lost its data.
-                if number and number != self._seen_epoch and self._may_touch:
-                    async with self.turn.take("a weight transfer"):
-                        if took_part := self._may_touch:  # it may have gone to sleep, or died, before it had the turn
-                            self._seen_epoch = number
-                            await self._take_part(number, worker_id)
-                    if took_part:
-                        on_change()
-                        continue
-                if self._may_touch and await self._read(committed, digest):
+                if number and number != self._seen_epoch and await self._look_into(number, worker_id):
+                    on_change()
+                    continue
+                if self._may_touch() and await self._read(committed, digest):
                     await self._ledger.unwant(worker_id)
                     on_change()
                     continue
                 may_ask = self._reading is None and self.gate.is_open
-                if may_ask and self._given_up_on_mending():
+                if may_ask and self._quarantine.overdue and not self._halted:
                     self._on_stuck()
                 if may_ask and self._generation.version < committed and time.monotonic() - asked > LOOK_S:
                     asked = time.monotonic()
                     await self._ledger.want(worker_id, self._generation.version)
                     self._say_that_it_waits(committed)
-                if self._may_touch:
+                if self._may_touch():
                     await self.adapters.keep_up(worker_id)
             except (RedisError, OSError, MessageError) as error:
                 log.warning("the weights ledger cannot be read: %s", error)
             await self._glance()
+
+    async def _look_into(self, number: int, worker_id: str) -> bool:
+        """Take part in a transfer if it concerns this worker; False if the weights may not be touched now."""
+        if not self._may_touch():
+            return False
+        async with self.turn.take("a weight transfer"):
+            if not self._may_touch():  # the engine went to sleep, or died, before the turn came
+                return False
+            self._seen_epoch = number
+            await self._take_part(number, worker_id)
+        return True
 
     async def _take_part(self, number: int, worker_id: str) -> None:
         epoch = await self._ledger.epoch(number)
@@ -218,17 +218,15 @@ class WeightFollower:
         return await self._commit(order) if report.ok else report
 
     async def _ledger_is_done_with(self, number: int) -> bool:
-        try:
+        with suppress(RedisError, OSError):
             return await self._ledger.open_epoch() != number
-        except (RedisError, OSError):
-            return False
+        return False
 
-    async def _glance(self) -> None:
-        try:
-            async with asyncio.timeout(LOOK_S):
+    async def _glance(self, timeout_s: float = LOOK_S) -> None:
+        """Wait until the ledger may have something new, not longer than until it is looked at anyway."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
                 await self._poked.wait()
-        except TimeoutError:
-            pass
 
     async def _commit(self, order: TransferOrder) -> TransferReport:
         async with self._standing_still(order) as still:
@@ -249,7 +247,7 @@ class WeightFollower:
         try:
             report = await self._ask(self._engine.commit_weights(order), order)
         except asyncio.CancelledError:
-            self._on_stuck()  # it goes on in the engine: what that will hold is not known
+            self._on_stuck()  # the load goes on in the engine: nobody knows what it will hold
             raise
         if report.ok:
             if in_place:
@@ -257,9 +255,9 @@ class WeightFollower:
             self.mended(order.version)
         elif not report.intact and in_place:
             self._generation.spoiled()
-            self._on_stuck()  # it goes on generating with what is no version at all: nothing but its end stops that
+            self._on_stuck()  # it goes on generating with weights that are no version: only its end stops that
         elif not report.intact:
-            self._quarantine()
+            self.mend(patient=self._quarantine.patient)
         return report
 
     @asynccontextmanager
@@ -280,10 +278,10 @@ class WeightFollower:
         try:
             async with asyncio.timeout(order.timeout_s + STUCK_S):
                 return await half
-        except EngineDead:
-            raise
-        except (EngineError, TimeoutError) as error:  # nothing is known about the weights now
-            self._on_stuck()
+        except (EngineError, TimeoutError) as error:
+            if isinstance(error, EngineDead):
+                raise
+            self._on_stuck()  # nothing is known about the weights now
             return TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)
 
     async def load(self, order: TransferOrder) -> TransferReport:
@@ -303,10 +301,11 @@ class WeightFollower:
     def mend(self, *, patient: bool = False) -> None:
         """The engine's weights are no version: it generates nothing until it has a whole one.
 
-        patient: however long that takes; else it is restarted after a while.
+        patient: however long that takes. Otherwise it is restarted after QUARANTINE_S.
         """
-        self._quarantine()
-        self._patient = patient
+        self._quarantine.begin(patient=patient)
+        self._generation.version = 0
+        self.in_service = False
         self.poke()
 
     def look_again(self) -> None:
@@ -315,17 +314,17 @@ class WeightFollower:
         self.poke()
 
     def mended(self, version: int) -> None:
-        """It has one again."""
+        """The engine has a whole version again."""
         self._generation.version = version
         self.in_service = True
-        self._release()
+        self._quarantine.end()
 
     # --- from disk -------------------------------------------------------------------------------------------------
 
     async def _read(self, committed: int, digest: str) -> bool:
         """Take the committed version from a snapshot, if there is one; True when that has just been done.
 
-        The reading goes on while transfers are looked out for: whoever sends the version meanwhile goes first.
+        The reading goes on beside the look-out for transfers: whoever sends the version meanwhile goes first.
         """
         if self._snapshots is None or self._generation.version >= committed:
             self._stop_reading()
@@ -344,7 +343,7 @@ class WeightFollower:
         try:
             report = reading.result()
             async with self.turn.take(f"the load of version {order.version}"):
-                if not self._may_touch or self._generation.version >= order.version:
+                if not self._may_touch() or self._generation.version >= order.version:
                     return False
                 if report.ok:
                     report = await self._commit(order)
@@ -372,23 +371,7 @@ class WeightFollower:
             self._said = time.monotonic()
             log.info("version %s is committed, this worker has %s and asks for it", committed, self._generation.version)
 
-    # --- quarantine ------------------------------------------------------------------------------------------------
-
-    def _quarantine(self) -> None:
-        if self._quarantined_at is None:
-            self._quarantined_at = time.monotonic()
-            self._unmended.acquire()
-        self._generation.version = 0
-        self.in_service = False
-
-    def _release(self) -> None:
-        self._quarantined_at, self._patient = None, False
-        self._unmended.release()
-
-    def _given_up_on_mending(self) -> bool:
-        since = self._quarantined_at
-        waits = since is not None and not self._halted and not self._patient
-        return waits and time.monotonic() - (since or 0.0) > self._quarantine_s
+    # --- small things ----------------------------------------------------------------------------------------------
 
     async def _sealed(self, number: int, deadline: float) -> Epoch | None:
         """The epoch once it is sealed; None if it closed, vanished or was never sealed in time."""
@@ -400,9 +383,5 @@ class WeightFollower:
                     return None
                 if epoch.state == "sealed":
                     return epoch
-            try:
-                async with asyncio.timeout(min(LOOK_S, max(0.001, deadline - time.monotonic()))):
-                    await self._poked.wait()
-            except TimeoutError:
-                continue
+            await self._glance(min(LOOK_S, max(0.001, deadline - time.monotonic())))
         return None

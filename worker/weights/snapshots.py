@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from pathlib import Path
 
 from ...messages.errors import RolloutMQError, WeightSyncError
 from ...sync.disk import NoSuchSnapshot, SnapshotStore, folder_name
 from ...sync.transfer import TransferOrder
-from .orders import folder_order
 
 log = logging.getLogger(__name__)
+SLOWEST = 50e6
+"""Bytes per second that a disk is given at least."""
+TIMEOUT_S = 60.0
+_numbers = itertools.count(-1, -1)
+"""Numbers that no transfer of the ledger has. An engine tells prepared versions apart by them."""
 
 
 class Snapshots:
@@ -57,3 +62,8 @@ class Snapshots:
         except OSError:
             return None
         return version, found.st_ino, found.st_mtime_ns
+
+
+def folder_order(path: str, version: int, nbytes: int) -> TransferOrder:
+    """For an engine to load the `nbytes` bytes that a folder has, as `version`."""
+    return TransferOrder.from_disk(path, version, next(_numbers), timeout_s=TIMEOUT_S + nbytes / SLOWEST)

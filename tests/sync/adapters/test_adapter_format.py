@@ -13,7 +13,7 @@ from support.specimens.adapters import CONFIG, HEAD, RANK, lora, tensors
 from rolloutmq import InvalidField
 from rolloutmq.messages import Partial, Segment
 from rolloutmq.sync.adapters.format import Adapter, check_config, check_tensors
-from rolloutmq.worker.engine.adapters import LoadedAdapters
+from rolloutmq.worker.engine.loaded_adapters import LoadedAdapters
 from rolloutmq.worker.engine.protocol import EngineOutput
 from rolloutmq.worker.jobs.sample import SampleRun
 from rolloutmq.worker.sglang.lora import complete

@@ -25,7 +25,7 @@ from rolloutmq.sync.disk.store import SnapshotStore
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferReport
 from rolloutmq.sync.wire.store import serve_store
-from rolloutmq.worker.engine.adapters import NOT_ENABLED
+from rolloutmq.worker.engine.loaded_adapters import NOT_ENABLED
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 Q = f"{HEAD}.q_proj"

@@ -27,7 +27,7 @@ from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync.disk.checkpoint import Checkpoint, checkpoint_format
 from rolloutmq.sync.disk.errors import NoSuchSnapshot
 from rolloutmq.sync.disk.store import SnapshotStore
-from rolloutmq.worker.commands.upload import UploadFailed, check_url, upload
+from rolloutmq.worker.commands.files import UploadFailed, check_url, upload
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
@@ -123,7 +123,7 @@ async def test_weights_of_nobody_are_had_again_by_a_restart(
 ) -> None:
     """Version 0, which the scripted engine has in no folder, and no trainer."""
     async with worker(redis_db) as running:
-        running.worker._follower._quarantine_s = 0.2
+        monkeypatch.setattr("rolloutmq.worker.weights.quarantine.QUARANTINE_S", 0.2)
         (await control.sleep(["weights"])).check()
         woken = (await control.wake()).check()[running.id].result
         assert woken["stale"]

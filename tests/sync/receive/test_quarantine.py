@@ -70,10 +70,12 @@ async def test_weights_that_are_half_written_never_serve(redis_db: str, ledger: 
         assert any(2 in one.versions for one in found)  # type: ignore[union-attr]
 
 
-async def test_a_quarantine_that_nobody_mends_ends_with_a_restart(redis_db: str, ledger: Ledger) -> None:
+async def test_a_quarantine_that_nobody_mends_ends_with_a_restart(
+    redis_db: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with worker(redis_db, engine=Torn()) as running, publisher(redis_db) as source:
         assert running.worker._follower is not None
-        running.worker._follower._quarantine_s = 0.5
+        monkeypatch.setattr("rolloutmq.worker.weights.quarantine.QUARANTINE_S", 0.5)
         report = await publish(source, 1)
         assert report.failures == {running.id: "load: CUDA error"}
         await no_progress(running, ledger)

@@ -11,8 +11,8 @@ from support.engines.remote import RemoteEngine
 from rolloutmq.messages import GenerateJob, RolloutResult, SamplingParams
 from rolloutmq.messages.broker.lease import Claim
 from rolloutmq.messages.codec import decode, encode
+from rolloutmq.worker.jobs.held import as_result
 from rolloutmq.worker.jobs.intake import admit
-from rolloutmq.worker.jobs.result import as_result
 from rolloutmq.worker.jobs.sample import SampleRun
 from rolloutmq.worker.text.tokenizer import ModelTokenizer
 
