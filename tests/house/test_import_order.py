@@ -77,7 +77,7 @@ def test_the_rule_sees_every_form(statement: str, count: int, tmp_path: Path, mo
     assert len(offences(module)) == count
 
 
-@pytest.mark.parametrize("module", ["rolloutmq", "rolloutmq.messages", "rolloutmq.producer"])
+@pytest.mark.parametrize("module", ["rolloutmq", "rolloutmq.messages", "rolloutmq.producer", "rolloutmq.worker"])
 def test_a_trainer_imports_nothing_heavy(module: str) -> None:
     heavy = ["torch", "sglang", "transformers", "typer", "rich"]
     script = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"

@@ -1,4 +1,7 @@
-"""An engine without a model whose every token can be predicted: for tests of everything around an engine."""
+"""An engine without a model whose every token can be predicted: for tests of everything around an engine.
+
+Two files are enough: `engine` has what every job needs, `ops` the states of an engine's memory, caches and weights.
+"""
 
 from .engine import ScriptedEngine
 
