@@ -1,4 +1,4 @@
-"""Keeps an engine up: what happens between its death and the moment it serves again."""
+"""Keeps an engine up: from its death to the moment it serves again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .weights import WeightFollower
 
 log = logging.getLogger(__name__)
 LEAVE_S = 2.0
-"""How long requests may take to hear that their engine is gone."""
+"""Seconds that requests may take to hear that their engine is gone."""
 
 
 class EngineKeeper:
@@ -45,7 +45,7 @@ class EngineKeeper:
         self._outbox, self._handback, self._most = outbox, handback, most
 
     async def start(self, drained: asyncio.Event) -> None:
-        """The first time; `drained` meanwhile ends the start, which can take minutes. Raises EngineError."""
+        """Start it the first time, which can take minutes; setting `drained` ends that. Raises EngineError."""
         starting = asyncio.create_task(self._engine.start())
         leaving = asyncio.create_task(drained.wait())
         try:
@@ -64,7 +64,7 @@ class EngineKeeper:
         self._in_a_row = 0
 
     def died(self) -> bool:
-        """The engine is dead, or must be taken for it. False if that is known."""
+        """The engine is dead, or counts as dead. False if that was known."""
         if self.dead.is_set():
             return False
         self._no_engine.acquire()
@@ -85,13 +85,13 @@ class EngineKeeper:
             self._in_a_row += 1
             await self._engine.close()  # whatever still waits for it hears EngineDead now
             await self._generation.idle(LEAVE_S)
-            # There is no room while the engine is dead: after this nothing is admitted, and what is finished is out.
+            # A dead engine leaves no room: after this no job is admitted any more, and finished samples are published.
             await claims.settled()
             await self._outbox.flushed()
             await self._give_back(lease)
             if self._in_a_row > self._most:
                 raise EngineError(f"the engine died {self._in_a_row} times without finishing a sample")
-            # Nobody can tell whether it died for want of memory: with half as many samples it need not again.
+            # It may have died for want of memory, which nobody can tell: half as many samples need less.
             self._generation.pressure.relieve()
             # Whoever has the turn now has heard that its engine is gone, and gives it up: what it does about the old
             # engine must not come after the new one is there.
@@ -113,7 +113,7 @@ class EngineKeeper:
             raise LeaseLost(f"the dead engine's jobs could not be handed back: {error}") from error
 
     async def _start_again(self) -> None:
-        """What the dead one held, memory and ports, may not be free at once."""
+        """Start the engine, more than once: the memory and ports of the dead one may not be free yet."""
         for pause_s in RETRIES_S:
             try:
                 await self._engine.start()

@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 
 
 def run_worker(config: WorkerConfig, engine: SGLangConfig) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. Raises what Worker.run raises; a second SIGINT ends it at once."""
+    """Serve until SIGTERM or SIGINT, then drain. A second SIGINT ends it at once. Raises what Worker.run raises."""
     asyncio.run(_run(config, engine))
 
 
 def exit_at_once() -> NoReturn:
-    """End this process, whose worker has left and whose engine is closed.
+    """End this process. Its worker must have left, and its engine must be closed.
 
-    Taking Python down under torch and SGLang takes seconds, which the grace period of a pod may not have.
+    Python's own way out takes seconds under torch and SGLang, and a pod's grace period may not have them.
     """
     logging.shutdown()
     sys.stdout.flush()

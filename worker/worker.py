@@ -1,4 +1,4 @@
-"""A worker: claims jobs under its lease, keeps its engine full, publishes, follows the weights, leaves cleanly."""
+"""A worker: claims jobs under its lease, keeps its engine full, publishes, follows the weights, and leaves cleanly."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Worker:
     # --- life ------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Claim nothing more, finish what fits into the budget, hand the rest back, leave. What SIGTERM calls."""
+        """Claim nothing more, finish what fits into the budget, hand the rest back, leave. SIGTERM calls it."""
         self._draining.set()
         self._poke()
 
@@ -165,7 +165,7 @@ class Worker:
             self._forget_everything()
 
     async def _leave(self, lease: Lease) -> None:
-        """Finish what fits, hand back the rest with its partials, unregister."""
+        """Finish what fits into the budget, hand back the rest with its partials, unregister."""
         await self._service.lift()
         deadline = time.monotonic() + self._drain_s
         self._generation.gate.holder("drain").acquire()
@@ -271,7 +271,7 @@ class Worker:
         assert self._lease is not None
         assert self._follower is not None
         if beat.held < len(self._held):
-            # Cancelled or expired, and the bell was missed; what is in the outbox is being published right now.
+            # They were cancelled or expired, and the bell was missed. Jobs in the outbox are being published right now.
             mine = {held.id for held in self._held} - self._outbox.jobs()
             for job_id in mine - await self._lease.held():
                 self._drop(job_id)

@@ -1,7 +1,7 @@
-"""Commands that a worker hears of: taken once each, in order, done beside the jobs, and answered whatever happens.
+"""Commands to a worker: each is taken once, in order, done beside the jobs, and answered whatever happens.
 
-Most are done one after the other. What must not wait behind a save of a large model has a queue of its own: pausing,
-resuming and aborting among themselves; profiles; and questions wait for nothing.
+Most are done one after the other. Commands that must not wait behind the save of a large model have lanes of their own:
+one for pause, resume, abort and stop, one for profiles. Questions wait for nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LANES: Mapping[str, Lane] = {
 """All others are "work"."""
 GOODBYE_S = 2.0
 Handler = Callable[[Any, float], Awaitable[Mapping[str, Any]]]
-"""Gets the checked parameters and the deadline, of time.monotonic; what it returns is plain data."""
+"""Takes the checked parameters and the deadline on time.monotonic, and returns plain data."""
 
 
 class UnknownAction(RolloutMQError):
@@ -43,15 +43,15 @@ class UnknownAction(RolloutMQError):
 
 
 class CommandTimeout(RolloutMQError):
-    """It is not done yet; the worker goes on with it."""
+    """The command is not done yet; the worker goes on with it."""
 
 
 class WorkerLeaves(RolloutMQError):
-    """The worker has been drained before the command was done."""
+    """The worker was drained before the command was done."""
 
 
 def own_version() -> str:
-    """Of this package, as far as it is installed."""
+    """The version of this package, or "unknown" if it is not installed."""
     try:
         return metadata.version("rolloutmq")
     except metadata.PackageNotFoundError:
@@ -70,10 +70,10 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 class Commands:
-    """What one worker does about commands, over all its incarnations."""
+    """Takes, does and answers the commands of one worker, over all its incarnations."""
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
-        """handlers: by action, those of messages/model/command_params.py."""
+        """handlers: one for each action of `messages.model.ACTIONS`."""
         self._handlers = handlers
         self._heard: asyncio.Queue[tuple[CommandBox, str]] = asyncio.Queue()
         self._lanes: dict[Lane, asyncio.Queue[tuple[CommandBox, Command, float]]] = {
@@ -85,11 +85,11 @@ class Commands:
         self._begun: dict[str, tuple[CommandBox, Command]] = {}  # and not answered
 
     def hear(self, box: CommandBox, command_id: str) -> None:
-        """The bell has said that there is a command; it may say so more than once."""
+        """The bell rang for this command; it may ring more than once."""
         self._heard.put_nowait((box, command_id))
 
     async def run(self) -> None:
-        """Until cancelled. What was not begun by then is answered, too: the worker leaves."""
+        """Run until cancelled. Commands that were not begun by then are answered with WorkerLeaves."""
         lanes = [asyncio.create_task(self._lane(queue)) for queue in self._lanes.values()]
         try:
             while True:
@@ -136,11 +136,11 @@ class Commands:
             work = await queue.get()
             try:
                 await self._do(*work)
-            except Exception:  # those behind it are done all the same
+            except Exception:  # the commands behind it are done all the same
                 log.exception("command %s could not be answered", work[1].id)
 
     async def _do(self, box: CommandBox, command: Command, deadline: float) -> None:
-        """To its end, and the answer at the deadline if it comes earlier."""
+        """Do the command to its end. If its deadline comes first, the answer is CommandTimeout."""
         log.info("command %s: %s %s", command.id, command.action, command.params or "")
         doing = asyncio.create_task(self._reply(box, command, deadline))
         self._begun[command.id] = box, command

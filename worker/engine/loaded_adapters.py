@@ -1,4 +1,4 @@
-"""The LoRA adapters that an engine has: which versions, which samples use them, and whether a job can run with them."""
+"""The LoRA adapters that an engine has: their versions, the samples that use them, and whether a job can run."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class HeldJob:
         return self.job.id
 
     def release(self, lost: bool = False) -> Release:
-        """How to give it back: with what its unfinished samples have generated so far."""
+        """How to give the job back: with what its unfinished samples have generated so far."""
         unfinished = [sample for sample in self.samples.values() if sample.finish_reason is None]
         pieces = tuple(piece for sample in unfinished if (piece := sample.unsaved()) is not None)
         return Release(self.id, self.claim.attempt, pieces, lost)
@@ -54,12 +54,12 @@ class HeldJobs:
         return held
 
     def add(self, held: HeldJob) -> None:
-        self.drop(held.id)  # held twice after a failover that lost the first claim
+        self.drop(held.id)  # a failover of Redis can lose the first claim, and then the job comes again
         self._jobs[held.id] = held
         self.unpublished += len(held.samples)
 
     def published(self, job_id: str, attempt: int, sample: int) -> None:
-        """One sample is out; a job with none left is not held any more."""
+        """One sample has been published. A job with none left is forgotten."""
         held = self.get(job_id, attempt)
         if held is None or held.samples.pop(sample, None) is None:
             return
@@ -68,7 +68,7 @@ class HeldJobs:
             del self._jobs[job_id]
 
     def drop(self, job_id: str) -> HeldJob | None:
-        """Forget a job; what its samples still generate is thrown away."""
+        """Forget a job. Tokens that its samples still generate are thrown away."""
         held = self._jobs.pop(job_id, None)
         if held is not None:
             self.unpublished -= len(held.samples)
@@ -83,7 +83,7 @@ class HeldJobs:
 
 
 def as_result(run: Run, worker_id: str, info: EngineInfo, tokenizer: Tokenizer) -> Result:
-    """What is published of `run`: with the text of a job that came as text, and the calls of one with tools."""
+    """The result of a finished run, with its text if the job came as text, and the tool calls if the job has tools."""
     if isinstance(run, TaskRun):
         return run.result(worker_id, info)
     text = None if run.job.token_ids is not None else run.text(tokenizer.decode)

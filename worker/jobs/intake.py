@@ -1,4 +1,4 @@
-"""From a claimed payload to samples that can run: decode, check, tokenise. What cannot run is refused here, by name."""
+"""From a claimed payload to samples that can run: decode, check, tokenise. Refuses what this engine cannot run."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ Admitted = tuple[Claim, HeldJob | Exception]
 async def admit_all(
     claims: list[Claim], info: EngineInfo, tokenizer: Tokenizer, media_hosts: frozenset[str] = frozenset()
 ) -> AsyncIterator[Admitted]:
-    """Each claim with its job, or with why it is none, as soon as that is known.
+    """Each claim with its job, or with the error that keeps it from running, as soon as that is known.
 
-    Tokenising, and the first import of a tokenizer, may take seconds: not on the loop that renews the lease. Small jobs
-    that bring their tokens are done on the spot, a thread would cost more than they do. Media are fetched last, those
-    of several jobs at the same time: nobody waits for another's.
+    Tokenising, and the first import of a tokenizer, may take seconds, so a thread does it and not the loop that renews
+    the lease. Small jobs that bring their tokens are admitted on the spot: a thread would cost more. Media are fetched
+    last, those of several jobs at the same time, so that no job waits for another's.
     """
     slow, fetching, since = [], [], time.monotonic()
     for claim in claims:
@@ -76,14 +76,14 @@ async def _admit_fetched(
             claim, media = await done
             if isinstance(media, Exception):
                 yield claim, media
-            else:  # one after the other: tokenizers are not made for several threads
+            else:  # one after the other: a tokenizer is not safe in several threads
                 yield await asyncio.to_thread(_try_admit, claim, info, tokenizer, since, media)
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _fetch(claim: Claim, job: GenerateJob, hosts: frozenset[str]) -> tuple[Claim, tuple[Medium, ...] | Exception]:
-    """The media of a job that has some to fetch, or why it will not run. Blocks."""
+    """The media of a job, fetched, or the error that keeps it from running. Blocks."""
     try:
         return claim, with_media_here(job, hosts).media
     except RequestRefused as error:
@@ -106,7 +106,7 @@ def _try_admit(
 
 
 class _Later(Exception):
-    """The job has text, and this was a try without a tokenizer; or (fetched_for: the job) its media must be fetched."""
+    """The job needs a tokenizer, and this try had none; or its media must be fetched (fetched_for is the job then)."""
 
     def __init__(self, fetched_for: GenerateJob | None = None) -> None:
         self.fetched_for = fetched_for
@@ -124,8 +124,8 @@ def admit(
     media: the job's, fetched. since: when it was claimed (time.monotonic), if that is not now.
 
     Raises MessageError if the payload is not a job, RequestRefused if this kind of engine cannot run it, AdapterMissing
-    if it cannot for want of an adapter. What is saved of a sample and cannot be read is not fatal: the sample goes on
-    from what can.
+    if the engine lacks its adapter. Saved pieces of a sample that cannot be read are left out: the sample goes on from
+    those before them.
     """
     job = decode_one_of(claim.payload, JOBS)
     if job.id != claim.job_id:
@@ -165,7 +165,7 @@ def admit(
 
 
 def _check(job: GenerateJob, info: EngineInfo) -> None:
-    """Whether this engine can run it at all."""
+    """Raises RequestRefused, or AdapterMissing, for a job that this engine cannot run."""
     check(job, info.adapters, info.features)
     if pooling := info.features & POOLING_FEATURES:
         raise RequestRefused(f"this worker's model does not generate: {info.name} was started for {', '.join(pooling)}")
@@ -196,7 +196,7 @@ def _prompt(job: GenerateJob, tokenizer: Tokenizer | None) -> Ids:
 
 
 def _check_tools(job: GenerateJob, tokenizer: Tokenizer | None) -> None:
-    """What reads the calls must be here before the job runs: raises RequestRefused."""
+    """Raises RequestRefused unless the parser of tool calls is here. It must be before the job runs."""
     if tokenizer is None:
         raise _Later
     from ..text import check_parser  # noqa: PLC0415 – only where a job has tools
@@ -208,7 +208,7 @@ def _check_tools(job: GenerateJob, tokenizer: Tokenizer | None) -> None:
 def _readable(blobs: tuple[bytes, ...], lora: bool) -> list[Partial]:
     """The pieces up to the first that cannot be read or does not go on where the one before it ended.
 
-    lora: whether they must say which versions of an adapter sampled them.
+    lora: whether each piece must say which versions of an adapter sampled it.
     """
     pieces: list[Partial] = []
     tokens = version = adapter_version = 0
@@ -251,7 +251,7 @@ def _task_runs(job: TaskJob, claim: Claim, info: EngineInfo, tokenizer: Tokenize
 
 
 def _needs_tokenizer(job: TaskJob) -> bool:
-    """Whether something of it is not ids yet."""
+    """Whether an input of the job is text or messages."""
     if isinstance(job, ScoreJob):
         return job.token_ids is None or job.continuations is None
     assert isinstance(job, PoolingJob)
@@ -259,7 +259,7 @@ def _needs_tokenizer(job: TaskJob) -> bool:
 
 
 def _task_inputs(job: TaskJob, tokenizer: Any) -> list[tuple[Ids, int]]:
-    """Each input's ids, and where what is asked about begins."""
+    """Each input's ids, and the index of the first token that the result is about."""
     if isinstance(job, ScoreJob):
         prompt = _score_prompt(job, tokenizer)
         parts = job.continuations or tuple(tokenizer.encode(text, special=False) for text in job.texts or ())

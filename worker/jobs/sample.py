@@ -39,8 +39,8 @@ class SampleRun:
 
     prompt: (p,) int32. attempt: the claim it runs under. adapters: the engine's, of which the job may name one.
 
-    A sample keeps the version of its adapter that it began with. Only where that is not to be had any more, on another
-    worker or after a restart of the engine, the next leg takes a newer one; `adapter_segments` then says so.
+    A sample keeps the adapter version that it began with. If that version is gone, on another worker or after a restart
+    of the engine, the next leg takes a newer one, and `adapter_segments` says so.
     """
 
     job: GenerateJob
@@ -82,7 +82,7 @@ class SampleRun:
         return self.done.token_ids
 
     def resume_from(self, pieces: Sequence[Partial]) -> None:
-        """Go on where another worker, or an earlier attempt, had to let go; `pieces` in order."""
+        """Go on where another worker, or an earlier attempt, stopped. `pieces` are in order."""
         if not pieces:
             return
         for piece in pieces:
@@ -112,7 +112,7 @@ class SampleRun:
         self._legs += 1
         adapter = self._use_adapter()
         if _ahead(self.segments, version) or _ahead(self.adapter_segments, adapter.version if adapter else 0):
-            # Released by a worker that was ahead of this one. Versions never decrease within a sample: start over.
+            # A worker with a newer version released it. Versions never decrease within a sample, so it starts over.
             self.done, self.arrays, self.segments, self.adapter_segments = Generated(), {}, [], []
             self.save_anew()
             if self.stream is not None:
@@ -164,11 +164,13 @@ class SampleRun:
             self.finish_reason = "length"  # the abort hit it on its very last token
 
     def unsaved(self, progress: Callable[[str, int], Progress | None] | None = None) -> Piece | None:
-        """What the pool does not have yet; `progress(request id, start)` tells what the leg in the engine has.
+        """The next piece to save: tokens that the pool does not have yet.
 
-        None if there is nothing, or more than a message may have. The same piece is made again, or a longer one, until
-        `keep_saved` is told of it. While weights are being switched the leg has nothing to offer: its newest tokens
-        cannot be told apart yet.
+        progress(request id, start): tokens of the leg in the engine, from number `start` of it on.
+
+        None if there is nothing new, or more than a message may have. Until `keep_saved` is told of a piece, the same
+        piece is made again, or a longer one. While weights are being switched the leg adds nothing: nobody can say yet
+        which version sampled its newest tokens.
         """
         made_at = time.monotonic()
         unsaved, segments, adapter_segments = self.done.cut(self._saved), self.segments, self.adapter_segments
@@ -209,7 +211,7 @@ class SampleRun:
 
     @property
     def pieces(self) -> int:
-        """In so many pieces the pool has what it has."""
+        """How many pieces of it the pool has."""
         return self._pieces
 
     def keep_saved(self, piece: Piece) -> None:
@@ -220,19 +222,19 @@ class SampleRun:
             self._arrays_saved = self._arrays_saved or bool(piece.partial.arrays)
 
     def save_anew(self) -> None:
-        """What the pool has is of no use: the next piece is the first."""
+        """The pieces that the pool has are useless: the next piece is the first."""
         self._saved, self._pieces, self._offered, self._arrays_saved = 0, 0, None, False
 
     @property
     def kept(self) -> int:
-        """How many of its tokens a finished sample's result has: without what stopped it, where that is not wanted."""
+        """How many of its tokens a finished sample's result has. The stop's tokens count only if the job wants them."""
         trims = self.finish_reason == "stop" and not self.job.sampling.include_stop
         return len(self.done) - min(self.stop_tokens, len(self.done)) if trims else len(self.done)
 
     def text(self, decode: Callable[[npt.NDArray[np.int32]], str]) -> str:
-        """The finished sample's text; without what stopped it, if so wanted: up to where the match begins.
+        """The finished sample's text, up to where its stop begins unless the job wants stops in the result.
 
-        That can be in the middle of a token. Where a special token is a part of the match, up to the last token before.
+        A stop can begin in the middle of a token. If a special token is part of it, the text ends before that token.
         """
         whole, kept = decode(self.tokens), self.kept
         if kept == len(self.tokens):

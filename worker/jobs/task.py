@@ -1,4 +1,4 @@
-"""One input of a job that generates nothing, on its way through the engine."""
+"""One input of a job that generates nothing (embedding, reward, score), on its way through the engine."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class TaskRun:
 
     token_ids: (n,) int32. start: of a score, where the continuation begins.
 
-    It is one forward pass, so there is nothing to save and nothing to continue: interrupted, it is simply run again,
-    and also if the weights changed while it was in the engine, because nobody can say which of them it saw.
+    It is one forward pass, so there is nothing to save or to continue. After an interruption it runs again. It runs
+    again, too, if the weights changed while it was in the engine, because nobody can say which weights it saw.
     """
 
     job: TaskJob
@@ -54,7 +54,7 @@ class TaskRun:
 
     @property
     def ending(self) -> bool:
-        """It cannot end with what it has, which is nothing: being asked to changes nothing."""
+        """Always False: it has nothing to end with. Setting it changes nothing."""
         return False
 
     @ending.setter

@@ -19,9 +19,10 @@ RETRY_S = 0.2
 
 
 class ClaimLoop:
-    """room(): samples this worker could hold more, 0 while it must not claim.
+    """Claims jobs for one incarnation of a worker.
 
-    serves(): the weights version it serves, and the newest version it has of each LoRA adapter.
+    room(): how many more samples the worker can hold; 0 while it must not claim. serves(): the weights version that it
+    serves, and the newest version that it has of each LoRA adapter. admit(claims): takes the claimed jobs.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class ClaimLoop:
         return self._taking.locked()
 
     async def settled(self) -> None:
-        """Return once what a claim under way brings is admitted. With no room given, none comes after it."""
+        """Return when the jobs of a claim under way are admitted. While `room` is 0 no other claim follows."""
         async with self._taking:
             pass
 
@@ -74,7 +75,7 @@ class ClaimLoop:
                     continue
                 if claims:
                     continue
-                # Never cancelled while we wait: that would cost the connection, and maybe the token with it.
+                # Not cancelled while it waits: that would cost the connection, and maybe the token.
                 wake = wake or asyncio.create_task(self._wake())
                 changed = asyncio.create_task(self._changed.wait())
                 await asyncio.wait({wake, changed}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Ends jobs at their deadline: their slots in the engine are free at once, whatever else the worker waits for."""
+"""Ends jobs at their deadline, and frees their slots in the engine at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Deadlines:
-    """drop(job id): hold it no more and free its slots."""
+    """Watches the deadlines of held jobs. drop(job id): forgets a job and frees its slots."""
 
     def __init__(self, held: HeldJobs, drop: Callable[[str], None]) -> None:
         self._held, self._drop = held, drop
@@ -24,13 +24,13 @@ class Deadlines:
         self._sooner = asyncio.Event()
 
     def look(self, deadline: float | None) -> None:
-        """A job with this deadline, on the monotonic clock, has come in."""
+        """Watch a new job's deadline, which is on the monotonic clock."""
         if deadline is not None and (self._next is None or deadline < self._next):
             self._next = deadline
             self._sooner.set()
 
     async def run(self, lease: Lease) -> None:
-        """Until cancelled. A Redis that does not answer ends such a job itself, a second after its deadline."""
+        """Run until cancelled. If Redis cannot be told, it ends such a job itself a second after the deadline."""
         while True:
             self._sooner.clear()
             due = [held.deadline for held in self._held if held.deadline is not None]

@@ -1,4 +1,4 @@
-"""Jobs that leave a worker unfinished: given back with what was generated, given to another worker, or given up."""
+"""Jobs that leave a worker unfinished: released with their partials, tried on another worker, or dead-lettered."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MAX_JOBS = 256
 
 
 class Handback:
-    """What one worker hands back.
+    """Hands back the jobs of one worker.
 
-    current(): the lease it holds now; with an older one the jobs are gone anyway. drop(job id): hold it no more.
+    current(): the lease that the worker holds now; an older lease has lost its jobs. drop(job id): forgets a job.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class Handback:
         self._strays: frozenset[str] = frozenset()
 
     async def settled(self) -> None:
-        """Return once Redis has heard of everything so far."""
+        """Return when Redis has been told of everything so far."""
         await asyncio.gather(*self._telling)
 
     async def release(self, lease: Lease, jobs: list[HeldJob], lost: bool = False) -> None:
-        """Give jobs back now. Raises RedisError or OSError; what Redis has not heard of it takes with the lease."""
-        # The oldest last: each goes to the front of its queue.
+        """Give jobs back now. Raises RedisError or OSError; jobs that Redis was not told of it takes with the lease."""
+        # The oldest last, because each goes to the front of its queue.
         releases = [held.release(lost) for held in sorted(jobs, key=lambda held: held.id, reverse=True)]
         ids = {held.id for held in jobs}
         self._leaving |= ids
@@ -56,12 +56,12 @@ class Handback:
             self._leaving -= ids
 
     async def release_all(self, busy: set[str]) -> None:
-        """Give back all that is held but `busy`, as `release` does."""
+        """Give back every held job but those in `busy`, as `release` does."""
         if (lease := self._current()) is not None:
             await self.release(lease, [held for held in self._held if held.id not in busy])
 
     async def cancel_all(self, cause: str) -> int:
-        """Cancel all that is held; how many jobs. Raises RedisError or OSError."""
+        """Cancel every held job, and return how many there were. Raises RedisError or OSError."""
         if (lease := self._current()) is None:
             return 0
         ids = [held.id for held in self._held]
@@ -71,11 +71,13 @@ class Handback:
         return states.count("ok")
 
     async def disown(self, lease: Lease, too_many: bool, known: Callable[[], set[str] | None]) -> None:
-        """Give back jobs that Redis has under this worker's name and the worker does not know.
+        """Give back strays: jobs that Redis has under this worker's name and the worker does not know.
 
-        A failover can take back a publication or a hand-back; nobody else would ever get such a job while this worker
-        renews its lease. too_many: whether the heartbeat brought more than the worker has. What is on its way is no
-        stray: known() is None while a claim is, and a stray is one that was seen in two heartbeats in a row.
+        A failover of Redis can undo a publication or a hand-back. Nobody else would ever get such a job while this
+        worker renews its lease. A job is a stray when two heartbeats in a row have found it.
+
+        too_many: whether the heartbeat counted more jobs than the worker holds. known(): the ids of jobs that the
+        worker knows, or None while a claim is under way.
         """
         found = await lease.held() if too_many else frozenset()
         mine = known()
@@ -90,7 +92,7 @@ class Handback:
                 await lease.release(batch, self._max_lost)
 
     def try_elsewhere(self, lease: Lease, held: HeldJob, ready: Callable[[str], Awaitable[None]]) -> None:
-        """Let another worker try a job that failed here, once `ready` returns: what it finished must be out first."""
+        """Let another worker try a job that failed here. `ready` returns when its finished samples are published."""
         self._aside(self._try_elsewhere(lease, held, ready))
 
     async def _try_elsewhere(self, lease: Lease, held: HeldJob, ready: Callable[[str], Awaitable[None]]) -> None:
@@ -106,8 +108,10 @@ class Handback:
         self._aside(self._insist(lease, lambda: lease.bury(job_id, attempt, cause, self._host, text)))
 
     async def _insist(self, lease: Lease, tell: Callable[[], Awaitable[object]]) -> None:
-        """Tell Redis about a job that is not held here any more until it has heard: a lease that goes on being renewed
-        would keep the job from everybody. A lost lease has taken the job along."""
+        """Tell Redis about a job that left this worker, again and again until it answers.
+
+        Otherwise nobody would get the job while this worker renews its lease. A lost lease takes the job along.
+        """
         while lease is self._current():
             try:
                 await tell()

@@ -1,4 +1,4 @@
-"""The lease of one incarnation of a worker: renewed every beat, given up in time by this worker's own clock."""
+"""The lease of one incarnation of a worker: renewed every beat, and given up in time by the worker's own clock."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Membership:
             await asyncio.sleep(min(max(0.0, sent + self._beat_s - now), self._until - now))
 
     async def _reap(self) -> None:
-        # One call does a bounded amount, so that Redis is never busy for long; all of it has to be done now.
+        # One call does a bounded amount, so that Redis is never busy for long. All of it must be done now.
         for _ in range(REAPS):
             requeued, dead, expired, removed = await self.lease.reap(self._max_lost, REAPED)
             if requeued or dead or expired or removed:

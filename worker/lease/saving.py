@@ -23,15 +23,15 @@ from ..text import SampleStream
 log = logging.getLogger(__name__)
 MAX_PIECES = 256
 EVERY_S = 0.05
-"""Between two looks at what the engine has: what came meanwhile is one piece."""
+"""Seconds between two looks at what the engine has: the tokens that came meanwhile are one piece."""
 MOST_PIECES = 512
-"""Then all of the sample becomes one piece: many small ones in one record cost more to keep than to write again."""
+"""A sample of so many pieces is saved anew as one: many small pieces cost more to keep than to write again."""
 
 
 class Checkpoints:
-    """Every unfinished sample is saved about every `every_s` seconds; what was saved before is not sent again.
+    """Saves every unfinished sample about every `every_s` seconds, and sends no token twice.
 
-    Those of streamed jobs are saved all the time, see Streaming.
+    Samples of streamed jobs are saved all the time: see Streaming.
 
     progress(request id, start): what the engine has of a running request. on_fenced(job id, attempt): the job is not
     this worker's any more.
@@ -48,7 +48,7 @@ class Checkpoints:
         self._progress, self._on_fenced = progress, on_fenced
 
     async def run(self, lease: Lease) -> None:
-        """Save until cancelled. A Redis that does not answer is asked again at the next round."""
+        """Save until cancelled. If Redis does not answer, the next round tries again."""
         while True:
             await asyncio.sleep(min(1.0, self._every_s / 4))
             while batch := self._due():
@@ -79,7 +79,7 @@ class Checkpoints:
 
 
 class Streaming:
-    """Saves the samples of streamed jobs all the time and has their clients told. Does nothing while there are none."""
+    """Saves the samples of streamed jobs all the time, and has their clients told of each piece."""
 
     def __init__(self, progress: Callable[[str, int], Progress | None], on_fenced: Callable[[str, int], None]) -> None:
         self._progress, self._on_fenced = progress, on_fenced
@@ -87,7 +87,7 @@ class Streaming:
         self._some = asyncio.Event()
 
     def add(self, held: HeldJob, decode: Callable[[npt.NDArray[np.int32]], str]) -> None:
-        """Stream a job's samples, if it asks for it; before they run."""
+        """Stream the samples of a job that asks for it. Comes before they run."""
         if not isinstance(held.job, GenerateJob) or not held.job.stream:
             return
         for sample in held.samples.values():
@@ -98,7 +98,7 @@ class Streaming:
         self._some.set()
 
     async def run(self, lease: Lease) -> None:
-        """Stream until cancelled. While Redis does not answer the next pieces grow."""
+        """Stream until cancelled. Pieces grow while Redis does not answer."""
         while True:
             await self._some.wait()
             began = time.monotonic()

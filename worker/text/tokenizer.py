@@ -1,4 +1,4 @@
-"""The model's own tokenizer, at the edge: only jobs that come as text or messages ever load it."""
+"""The model's own tokenizer. Only jobs that come as text or messages load it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
 
 
 class NoTokenizer:
-    """For pools that are token-in, token-out: text is refused, by name."""
+    """For pools that take and give token ids only: refuses text with RequestRefused."""
 
     def encode(self, text: str, *, special: bool = True) -> npt.NDArray[np.int32]:
         raise RequestRefused("text: this worker has no tokenizer; send token_ids")

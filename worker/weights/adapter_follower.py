@@ -1,4 +1,4 @@
-"""LoRA adapters on a worker: how new versions come into its engine, and superseded ones leave it."""
+"""LoRA adapters on a worker: loads new versions into its engine and unloads superseded ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..engine import FEATURE, NOT_ENABLED, Engine, LoadedAdapters, adapter_names
 
 log = logging.getLogger(__name__)
 ASK_S = 1.0
-"""What is missing is asked for this often."""
+"""Seconds between requests for missing adapters."""
 LOAD_S = 60.0
-"""How long an engine may take to load or unload an adapter."""
+"""Seconds that an engine may take to load or unload an adapter."""
 
 
 class AdapterFollower:
@@ -41,7 +41,7 @@ class AdapterFollower:
         return RequestRefused(str(InvalidField("lora", name, there)))
 
     async def keep_up(self, worker_id: str) -> None:
-        """Give up what is superseded, and ask for what the pool has and this engine lacks."""
+        """Unload superseded versions, and ask for versions that the pool has and this engine lacks."""
         if FEATURE not in self._engine.info.features:
             return
         loaded = self._engine.info.adapters
@@ -54,7 +54,10 @@ class AdapterFollower:
                 await self._ledger.want(worker_id, loaded.newest(name), name)
 
     def concerned(self, announcement: WeightAnnouncement) -> bool:
-        """Whether to take part in the transfer of an adapter. Only a catch-up is not for those who cannot load it."""
+        """Whether to take part in the transfer of an adapter.
+
+        A worker that cannot load adapters takes part, to say so, unless the transfer is a catch-up.
+        """
         if FEATURE not in self._engine.info.features:
             return not announcement.catch_up
         return self._engine.info.adapters.newest(announcement.adapter) < announcement.version
@@ -76,7 +79,7 @@ class AdapterFollower:
         fetch = Fetch(announcement)
         try:
             adapter = await asyncio.to_thread(fetch.run)
-        except Exception as error:  # whatever torch raises belongs into the report
+        except Exception as error:  # torch may raise anything: it goes into the report
             return TransferReport(ok=False, phase=fetch.phase, error=f"{type(error).__name__}: {error}")
         loaded = self._engine.info.adapters
         try:

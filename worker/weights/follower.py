@@ -1,4 +1,4 @@
-"""The worker's part in weight sync: join a transfer, receive and verify it, let the engine load it, go on under it."""
+"""The worker's part in weight sync: join a transfer, receive and verify it, have the engine load it, go on under it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 SEAL_GRACE_S = 2.0
-"""How much longer than the trainer's own join deadline a worker waits for the seal."""
+"""A worker waits for the seal so many seconds longer than the trainer's own join deadline."""
 STUCK_S = 30.0
-"""How long an engine's answer may be late before the engine counts as stuck."""
+"""An engine whose answer is so many seconds late counts as stuck."""
 REPORT_S = 30.0
 LOOK_S = 1.0
-"""Without a poke the ledger is looked at this often."""
+"""Seconds between looks at the ledger when nobody pokes."""
 SAY_S = 30.0
-"""How often a worker says that it waits for weights."""
+"""Seconds between log lines of a worker that waits for weights."""
 
 
 class WeightFollower:
@@ -163,7 +163,7 @@ class WeightFollower:
             await self._join_and_load(epoch, number, worker_id)
 
     async def _take_adapter(self, told: WeightAnnouncement, worker_id: str) -> None:
-        """Nothing that the engine does has to stop for it."""
+        """Adapters load beside what the engine runs."""
         if not self.adapters.concerned(told) or not await self._ledger.join(told.epoch, worker_id, Join(1)):
             return
         sealed = await self._sealed(told.epoch, time.monotonic() + told.join_timeout_s + SEAL_GRACE_S)
@@ -198,7 +198,7 @@ class WeightFollower:
         await self._report(number, worker_id, report)
 
     async def _report(self, number: int, worker_id: str, report: TransferReport, adapter: str = "") -> None:
-        """The sender waits for it, and a version that a worker serves must not count as lost: Redis may come back."""
+        """Report to the sender, which waits, also through an outage of Redis: a version that is served is not lost."""
         tell = partial(self._ledger.report, number, worker_id, report, adapter)
         await through_outage(tell, time.monotonic() + REPORT_S)
 
@@ -262,7 +262,7 @@ class WeightFollower:
 
     @asynccontextmanager
     async def _standing_still(self, order: TransferOrder) -> AsyncIterator[bool]:
-        """Generation as the update's mode wants it; False if that was not to be had in time."""
+        """Bring generation into the state that the update's mode needs. False if that took too long."""
         if order.mode == "in_place" and not self.quarantined:
             async with self._generation.switching():
                 yield True
@@ -274,7 +274,7 @@ class WeightFollower:
                 yield True
 
     async def _ask(self, half: Coroutine[Any, Any, TransferReport], order: TransferOrder) -> TransferReport:
-        """The engine keeps to the order's own deadline; this one is for an engine that is stuck."""
+        """Await half an update. The engine keeps the order's own deadline; this one finds an engine that is stuck."""
         try:
             async with asyncio.timeout(order.timeout_s + STUCK_S):
                 return await half
@@ -285,7 +285,7 @@ class WeightFollower:
             return TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)
 
     async def load(self, order: TransferOrder) -> TransferReport:
-        """Take what an operator's order says, by both halves of an update. Raises EngineDead."""
+        """Load what an operator ordered, by both halves of an update. Raises EngineDead."""
         async with self.turn.take(f"the load of version {order.version}"):
             here = self._generation.version
             if not self.gate.is_open:
@@ -309,7 +309,7 @@ class WeightFollower:
         self.poke()
 
     def look_again(self) -> None:
-        """Whether what the engine has is what the pool has: before it serves."""
+        """Compare the engine's version with the pool's before it serves again."""
         self.in_service = False
         self.poke()
 
@@ -357,11 +357,11 @@ class WeightFollower:
 
     def _has_prepared(self, half: asyncio.Task[TransferReport]) -> None:
         if not half.cancelled():
-            half.exception()  # whoever does not wait for it any more does not ask
+            half.exception()  # marks it as seen: nobody may be waiting any more
         self.poke()
 
     def _stop_reading(self) -> None:
-        """Its outcome is of no interest any more. The engine drops it when it is told to prepare something else."""
+        """Forget a read under way. The engine drops it when it is told to prepare something else."""
         if self._reading is not None:
             self._reading[1].cancel()
         self._reading = None
@@ -377,7 +377,7 @@ class WeightFollower:
         """The epoch once it is sealed; None if it closed, vanished or was never sealed in time."""
         while time.monotonic() < deadline and not self._halted:
             self._poked.clear()
-            with suppress(RedisError, OSError):  # it joined, and is waited for: Redis may come back in time
+            with suppress(RedisError, OSError):  # the sender waits for those that joined, and Redis may come back
                 epoch = await self._ledger.epoch(number)
                 if epoch is None or epoch.state == "closed":
                     return None

@@ -1,9 +1,9 @@
-"""A worker that serves the newest version sends it to those that are behind, when no trainer does.
+"""A worker that serves the newest version sends it to workers that are behind, when no trainer does.
 
-Nothing here is for a pool with a trainer: that answers at once. A peer waits first; of all that could help one does,
-the one whose announcement the ledger takes (see `offer.lua`): the open transfer is the lock, and it ends with its
-worker's lease. A trainer that comes back does not ask. Its announcement replaces the peer's as the open one, and a
-newer version makes the peer give its send up before it takes part itself: an engine never loads while it sends.
+A pool with a trainer needs none of this: a trainer answers at once, and a peer waits first. Of all peers that could
+help one does: the one whose announcement the ledger takes (see `offer.lua`). The open transfer is the lock, and it ends
+with its worker's lease. The announcement of a trainer that comes back replaces the peer's as the open one. A newer
+version makes the peer give up its send before it takes part itself: an engine never loads while it sends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ JOIN_S = 5.0
 TRANSFER_S = 120.0
 LOOK_S = 1.0
 ASKED_ANEW_S = 60.0
-"""Who waits asks again and again; without a question this often is enough."""
+"""Seconds between looks at the ledger while nobody asks: a worker that waits asks again and again."""
 AGAIN_S = 5.0
 LONGEST_S = 300.0
 GIVE_WAY_S = 5.0
@@ -37,9 +37,9 @@ ENGINE_GRACE_S = 10.0
 
 
 class Peer:
-    """Helps those that nobody else helps. One for each incarnation of a worker.
+    """Sends weights to workers that nobody else helps. One for each incarnation of a worker.
 
-    follower: says which version the engine has verified and can send now, and when the engine must not.
+    follower: knows which version the engine has verified and may send now.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Peer:
         self._poked.set()
 
     async def give_way(self, why: str) -> bool:
-        """End a send under way; False if that could not be done soon."""
+        """End a send under way. False if it did not end in GIVE_WAY_S."""
         if self._transfer is not None:
             log.info("a transfer to other workers is given up: %s", why)
             self._transfer.give_up(why)
@@ -78,7 +78,7 @@ class Peer:
         return True
 
     async def run(self, worker_id: str) -> None:
-        """Until cancelled, or at once if this worker cannot help or is not to."""
+        """Run until cancelled. Returns at once if this worker cannot help or is configured not to."""
         self._follower.give_way = self.give_way
         if self._after_s is None:
             return
@@ -100,7 +100,7 @@ class Peer:
                 continue
 
     async def _look(self, worker_id: str, after_s: float) -> float:
-        """Help if it is time to; seconds until the next look. after_s: how long they have to wait without a sender."""
+        """Help if workers have waited `after_s` for a sender. Returns the seconds until the next look."""
         version, ledger = self._follower.lendable, self._ledger
         behind = await ledger.behind(version) - {worker_id} if version else set()
         if not behind or version != await ledger.committed():
@@ -120,7 +120,7 @@ class Peer:
         return LOOK_S
 
     async def _is_over(self, number: int, now: float) -> bool:
-        """Whether the open transfer's sender has died: told by its lease, or by a deadline that has gone by."""
+        """Whether the open transfer's sender has died: its lease is gone, or its deadline has passed."""
         epoch = await self._ledger.epoch(number)
         if epoch is None:
             return True
@@ -147,7 +147,7 @@ class Peer:
             await self._learn(version, result)
 
     async def _learn(self, version: int, result: TransferResult) -> None:
-        """What did not work is not tried again at once: another worker may be better placed."""
+        """After a failure wait longer each time: another worker may be better placed."""
         if result.workers:
             log.info("version %s: %s caught up from this worker", version, ", ".join(result.workers))
             self._failures = 0

@@ -1,4 +1,4 @@
-"""Weights from a folder of snapshots, for a worker that is behind: nobody has to send them."""
+"""Weights from a folder of snapshots, for a worker that is behind: nobody needs to send them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _numbers = itertools.count(-1, -1)
 
 
 class Snapshots:
-    """Looks for one version in a folder. What has been refused is not looked at again, until it is another one."""
+    """Looks for a version in a folder. A snapshot that was refused is not read again unless its files change."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -28,14 +28,14 @@ class Snapshots:
         self._refused: set[tuple[int, int, int]] = set()
 
     async def order(self, version: int, digest: str) -> TransferOrder | None:
-        """For the engine to read `version`, if it is there; its tensors must be those of `digest`.
+        """An order to read `version`, or None if the folder does not have it with the tensors that `digest` names.
 
-        See `WeightManifest.fingerprint`: numbers alone could be those of another run that used the folder.
+        See `WeightManifest.fingerprint`: another run that used the folder may have given the same number.
         """
         return await asyncio.to_thread(self._find, version, digest)
 
     def refuse(self, version: int, why: str) -> None:
-        """It is no good, or cannot be read; said once."""
+        """Do not use this snapshot again, and log the reason once."""
         if (identity := self._identity(version)) is not None and identity not in self._refused:
             self._refused.add(identity)
             log.warning("the snapshot of version %s in %s is refused: %s", version, self._folder, why)
