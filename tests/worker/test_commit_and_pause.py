@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 from support.engines.manual import all_that_can_happen_now
-from support.peers.publishing import WEIGHTS, patient, publish
+from support.peers.publishing import WEIGHTS, publish, publisher
 from support.pools.commanded import all_done, busy, slow, worker
 from support.pools.pool import Running, eventually
 
@@ -20,6 +21,9 @@ from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
 from rolloutmq.worker.generation import Generation
 from rolloutmq.worker.scripted.engine import ScriptedEngine
+
+in_time = partial(publisher, join_timeout_s=30.0, transfer_timeout_s=60.0)
+"""However busy the machine is."""
 
 
 class SlowLoad(ScriptedEngine):
@@ -45,7 +49,7 @@ class SlowLoad(ScriptedEngine):
 async def committing(redis_db: str, broker: Broker, mode: UpdateMode) -> AsyncIterator[tuple[Running, SlowLoad, Any]]:
     """A worker in the midst of a commit, which held three jobs when it began: the worker, its engine, the jobs."""
     engine = SlowLoad()
-    async with worker(redis_db, engine=engine, max_running=3) as running, patient(redis_db, mode=mode) as source:
+    async with worker(redis_db, engine=engine, max_running=3) as running, in_time(redis_db, mode=mode) as source:
         jobs = await busy(broker, running)
         published = asyncio.create_task(publish(source, 1))
         await engine.loading.wait()
@@ -166,7 +170,7 @@ async def test_a_transfer_that_waited_for_its_turn_leaves_an_engine_alone_that_s
             prepared.append(order.version)
             return await super().prepare_weights(order)
 
-    async with worker(redis_db, engine=Noting()) as running, patient(redis_db) as source:
+    async with worker(redis_db, engine=Noting()) as running, in_time(redis_db) as source:
         follower = running.worker._follower
         asleep = follower.gate.holder("asleep")
         async with follower.turn.take("sleep"):
