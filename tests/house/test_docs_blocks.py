@@ -21,6 +21,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer
+from chaos import __main__ as chaos_run
+from chaos import scenario
+from chaos.context import Chaos
 from support.pools.pool import worker
 from support.pools.worker_process import WorkerProcess
 from support.specimens.byte_tokenizer import Bytes
@@ -36,7 +39,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 GPU = "needs a GPU"
 ELSEWHERE = {
     "README.md": "worker/sglang/pools/test_pool.py",  # examples/trainer.py, which it equals (test_commands.py)
-    "chaos.md": "chaos",
+    "chaos.md": "house/test_docs_blocks.py",
     "configuration.md": "ops/config/test_config_docs.py",
     "generation.md": "worker/sglang/pools/test_stops_pool.py",
     "logits.md": "worker/sglang/generation/test_deterministic.py",
@@ -188,9 +191,18 @@ def test_what_needs_a_gpu_compiles_and_imports(block: Block) -> None:
 @pytest.mark.parametrize(("page", "test"), ELSEWHERE.items(), ids=ELSEWHERE.keys())
 def test_what_runs_elsewhere_runs(page: str, test: str) -> None:
     assert any(block.page == page for block in PYTHON)
-    path = ROOT / "tests" / test
     named = "trainer.py" if page == "README.md" else page
-    assert path.is_dir() or named in path.read_text()
+    assert named in (ROOT / "tests" / test).read_text()
+
+
+async def test_the_scenario_shown_keeps_the_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = [block for block in PYTHON if block.page == "chaos.md"]
+    monkeypatch.setattr(scenario, "ALL", {})
+    monkeypatch.setattr(chaos_run, "OUT", tmp_path)
+    exec(compile(block.code, "chaos.md", "exec"), {"scenario": scenario.scenario, "Chaos": Chaos})
+    (shown,) = scenario.ALL.values()
+    figures = await chaos_run.run(shown, "7", keep=True)
+    assert (figures["violations"], figures["lost"], figures["published"]) == ([], 0, 64)
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in SHELL}))
