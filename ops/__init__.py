@@ -1,0 +1,1 @@
+"""The command `rolloutmq`, and what its commands share."""
