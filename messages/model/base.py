@@ -28,13 +28,16 @@ MAX_TOKENS = 1 << 20
 """Most token ids or logprobs in one array (4 MiB packed)."""
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
-"""What people and programs call things by."""
+"""A name that people and programs give to something."""
 Metadata = dict[str, str | int | float | bool | None]
-"""A job's own items, which its results have, too."""
+"""Items that the caller attaches to a job. Its results carry them too."""
 
 
 def _packed(dtype: str, what: str) -> Any:
-    """A field that is a 1-D numpy array here, little-endian bytes on the wire: no element becomes a Python object."""
+    """A field that is a 1-D numpy array in Python and little-endian bytes on the wire.
+
+    No element becomes a Python object.
+    """
     wire = np.dtype(dtype).newbyteorder("<")
 
     def validate(value: Any) -> npt.NDArray[Any]:
@@ -67,27 +70,33 @@ def _packed(dtype: str, what: str) -> Any:
 _tokens = _packed("i4", "token ids")
 _floats = _packed("f4", "float32 values")
 TokenIds = Annotated[SkipValidation[npt.NDArray[np.int32]], _tokens[0], _tokens[1]]
-"""(n,) int32, non-negative; accepts lists, tuples, arrays and packed little-endian bytes."""
+"""(n,) int32, non-negative. Accepts lists, tuples, arrays and packed little-endian bytes."""
 Floats = Annotated[SkipValidation[npt.NDArray[np.float32]], _floats[0], _floats[1]]
-"""(n,) float32; accepts lists, tuples, arrays and packed little-endian bytes."""
+"""(n,) float32. Accepts lists, tuples, arrays and packed little-endian bytes."""
 
 
-class Message(BaseModel):
-    """Something that travels. Immutable; equal when the wire form is equal."""
+class Record(BaseModel):
+    """A part of a message: immutable, and strict about the names of its fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="constants")
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Message(Record):
+    """A message between trainers, workers and operators. Two are equal when their wire forms are equal."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, ser_json_inf_nan="constants")
 
     KIND: ClassVar[int]
-    """The kind byte of the frame (see codec.py); unique, never reused."""
+    """The kind byte of the frame, see codec.py. It is unique and never reused."""
     OTHER_WORDS: ClassVar[Mapping[str, str]] = {}
-    """Names that are no fields but that people try, and what to write instead."""
+    """Names that are no fields but that people try, each with what to write instead."""
 
     @classmethod
     def build(cls, /, **fields: Any) -> Self:
-        """Construct, raising InvalidField instead of pydantic's ValidationError.
+        """Construct the message. Raises InvalidField instead of pydantic's ValidationError.
 
-        The error for an unknown name says where it belongs, if it is a field of one of the message's parts, or which
-        names are nearest.
+        The error for an unknown name says where the name belongs, if a part of the message has such a field. Otherwise
+        it says which names are nearest.
         """
         try:
             return cls(**fields)
@@ -98,7 +107,7 @@ class Message(BaseModel):
 
     @classmethod
     def _instead_of(cls, name: str, value: object) -> str:
-        """What to write instead of a field that `cls` does not have."""
+        """Text that says what to write instead of a field that `cls` does not have."""
         if name in cls.OTHER_WORDS:
             return cls.OTHER_WORDS[name]
         places = {field: field for field in cls.model_fields}
@@ -123,7 +132,7 @@ def _short(value: object) -> str:
 
 
 def as_invalid_field(error: ValidationError) -> InvalidField:
-    """The first complaint of a ValidationError in this package's own words."""
+    """The first error of a ValidationError as an InvalidField."""
     first = error.errors(include_url=False, include_context=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or error.title
     more = error.error_count() - 1
@@ -132,7 +141,7 @@ def as_invalid_field(error: ValidationError) -> InvalidField:
 
 
 ARRAY_DTYPES = ("float32", "float16", "int32", "uint8", "uint16")
-"""What may travel; uint16 also holds bfloat16, which numpy does not know, bit by bit."""
+"""The dtypes that a message can hold. numpy has no bfloat16, so uint16 holds its bits."""
 MAX_AXES = 4
 MAX_ARRAY_BYTES = 16 << 20
 
@@ -167,19 +176,30 @@ def _packed_array(value: npt.NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]
 Packed = Annotated[
     SkipValidation[npt.NDArray[Any]], BeforeValidator(_read_array), PlainSerializer(_packed_array, return_type=tuple)
 ]
-"""An array of up to four axes and 16 MiB; on the wire (dtype, shape, little-endian bytes in row order)."""
+"""An array of up to four axes and 16 MiB. On the wire it is (dtype, shape, little-endian bytes in row order)."""
 Arrays = Annotated[dict[Annotated[str, Field(min_length=1, max_length=64)], Packed], Field(max_length=16)]
 """Named arrays."""
 
 
+def exactly_one(message: Message, *names: str) -> None:
+    """Raises ValueError unless exactly one of these fields is set."""
+    given = [name for name in names if getattr(message, name) is not None]
+    if len(given) != 1:
+        allowed = f"{', '.join(names[:-1])} and {names[-1]}"
+        raise ValueError(f"exactly one of {allowed} is required, got {given or 'none'}")
+
+
 class Submitted(Message):
-    """Gives a job an id where none is given. It has no fields of its own, so that each kind of job keeps their order,
-    which is that of the bytes on the wire; a kind declares `id` and `group_id`."""
+    """Base of all jobs. It gives a job an id if the caller gives none.
+
+    It has no fields of its own. Each kind of job declares all of its fields, `id` and `group_id` among them, because
+    their order is the order of the bytes on the wire.
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _give_it_an_id(cls, data: Any) -> Any:
-        # A default would not count as set, and only what is set travels.
+        # A default does not count as set, and only set fields travel.
         if isinstance(data, dict) and "id" not in data:
             return {**data, "id": new_id()}
         return data

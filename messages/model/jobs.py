@@ -1,14 +1,15 @@
-"""What a trainer asks for: a generation job."""
+"""The generation job."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from .base import Metadata, Name, Submitted, TokenIds
+from .base import Metadata, Name, Submitted, TokenIds, exactly_one
 from .chat import ChatMessage
 from .media import MAX_MEDIA, Medium, check_media
 from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
@@ -19,11 +20,11 @@ PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
 MAX_SAMPLES = 4096
 MAX_METADATA_ITEMS = 64
 Ids = Sequence[int] | npt.NDArray[Any]
-"""Token ids as callers give them."""
+"""Token ids as callers pass them."""
 
 
 class QueueFields(TypedDict, total=False):
-    """Arguments of every call that submits jobs, for editors and type checkers; GenerateJob says what they mean."""
+    """Arguments of every call that submits jobs, for editors and type checkers. GenerateJob documents them."""
 
     group_id: str
     priority: Priority
@@ -74,31 +75,31 @@ class JobFields(TurnFields, total=False):
 class GenerateJob(Submitted):
     """`n` samples of one prompt.
 
-    Exactly one of `token_ids`, `text` and `messages` is given; text and messages are tokenised by the worker with the
-    model's own tokenizer, and such a job's results carry their prompt ids and their text.
+    The prompt is exactly one of `token_ids`, `text` and `messages`. The worker tokenises text and messages with the
+    model's own tokenizer. The results of such a job carry their prompt ids and their text.
 
-    id: submitting it again, until an hour after the job has ended, is not an error and not a second job.
-    reply_to: the client whose reply stream gets the results; filled in by the client.
-    group_id: jobs of one group are yielded and cancelled together; the job's own id if not given.
-    deadline_s: seconds from acceptance after which the job expires, wherever it is.
-    min_version: do not start on weights older than this.
-    max_staleness: do not start on a worker more than this many versions behind the newest committed one.
-    context_ids: tokens that come before a prompt of text or messages, as they are: a conversation so far, of which
-        `messages` are the next turns. The result's prompt_ids are both.
-    session_id: named in the results; what a session is, is RolloutClient.session's business.
-    prefer_worker: id of the worker to run it, as a result has it, because it has the prefix in its cache. For prefer_s
-        seconds nobody else takes it, unless that worker's lease is over.
+    id: submitting the same id again, until an hour after the job has ended, is not an error and not a second job.
+    reply_to: the client whose reply stream gets the results. The client fills it in.
+    group_id: jobs of one group are yielded and cancelled together. By default it is the job's own id.
+    deadline_s: seconds from acceptance after which the job expires, whether it is queued or running.
+    min_version: the oldest weights version on which the job may start.
+    max_staleness: how many versions a worker may be behind the newest committed one when the job starts there.
+    context_ids: tokens before a prompt of text or messages, used as they are: the conversation so far, which `messages`
+        continue. The result's prompt_ids contain both.
+    session_id: a name that the results carry. RolloutClient.session documents sessions.
+    prefer_worker: id of the worker that should run the job, as results name it, because it has the prefix in its cache.
+        For prefer_s seconds no other worker takes the job, unless that worker's lease ends.
     lora: name of the LoRA adapter to sample with, None for the model alone. The pool must have a committed version of
-        it: a job for an adapter that nobody has published fails.
-    min_adapter_version: do not start on a version of that adapter older than this.
-    stream: its tokens come as they are generated, too (RolloutClient.stream); the results are the same.
-    hidden_states: of the last generated token, or of all of them. routed_experts: which experts each token went to.
-    logit_processors: applied in order, see docs/logits.md for those that every worker has.
-    seed: sample i is drawn with a seed of its own made of this and i; the same on an engine that is deterministic.
+        the adapter. A job for an adapter that was never published fails.
+    min_adapter_version: the oldest version of that adapter on which the job may start.
+    stream: the client can also read tokens as they are generated (RolloutClient.stream). The results are the same.
+    hidden_states: return those of the last generated token, or of all tokens. routed_experts: return each token's.
+    logit_processors: applied in order. docs/logits.md lists those that every worker has.
+    seed: sample i gets a seed of its own, derived from this and i. A deterministic engine then repeats its tokens.
     media: images, videos and audio of the prompt, in the order of their places in it.
-    tools: shown to the model by the chat template of a prompt of messages; RolloutResult.tool_calls has calls of them.
-    tool_parser: the syntax of those calls: "json", "xml", "function", or the name of a parser that SGLang has.
-    metadata: up to 64 items of strings, numbers, booleans or None; every result has it.
+    tools: the chat template of a prompt of messages shows them to the model. RolloutResult.tool_calls has the calls.
+    tool_parser: the syntax of those calls: "json", "xml", "function", or the name of a parser of SGLang.
+    metadata: up to 64 items of strings, numbers, booleans or None. Every result has them.
     """
 
     KIND: ClassVar[int] = 1
@@ -139,14 +140,12 @@ class GenerateJob(Submitted):
 
     @classmethod
     def build(cls, /, **fields: Unpack[JobFields]) -> Self:  # type: ignore[override]  # any fields, but not any names
-        """Construct; raises InvalidField, which names the field, its value and what is allowed."""
+        """Construct a job. Raises InvalidField, which names the field, its value and what is allowed."""
         return super().build(**fields)
 
     @model_validator(mode="after")
-    def _one_prompt(self) -> Self:
-        given = [name for name in ("token_ids", "text", "messages") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"exactly one of token_ids, text and messages is required, got {given or 'none'}")
+    def _fits_together(self) -> Self:
+        exactly_one(self, "token_ids", "text", "messages")
         if self.token_ids is not None and self.token_ids.size == 0:
             raise ValueError("token_ids: at least one prompt token is required")
         if self.context_ids is not None and self.token_ids is not None:
@@ -155,10 +154,6 @@ class GenerateJob(Submitted):
             raise ValueError("text: at least one character is required")
         if self.media or self.messages is not None:
             check_media(self.media, self.messages)
-        return self
-
-    @model_validator(mode="after")
-    def _version_of_an_adapter(self) -> Self:
         if self.min_adapter_version and self.lora is None:
             raise ValueError(f"min_adapter_version={self.min_adapter_version}: only together with lora")
         return self
@@ -169,21 +164,18 @@ class GenerateJob(Submitted):
         return self.group_id or self.id
 
     def features_used(self) -> list[str]:
-        """Names of the optional parts that this job uses; EngineInfo.features says which an engine honours."""
+        """Names of the optional features that this job uses. EngineInfo.features says which an engine honours."""
         if not (self.model_fields_set & _OPTIONAL or self.sampling.model_fields_set & _OPTIONAL_SAMPLING):
             return []  # nearly all jobs
         return [name for name in FEATURES if self.value_of(name) != _PLAIN.value_of(name)]
 
     def unsupported(self, features: frozenset[str]) -> list[str]:
-        """Optional parts this job uses and an engine with `features` does not honour."""
+        """Names of the features that this job uses and that an engine with `features` does not honour."""
         return [name for name in self.features_used() if name not in features]
 
     def value_of(self, name: str) -> Any:
-        """The field of that dotted name: "seed", "logprobs.top"."""
-        value: Any = self
-        for part in name.split("."):
-            value = getattr(value, part)
-        return value
+        """The value of a field by its dotted name: "seed", "logprobs.top"."""
+        return attrgetter(name)(self)
 
 
 FEATURES = (
@@ -205,7 +197,7 @@ FEATURES = (
     "sampling.stop_token_sequences",
     *(f"sampling.{name}" for name in GRAMMARS),
 )
-"""Fields that not every engine honours, where they are not as by default."""
+"""Fields that not every engine honours. A job uses one of them if its value is not the default."""
 _OPTIONAL = frozenset(name.partition(".")[0] for name in FEATURES) - {"sampling"}
 _OPTIONAL_SAMPLING = frozenset(name.partition(".")[2] for name in FEATURES if name.startswith("sampling."))
 _PLAIN = GenerateJob(token_ids=[0])

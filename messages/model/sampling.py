@@ -1,4 +1,4 @@
-"""How tokens are drawn, which log-probabilities come back, and what may change logits on the way."""
+"""Sampling parameters, log-probability options and logit processors of a job."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ import re
 from re import _parser  # type: ignore[attr-defined]  # nothing else says what an expression can match
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from .base import MAX_TOKENS, Name
+from .base import MAX_TOKENS, Name, Record
 
 TokenId = Annotated[int, Field(ge=0)]
 GRAMMARS = ("json_schema", "regex", "ebnf")
 MAX_BIAS = 10_000.0
-"""More than any logit; what cannot be told from infinity would make a distribution of nothing but NaN."""
+"""This is more than any logit. A bias close to infinity would turn every probability into NaN."""
 
 
-class SamplingParams(BaseModel):
-    """How tokens are drawn. Names and meanings are SGLang's, where it has them.
+class SamplingParams(Record):
+    """How tokens are sampled. Names and meanings are SGLang's, where it has them.
 
-    max_new_tokens: most tokens generated for one sample. min_new_tokens: no stop of any kind ends it earlier.
+    max_new_tokens: the most tokens generated for one sample. min_new_tokens: no stop ends the sample earlier.
     temperature: 0 is greedy.
     top_k: -1 keeps the whole vocabulary.
-    stop_token_ids: end the sample.
-    stop: texts that end the sample as soon as the text of its generated tokens contains one.
-    stop_regex: regular expressions (Python's syntax, without references and looking ahead) that end it as soon as that
-        text has a match; docs/generation.md says which of several stops wins.
-    stop_token_sequences: runs of token ids that end it; needs no tokenizer.
-    include_stop: whether what ended the sample is a part of the result. False takes it off, with its logprobs: the
-        token, or every token that has a part of the matched text; `text` then ends where the match begins.
-    ignore_eos: the model's own end-of-sequence tokens do not end it.
-    json_schema, regex, ebnf: at most one: the sample's text follows it, to its end. A JSON schema is JSON text.
-    logit_bias: token id -> added to its logit before sampling; -10,000 takes it away, as long as there is another.
+    stop_token_ids: each of these tokens ends the sample.
+    stop: texts. The sample ends as soon as the text of its generated tokens contains one.
+    stop_regex: regular expressions in Python's syntax, without references and lookahead. The sample ends as soon as
+        its text has a match. docs/generation.md says which of several stops wins.
+    stop_token_sequences: each of these runs of token ids ends the sample. They need no tokenizer.
+    include_stop: whether the result contains the stop that ended the sample. False removes it with its logprobs: the
+        token, or every token that has a part of the matched text. `text` then ends where the match begins.
+    ignore_eos: the model's own end-of-sequence tokens do not end the sample.
+    json_schema, regex, ebnf: at most one of them. The whole text of the sample follows it. A JSON schema is JSON text.
+    logit_bias: token id -> number that is added to its logit before sampling. -10,000 excludes the token, as long as
+        there is another one.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_new_tokens: int = Field(default=128, ge=1, le=MAX_TOKENS)
     min_new_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
@@ -74,7 +73,7 @@ class SamplingParams(BaseModel):
         for expression in value:
             try:
                 re.compile(expression)
-                # Not searched for: there are expressions for which that takes for ever, even in an empty text.
+                # This does not run the expression: for some that takes forever, even on an empty text.
                 empty = _parser.parse(expression).getwidth()[0] == 0
             except (re.error, RecursionError, OverflowError) as error:
                 raise ValueError(f"{expression!r} is not a regular expression: {error}") from None
@@ -111,18 +110,16 @@ class SamplingParams(BaseModel):
         return self
 
 
-class LogprobOptions(BaseModel):
-    """Which log-probabilities come back. Off saves 4 bytes a token, nothing in the engine.
+class LogprobOptions(Record):
+    """Which log-probabilities the results contain.
 
-    sampled: of each generated token.
-    top: the N most likely tokens at each position.
-    prompt: of the prompt's own tokens.
-    token_ids: of these ids at each position.
-    kind: "raw" is of the model's own distribution with logit bias and penalties; "scaled" divides by the temperature
-        first. Neither knows of top_k, top_p and min_p.
+    sampled: one for each generated token. False saves 4 bytes per token, and nothing in the engine.
+    top: those of the N most likely tokens at each position.
+    prompt: those of the prompt's own tokens.
+    token_ids: those of these ids at each position.
+    kind: "raw" is taken from the model's own distribution with logit bias and penalties. "scaled" divides the logits by
+        the temperature first. top_k, top_p and min_p change neither.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     sampled: bool = True
     top: int = Field(default=0, ge=0, le=64)
@@ -131,10 +128,8 @@ class LogprobOptions(BaseModel):
     kind: Literal["raw", "scaled"] = "raw"
 
 
-class LogitProcessor(BaseModel):
-    """A logit processor registered on the worker, by name; code never travels."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class LogitProcessor(Record):
+    """A logit processor by the name under which the worker has it. Code never travels."""
 
     name: Name
     params: dict[str, Any] = Field(default_factory=dict, max_length=64)

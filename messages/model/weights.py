@@ -1,38 +1,36 @@
-"""What is said about weights: announcements and what a version consists of."""
+"""Announcements of weight transfers, and the manifest of a weights version."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from .base import Message
+from .base import Message, Record
 
 UpdateMode = Literal["resume", "in_place", "drain"]
 Transport = Literal["gloo", "nccl", "ipc", "disk"]
 NonFinitePolicy = Literal["refuse", "allow"]
 StagingPolicy = Literal["auto", "on", "off"]
 Keep = Literal["auto", "device", "host"]
-"""Where a trainer's copy of a version lives until the next one."""
+"""Where a trainer keeps its copy of a version until the next one."""
 BUCKET_BYTES = 512 << 20
 """Size of one broadcast, unless a setting says otherwise."""
 NCCL_AGREED = ("NCCL_CUMEM_ENABLE", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS")
-"""Environment variables that must be alike in all ranks of a group, or NCCL fails to connect them. SGLang sets the
-first to 0 where it is not set; engines get it back as it was, which is how most trainers have it, too."""
+"""Environment variables that must be equal in all ranks of a group, or NCCL fails to connect them. SGLang sets the
+first to 0 where it is not set. Engines get the original value back, which is what most trainers have too."""
 NCCL_CTAS = 32
-"""Thread blocks of a broadcast, on each GPU, where the environment says nothing. By itself NCCL takes 24 on H200, and
-copies and digests beside it cost it 1 ms in 45 then. All ranks must have the same number, too."""
+"""Thread blocks of a broadcast on each GPU, unless the environment sets them. NCCL's own choice on H200 is 24, and then
+concurrent copies and digests slow it by 1 ms in 45. All ranks must have the same number."""
 
 
-class TensorSpec(BaseModel):
-    """One tensor of a version and where its bytes are in the transfer.
+class TensorSpec(Record):
+    """One tensor of a version, and the position of its bytes in the transfer.
 
     dtype: torch's name without the prefix ("bfloat16"). offset, nbytes: position in bucket number `bucket`.
-    digest: see sync/tensors/digester.py; 16 hex digits.
+    digest: 16 hex digits, see sync/tensors/digester.py.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(min_length=1, max_length=512)
     dtype: str = Field(max_length=32)
@@ -44,7 +42,7 @@ class TensorSpec(BaseModel):
 
 
 class WeightManifest(Message):
-    """Everything a receiver must end up with. bucket_nbytes: size of each broadcast buffer, in order."""
+    """All tensors of a version. bucket_nbytes: the size of each broadcast buffer, in order."""
 
     KIND: ClassVar[int] = 4
 
@@ -54,12 +52,12 @@ class WeightManifest(Message):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together, padding not counted."""
+        """Bytes of all tensors together, without padding."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits, equal for manifests of the same tensors with the same bits, wherever they are in buckets."""
+        """32 hex digits. They are equal for manifests of the same tensors with the same bits, in any buckets."""
         found = hashlib.blake2b(digest_size=16)
         for told in sorted((tensor.name, tensor.dtype, tensor.shape, tensor.digest) for tensor in self.tensors):
             found.update(f"{told}\n".encode())
@@ -67,20 +65,21 @@ class WeightManifest(Message):
 
 
 class WeightAnnouncement(Message):
-    """A transfer of one version is about to happen.
+    """Announces the transfer of one version.
 
-    epoch: number of the transfer; one version can have several (a failed one again, late joiners).
-    catch_up: for late joiners; who has the version already has no part in it.
+    epoch: number of the transfer. A version can have several: one that failed is repeated, and others serve late
+        joiners.
+    catch_up: the transfer is for late joiners. Workers that have the version take no part.
     host, port: the sender's rendezvous store. mode: how running samples are treated.
-    join_timeout_s, transfer_timeout_s: how long the sender waits for joins, and for the transfer to finish.
-    nonfinite: what receivers do with a tensor that has NaN or Inf in it. verify: whether they compare digests.
-    adapter: name of the LoRA adapter that `version` is one of; "" for the model's own weights. Adapters have no ranks
-        and no group: every worker of the roster reads the tensors from the store, see sync/adapters/transfer.py.
+    join_timeout_s, transfer_timeout_s: seconds that the sender waits for joins, and for the transfer to finish.
+    nonfinite: whether receivers refuse a tensor that contains NaN or Inf. verify: whether they compare digests.
+    adapter: name of the LoRA adapter that has this version, "" for the model's own weights. Adapters have no ranks and
+        no group: every worker of the roster reads the tensors from the store, see sync/adapters/transfer.py.
     stock: set by trainers of older releases that send through SGLang's own update group. Workers refuse it by name.
-    Filled in when sealed:
+    The seal fills in the rest:
     roster: worker id -> rank of its first engine process in the group (the sender is rank 0), or 0 for a worker that
-        takes the buffers over by CUDA IPC and is not in the group.
-    world_size: ranks of the group, the sender included. group: its name; one that exists already is used again.
+        reads the buffers by CUDA IPC and is not in the group.
+    world_size: number of ranks with the sender. group: name of the group. An existing one is used again.
     """
 
     KIND: ClassVar[int] = 5
@@ -104,5 +103,5 @@ class WeightAnnouncement(Message):
 
     @property
     def deadline_s(self) -> float:
-        """How long the transfer may take from its seal on; with "drain" what runs is finished first."""
+        """Seconds that the transfer may take after its seal. With "drain" running samples finish first."""
         return self.transfer_timeout_s + (self.join_timeout_s if self.mode == "drain" else 0.0)

@@ -1,23 +1,23 @@
-"""What workers say about themselves, what operators say to them, and what is left of a job nobody could run."""
+"""A worker's status, and the dead letter of a job that no worker could run."""
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from .base import Message
+from .base import Message, Record
 
 WorkerState = Literal["starting", "syncing", "serving", "updating", "paused", "draining", "quarantined"]
 
 
 class WorkerStatus(Message):
-    """One worker as of its last heartbeat.
+    """A worker as of its last heartbeat.
 
-    version: weights version it serves. running: samples in the engine. held: samples of the jobs it holds.
-    generated_tokens, finished_samples, refused_publishes: totals since it joined.
-    features: optional parts of jobs that its engine honours, see GenerateJob.unsupported.
-    started_at: Unix seconds by the worker's clock; for people, never for decisions.
+    version: the weights version that it serves. running: samples in the engine. held: samples of the jobs it holds.
+    generated_tokens, finished_samples, refused_publishes: totals since the worker joined.
+    features: optional features of jobs that its engine honours, see GenerateJob.unsupported.
+    started_at: Unix seconds by the worker's clock. Only people read it, no decision depends on it.
     """
 
     KIND: ClassVar[int] = 6
@@ -43,14 +43,12 @@ class WorkerStatus(Message):
     started_at: float = 0.0
 
 
-class DeadLetter(BaseModel):
-    """A job that was given up, with what is needed to understand it and to submit it again.
+class DeadLetter(Record):
+    """A job that was given up, with the reason and with the payload that can be submitted again.
 
-    payload: the job as it was enqueued, possibly not decodable (that may be why it is here).
+    payload: the encoded job. It may be impossible to decode, which may be the reason.
     at: Unix seconds by Redis' clock.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     entry_id: str
     job_id: str
