@@ -1,45 +1,41 @@
-"""A conversation as it travels: text, placeholders of media, calls of tools and what they answered."""
+"""The messages of a conversation: text, placeholders for media, tool calls and their answers."""
 
 from __future__ import annotations
 
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 
-from .base import Name
+from .base import Name, Record
 
 MAX_TEXT = 8 << 20
 MAX_CALLS = 128
-"""Calls of tools in one turn."""
+"""The most tool calls in one turn."""
 MAX_TOOL_NAME = 128
 MediaKind = Literal["image", "video", "audio"]
 
 
 def _lists(value: Any) -> Any:
-    """With lists where the wire has given tuples."""
+    """The value with lists in place of the tuples that the codec returns."""
     if isinstance(value, dict):
         return {name: _lists(one) for name, one in value.items()}
     return [_lists(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_lists)]
-"""What JSON could hold; equal before and after it has travelled."""
+"""A JSON object. It is equal before and after a trip over the wire."""
 
 
-class TextPart(BaseModel):
-    """Text among the parts of a message."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class TextPart(Record):
+    """A text among the parts of a message."""
 
     type: Literal["text"] = "text"
     text: str = Field(max_length=MAX_TEXT)
 
 
-class MediaPart(BaseModel):
-    """The place of the job's next medium; the chat template renders the model's own placeholder tokens for it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class MediaPart(Record):
+    """The place of the job's next medium. The chat template renders the model's own placeholder tokens there."""
 
     type: MediaKind
 
@@ -48,7 +44,7 @@ Part = Annotated[TextPart | MediaPart, Field(discriminator="type")]
 
 
 def _text_or_parts(value: Any) -> str:
-    """Which of the two to check it as, so that an error is about that one and names it."""
+    """The form to check the content as, so an error names only that form."""
     return "parts" if isinstance(value, list | tuple) else "text"
 
 
@@ -62,45 +58,40 @@ Content = (
 )
 
 
-class FunctionCall(BaseModel):
-    """arguments: a JSON object as text, as OpenAI's messages have it, or as it is."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class FunctionCall(Record):
+    """arguments: a JSON object, either as text (OpenAI's form) or as a mapping."""
 
     name: str = Field(min_length=1, max_length=MAX_TOOL_NAME)
     arguments: str | JsonObject = "{}"
 
     def rendered(self) -> dict[str, Any]:
-        """For a chat template, most of which want the arguments as an object."""
+        """The call for a chat template. Most templates want the arguments as an object."""
         given = self.arguments
         if isinstance(given, str):
             try:
                 given = json.loads(given)
             except (ValueError, RecursionError):
-                given = self.arguments  # what the model wrote, invalid as it may be, is what it is to see again
+                given = self.arguments  # the model must see again what it wrote, even if that is invalid
         return {"name": self.name, "arguments": given}
 
 
-class ChatToolCall(BaseModel):
-    """A call of a tool in an assistant's message."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class ChatToolCall(Record):
+    """A tool call in an assistant's message."""
 
     id: str = Field(default="", max_length=128)
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ChatMessage(BaseModel):
-    """One turn of a conversation, rendered by the model's chat template on the worker.
+class ChatMessage(Record):
+    """One turn of a conversation. The worker renders it with the model's chat template.
 
-    content: text, or parts of which those that are no text stand for the job's media, in order; None only beside
-        tool_calls. tool_calls: of an assistant. tool_call_id: which call a tool's message answers. name: of whoever
-        speaks, if the template shows it.
-    Messages in OpenAI's form, with images in them, become these by `rolloutmq.producer.data.from_openai`.
+    content: a text, or parts. The parts that are no text stand for the job's media, in order. None is allowed only
+        beside tool_calls.
+    tool_calls: the calls of an assistant's turn. tool_call_id: the call that a tool's message answers.
+    name: the speaker's name, for templates that show it.
+    `rolloutmq.producer.data.from_openai` makes these from messages in OpenAI's form with images in them.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     role: Name
     tool_calls: tuple[ChatToolCall, ...] = Field(default=(), max_length=MAX_CALLS)
@@ -117,12 +108,12 @@ class ChatMessage(BaseModel):
 
     @property
     def media(self) -> tuple[MediaKind, ...]:
-        """Kinds of the media it has places for, in order."""
+        """The kinds of media that the message has places for, in order."""
         parts = self.content if isinstance(self.content, tuple) else ()
         return tuple(part.type for part in parts if isinstance(part, MediaPart))
 
     def rendered(self) -> dict[str, Any]:
-        """As chat templates take it: plain data, only what is there."""
+        """The message for a chat template: plain data, without fields that are not set."""
         content: Any = self.content
         if isinstance(content, tuple):
             content = [part.model_dump() for part in content]

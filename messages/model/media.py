@@ -1,4 +1,4 @@
-"""Images, videos and audio that belong to a prompt: bytes that travel with the job, or a URL the worker may fetch."""
+"""Images, videos and audio of a prompt: bytes inside the job, or a URL that the worker may fetch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ..errors import InvalidField
+from .base import Record
 from .chat import ChatMessage, MediaKind
 
 MAX_MEDIUM_BYTES = 16 << 20
-"""Of one medium: what the codec takes as one piece of bytes."""
+"""The size limit of one medium: the most that the codec accepts as one piece of bytes."""
 MAX_MEDIA_BYTES = 48 << 20
-"""Of all media of a job, so that the job fits into a message."""
+"""The size limit of all media of a job, so that the job fits into a message."""
 MAX_MEDIA = 64
 _MAGIC: Mapping[MediaKind, tuple[tuple[int, bytes, str], ...]] = {
     "image": (
@@ -44,18 +45,17 @@ _MAGIC: Mapping[MediaKind, tuple[tuple[int, bytes, str], ...]] = {
         (4, b"ftyp", "audio/mp4"),
     ),
 }
-"""Offset and bytes by which a file shows what it is."""
+"""Offset, magic bytes and MIME type of each known file format."""
 
 
-class Medium(BaseModel):
+class Medium(Record):
     """One image, video or audio.
 
-    data: the encoded file (PNG, JPEG, MP4, WAV …). url: http or https, fetched by the worker, and only from hosts that
-    its operator allows. Exactly one of the two. There are no paths: files are read where the job is made.
-    mime: as far as it is known.
-    """
+    Exactly one of data and url is given. There are no paths: files are read where the job is made.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    data: the encoded file (PNG, JPEG, MP4, WAV …). url: http or https. The worker fetches it, and only from hosts that
+    its operator allows. mime: the MIME type, if it is known.
+    """
 
     kind: MediaKind
     data: Annotated[bytes, Field(strict=True, min_length=1, max_length=MAX_MEDIUM_BYTES)] | None = Field(
@@ -76,9 +76,9 @@ class Medium(BaseModel):
 
 
 def mime_of(kind: MediaKind, data: bytes, shown: str) -> str:
-    """What kind of file it is by its first bytes. Raises InvalidField, showing `shown`, for one that is not of `kind`.
+    """The MIME type by the file's first bytes. Raises InvalidField, which shows `shown`, for a file not of `kind`.
 
-    Libraries that read media take playlists and scripts for files, too, and open what those name.
+    Libraries that read media also accept playlists and scripts, and open the files that these name.
     """
     for offset, magic, mime in _MAGIC[kind]:
         if data[offset : offset + len(magic)] == magic:
@@ -88,7 +88,7 @@ def mime_of(kind: MediaKind, data: bytes, shown: str) -> str:
 
 
 def check_media(media: Sequence[Medium], messages: Sequence[ChatMessage] | None) -> None:
-    """Raises ValueError unless the media fit the places that `messages` have for them, and all of them a job."""
+    """Raises ValueError unless the media match the places in `messages` and together fit into a job."""
     if (total := sum(len(medium.data or b"") for medium in media)) > MAX_MEDIA_BYTES:
         raise ValueError(f"media: {total} bytes together, at most {MAX_MEDIA_BYTES}")
     if messages is None:

@@ -1,4 +1,4 @@
-"""Jobs that generate nothing: each of their inputs is one sample, so that all the queue promises holds for them too."""
+"""Jobs that generate nothing. Each input is one sample, so all guarantees of the queue hold for them too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from .base import Floats, Message, Metadata, Submitted, TokenIds
+from .base import Floats, Message, Metadata, Submitted, TokenIds, exactly_one
 from .chat import MAX_TEXT, ChatMessage
 from .jobs import MAX_METADATA_ITEMS, MAX_SAMPLES, Priority
 from .results import Timings
@@ -16,10 +16,10 @@ Conversation = Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length
 
 
 class TaskJob(Submitted):
-    """What all of them have. The fields mean what they mean in GenerateJob.
+    """Base of these jobs. GenerateJob documents the fields.
 
-    task: which kind of worker can do it: EngineInfo.features has "task:<task>".
-    n: how many inputs there are; counted, not given.
+    task: the kind of worker that can do it: EngineInfo.features has "task:<task>".
+    n: the number of inputs. It is counted, not given.
     """
 
     task: ClassVar[Literal["embed", "reward", "score"]]
@@ -45,7 +45,7 @@ class TaskJob(Submitted):
 
     @property
     def n(self) -> int:
-        """Its inputs, each of which is one sample with one result."""
+        """The number of inputs. Each is one sample with one result."""
         raise NotImplementedError
 
     @property
@@ -54,24 +54,24 @@ class TaskJob(Submitted):
         return self.group_id or self.id
 
     def features_used(self) -> list[str]:
-        """What an engine must have for it, as in GenerateJob."""
+        """Names of the features that this job needs, as in GenerateJob."""
         return [f"task:{self.task}"]
 
     def unsupported(self, features: frozenset[str]) -> list[str]:
-        """Those of them that an engine with `features` does not have."""
+        """Names of those that an engine with `features` does not have."""
         return [name for name in self.features_used() if name not in features]
 
     def value_of(self, name: str) -> Any:
-        """What to show of it in an error about feature `name`."""
+        """The text that an error about feature `name` shows."""
         return f"{type(self).__name__} of {self.n}"
 
 
 class TaskResult(Message):
-    """What came of one input of a TaskJob.
+    """The result of one input of a TaskJob.
 
-    sample: the input's number. n: how many the job has.
-    version: of the weights it was computed with, all of it.
-    tokens: of the input. The other fields are as in RolloutResult.
+    sample: the input's number. n: the number of the job's inputs.
+    version: the weights version that computed the whole result.
+    tokens: the length of the input. The other fields are as in RolloutResult.
     """
 
     ok: ClassVar[bool] = True
@@ -94,10 +94,16 @@ Texts = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 Inputs = Annotated[tuple[TokenIds, ...], Field(min_length=1)]
 
 
-class PoolingJob(TaskJob):
-    """Inputs, in exactly one form: ids, texts as the model's tokenizer reads them, or conversations.
+def _none_empty(name: str, inputs: tuple[TokenIds, ...] | None) -> None:
+    for place, ids in enumerate(inputs or ()):
+        if ids.size == 0:
+            raise ValueError(f"{name}[{place}]: at least one token is required")
 
-    Conversations are rendered by the model's chat template, without the beginning of an answer.
+
+class PoolingJob(TaskJob):
+    """Inputs in exactly one form: token ids, texts or conversations.
+
+    The model's tokenizer reads the texts. Its chat template renders the conversations, without a generation prompt.
     """
 
     token_ids: Inputs | None = None
@@ -106,27 +112,22 @@ class PoolingJob(TaskJob):
 
     @property
     def n(self) -> int:
-        """See TaskJob."""
         return len(self.token_ids or self.texts or self.conversations or ())
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
-        given = [name for name in ("token_ids", "texts", "conversations") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"exactly one of token_ids, texts and conversations is required, got {given or 'none'}")
-        for place, ids in enumerate(self.token_ids or ()):
-            if ids.size == 0:
-                raise ValueError(f"token_ids[{place}]: at least one token is required")
+        exactly_one(self, "token_ids", "texts", "conversations")
+        _none_empty("token_ids", self.token_ids)
         return self
 
 
 class EmbedJob(PoolingJob):
-    """An embedding of each input.
+    """Asks for an embedding of each input.
 
-    dimensions: keep so many of the first components (of a model trained for it: Matryoshka); None keeps all. More than
-        the model has is refused.
-    normalize: to length 1, after cutting. False leaves what the model's own pooling gives, and many of SGLang's
-        embedding models normalise by themselves.
+    dimensions: how many of the first components to keep, for a model trained for it (Matryoshka). None keeps all. The
+        worker refuses more than the model has.
+    normalize: scale to length 1, after cutting. False returns the output of the model's own pooling, and many of
+        SGLang's embedding models normalise there.
     """
 
     KIND: ClassVar[int] = 32
@@ -145,14 +146,14 @@ class EmbedResult(TaskResult):
 
 
 class RewardJob(PoolingJob):
-    """A reward model's score of each input: prompt and response as one sequence, or as a conversation."""
+    """Asks for a reward model's score of each input: prompt and response as one sequence, or a conversation."""
 
     KIND: ClassVar[int] = 34
     task: ClassVar[Literal["embed", "reward", "score"]] = "reward"
 
 
 class RewardResult(TaskResult):
-    """scores: (k,) float32, one for each of the model's labels, no activation applied."""
+    """scores: (k,) float32, one for each of the model's labels, without an activation."""
 
     KIND: ClassVar[int] = 35
 
@@ -160,15 +161,16 @@ class RewardResult(TaskResult):
 
     @property
     def score(self) -> float:
-        """The score of a model that gives one: the first."""
+        """The first score, the only one of most reward models."""
         return float(self.scores[0])
 
 
 class ScoreJob(TaskJob):
-    """The log-probability of each continuation of one prompt, under the model's own distribution.
+    """Asks for the log-probability of each continuation of one prompt, under the model's own distribution.
 
-    token_ids, text or messages: the prompt, as in GenerateJob. continuations: ids, or `texts`, tokenised by themselves
-    without special tokens and set behind the prompt's ids: so what is scored is exactly these tokens.
+    token_ids, text or messages: the prompt, as in GenerateJob.
+    continuations or texts: token ids, or texts that are tokenised by themselves without special tokens. Their ids
+        follow the prompt's ids, so exactly these tokens are scored.
     """
 
     KIND: ClassVar[int] = 36
@@ -182,26 +184,21 @@ class ScoreJob(TaskJob):
 
     @property
     def n(self) -> int:
-        """See TaskJob."""
         return len(self.continuations or self.texts or ())
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
-        for names in (("token_ids", "text", "messages"), ("continuations", "texts")):
-            given = [name for name in names if getattr(self, name) is not None]
-            if len(given) != 1:
-                raise ValueError(f"exactly one of {', '.join(names)} is required, got {given or 'none'}")
+        exactly_one(self, "token_ids", "text", "messages")
+        exactly_one(self, "continuations", "texts")
         if self.token_ids is not None and self.token_ids.size == 0:
             raise ValueError("token_ids: at least one prompt token is required")
-        for place, ids in enumerate(self.continuations or ()):
-            if ids.size == 0:
-                raise ValueError(f"continuations[{place}]: at least one token is required")
+        _none_empty("continuations", self.continuations)
         return self
 
 
 class ScoreResult(TaskResult):
-    """logprobs: (t,) float32, natural log of the probability of each token of the continuation given all before it,
-    before any temperature. token_ids: (t,) int32, what the texts of a job became, else None."""
+    """logprobs: (t,) float32, natural log-probability of each token of the continuation given all tokens before it,
+    without temperature. token_ids: (t,) int32, the tokens of a continuation that was given as text, else None."""
 
     KIND: ClassVar[int] = 37
 
@@ -210,7 +207,7 @@ class ScoreResult(TaskResult):
 
     @property
     def sum(self) -> float:
-        """Log-probability of the continuation; added up in float64."""
+        """Log-probability of the continuation, summed in float64."""
         return float(np.sum(self.logprobs, dtype=np.float64))
 
     @property

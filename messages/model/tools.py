@@ -1,4 +1,4 @@
-"""Tools: how a job declares them, and the calls that were found in what a model generated."""
+"""Tools: how a job declares them, and the calls that a model generated."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from .base import Record
 from .chat import MAX_TOOL_NAME, ChatToolCall, FunctionCall, JsonObject
 
 FORMATS: Mapping[str, str] = {"json": "qwen25", "xml": "qwen3_coder", "function": "pythonic"}
@@ -15,10 +16,8 @@ FORMATS: Mapping[str, str] = {"json": "qwen25", "xml": "qwen3_coder", "function"
 `<tool_call><function=name><parameter=x>…`, and `[name(x=1)]`. Its other parsers go by their own names."""
 
 
-class ToolFunction(BaseModel):
-    """parameters: JSON schema of an object, shown to the model by the chat template."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class ToolFunction(Record):
+    """parameters: JSON schema of an object. The chat template shows it to the model."""
 
     name: str = Field(min_length=1, max_length=MAX_TOOL_NAME, pattern=r"^[A-Za-z0-9_.-]+$")
     description: str = Field(default="", max_length=16384)
@@ -26,28 +25,24 @@ class ToolFunction(BaseModel):
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(Record):
     """A tool in OpenAI's form."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["function"] = "function"
     function: ToolFunction
 
     def rendered(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The tool for a chat template."""
         return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
 
 
-class ToolCall(BaseModel):
-    """A call the model made, or tried to make.
+class ToolCall(Record):
+    """A call that the model made, or tried to make.
 
-    id: of its own in the job; the same when the sample is parsed again.
-    name, arguments: None where they could not be read. error: why it is no valid call, None for one that is.
-    text: what the model wrote of an invalid call.
+    id: unique in the job. Parsing the sample again gives the same id.
+    name, arguments: None if they could not be read. error: why the call is invalid, None for a valid one.
+    text: the model's text of an invalid call.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str = Field(max_length=128)
     name: str | None = Field(default=None, max_length=MAX_TOOL_NAME)
@@ -57,11 +52,11 @@ class ToolCall(BaseModel):
 
     @property
     def valid(self) -> bool:
-        """Whether it can be run."""
+        """Whether the call can be run."""
         return self.error is None
 
     def as_chat(self) -> ChatToolCall:
-        """For the assistant's message of the next prompt."""
+        """The call for the assistant's message in the next prompt."""
         arguments = json.dumps(self.arguments or {}, ensure_ascii=False)
         return ChatToolCall(id=self.id, function=FunctionCall(name=self.name or "invalid", arguments=arguments))
 
@@ -78,11 +73,11 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def why_invalid(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
-    """What is wrong with these arguments, as far as names, required ones and plain types go; None for nothing."""
+    """The first error in these arguments, None if there is none. It checks names, required ones and plain types."""
     schema = tool.function.parameters
     properties = schema.get("properties")
     known: Mapping[str, Any] = properties if isinstance(properties, dict) else {}
-    required = schema.get("required")  # whatever the schema's author put there
+    required = schema.get("required")  # it may be anything that the schema's author wrote
     names = [name for name in required if isinstance(name, str)] if isinstance(required, list | tuple) else []
     if missing := [name for name in names if name not in arguments]:
         return f"{tool.function.name}: arguments without {', '.join(missing)}"
@@ -100,12 +95,12 @@ def why_invalid(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
 
 
 MAX_DEPTH = 64
-"""Of arguments: both sides go through them recursively."""
+"""The deepest nesting of arguments, because both sides walk through them recursively."""
 
 
 def why_unsendable(value: Any, depth: int = 0) -> str | None:
-    """What of a value made from JSON no message can hold; None for nothing. JSON knows integers of any size, halves of
-    characters, and nesting without end."""
+    """Why no message can hold a value made from JSON, None if one can. JSON allows integers of any size, halves of
+    characters and endless nesting."""
     if depth > MAX_DEPTH:
         return f"nested deeper than {MAX_DEPTH}"
     if isinstance(value, str):

@@ -1,12 +1,13 @@
-"""The pool's bell: a short stream that says something changed, so that nobody has to poll.
+"""The pool's bell: a short stream that announces changes, so nobody has to poll.
 
-State is never only on the bell, but for an operator's controls, and for `stop`, which is said again until it is heard:
-whoever missed another entry learns the same from the next heartbeat or from the ledger.
+Apart from an operator's controls, and from `stop`, which is repeated until a worker hears it, state is never only on
+the bell. A listener that missed another entry learns the same from the next heartbeat or from the ledger.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,17 +35,17 @@ class Bell:
         self._rung = asyncio.Event()
 
     async def open(self) -> None:
-        """Skip what was rung before now."""
+        """Skip all earlier rings."""
         newest = await self._redis.xrevrange(self._key, count=1)
         self._last = newest[0][0].decode() if newest else "0"
 
     async def listen(self, on_ring: Callable[[Ring], None] | None = None) -> None:
-        """Until cancelled: call `on_ring` for each ring, and wake whoever is in `wait`."""
+        """Call `on_ring` for each ring and wake every `wait`, until cancelled."""
         while True:
             try:
                 answer = await self._redis.xread({self._key: self._last}, count=256, block=BLOCK_MS)
             except (RedisError, OSError):
-                self._rung.set()  # something may have been missed: let everybody look
+                self._rung.set()  # a ring may have been missed, so everybody looks
                 await asyncio.sleep(RETRY_S)
                 continue
             if not answer:
@@ -57,18 +58,18 @@ class Bell:
             self._rung.set()
 
     def quiet(self) -> None:
-        """Forget rings so far. Call it before looking at the state that `wait` is to watch, so that none is missed."""
+        """Forget all rings so far. Call it before you read the state that `wait` watches, so you miss no ring."""
         self._rung.clear()
 
     async def wait(self, deadline: float, glance_s: float) -> None:
-        """Until the next ring since `quiet`, at most `glance_s` seconds and not past the time.monotonic() deadline."""
-        timeout = min(glance_s, max(0.0, deadline - time.monotonic()))
-        try:
-            async with asyncio.timeout(timeout):
+        """Wait for the next ring since `quiet`, for `glance_s` seconds at most, and not past `deadline`.
+
+        deadline: by time.monotonic().
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(glance_s, max(0.0, deadline - time.monotonic()))):
                 await self._rung.wait()
-        except TimeoutError:
-            pass
 
     def ring_here(self) -> None:
-        """Wake whoever is in `wait`, in this process only."""
+        """Wake every `wait` in this process only."""
         self._rung.set()
