@@ -1,6 +1,6 @@
-"""Every error RolloutMQ raises, in one tree under :class:`RolloutMQError`.
+"""Every error that RolloutMQ raises, in one tree under :class:`RolloutMQError`.
 
-An error about a value names the field, the value and what is allowed, so that the text alone is enough to fix the call.
+An error about a value names the field, the value and what is allowed, so the text alone is enough to fix the call.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from redis.exceptions import ConnectionError, RedisError, ResponseError
 
 
 class RolloutMQError(Exception):
-    """Root of the tree: ``except RolloutMQError`` catches whatever this package raises on purpose."""
+    """Root of the tree: ``except RolloutMQError`` catches every error that this package raises on purpose."""
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
 class MessageError(RolloutMQError):
-    """A message cannot be used. Workers dead-letter the entry and go on with the next."""
+    """A message cannot be used. Workers dead-letter the entry and continue with the next."""
 
 
 class MalformedMessage(MessageError):
@@ -47,18 +47,18 @@ class InvalidField(MessageError):
 
 
 class FeatureUnavailable(InvalidField):
-    """A job asks for something that no worker of the pool can do; `allowed` says which engines lack it."""
+    """A job needs a feature that no worker of the pool has. `allowed` names the engines."""
 
 
 # --- queue ----------------------------------------------------------------------------------------------------------
 
 
 class PoolBusy(RolloutMQError):
-    """The pool takes no more for now. The first `accepted` jobs of this call are in, no more.
+    """The pool accepts no more jobs for now. It accepted only the first `accepted` jobs of this call.
 
-    reason: "jobs" (open ones), "bytes" (payloads of open jobs and results not taken), "unread" (results that this very
-    client has not taken), or "memory" (Redis is at its maxmemory).
-    states: of the accepted ones, as Broker.enqueue gives them.
+    reason: the limit that was reached: "jobs" (open jobs), "bytes" (payloads of open jobs and unread results), "unread"
+        (this client's unread results), or "memory" (Redis' maxmemory).
+    states: the states of the accepted jobs, as Broker.enqueue returns them.
     """
 
     def __init__(self, message: str, states: list[str], reason: str = "jobs") -> None:
@@ -69,19 +69,19 @@ class PoolBusy(RolloutMQError):
 
 
 class ClientBusy(RolloutMQError):
-    """This client has more samples outstanding than it promised to hold in memory."""
+    """This client has more outstanding samples than it may hold in memory."""
 
 
 class WaitTimeout(RolloutMQError, TimeoutError):
-    """A wait reached its deadline. Nothing is lost: what arrives later can be waited for again."""
+    """A wait reached its deadline. Nothing is lost: you can wait for the same results again."""
 
 
 class LeaseLost(RolloutMQError):
-    """This worker's lease ran out, its jobs belong to others now."""
+    """This worker's lease ran out. Its jobs belong to other workers now."""
 
 
 class JobFailed(RolloutMQError):
-    """A job ended without all its samples; ``failure`` is the :class:`~rolloutmq.messages.model.results.JobFailure`."""
+    """A job ended without all its samples. ``failure`` is the :class:`~rolloutmq.messages.model.results.JobFailure`."""
 
     def __init__(self, failure: object) -> None:
         super().__init__(str(failure))
@@ -89,11 +89,11 @@ class JobFailed(RolloutMQError):
 
 
 class NoSuchDeadLetter(RolloutMQError):
-    """No letter with this entry id: requeued, dropped, or pushed out by 10,000 newer ones."""
+    """There is no letter with this entry id. It was requeued, dropped, or displaced by 10,000 newer ones."""
 
 
 class CannotRequeue(RolloutMQError):
-    """A letter's payload cannot become a job; the text says why. It can be shown and dropped."""
+    """A letter's payload cannot become a job. The text says why. The letter can be shown and dropped."""
 
 
 # --- engine ---------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class EngineError(RolloutMQError):
 
 
 class EngineDead(EngineError):
-    """The engine's processes are gone; whatever ran in them has to be run again."""
+    """The engine's processes are gone. Everything that ran in them has to run again."""
 
 
 class RequestRefused(EngineError):
@@ -115,15 +115,15 @@ class RequestRefused(EngineError):
 
 
 class WeightSyncError(RolloutMQError):
-    """A weights version could not be brought to a worker, or to any."""
+    """A weights version did not reach a worker, or any worker."""
 
 
 class DigestMismatch(WeightSyncError):
-    """Tensors arrived that are not the ones that were sent; the version is refused."""
+    """The tensors that arrived differ from those that were sent. The version is refused."""
 
 
 class TransferTimeout(WeightSyncError):
-    """A weight transfer did not finish by its deadline; who took part goes on with the old weights."""
+    """A weight transfer did not finish by its deadline. Its receivers continue with the old weights."""
 
 
 # --- surroundings ---------------------------------------------------------------------------------------------------
@@ -133,18 +133,18 @@ class ConfigError(RolloutMQError):
     """A setting is missing, unknown or contradictory."""
 
 
-# The errors about Redis are redis-py's too: `except RedisError` around a loop that tries again catches them all.
+# The errors about Redis are also redis-py's errors, so `except RedisError` around a retry loop catches them all.
 
 
 class RedisUnavailable(RolloutMQError, ConnectionError):
-    """No redis-server could be reached or started, or the one there is did not get ready in time (it loads, is a
-    replica, its cluster is reorganising). Doing the same again later is safe."""
+    """No redis-server could be reached or started, or the server was not ready in time: it loads, is a replica, or its
+    cluster is reorganising. Repeating the call later is safe."""
 
 
 class RedisRefused(RolloutMQError, ResponseError):
-    """Redis is there and takes no writes; nothing of the call was written. Doing it again later is safe.
+    """Redis answers but accepts no writes. Nothing of the call was written. Repeating the call later is safe.
 
-    reason: "memory" (maxmemory is reached), "disk" (it cannot save what it holds) or "replicas" (fewer than its
+    reason: "memory" (maxmemory is reached), "disk" (it cannot save its data) or "replicas" (fewer than its
     min-replicas-to-write are connected).
     """
 
@@ -157,5 +157,5 @@ class RedisRefused(RolloutMQError, ResponseError):
 
 
 class NotReplicated(RolloutMQError, RedisError):
-    """The primary has written it, but fewer replicas than `min_replicas` have confirmed it in time: a failover could
-    lose it. Doing the same again is safe, jobs keep their ids."""
+    """The primary has the write, but fewer replicas than `min_replicas` confirmed it in time, so a failover could lose
+    it. Repeating the call is safe, because jobs keep their ids."""

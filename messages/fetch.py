@@ -1,9 +1,8 @@
-"""What a URL points at, fetched with care: who wrote the URL need not be trusted.
+"""Fetches a URL whose author is not trusted.
 
 A URL in a data set can name a host that only this machine reaches: a metadata service, a database, localhost. So every
-host is resolved first and refused unless all its addresses are public, the connection goes to the very address that
-was checked, and each redirect is a new URL with the same checks. Hosts that somebody has named explicitly may be
-private. Proxies are not used.
+host is resolved first, and refused unless all of its addresses are public. The connection goes to the address that was
+checked. Each redirect is a new URL with the same checks. Hosts that the caller names may be private. No proxy is used.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ CHUNK = 1 << 16
 
 
 def fetch(url: str, *, max_bytes: int, timeout_s: float = 10.0, hosts: Collection[str] | None = None) -> bytes:
-    """The body behind `url`, at most `max_bytes` of it, within `timeout_s` seconds.
+    """The body behind `url`, of `max_bytes` at most, within `timeout_s` seconds. It blocks: do not call it in a loop.
 
-    hosts: the only ones that may be asked, private or not; None for every public one. Raises InvalidField naming the
-    URL for anything that does not work. Blocks: not for an event loop.
+    hosts: the only hosts that may be asked, private or not. None allows every public host.
+    Raises InvalidField, which names the URL, for any failure.
     """
     deadline = time.monotonic() + timeout_s
     asked = url
@@ -46,7 +45,7 @@ def fetch(url: str, *, max_bytes: int, timeout_s: float = 10.0, hosts: Collectio
 
 
 def _get(url: str, max_bytes: int, deadline: float, hosts: Collection[str] | None) -> tuple[str | None, bytes]:
-    """Where it has moved to, or None and the body."""
+    """The redirect's target and no body, or None and the body."""
     parts = urlsplit(url)
     try:
         host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
@@ -57,7 +56,7 @@ def _get(url: str, max_bytes: int, deadline: float, hosts: Collection[str] | Non
     if hosts is not None and host not in {name.lower() for name in hosts}:
         raise InvalidField("url", url, f"a host among {', '.join(sorted(hosts)) or 'none'}")
     connection = http.client.HTTPConnection(host, port, timeout=_left(deadline))
-    # Connected here: the library would resolve the name a second time, perhaps to another address.
+    # The library would resolve the name a second time, perhaps to another address.
     connected = _connect(url, host, port, deadline, public=hosts is None)
     try:
         if parts.scheme == "https":
@@ -82,7 +81,7 @@ def _get(url: str, max_bytes: int, deadline: float, hosts: Collection[str] | Non
 
 
 class _InTime:
-    """As much of a socket as the library uses, over at the deadline: a server that drips does not outlast it."""
+    """The part of a socket that the library uses. It ends at the deadline, even if the server sends slowly."""
 
     def __init__(self, connected: socket.socket, deadline: float) -> None:
         self._connected, self._deadline = connected, deadline
@@ -95,7 +94,7 @@ class _InTime:
         return io.BufferedReader(_Reader(self._connected, self._deadline))
 
     def close(self) -> None:
-        """Nothing: the library closes it while it still reads; whoever connected it closes it."""
+        """Do nothing. The library closes the socket while it still reads. `_get` closes it at the end."""
 
 
 class _Reader(io.RawIOBase):

@@ -1,7 +1,5 @@
-"""Job ids: fixed length and time-ordered.
-
-Fixed length because SGLang matches aborts by prefix; time-ordered so that streams, logs and journals sort by time.
-"""
+"""Job ids. They have a fixed length, because SGLang matches aborts by prefix. They sort by time, so streams, logs and
+journals do too."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _CLIENT = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 def new_id(now_ms: int | None = None) -> str:
     """32 hex digits in the layout of UUIDv7 (RFC 9562): 48 bits of Unix milliseconds, version, 74 random bits.
 
-    Ids made by one process at the clock's own time ascend strictly, within a millisecond and if the clock is set back.
+    Without `now_ms` the ids of one process ascend strictly, within a millisecond and even if the clock is set back.
     """
     global _last  # noqa: PLW0603 – one counter per process is the point
     if now_ms is None:
@@ -34,7 +32,7 @@ _last = 0
 
 
 def derived_id(ms: int, seed: bytes) -> str:
-    """The id that follows from `seed` (10 bytes or more count): always the same, in `new_id`'s layout, as of `ms`."""
+    """An id in `new_id`'s layout that depends only on `ms` and the first 10 bytes of `seed`."""
     return f"{_stamp(ms, int.from_bytes(seed[:10], 'big')):032x}"
 
 
@@ -45,11 +43,11 @@ def _stamp(ms: int, bits: int | None = None) -> int:
 
 
 def check_client_id(field: str, client_id: str) -> None:
-    """Raises InvalidField for what cannot name a client, and with it a reply stream."""
+    """Raises InvalidField for a text that cannot name a client and its reply stream."""
     if not _CLIENT.fullmatch(client_id):
         raise InvalidField(field, client_id, "1 to 128 letters, digits, '_', '.', '-'")
 
 
 def is_id(text: str) -> bool:
-    """Whether `text` has the form `new_id` gives."""
+    """Whether `text` has the form of `new_id`."""
     return _PATTERN.fullmatch(text) is not None

@@ -1,4 +1,4 @@
-"""What Redis answers when it will not do something, as one exception per meaning, whatever its version's wording."""
+"""Redis' refusals as one exception per meaning, for the wordings of all its versions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _REFUSALS = {
 
 
 def meaning(error: ResponseError) -> ResponseError:
-    """The exception for what `error` says; itself where redis-py found the right one."""
+    """The exception for the meaning of `error`. It is `error` itself if redis-py found the right class."""
     text = str(error)
     if isinstance(error, OutOfMemoryError):
         code = "OOM"
@@ -77,9 +77,9 @@ def meaning(error: ResponseError) -> ResponseError:
 
 @contextmanager
 def told_as_ours(where: str) -> Iterator[None]:
-    """Whatever says that Redis is not there or not ready leaves the block as RedisUnavailable with the address.
+    """Raise RedisUnavailable with the address for every error in the block that says Redis is absent or not ready.
 
-    Refused credentials and permissions, and answers about the command itself, stay what they are.
+    Refused credentials and permissions, and answers about the command itself, stay as they are.
     """
     try:
         yield
@@ -90,7 +90,7 @@ def told_as_ours(where: str) -> Iterator[None]:
 
 
 def said(error: RedisError | OSError) -> str:
-    """The error's text, with the kind of answer where the text alone does not tell it."""
+    """The error's text, with Redis' error code in front if the text lacks it."""
     text = str(error)
     # redis-py cuts the code off, and only since 8 keeps it anywhere.
     code = next((code for kind, code in _CUT_OFF.items() if isinstance(error, kind)), "")

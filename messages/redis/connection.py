@@ -1,7 +1,7 @@
 """Connections to Redis: one way to open them, with every wait bounded.
 
-RESP2 on purpose: replies have the same shape in every redis-py from 6.2 to 8.x, proxies that do not know HELLO work,
-and no push message can ever sit between a command and its reply. Nothing here decodes: keys and values stay bytes.
+They use RESP2. Replies then have the same shape in every redis-py from 6.2 to 8.x, proxies without HELLO work, and no
+push message can come between a command and its reply. Nothing is decoded: keys and values stay bytes.
 """
 
 from __future__ import annotations
@@ -16,40 +16,24 @@ from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissi
 
 from ..errors import ConfigError, RedisRefused, RedisUnavailable
 from .answers import said, told_as_ours
-from .retry import REPLY_TIMEOUT_S, RETRY_BUDGET_S, BoundedRetry, reply_within, within
+from .retry import REPLY_TIMEOUT_S, BoundedRetry, reply_within, within
 from .topology import link
-from .url import Durability, first_node_url, parse, redacted
-
-__all__ = [
-    "CONNECT_TIMEOUT_S",
-    "DEFAULT_URL",
-    "MAX_BLOCK_S",
-    "MAX_CONNECTIONS",
-    "REPLY_TIMEOUT_S",
-    "RETRY_BUDGET_S",
-    "BoundedRetry",
-    "PoolRedis",
-    "connect",
-    "default_url",
-    "first_node_url",
-    "ping",
-    "redacted",
-]
+from .url import Durability, parse, redacted
 
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
 CONNECT_TIMEOUT_S = 3.0
-# The longest BLOCK a `blocking=True` client may ask for. Longer, and its own timeout takes the server for dead.
+# The longest BLOCK of a `blocking=True` client. During a longer one its own timeout would take the server for dead.
 MAX_BLOCK_S = 30.0
 MAX_CONNECTIONS = 64
 
 
 class PoolRedis(Redis):
-    """redis-py's client, plus what the URL said about the pool's Redis.
+    """redis-py's client with the URL's settings for the pool's Redis.
 
-    What says that Redis is gone or not ready is raised as RedisUnavailable, a refusal to write as RedisRefused; both
-    are RedisErrors. Pipelines raise redis-py's own ConnectionError or TimeoutError.
+    It raises RedisUnavailable if Redis is gone or not ready, and RedisRefused if Redis refuses a write. Both are
+    RedisErrors. Pipelines raise redis-py's own ConnectionError or TimeoutError.
 
-    where: the address, for people. durability: see url.Durability. clustered: whether the pool's slot can move.
+    where: the address as text for people. durability: see url.Durability. clustered: whether the pool's slot can move.
     """
 
     where = "an unknown address"
@@ -66,21 +50,21 @@ class PoolRedis(Redis):
 
 
 def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> PoolRedis:
-    """A client for any of these URLs; nothing is sent before the first command. docs/redis.md says more about each.
+    """A client for any of these URLs. It sends nothing before the first command. docs/redis.md explains each form.
 
         redis://[USER:PASSWORD@]HOST[:PORT][/DB]       rediss://… the same through TLS       unix:///PATH[?db=0]
         redis+sentinel://[USER:PASSWORD@]HOST[:PORT],…/SERVICE[/DB]       the primary that these sentinels know
         redis+cluster://[USER:PASSWORD@]HOST[:PORT],…       the node of this cluster that has the slot of `pool`
         rediss+sentinel://…, rediss+cluster://…       the same, everything through TLS
 
-    Commands are sent again after a connection error and when Redis is not ready (it loads, was demoted, a failover is
-    under way, the slot has moved), so only idempotent ones may go through it (the broker's scripts are). Waiting for a
-    reply, a connection or a free pooled connection is bounded; all of it ends in RedisUnavailable within about 10 s.
+    The client sends a command again after a connection error, and when Redis is not ready (it loads, was demoted, a
+    failover is under way, the slot has moved). So send only idempotent commands, as the broker's scripts are. Every
+    wait for a reply, a connection or a free pooled connection is bounded. RedisUnavailable comes within about 10 s.
 
-    `blocking=True` gives a client for blocking reads, to be used for nothing else: it waits for a reply as long as the
-    command says (at most MAX_BLOCK_S seconds) and a bit, and never re-sends, because a re-sent XREADGROUP returns the
-    entry *after* the one whose reply was lost. Its user handles the error and reads its own pending entries again.
-    BLOCK 0 ends in an error, too. At most MAX_CONNECTIONS such reads can wait at once.
+    `blocking=True` returns a client for blocking reads only. It waits for a reply as long as the command says (at most
+    MAX_BLOCK_S seconds) and a little longer. It never re-sends, because a re-sent XREADGROUP returns the entry *after*
+    the one whose reply was lost. The caller handles the error and reads its own pending entries again. BLOCK 0 ends in
+    an error too. At most MAX_CONNECTIONS such reads can wait at once.
 
     Raises ConfigError for a URL that cannot be used, without showing its password.
     """
@@ -95,7 +79,7 @@ def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> Poo
         "decode_responses": False,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
         "socket_timeout": None,  # BoundedRetry does this
-        # A pooled connection that idled this long is tried with a PING first: NATs and load balancers forget silently.
+        # A connection that was idle this long is tested with PING, because NATs and load balancers drop it silently.
         "health_check_interval": 15,
         "retry": BoundedRetry(0.0, MAX_BLOCK_S + REPLY_TIMEOUT_S) if blocking else BoundedRetry(),
         "timeout": REPLY_TIMEOUT_S,  # for a free connection, when all are in use
@@ -106,14 +90,14 @@ def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> Poo
 
 
 def default_url() -> str:
-    """Where Redis is if nobody says: $ROLLOUTMQ_REDIS, else redis://127.0.0.1:6379/0; as on the command line."""
+    """The default URL: $ROLLOUTMQ_REDIS, or else redis://127.0.0.1:6379/0. The command line has the same default."""
     return os.environ.get("ROLLOUTMQ_REDIS") or DEFAULT_URL
 
 
 async def ping(client: Redis, *, once: bool = False) -> None:
-    """Return if Redis answers; else RedisUnavailable saying which address, what happened and what to do about it.
+    """Return if Redis answers. Raises RedisUnavailable, which says the address, what happened and what to do.
 
-    once: make one attempt, as a person at a terminal wants it; else try for RETRY_BUDGET_S seconds.
+    once: make a single attempt, for a person at a terminal. Otherwise try for RETRY_BUDGET_S seconds.
     """
     where = getattr(client, "where", "its address")
     try:
@@ -124,7 +108,7 @@ async def ping(client: Redis, *, once: bool = False) -> None:
             f"Redis at {where} refused these credentials ({error}). Give user and password in the URL: "
             "redis://USER:PASSWORD@HOST:PORT/0"
         ) from error
-    except RedisRefused:  # it answers; what does not write works
+    except RedisRefused:  # it answers, and commands that write nothing work
         return
     except (RedisError, OSError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, RedisError) else error
@@ -135,7 +119,7 @@ async def ping(client: Redis, *, once: bool = False) -> None:
 
 
 def _reply_within(args: tuple[Any, ...]) -> float | None:
-    """Seconds that the reply to a command that blocks may take; None for other commands and for those without end."""
+    """Seconds that the reply to a blocking command may take. None for other commands, and for endless blocking."""
     name = str(args[0]).upper()
     if name in {"XREAD", "XREADGROUP"}:
         at = next((i for i, word in enumerate(args) if word in (b"BLOCK", "BLOCK")), None)

@@ -15,6 +15,16 @@ from ..model import PRIORITIES
 _POOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
+class _Key:
+    """A key that is named like the attribute."""
+
+    def __set_name__(self, _: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, keys: Keys, _: type) -> str:
+        return f"{keys.prefix}{self._name}"
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The key names of one pool. Raises InvalidField for a pool name that could not be a hash tag."""
@@ -44,20 +54,12 @@ class Keys:
         """
         return tuple(f"{self.prefix}later:{index}" for index in range(len(PRIORITIES)))
 
-    @property
-    def prefers(self) -> str:
-        """ZSET job id -> until when it is left to the worker it prefers, Redis milliseconds; it is in `later`."""
-        return f"{self.prefix}prefers"
-
-    @property
-    def suspects(self) -> str:
-        """LIST of job ids on their last chance: each of them runs alone."""
-        return f"{self.prefix}suspects"
-
-    @property
-    def ward(self) -> str:
-        """STRING with a TTL: the worker whose turn it is to run suspects."""
-        return f"{self.prefix}ward"
+    prefers = _Key()
+    """ZSET job id -> until when it is left to the worker it prefers, Redis milliseconds; it is in `later`."""
+    suspects = _Key()
+    """LIST of job ids on their last chance: each of them runs alone."""
+    ward = _Key()
+    """STRING with a TTL: the worker whose turn it is to run suspects."""
 
     def job(self, job_id: str) -> str:
         """HASH, the one record of a job: payload, state, owner, attempt, published samples, partials."""
@@ -99,59 +101,31 @@ class Keys:
         """HASH worker id -> its answer to a command."""
         return f"{self.prefix}answers:{command_id}"
 
-    @property
-    def workers(self) -> str:
-        """ZSET worker id -> lease end, Redis milliseconds."""
-        return f"{self.prefix}workers"
-
-    @property
-    def deadlines(self) -> str:
-        """ZSET job id -> deadline, Redis milliseconds."""
-        return f"{self.prefix}deadlines"
-
-    @property
-    def load(self) -> str:
-        """HASH of counters: jobs and bytes open now, unread bytes, turns owed to lower classes, and totals."""
-        return f"{self.prefix}load"
-
-    @property
-    def unread(self) -> str:
-        """HASH client id -> bytes of results on its reply stream."""
-        return f"{self.prefix}unread"
-
-    @property
-    def wake(self) -> str:
-        """LIST with at most one token: work is there for whoever blocks on it."""
-        return f"{self.prefix}wake"
+    workers = _Key()
+    """ZSET worker id -> lease end, Redis milliseconds."""
+    deadlines = _Key()
+    """ZSET job id -> deadline, Redis milliseconds."""
+    load = _Key()
+    """HASH of counters: jobs and bytes open now, unread bytes, turns owed to lower classes, and totals."""
+    unread = _Key()
+    """HASH client id -> bytes of results on its reply stream."""
+    wake = _Key()
+    """LIST with at most one token: work is there for whoever blocks on it."""
 
     def token(self, worker_id: str) -> str:
         """LIST with at most one token: work is there that is left to this worker."""
         return f"{self.prefix}token:{worker_id}"
 
-    @property
-    def bell(self) -> str:
-        """STREAM (bounded) that says something changed: weights, cancellations, controls; see Ring."""
-        return f"{self.prefix}bell"
+    bell = _Key()
+    """STREAM (bounded) that says something changed: weights, cancellations, controls; see Ring."""
+    dead = _Key()
+    """STREAM of dead letters."""
+    mark = _Key()
+    """STRING with a TTL, written before WAIT; see scripts/runner.py."""
+    weights = _Key()
+    """HASH: newest committed version and its tensors' digest, last epoch, the epoch under way.
 
-    @property
-    def dead(self) -> str:
-        """STREAM of dead letters."""
-        return f"{self.prefix}dead"
-
-    @property
-    def mark(self) -> str:
-        """STRING with a TTL, written before WAIT; see scripts/runner.py."""
-        return f"{self.prefix}mark"
-
-    @property
-    def weights(self) -> str:
-        """HASH: newest committed version and its tensors' digest, last epoch, the epoch under way.
-
-        By adapter: its newest committed version, and its number in the pool.
-        """
-        return f"{self.prefix}weights"
-
-    @property
-    def wanted(self) -> str:
-        """HASH worker id, or adapter@worker id -> version it has: workers that wait for a catch-up transfer."""
-        return f"{self.prefix}wanted"
+    By adapter: its newest committed version, and its number in the pool.
+    """
+    wanted = _Key()
+    """HASH worker id, or adapter@worker id -> version it has: workers that wait for a catch-up transfer."""

@@ -49,6 +49,16 @@ local function wake(worker)
   end
 end
 
+local function append(list, ...)
+  for _, value in ipairs({...}) do list[#list + 1] = value end
+end
+
+-- Whether this worker holds a lease.
+local function alive(worker, now)
+  local lease = redis.call('ZSCORE', prefix .. 'workers', worker)
+  return lease and tonumber(lease) > now
+end
+
 local function ring(...)
   redis.call('XADD', prefix .. 'bell', 'MAXLEN', '~', 512, '*', ...)
 end
@@ -190,6 +200,15 @@ local function forget_wants(worker)
   for i = 1, #wanted, 2 do
     if string.match(wanted[i], '@(.*)$') == worker then redis.call('HDEL', key, wanted[i]) end
   end
+end
+
+-- A worker leaves the pool: it holds nothing any more.
+local function forget_worker(worker)
+  redis.call('ZREM', prefix .. 'workers', worker)
+  no_longer_preferred(worker)
+  redis.call('DEL', prefix .. 'worker:' .. worker)
+  forget_wants(worker)
+  ring('kind', 'worker', 'id', worker)
 end
 
 -- Whether `worker` holds job `id` in this very attempt.

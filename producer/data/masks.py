@@ -6,6 +6,7 @@ Pure functions over turns, for sessions, episodes and trainers alike. A turn is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -31,13 +32,8 @@ def loss_mask(turns: Sequence[Turn]) -> Mask:
 
 
 def prompt_tokens(turns: Sequence[Turn]) -> int:
-    """Tokens before the first generated turn: the prompt; all of them if nothing was generated."""
-    count = 0
-    for turn in turns:
-        if turn.generated:
-            break
-        count += turn.tokens
-    return count
+    """Number of tokens before the first generated turn. Without a generated turn it is the number of all tokens."""
+    return sum(turn.tokens for turn in takewhile(lambda turn: not turn.generated, turns))
 
 
 def response_mask(turns: Sequence[Turn], *, length: int | None = None) -> Mask:
@@ -50,7 +46,7 @@ def response_mask(turns: Sequence[Turn], *, length: int | None = None) -> Mask:
         return mask
     if len(mask) > length:
         raise InvalidField("length", length, f"at least {len(mask)}, the tokens of the response")
-    return np.concatenate([mask, np.zeros(length - len(mask), np.int8)])
+    return np.pad(mask, (0, length - len(mask)))
 
 
 def turn_masks(turns: Sequence[Turn]) -> npt.NDArray[np.int8]:
@@ -66,12 +62,9 @@ def turn_numbers(turns: Sequence[Turn]) -> npt.NDArray[np.int32]:
     Raises InvalidField.
     """
     _check(turns)
-    numbers: list[int] = []
-    generated = 0
-    for turn in turns:
-        numbers.append(generated if turn.generated else -1)
-        generated += turn.generated
-    return np.repeat(np.array(numbers, dtype=np.int32), [turn.tokens for turn in turns])
+    generated = np.array([turn.generated for turn in turns], dtype=bool)
+    numbers = np.where(generated, np.cumsum(generated) - 1, -1).astype(np.int32)
+    return np.repeat(numbers, [turn.tokens for turn in turns])
 
 
 def scatter(turns: Sequence[Turn], values: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from ...messages.model import GenerateJob, RolloutResult, Segment
@@ -91,7 +92,7 @@ def _choice(
     choice["stop_reason"] = stop_reason(sample) if sample is not None else None
     choice["logprobs"] = None
     if request.logprobs and sample is not None:
-        tokens = Tokens.of_result(sample)
+        tokens = Tokens.of(sample.token_ids, sample.logprobs, sample.token_arrays)
         made = chat_logprobs if request.kind == "chat" else completion_logprobs
         choice["logprobs"] = made(tokens, decode)
     if request.token_ids:
@@ -105,10 +106,8 @@ def _prompt_ids(job: GenerateJob, samples: Sequence[RolloutResult | None]) -> li
     """The ids of a prompt; for a text, those that a worker made of it, or [] if no sample has them."""
     if job.token_ids is not None:
         return list(job.token_ids.tolist())
-    found = next(
-        (sample.prompt_ids for sample in samples if sample is not None and sample.prompt_ids is not None), None
-    )
-    return list(found.tolist()) if found is not None else []
+    found = (sample.prompt_ids for sample in samples if sample is not None and sample.prompt_ids is not None)
+    return next((list(ids.tolist()) for ids in found), [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +128,6 @@ class Tokens:
             top = [list(zip(names, values, strict=True)) for names, values in rows]
         return cls(ids, logprobs.tolist() if logprobs is not None else [0.0] * len(ids), top)
 
-    @classmethod
-    def of_result(cls, result: RolloutResult) -> Tokens:
-        """All tokens of a sample."""
-        return cls.of(result.token_ids, result.logprobs, result.token_arrays)
-
 
 def chat_logprobs(tokens: Tokens, decode: Decode | None) -> dict[str, Any]:
     """{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}, one entry for each token."""
@@ -147,13 +141,8 @@ def chat_logprobs(tokens: Tokens, decode: Decode | None) -> dict[str, Any]:
 def completion_logprobs(tokens: Tokens, decode: Decode | None, offset: int = 0) -> dict[str, Any]:
     """{"tokens", "token_logprobs", "top_logprobs", "text_offset"}. offset: characters of the text before these."""
     texts = [_token_text(token, decode) for token in tokens.ids]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    top = (
-        [{_token_text(token, decode): logprob for token, logprob in row} for row in tokens.top] if tokens.top else None
-    )
+    offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
+    top = [{_token_text(token, decode): value for token, value in row} for row in tokens.top] if tokens.top else None
     return {"tokens": texts, "token_logprobs": tokens.logprobs, "top_logprobs": top, "text_offset": offsets}
 
 

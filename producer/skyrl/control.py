@@ -139,13 +139,11 @@ class WorkerControl:
             await self.ask("flush_cache")
 
     async def clear_storage(self) -> bool:
-        """Whether there was a worker that cleared the storage behind its hierarchical cache."""
         return bool(await self.ask("clear_storage"))
 
     # --- saving and profiling --------------------------------------------------------------------------------------
 
     async def save_sharded(self, path: str, pattern: str | None, max_size: int | None) -> bool:
-        """One worker writes what it serves in SGLang's sharded format."""
         for name, value in (("pattern", pattern), ("max_size", max_size)):
             if value is not None:
                 raise InvalidField(name, value, "None: files are named and cut as SGLang does by default")
@@ -153,7 +151,6 @@ class WorkerControl:
         return True
 
     async def save_remote(self, remote_path: str, storage_type: str) -> bool:
-        """One worker writes what it serves as safetensors, and copies it to a URL."""
         behind = remote_path if storage_type == "file" else remote_path.lstrip("/")
         url = remote_path if "://" in remote_path else f"{storage_type}://{behind}"
         if not url.startswith(f"{storage_type}://"):
@@ -163,13 +160,11 @@ class WorkerControl:
         return True
 
     async def start_profile(self) -> bool:
-        """Every worker begins to record."""
         return bool(_some("start_profile", await self.ask("start_profile")))
 
     # --- facts -----------------------------------------------------------------------------------------------------
 
     async def server_info(self) -> dict[str, Any]:
-        """The pool as plain data."""
         client = await self._core.client()
         workers, load = await asyncio.gather(self._core.workers(), client.load())
         return {
@@ -182,7 +177,6 @@ class WorkerControl:
         }
 
     async def memory_pool_size(self) -> dict[str, int]:
-        """Tokens of the workers' KV caches together."""
         totals = {"total_tokens": 0, "available_tokens": 0, "used_tokens": 0}
         for worker, answer in _some("get_memory_pool_size", await self.ask("version")).items():
             pool = answer.get("kv_tokens")
@@ -193,7 +187,6 @@ class WorkerControl:
         return totals
 
     async def validate(self, weight_names: Iterable[str] | None, check_nan: bool, check_inf: bool) -> dict[str, Any]:
-        """Every worker looks through all of its parameters."""
         if check_nan != check_inf:
             raise InvalidField("check_inf", check_inf, f"{check_nan}, as check_nan: both are looked for at once")
         if isinstance(weight_names, str):
@@ -205,7 +198,6 @@ class WorkerControl:
         return {"valid": not bad, "version": str(max(audit.versions.values())), **found, "workers": answers}
 
     async def compare(self, expected_version: str | int | None) -> dict[str, Any]:
-        """Whether all workers serve this version with the same bits."""
         expected = str(expected_version)
         audit, answers = await self._audit("check_weight_sync_integrity", 20)
         versions = {worker: str(version) for worker, version in audit.versions.items()}

@@ -39,23 +39,19 @@ class Generation:
             yield call
 
     async def read(self, input_batch: InferenceEngineInput) -> Batch:
-        """The jobs of a batch. Raises InvalidField, ConfigError."""
         texts = await self._core.ready_texts()
         return await asyncio.to_thread(read_batch, input_batch, self._core.sampling_params, texts)
 
     async def output(self, batch: Batch, found: Sequence[Samples]) -> InferenceEngineOutput:
-        """What came of a batch."""
         return await asyncio.to_thread(output_of, batch.jobs, found, batch.wishes, self._core.texts)
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Generate for every prompt of a batch."""
         async with self.begin() as call:
             batch = await self.read(input_batch)
             found = await self._run(call, batch.jobs)
         return await self.output(batch, found)
 
     async def stream(self, input_batch: InferenceEngineInput) -> AsyncGenerator[StreamingChunk]:
-        """What `generate` would return, in chunks."""
         async with self.begin() as call:
             batch = await self.read(input_batch)
             samples = {
@@ -77,7 +73,7 @@ class Generation:
     async def answer(
         self, payload: Mapping[str, Any], read: Callable[[Mapping[str, Any], Mapping[str, Any]], Request]
     ) -> dict[str, Any]:
-        """Answer {"json": body} as OpenAI's server would, errors included. read: the body and its defaults as jobs."""
+        """Answer {"json": body}. read: turns the body and its defaults into jobs."""
         try:
             body = payload.get("json") if isinstance(payload, Mapping) else None
             if not isinstance(body, Mapping):
@@ -97,14 +93,12 @@ class Generation:
             return error_of(error)
 
     async def pause(self, mode: str) -> None:
-        """Close the gate, and end this engine's calls or halt the workers."""
         if mode not in PAUSE_MODES:
             raise InvalidField("mode", mode, f"one of {', '.join(PAUSE_MODES)}")
         await self._calls.set_paused(True)
         await (self._control.end_calls() if mode == "abort" else self._control.halt(mode))
 
     async def resume(self) -> None:
-        """Publish weights that came, let workers go on, and open the gate."""
         await self._core.client()
         if self._control.halted == "in_place":  # frozen engines take no weights; these change under what runs
             await self._control.resume()

@@ -96,7 +96,6 @@ class SessionTree:
         return next(reversed(self.requests.values()), None)
 
     def fork(self, session_id: str, offset: int = -1) -> SessionTree:
-        """A session of its own, with what this one has; see SkyRLEngine.fork_session. Raises InvalidField."""
         newest = self.newest()
         if offset != -1:
             prefix = self.prefix(newest.rid if newest else None, offset if newest else None)
@@ -144,7 +143,6 @@ class Sessions:
         self.trees: dict[str, SessionTree] = {}
 
     def open(self, session_id: str | None, capacity: int) -> str | None:
-        """The id of a new session, None if there is one of that id."""
         name = session_id if session_id is not None else _new_name()
         if not isinstance(name, str) or not name:
             raise InvalidField("session_id", session_id, "a text")
@@ -160,11 +158,9 @@ class Sessions:
         return self.trees[session_id]
 
     def close(self, session_id: str) -> None:
-        """Forget a session. Raises InvalidField for one that is not open."""
         del self.trees[self.tree(session_id).session_id]
 
     def fork(self, source: str, target: str | None, offset: int) -> str | None:
-        """The id of a new session that begins with what `source` has, None if there is one of the id `target`."""
         tree = self.tree(source)
         name = target if target is not None else _new_name()
         if name in self.trees:
@@ -181,7 +177,6 @@ class Sessions:
         replace: bool,
         drop_previous_output: bool,
     ) -> InferenceEngineOutput:
-        """Generate behind what the session has."""
         tree = self.tree(session_id)
         async with self._generation.begin() as call:
             batch = await self._generation.read(input_batch)

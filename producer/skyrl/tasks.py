@@ -24,7 +24,6 @@ class Tasks:
     async def score(
         self, input_ids: Sequence[Any], output_ids: Sequence[Any], return_hidden_states: bool
     ) -> dict[str, Any]:
-        """Rewards, or log-probabilities of answers."""
         if return_hidden_states:
             raise FeatureUnavailable("return_hidden_states", True, "False: hidden states come with generate")
         prompts, answers = _lists("input_ids", input_ids), _lists("output_ids", output_ids)
@@ -43,19 +42,16 @@ class Tasks:
         return {"scores": [results[0].sum for results in found], "kind": "logprob"}
 
     async def encode(self, texts: Sequence[str], dimensions: int | None) -> list[list[float]]:
-        """An embedding of each text."""
         client = await self._core.client()
         found = await client.embed(texts, dimensions=dimensions, timeout=self._core.timeout_s)
         vectors: list[list[float]] = found.tolist()
         return vectors
 
     async def similarity(self, text1: str, text2: str, dimensions: int | None) -> float:
-        """Cosine of the angle between two texts' embeddings."""
         one, other = await self.encode([text1, text2], dimensions)
         return float(similarity(np.asarray(one), np.asarray(other)))
 
     async def decode(self, token_ids: Sequence[Any], skip_special_tokens: bool) -> list[str]:
-        """The text of each list of ids."""
         sequences = _lists("token_ids", token_ids, empty=True)
         texts = await self._core.ready_texts()
         return await asyncio.to_thread(lambda: [texts.decode(ids, skip_special_tokens) for ids in sequences])

@@ -111,7 +111,6 @@ class WeightSync:
             self._group = None
 
     async def update(self, request: Any) -> tuple[bool, str]:
-        """Take some of a version's tensors, or all."""
         update = read_update(request)
         await self._core.client()
         if self._staged.begins_anew(update):
@@ -187,11 +186,9 @@ class WeightSync:
         return Ledger((await self._core.client()).broker.redis, self._core.pool)
 
     async def version(self) -> str | None:
-        """The newest version that is served."""
         return str(await (await self._ledger()).committed())
 
     async def name_version(self, new_version: str | int, end_calls: bool) -> tuple[bool, str]:
-        """End the sync and publish it as `new_version`; with nothing to publish, the next sync gets that number."""
         version = _version_number("new_version", new_version)
         publisher = await self._opened_publisher()
         if version == publisher.last_version and not self._staged:
@@ -208,7 +205,6 @@ class WeightSync:
     # --- overlapped ------------------------------------------------------------------------------------------------
 
     async def start(self, request: Any) -> WeightTransferHandle:
-        """Take the tensors of a request, and publish them with those that had come before, in the background."""
         update = read_update(request)
         await self._core.client()
         return WeightTransferHandle(request, asyncio.create_task(self._transfer(update)))
@@ -220,14 +216,12 @@ class WeightSync:
         return await _served(handle)
 
     async def finish(self, handle: WeightTransferHandle, flush_cache: bool) -> str:
-        """The version, once the pool serves it."""
         version = await handle.wait()
         if flush_cache:
             await self._control.flush_caches()
         return version
 
     async def overlapped(self, request: Any, pause_mode: str) -> str:
-        """Receive and publish while requests run."""
         if pause_mode not in MODE_OF:
             raise InvalidField("pause_mode", pause_mode, f"one of {', '.join(MODE_OF)}")
         publisher, needed = await self._opened_publisher(), MODE_OF[pause_mode]
@@ -241,7 +235,6 @@ class WeightSync:
     # --- folders ---------------------------------------------------------------------------------------------------
 
     async def load_folder(self, path: str, load_format: str | None, flush_cache: bool) -> tuple[bool, str]:
-        """Publish a checkpoint or snapshot of this host as the next version."""
         if load_format not in FORMATS:
             raise InvalidField("load_format", load_format, f"one of {', '.join(map(str, FORMATS))}")
         await self._core.client()
@@ -253,7 +246,6 @@ class WeightSync:
         return OK
 
     async def load_adapter(self, name: str, path: str) -> tuple[bool, str]:
-        """Publish the LoRA adapter in a folder of this host as the newest version of `name`."""
         from ...sync.adapters import read_adapter  # noqa: PLC0415 – torch
 
         ledger, publisher = await self._ledger(), await self._opened_publisher()
@@ -267,7 +259,6 @@ class WeightSync:
         return OK
 
     async def unload_adapter(self, name: str) -> tuple[bool, str]:
-        """Take all versions of an adapter out of the workers' engines."""
         await self._control.ask("unload_adapter", {"name": name})
         return OK
 

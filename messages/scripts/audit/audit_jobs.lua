@@ -15,24 +15,15 @@ for i = 4, #ARGV do
   if f.err then f = {false, false, false, false, false, false} end
   local places = {}
   for class = 0, classes - 1 do
-    if redis.call('ZSCORE', later_key(class), id) then
-      places[#places + 1] = 'later:' .. class
-      places[#places + 1] = 1
-    end
+    if redis.call('ZSCORE', later_key(class), id) then append(places, 'later:' .. class, 1) end
     if search then
       local times = #redis.call('LPOS', queue_key(class), id, 'COUNT', 0)
-      if times > 0 then
-        places[#places + 1] = 'queue:' .. class
-        places[#places + 1] = times
-      end
+      if times > 0 then append(places, 'queue:' .. class, times) end
     end
   end
   if search then
     local times = #redis.call('LPOS', suspects_key, id, 'COUNT', 0)
-    if times > 0 then
-      places[#places + 1] = 'suspects'
-      places[#places + 1] = times
-    end
+    if times > 0 then append(places, 'suspects', times) end
   end
   local owner, client = f[3] or '', f[4] or ''
   seen[#seen + 1] = {

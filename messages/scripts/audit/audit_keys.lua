@@ -11,8 +11,6 @@ end
 
 for i = 2, #ARGV, 2 do
   local key = prefix .. ARGV[i]
-  seen[#seen + 1] = redis.call('TYPE', key).ok
-  seen[#seen + 1] = redis.call('PTTL', key)
-  seen[#seen + 1] = registered(ARGV[i + 1])
+  append(seen, redis.call('TYPE', key).ok, redis.call('PTTL', key), registered(ARGV[i + 1]))
 end
 return seen

@@ -16,8 +16,7 @@ local WARD_MS = 10000         -- somebody else may have the turn when its ward h
 local SHARE = 8               -- a class gets its turn when this many jobs of higher ones went past it
 local now = now_ms()
 local worker_key = prefix .. 'worker:' .. worker
-local lease = redis.call('ZSCORE', prefix .. 'workers', worker)
-if not lease or tonumber(lease) <= now then return {'NOLEASE'} end
+if not alive(worker, now) then return {'NOLEASE'} end
 
 local ADAPTER = 1099511627776  -- 2^40; weights versions above it count as it
 
@@ -36,17 +35,14 @@ local function hand_over(id, f)
       local kind = string.match(all[i], '^([sk])%d')
       if kind then
         local content = kind == 'k' and all[i + 1] or ''
-        progress[#progress + 1] = all[i]
-        progress[#progress + 1] = content
+        append(progress, all[i], content)
         bytes = bytes + #content
       end
     end
   end
   bytes = bytes + #f[1]
   local left = f[4] and tostring(tonumber(f[4]) - now) or ''
-  for _, value in ipairs({id, f[2], f[7], tostring(now - tonumber(f[3])), left, f[1], progress}) do
-    given[#given + 1] = value
-  end
+  append(given, id, f[2], f[7], tostring(now - tonumber(f[3])), left, f[1], progress)
 end
 
 local last = redis.call('HMGET', worker_key, 'claim', 'ids', 'alone', 'number')
@@ -93,9 +89,7 @@ end
 local function leave_to_preferred(id, preference, attempt, accepted, later)
   local ms, other = string.match(preference, '^(%d+)@(.+)$')
   local until_ms = tonumber(accepted) + tonumber(ms)
-  if other == worker or attempt ~= '0' or until_ms <= now then return false end
-  local its_lease = redis.call('ZSCORE', prefix .. 'workers', other)
-  if not its_lease or tonumber(its_lease) <= now then return false end
+  if other == worker or attempt ~= '0' or until_ms <= now or not alive(other, now) then return false end
   local its_key = prefix .. 'worker:' .. other
   local its_number = redis.call('HGET', its_key, 'number')
   if not its_number then

@@ -11,12 +11,9 @@ for _, entry in ipairs(page) do
     if entry[2][i] == 'payload' then
       payload = entry[2][i + 1]
     else
-      rest[#rest + 1] = entry[2][i]
-      rest[#rest + 1] = entry[2][i + 1]
+      append(rest, entry[2][i], entry[2][i + 1])
     end
   end
-  for _, value in ipairs({entry[1], #payload, string.sub(payload, 1, tonumber(ARGV[6])), rest}) do
-    found[#found + 1] = value
-  end
+  append(found, entry[1], #payload, string.sub(payload, 1, tonumber(ARGV[6])), rest)
 end
 return found

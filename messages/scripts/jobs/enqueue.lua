@@ -43,9 +43,7 @@ for i = 6, #ARGV, STRIDE do
   if not state then
     local why = misfit(#payload, class, client)
     if why then
-      for _, value in ipairs({'BUSY', why, jobs + accepted, open_bytes + bytes + all_unread, unread[client]}) do
-        states[#states + 1] = value
-      end
+      append(states, 'BUSY', why, jobs + accepted, open_bytes + bytes + all_unread, unread[client])
       break
     end
     state = 'new'

@@ -4,9 +4,8 @@
 -- Returns {requeued, dead-lettered, expired, workers removed}
 local max_lost, budget = tonumber(ARGV[2]), tonumber(ARGV[3])
 local now = now_ms()
-local workers = prefix .. 'workers'
 local requeued, dead, removed = 0, 0, 0
-for _, worker in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT', 0, 8)) do
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'workers', '-inf', now, 'LIMIT', 0, 8)) do
   local ids = redis.pcall('SRANDMEMBER', held_key(worker), budget)
   if ids.err then                                   -- something else under this name
     redis.call('DEL', held_key(worker))
@@ -29,11 +28,7 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT
     budget = budget - 1
   end
   if redis.call('SCARD', held_key(worker)) == 0 then
-    redis.call('ZREM', workers, worker)
-    no_longer_preferred(worker)
-    redis.call('DEL', prefix .. 'worker:' .. worker)
-    forget_wants(worker)
-    ring('kind', 'worker', 'id', worker)
+    forget_worker(worker)
     removed = removed + 1
   end
   if budget <= 0 then break end
