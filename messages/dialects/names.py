@@ -1,8 +1,8 @@
-"""Every sampling parameter that users of SGLang, vLLM, SkyRL, VERL and OpenAI bring, and what becomes of it.
+"""The rule for every sampling parameter of SGLang, vLLM, SkyRL, VERL and OpenAI.
 
-A name is read into fields of a GenerateJob; or it is ignored, because nothing about the job depends on it here; or it
-is refused, because ignoring it would change what is sampled or what comes back. Refused names are ignored when their
-value says nothing (`unless`: the default of whoever invented them). None says nothing everywhere.
+A rule reads a name into fields of a GenerateJob. Or it ignores the name, because nothing about the job depends on it
+here. Or it refuses the name, because ignoring it would change the samples or the results. A refused name is ignored if
+its value is the default of its inventor (`unless`). None is ignored everywhere.
 
 From: SGLang 0.5.17 and 0.5.23 (SamplingParams, GenerateReqInput), vLLM (SamplingParams, StructuredOutputsParams, and
 its OpenAI server's older guided_* names), SkyRL (SamplingParams of its configuration), VERL (rollout configuration and
@@ -23,7 +23,7 @@ DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of one name: `read` into fields, ignored (`why`), or refused (`refuse`) unless it says nothing."""
+    """The rule for one name: `read` it into fields, ignore it (`why`), or refuse it (`refuse`) except for `unless`."""
 
     read: read.Reader | None = None
     why: str = ""
@@ -49,7 +49,7 @@ _CODE = "code never travels: register a processor on the workers and name it in 
 _BEAMS = "there is no beam search here"
 
 NESTED = frozenset({"sampling", "sampling_params", "additional_kwargs", "sampling_kwargs", "extra_body"})
-"""Names whose value is again a mapping of sampling parameters."""
+"""Names whose value is itself a mapping of sampling parameters."""
 
 OWN: dict[str, Rule] = {
     **{name: _to(f"sampling.{name}") for name in SamplingParams.model_fields},
@@ -70,7 +70,7 @@ OWN: dict[str, Rule] = {
     "include_stop": Rule(read.switch("sampling.include_stop")),
     "ignore_eos": Rule(read.switch("sampling.ignore_eos")),
 }
-"""This package's names. Most are SGLang's, and many everybody's."""
+"""This package's own names. Most are SGLang's, and many are common to all dialects."""
 
 OTHERS: dict[str, Rule] = {
     # how long
@@ -165,7 +165,7 @@ OTHERS: dict[str, Rule] = {
     "skip_reading_prefix_cache": _ignored("a cached prefix gives the same numbers as one computed anew"),
     "_target_": _ignored("the class that Hydra would make of it"),
 }
-"""Everybody else's names, and why those without a meaning have none."""
+"""The names of the other dialects, and the reasons why some are ignored or refused."""
 
 RULES: dict[str, Rule] = OWN | OTHERS
 
@@ -173,10 +173,10 @@ SIGNS: dict[Dialect, frozenset[str]] = {
     "skyrl": frozenset({"max_generate_length", "additional_kwargs"}),
     "verl": frozenset({"response_length", "max_response_length", "do_sample", "sampling_kwargs"}),
 }
-"""Names that only one of them uses. It is asked for where a dialect decides what a value means."""
+"""Names that only one dialect uses. They identify the dialect where it decides the meaning of a value."""
 
 READ_BY: dict[Dialect, dict[str, Rule]] = {
     "skyrl": {"logprobs": Rule(read.sampled_only)},
     "verl": {"logprobs": Rule(read.sampled_only)},
 }
-"""Where one of them means something else by a name: `logprobs=1` asks SkyRL for the sampled token's only."""
+"""Names with another meaning in one dialect: in SkyRL `logprobs=1` asks for the sampled token's only."""

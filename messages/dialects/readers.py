@@ -1,7 +1,7 @@
-"""How the values of sampling parameters are read: from what other engines take to the fields of a GenerateJob.
+"""Readers that turn the values of other engines' sampling parameters into fields of a GenerateJob.
 
-Every reader gets the value of one name and returns {field: value}, the fields named as in GenerateJob. It raises
-ValueError saying what is allowed.
+Every reader gets the value of one name and returns {field: value}, with the field names of GenerateJob. It raises
+ValueError, which says what is allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..model import LogprobOptions
 Fields = dict[str, Any]
 Reader = Callable[[Any], Fields]
 SGLANG_TOP_K_ALL = 1 << 30
-"""What SGLang itself writes for the whole vocabulary."""
+"""SGLang's own value for the whole vocabulary."""
 
 
 def to(field: str) -> Reader:
@@ -37,12 +37,12 @@ def top_k(value: Any) -> Fields:
 
 
 def seed(value: Any) -> Fields:
-    """-1 is vLLM's word for none."""
+    """-1 means no seed in vLLM."""
     return {} if value == -1 else {"seed": value}
 
 
 def texts(field: str) -> Reader:
-    """One text or several; empty ones are none."""
+    """One text or several. Empty texts are left out."""
 
     def read(value: Any) -> Fields:
         if isinstance(value, str):
@@ -58,7 +58,7 @@ def texts(field: str) -> Reader:
 
 
 def ids(field: str) -> Reader:
-    """Token ids; none of them is nothing said."""
+    """Token ids. An empty list sets nothing."""
 
     def read(value: Any) -> Fields:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -71,7 +71,7 @@ def ids(field: str) -> Reader:
 
 
 def logit_bias(value: Any) -> Fields:
-    """Token id -> bias; JSON has the ids as text."""
+    """Token id -> bias. In JSON the ids are text."""
     if not isinstance(value, Mapping):
         raise ValueError("a mapping of token ids to numbers")
     try:
@@ -84,12 +84,12 @@ def logit_bias(value: Any) -> Fields:
 
 
 def do_sample(value: Any) -> Fields:
-    """False is greedy, whatever the temperature says beside it: so in transformers and VERL. True says nothing."""
+    """False is greedy at any temperature, as in transformers and VERL. True sets nothing."""
     return {} if _switch(value) else {"greedy": True}
 
 
 def count_of_logprobs(value: Any) -> Fields:
-    """A switch (OpenAI's chat, VERL), the N most likely ones (vLLM, OpenAI's completions), or our own options."""
+    """A switch (OpenAI's chat, VERL), a count of most likely tokens (vLLM, OpenAI's completions), or LogprobOptions."""
     if isinstance(value, LogprobOptions):
         value = value.model_dump(exclude_unset=True)
     if isinstance(value, Mapping):
@@ -103,40 +103,40 @@ def count_of_logprobs(value: Any) -> Fields:
 
 
 def sampled_only(value: Any) -> Fields:
-    """In SkyRL 0 and 1, in VERL true, ask for the sampled tokens' and nothing else."""
+    """0 and 1 in SkyRL, and true in VERL, ask for the sampled tokens' log-probabilities only."""
     if isinstance(value, bool) or value in (0, 1):
         return {"logprobs.sampled": value is not False}
     return count_of_logprobs(value)
 
 
 def top_logprobs(value: Any) -> Fields:
-    """How many of the likeliest tokens come back."""
+    """The number of most likely tokens to return."""
     return {"logprobs.top": _top(value)}
 
 
 def processors(value: Any) -> Fields:
-    """A list of {"name", "params"}; none of them is nothing said."""
+    """A list of {"name", "params"}. An empty list sets nothing."""
     if not isinstance(value, list | tuple):
         raise ValueError('a list of {"name": ..., "params": {...}}')
     return {"logit_processors": tuple(value)} if value else {}
 
 
 def prompt_logprobs(value: Any) -> Fields:
-    """0: of the prompt's own tokens; N: of the N most likely ones beside them."""
+    """0 asks for the prompt's own tokens, N also for the N most likely ones."""
     if isinstance(value, bool):
         return {"logprobs.prompt": value}
     return {"logprobs.prompt": True, **({"prompt_top": _top(value)} if value else {})}
 
 
 def logprob_start(value: Any) -> Fields:
-    """SGLang's: -1 is no prompt token, 0 all of them."""
+    """In SGLang -1 means no prompt token, and 0 all of them."""
     if value not in (-1, 0):
         raise ValueError("-1 for no prompt token or 0 for all of them: a part of the prompt cannot be asked for")
     return {"logprobs.prompt": True} if value == 0 else {}
 
 
 def logprob_kind(value: Any) -> Fields:
-    """vLLM's logprobs_mode. Its processed ones also know of top_k, top_p and min_p; SGLang's, and ours, do not."""
+    """vLLM's logprobs_mode. Its processed values include top_k, top_p and min_p. SGLang's and ours do not."""
     kinds = {"raw_logprobs": "raw", "processed_logprobs": "scaled", "raw": "raw", "scaled": "scaled"}
     if value not in kinds:
         raise ValueError("raw_logprobs or processed_logprobs: logits do not come back")
@@ -144,7 +144,7 @@ def logprob_kind(value: Any) -> Fields:
 
 
 def hidden_states(value: Any) -> Fields:
-    """SGLang's switch gives those of all tokens."""
+    """SGLang's switch asks for those of all tokens."""
     return {"hidden_states": value if isinstance(value, str) else ("all" if _switch(value) else "none")}
 
 
@@ -160,7 +160,7 @@ def json_schema(value: Any) -> Fields:
 
 
 def choice(value: Any) -> Fields:
-    """One of some texts, as a regular expression."""
+    """A choice among texts, as a regular expression."""
     if not isinstance(value, list | tuple) or not value or not all(isinstance(item, str) and item for item in value):
         raise ValueError("a list of texts, at least one")
     special = set("\\^$.|?*+()[]{}")

@@ -1,10 +1,10 @@
-"""Sampling parameters as users bring them, in the names of whichever engine or trainer, as fields of a GenerateJob.
+"""Translates sampling parameters in the names of any engine or trainer into fields of a GenerateJob.
 
     job = GenerateJob.build(token_ids=ids, **job_fields({"max_tokens": 256, "top_k": 0, "logprobs": 5, "seed": 7}))
 
-Only what is said is set: a name that is absent, or None, leaves this package's default (which is not always the
-other's: vLLM generates 16 tokens where nothing is said, this package 128). Two names for one thing must agree. Every
-name and its fate are in `names.py`.
+Only given names are set. A name that is absent or None keeps this package's default, which can differ from the other
+engine's: by default vLLM generates 16 tokens, and this package 128. Two names for one field must agree. `names.py` has
+the rule for every name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Verdict = Literal["became", "ignored", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of one given name. what: the fields and values it became, or why it was ignored or refused."""
+    """The verdict on one given name. what: the fields and values it became, or why it was ignored or refused."""
 
     key: str
     value: Any
@@ -36,8 +36,8 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """sampling: the sampling parameters. job: the fields of a GenerateJob that were said, `sampling` among them.
-    fates: one for every given name, in their order.
+    """sampling: the sampling parameters. job: the given fields of a GenerateJob, `sampling` among them.
+    fates: one for every given name, in the given order.
     """
 
     sampling: SamplingParams
@@ -46,25 +46,26 @@ class Translated:
 
     @property
     def ignored(self) -> dict[str, str]:
-        """Name -> why nothing depends on it here, of those that were given and say something."""
+        """Ignored name -> why nothing depends on it here. Names with the value None are left out."""
         return {fate.key: fate.what for fate in self.fates if fate.verdict == "ignored" and fate.value is not None}
 
 
 def job_fields(params: Mapping[str, Any], dialect: Dialect = "auto") -> dict[str, Any]:
     """Sampling parameters of any dialect as keyword arguments of GenerateJob: sampling, n, seed, logprobs, ...
 
-    Raises InvalidField naming the parameter, its value and what is allowed: for an unknown one (with the nearest known
-    ones), one that cannot be honoured here (with the reason), two that contradict each other, and a value out of range.
+    Raises InvalidField, which names the parameter, its value and what is allowed: for an unknown name (with the nearest
+    known ones), a parameter that cannot be honoured (with the reason), two that contradict each other, and a value out
+    of range.
     """
     return dict(sampling_from(params, dialect).job)
 
 
 def sampling_from(params: Mapping[str, Any], dialect: Dialect = "auto") -> Translated:
-    """Sampling parameters of any dialect, and what became of every name. Raises as `job_fields` does.
+    """Sampling parameters of any dialect, and the verdict on every name. Raises as `job_fields` does.
 
-    dialect: every dialect's names are always known; it decides what a value means where they differ (`logprobs=1` is
-        the sampled token's only in SkyRL and VERL, and the likeliest one's beside it in vLLM). "auto" goes by the
-        names.
+    dialect: the names of all dialects are always known. The dialect decides the meaning of a value where they differ:
+        `logprobs=1` asks for the sampled token's in SkyRL and VERL, and also for the most likely one's in vLLM. "auto"
+        takes the dialect from the names.
     """
     found = collect(params, dialect)
     for error in found.errors.values():
@@ -74,7 +75,7 @@ def sampling_from(params: Mapping[str, Any], dialect: Dialect = "auto") -> Trans
 
 @dataclass(slots=True)
 class Collected:
-    """What was read so far. fields: by field, the value and the name that said it. errors: by name."""
+    """The names read so far. fields: field -> its value and the name that set it. errors: name -> error."""
 
     fields: dict[str, tuple[Any, str]] = field(default_factory=dict)
     fates: list[Fate] = field(default_factory=list)
@@ -118,7 +119,7 @@ class Collected:
         return Fate(key, value, "became" if told else "ignored", _shown(told) or "says nothing: it is the default")
 
     def settle(self) -> None:
-        """What only shows when all names are read: greedy sampling, one count of likely tokens, values in range."""
+        """Finish after the last name: greedy sampling, one count of most likely tokens, values in range."""
         if "greedy" in self.fields:
             _, key = self.fields.pop("greedy")
             told, other = self.fields.get("sampling.temperature", (0.0, ""))
@@ -148,7 +149,7 @@ class Collected:
             self._blame(wrong)
 
     def _blame(self, wrong: InvalidField) -> None:
-        """Say it of the name that was given, not of the field it became."""
+        """Record the error for the name that was given, not for the field that it became."""
         first = wrong.field.split(".")[0]
         for path in (f"sampling.{first}", f"logprobs.{first}", first):
             if path in self.fields:
@@ -166,11 +167,11 @@ class Collected:
         return {path.removeprefix(prefix): item for path, (item, _) in self.fields.items() if path.startswith(prefix)}
 
     def sampling(self) -> SamplingParams:
-        """Raises pydantic's ValidationError where `errors` has something to say."""
+        """The sampling parameters. Raises pydantic's ValidationError if `errors` has one about them."""
         return SamplingParams(**self._under("sampling."))
 
     def job(self) -> dict[str, Any]:
-        """The fields of a GenerateJob that were said."""
+        """The given fields of a GenerateJob."""
         said: dict[str, Any] = {path: item for path, (item, _) in self.fields.items() if "." not in path}
         if self._under("sampling."):
             said["sampling"] = self.sampling()

@@ -47,22 +47,22 @@ class Keys:
 
     @property
     def later(self) -> tuple[str, ...]:
-        """ZSET of job ids per priority class that wait for newer weights, or for an adapter.
+        """ZSET, per priority class, of job ids that wait for newer weights, for an adapter or for a preferred worker.
 
-        Score: the version they need; of an adapter with its number in the pool, times 2^40, added to it. Those that are
-        left to the worker they prefer: minus its number in the pool.
+        Score: the version that the job needs. For an adapter, its number in the pool times 2^40 is added. If the job
+        waits for the worker it prefers, the score is minus that worker's number in the pool.
         """
         return tuple(f"{self.prefix}later:{index}" for index in range(len(PRIORITIES)))
 
     prefers = _Key()
-    """ZSET job id -> until when it is left to the worker it prefers, Redis milliseconds; it is in `later`."""
+    """ZSET job id -> Redis milliseconds until which the job, in `later`, waits for the worker that it prefers."""
     suspects = _Key()
-    """LIST of job ids on their last chance: each of them runs alone."""
+    """LIST of job ids on their last chance. Each of them runs alone."""
     ward = _Key()
-    """STRING with a TTL: the worker whose turn it is to run suspects."""
+    """STRING with a TTL: the worker that runs suspects now."""
 
     def job(self, job_id: str) -> str:
-        """HASH, the one record of a job: payload, state, owner, attempt, published samples, partials."""
+        """HASH, the record of a job: payload, state, owner, attempt, published samples, partials."""
         return f"{self.prefix}job:{job_id}"
 
     def held(self, worker_id: str) -> str:
@@ -78,7 +78,7 @@ class Keys:
         return f"{self.prefix}worker:{worker_id}"
 
     def reply(self, client_id: str) -> str:
-        """STREAM of results for one client; entries leave it only when the client has taken them."""
+        """STREAM of results for one client. Entries stay until the client has taken them."""
         return f"{self.prefix}reply:{client_id}"
 
     def news(self, client_id: str) -> str:
@@ -94,7 +94,7 @@ class Keys:
         return f"{self.prefix}epoch:{epoch}"
 
     def command(self, command_id: str) -> str:
-        """HASH of a command, until its deadline: itself, and which of its workers have taken it."""
+        """HASH of a command, until its deadline: the command, and which of its workers have taken it."""
         return f"{self.prefix}command:{command_id}"
 
     def answers(self, command_id: str) -> str:
@@ -110,14 +110,14 @@ class Keys:
     unread = _Key()
     """HASH client id -> bytes of results on its reply stream."""
     wake = _Key()
-    """LIST with at most one token: work is there for whoever blocks on it."""
+    """LIST with at most one token: there is work for a worker that blocks on it."""
 
     def token(self, worker_id: str) -> str:
-        """LIST with at most one token: work is there that is left to this worker."""
+        """LIST with at most one token: there is work that only this worker takes."""
         return f"{self.prefix}token:{worker_id}"
 
     bell = _Key()
-    """STREAM (bounded) that says something changed: weights, cancellations, controls; see Ring."""
+    """STREAM (bounded) that announces changes: weights, cancellations, controls. See Ring."""
     dead = _Key()
     """STREAM of dead letters."""
     mark = _Key()
@@ -128,4 +128,4 @@ class Keys:
     By adapter: its newest committed version, and its number in the pool.
     """
     wanted = _Key()
-    """HASH worker id, or adapter@worker id -> version it has: workers that wait for a catch-up transfer."""
+    """HASH worker id, or adapter@worker id -> the version that this worker has. They wait for a catch-up transfer."""

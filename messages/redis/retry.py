@@ -1,4 +1,4 @@
-"""How long one goes on trying when Redis does not answer, or answers that it is not ready."""
+"""Retries, bounded in time, for a Redis that does not answer or is not ready."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..errors import RedisRefused
 T = TypeVar("T")
 
 REPLY_TIMEOUT_S = 5.0
-# No new attempt is started this long after the first; with one attempt under way, a caller hears within about
+# No new attempt starts this long after the first. One attempt may then be under way, so a caller learns within about
 # RETRY_BUDGET_S + REPLY_TIMEOUT_S = 10 s that Redis is gone.
 RETRY_BUDGET_S = 5.0
 
@@ -40,16 +40,16 @@ NOT_READY = (
     AskError,  # MOVED and ASK: the slot is, or will be, with another node
     TryAgainError,
 )
-"""Answers of a Redis that another attempt, on a new connection, may find ready."""
+"""Errors after which another attempt on a new connection may succeed."""
 
 _deadline: ContextVar[float | None] = ContextVar("rolloutmq_redis_deadline", default=None)
 reply_within: ContextVar[float | None] = ContextVar("rolloutmq_redis_reply", default=None)
-"""For a command that blocks: how long its reply may take, instead of the connection's own bound."""
+"""How long the reply of a blocking command may take, instead of the connection's own bound."""
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Inside of it, no new attempt of a command is started after so many seconds: 0 makes one attempt."""
+    """Inside the block no new attempt of a command starts after this many seconds. 0 allows a single attempt."""
     token = _deadline.set(asyncio.get_running_loop().time() + seconds)
     try:
         yield
@@ -58,15 +58,15 @@ def within(seconds: float) -> Iterator[None]:
 
 
 class BoundedRetry(Retry):
-    """Retries with capped exponential backoff until RETRY_BUDGET_S seconds have passed, not for a number of attempts.
+    """Retries with capped exponential backoff for RETRY_BUDGET_S seconds, instead of a number of attempts.
 
-    redis-py nests its retries (a command's retry reconnects, which retries too), so counted attempts multiply; here the
-    outermost call sets the deadline and the nested ones keep to it. Refused credentials and certificates are never
-    retried, and of the other refusals only that of a primary that waits for its replicas.
+    redis-py nests its retries (a command's retry reconnects, which retries too), so counted attempts would multiply.
+    Here the outermost call sets the deadline, and the nested ones keep it. Refused credentials and certificates are
+    never retried. Of the other refusals only that of a primary that waits for its replicas is retried.
 
-    It also bounds each attempt to `reply_s`, in place of redis-py's socket_timeout: under that one redis-py sends
-    through asyncio.wait_for, which on Python 3.11 loses a cancellation that comes just as the send completes
-    (python/cpython#86296), and a cancelled task in a loop then runs on.
+    It also bounds each attempt to `reply_s`, instead of redis-py's socket_timeout. With that redis-py sends through
+    asyncio.wait_for, which on Python 3.11 loses a cancellation that comes just as the send completes
+    (python/cpython#86296). A cancelled task in a loop would then run on.
     """
 
     def __init__(self, budget_s: float = RETRY_BUDGET_S, reply_s: float = REPLY_TIMEOUT_S) -> None:
@@ -98,7 +98,7 @@ class BoundedRetry(Retry):
                 try:
                     return await self._in_time(do, reply_within.get() or self.reply_s)
                 except self._supported_errors as error:
-                    # A refusal that lasts is an answer like any other: the connection it came through stays open.
+                    # A lasting refusal is an answer like any other, so its connection stays open.
                     if (is_retryable and not is_retryable(error)) or (isinstance(error, RedisRefused) and final(error)):
                         raise
                     failures += 1
@@ -112,7 +112,7 @@ class BoundedRetry(Retry):
 
 
 class Once(BoundedRetry):
-    """One attempt, bounded in time, whatever the caller's own budget: for asking one of several."""
+    """A single attempt, bounded in time, whatever the caller's budget. It is for asking one server of several."""
 
     async def call_with_retry(
         self,
@@ -129,7 +129,7 @@ class Once(BoundedRetry):
 
 
 def final(error: BaseException) -> bool:
-    """Whether trying again soon cannot help: credentials, certificates, and refusals that last."""
+    """Whether another attempt soon cannot help: for credentials, certificates and lasting refusals."""
     if isinstance(error, RedisRefused):
         return error.reason != "replicas"
     if isinstance(error, AuthenticationError | AuthorizationError):

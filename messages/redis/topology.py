@@ -1,9 +1,9 @@
-"""Which server a connection goes to, asked anew for every connection: sentinels, or nodes of a cluster, know it.
+"""Finds the server for every new connection, by asking sentinels or the nodes of a cluster.
 
-Why not redis-py's own: its SentinelManagedConnection asks only in `connect`, but a command that is sent again after an
-error reconnects by another way, to the old primary. Its RedisCluster brings timeouts and retries of its own (with
-asyncio.wait_for, see BoundedRetry), opens connections to every node, and splits pipelines, all for spreading keys over
-nodes; a pool's keys are all in one slot, so all that is needed is the one node that has it.
+redis-py's own classes do not serve. Its SentinelManagedConnection asks only in `connect`, but a command that is sent
+again after an error reconnects by another way, to the old primary. Its RedisCluster brings timeouts and retries of its
+own (with asyncio.wait_for, see BoundedRetry), opens connections to every node, and splits pipelines to spread keys over
+nodes. A pool's keys are all in one slot, so it needs only the node that has the slot.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .retry import REPLY_TIMEOUT_S, RETRY_BUDGET_S, Once
 from .url import Target
 
 ASK_TIMEOUT_S = 1.0
-"""How long one sentinel or node may take to connect, and to answer, before the next one is asked."""
+"""Seconds that one sentinel or node has to connect, and to answer, before the next one is asked."""
 Node = tuple[str, int]
 
 
 class Finder(ABC):
-    """Finds the server that takes writes now."""
+    """Finds the server that accepts writes now."""
 
     def __init__(self, target: Target, login: dict[str, Any]) -> None:
         self._nodes = list(target.nodes)
@@ -48,7 +48,7 @@ class Finder(ABC):
 
     @abstractmethod
     async def find(self) -> Node:
-        """Its host and port. Raises ConnectionError if nobody knows one now."""
+        """The server's host and port. Raises ConnectionError if none is known now."""
 
 
 class SentinelFinder(Finder):
@@ -72,7 +72,7 @@ class SentinelFinder(Finder):
 
 
 class ClusterFinder(Finder):
-    """Asks the nodes of a cluster, those it was told of and those it has learned about, who has the pool's slot."""
+    """Asks the nodes of a cluster, given and discovered ones, which node has the pool's slot."""
 
     def __init__(self, target: Target, pool: str) -> None:
         login = {name: value for name, value in target.options.items() if name in {"username", "password"}}
@@ -117,7 +117,7 @@ def _text(value: Any) -> str:
 
 
 class _Plain(AbstractConnection):
-    """A connection that tells apart what redis-py takes for one ResponseError."""
+    """A connection that raises an exception for each meaning where redis-py raises ResponseError."""
 
     async def connect(self) -> None:
         # redis-py before 8 has the handshake outside its retries, where nothing else bounds it.
@@ -128,7 +128,7 @@ class _Plain(AbstractConnection):
             raise TimeoutError(f"no connection within {RETRY_BUDGET_S + REPLY_TIMEOUT_S:g} s") from error
 
     async def check_health(self) -> None:
-        # A server that cannot save to disk refuses PING, too; what it holds can still be read.
+        # A server that cannot save to disk refuses PING too, but its data can still be read.
         with suppress(RedisRefused):
             await super().check_health()  # type: ignore[no-untyped-call]
 
@@ -165,7 +165,7 @@ class _Found(Connection):
         await super()._connect()  # type: ignore[no-untyped-call]
 
     async def _check_role(self, _: AbstractConnection) -> None:
-        """A sentinel may not have noticed yet that its primary has become a replica, which would answer reads."""
+        """Refuse a replica. A sentinel may not know yet that its primary became one, and a replica answers reads."""
         await self.send_command("ROLE", check_health=False)
         role = (await self.read_response())[0]
         if role != b"master":

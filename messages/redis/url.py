@@ -1,4 +1,4 @@
-"""What a Redis URL says: one server, sentinels that know it, or a cluster; the login; what a write has to survive."""
+"""Reads a Redis URL: one server, its sentinels or a cluster, the login, and how many replicas confirm a write."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from redis.asyncio.connection import parse_url
 from ..errors import ConfigError
 
 MAX_REPLICA_TIMEOUT_MS = 3000
-"""The longest one WAIT may take: with its script it has to fit into the time one reply may take."""
+"""The longest time for one WAIT: together with its script it must fit into the time for one reply."""
 _SENTINEL_PORT, _PORT = 26379, 6379
-# What a URL's query may say. Everything else there is either unknown to redis-py, which would complain only at the
-# first command, or would change what this package relies on (protocol, decode_responses, timeouts).
+# The options that a URL's query may have. redis-py does not know the others, and would complain only at the first
+# command, or they would change what this package relies on (protocol, decode_responses, timeouts).
 _QUERY = {"db", "username", "password", "client_name", "max_connections"}
 _OURS = {"min_replicas", "replica_timeout_ms"}
 _SENTINELS = {"sentinel_username", "sentinel_password"}
@@ -31,7 +31,7 @@ Kind = Literal["single", "sentinel", "cluster"]
 
 @dataclass(frozen=True, slots=True)
 class Durability:
-    """How many replicas have to confirm a write that matters, and how long one asks them. 0: none."""
+    """How many replicas must confirm an important write, and how long to wait for them. 0 waits for none."""
 
     min_replicas: int = 0
     timeout_ms: int = 1000
@@ -62,7 +62,7 @@ class Target:
 
 
 def parse(url: str) -> Target:
-    """Take a URL apart. Raises ConfigError, without showing a password, for one that cannot be used."""
+    """Parse a URL. Raises ConfigError, without showing a password, for a URL that cannot be used."""
     if not isinstance(url, str):
         raise ConfigError(f"Redis URL must be a string such as redis://127.0.0.1:6379/0, not {type(url).__name__}")
     try:
@@ -75,13 +75,13 @@ def parse(url: str) -> Target:
 
 
 def redacted(url: str) -> str:
-    """`url` as it may be logged: without the passwords, wherever in it they stand."""
+    """`url` without the passwords anywhere in it, so it can be logged."""
     hidden = re.sub(r"^([\w+]+://[^/@:]*:).*@", r"\1***@", url, flags=re.DOTALL)
     return re.sub(r"([?&]\w*pas\w*=)[^&]*", r"\1***", hidden)  # misspelt ones, too
 
 
 def first_node_url(url: str) -> str:
-    """A plain URL of the first host that `url` names, without credentials: what a route to its Redis leads to."""
+    """A plain URL of the first host in `url`, without credentials, to find the route to its Redis."""
     target = parse(url)
     if not target.nodes:
         return "unix:///"
@@ -90,7 +90,7 @@ def first_node_url(url: str) -> str:
 
 
 class _Flaw(Exception):
-    """What is wrong with a URL, in words that quote no part of it where a password might stand."""
+    """The fault of a URL, in a text that quotes no part where a password might be."""
 
 
 def _single(url: str) -> Target:
@@ -183,5 +183,5 @@ def _number(options: dict[str, Any], name: str, low: int, high: int, default: in
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    """What is for redis-py; its connection class follows from the rest."""
+    """The options for redis-py. Its connection class follows from the rest."""
     return {name: value for name, value in options.items() if name not in _OURS | {"connection_class"}}
