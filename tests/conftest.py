@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from rolloutmq.ops.redis.binary import BINARY_VARIABLE, wheel_server
-from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.ops.redis.embedded import BINARY_VARIABLE, EmbeddedRedis, wheel_server
 
 pytest_plugins = ["support.parallel", "support.pools.fixtures", "support.engines.fixtures"]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does that to what it starts in the background

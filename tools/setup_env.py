@@ -66,13 +66,8 @@ def has_gpu() -> bool:
 def key(gpu: bool) -> str:
     """Changes with whatever the environment is made from, the checkout's place included: the install points there."""
     digest = hashlib.sha256(f"{sys.version_info[:2]} gpu={gpu} {ROOT}".encode())
-    for path in [
-        ROOT / "pyproject.toml",
-        ROOT / "requirements/engine-cpu.txt",
-        ROOT / "requirements/dev.txt",
-        Path(__file__),
-    ]:
-        digest.update(path.read_bytes())
+    for name in ("pyproject.toml", "requirements/engine-cpu.txt", "requirements/dev.txt", "tools/setup_env.py"):
+        digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 
 
@@ -131,19 +126,8 @@ def try_it() -> None:
     engine imports, thousands of files that every engine process would compile again where
     PYTHONDONTWRITEBYTECODE is set."""
     say("trying it: a tiny model answers through Redis and SGLang")
-    bench = [
-        "bench",
-        "engine",
-        "--prompts",
-        "4",
-        "--max-running",
-        "4",
-        "--max-new-tokens",
-        "4",
-        "--rounds",
-        "1",
-        "--json",
-    ]
+    bench = ["bench", "engine", "--prompts", "4", "--max-running", "4"]
+    bench += ["--max-new-tokens", "4", "--rounds", "1", "--json"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with LOG.open("a") as log:
         command = [str(PYTHON), "-m", "rolloutmq.ops.entry", *bench]

@@ -171,7 +171,7 @@ async def _through_pool(config: WorkerConfig, workload: Workload, tokens: int) -
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        f"{__package__}.client_process",
+        f"{__package__}.workload",
         config.redis_url,
         config.pool,
         json.dumps(asdict(workload)),

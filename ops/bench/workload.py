@@ -1,11 +1,16 @@
-"""The prompts of a benchmark: seeded, of spread lengths, and the same for every side."""
+"""The prompts of a benchmark, the same for every side; and its client: `python -m … URL POOL WORKLOAD-JSON`."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
+import sys
+import time
 from dataclasses import dataclass
 
-from ...messages.model import GenerateJob, SamplingParams
+from ...messages.model import GenerateJob, RolloutResult, SamplingParams
+from ...producer.client import RolloutClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +39,24 @@ class Workload:
     def tokens(self) -> int:
         """Tokens that every run of it generates."""
         return sum(job.sampling.max_new_tokens for job in self.jobs())
+
+
+async def run_client(url: str, pool: str, workload: Workload) -> dict[str, float]:
+    """Submit everything, take everything; seconds from the first submission to the last result."""
+    jobs = workload.jobs()
+    tokens = samples = 0
+    async with RolloutClient(url, pool) as client:
+        began = time.perf_counter()
+        await client.submit_many(jobs)
+        async for outcome in client.results(timeout=120):
+            if not isinstance(outcome, RolloutResult):
+                raise SystemExit(str(outcome))
+            tokens += len(outcome.token_ids)
+            samples += 1
+        seconds = time.perf_counter() - began
+    return {"tokens": tokens, "samples": samples, "seconds": seconds}
+
+
+if __name__ == "__main__":
+    url, pool, spec = sys.argv[1:]
+    print(json.dumps(asyncio.run(run_client(url, pool, Workload(**json.loads(spec))))))

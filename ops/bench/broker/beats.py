@@ -10,7 +10,6 @@ import asyncio
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from types import TracebackType
 from typing import Any, Self
 
 from ....messages.broker import Lease
@@ -59,9 +58,7 @@ class Beater:
         self._process.stdin.write(b"\n")
         return int(await self._process.stdout.readline())
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.close()

@@ -18,9 +18,8 @@ from rich.console import Console
 
 from ...redis import EmbeddedRedis
 from ..peers import Load
-from .environments import CACHE, peer_systems
+from .environments import CACHE, describe_host, peer_systems
 from .growth import Cost, growth
-from .host import describe_host
 from .turn import System, take_turn
 
 LARGE = 256 << 10

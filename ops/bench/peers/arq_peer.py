@@ -6,15 +6,13 @@ The worker runs up to 1,000 jobs at a time and polls every 5 ms (its defaults, 1
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 from arq import create_pool, func
-from arq.connections import ArqRedis, RedisSettings
+from arq.connections import RedisSettings
 from arq.worker import Worker
 
-from .echo import echo
-from .load import Load, Tally, main
+from .load import Load, Tally, drive_lanes, echo, main
 
 
 async def echo_job(_context: dict[Any, Any], payload: bytes) -> bytes:
@@ -34,26 +32,17 @@ def work(url: str, _load: Load) -> None:
     ).run()
 
 
-async def lane(redis: ArqRedis, tally: Tally, source: Iterator[tuple[int, bytes]]) -> None:
-    for number, payload in source:
+async def _drive(url: str, load: Load) -> dict[str, float]:
+    redis = await create_pool(RedisSettings.from_dsn(url))
+
+    async def answer(tally: Tally, number: int, payload: bytes) -> None:
         job = await redis.enqueue_job("echo", payload)
         if job is None:
             raise SystemExit("arq refused a job")
         tally.sent(job.job_id, number)
-        tally.answered(job.job_id, await job.result(timeout=60, poll_delay=tally.load.poll_s))
+        tally.answered(job.job_id, await job.result(timeout=60, poll_delay=load.poll_s))
 
-
-async def phase(redis: ArqRedis, tally: Tally, seconds: float) -> dict[str, float]:
-    source = tally.payloads(seconds)
-    await asyncio.gather(*(lane(redis, tally, source) for _ in range(tally.load.window)))
-    return tally.figures()
-
-
-async def _drive(url: str, load: Load) -> dict[str, float]:
-    tally = Tally(load)
-    redis = await create_pool(RedisSettings.from_dsn(url))
-    await phase(redis, tally, load.warmup_s)
-    return await phase(redis, tally, load.seconds)
+    return await drive_lanes(load, answer)
 
 
 def drive(url: str, load: Load) -> dict[str, float]:

@@ -5,11 +5,21 @@ Standard library only: peers run it in environments without this package.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
+
+RESULT_BYTES = 128
+"""Bytes that a job returns: as many as 16 tokens and their 16 logprobs have."""
+
+
+def echo(payload: bytes) -> bytes:
+    """The job that every peer runs. It returns the first bytes of its payload, so that only the queue is measured."""
+    return payload[:RESULT_BYTES]
 
 
 @dataclass(frozen=True)
@@ -47,13 +57,9 @@ class Load:
         return b"%016x" % number + _filler(size - 16)
 
 
-_FILLERS: dict[int, bytes] = {}
-
-
+@cache
 def _filler(size: int) -> bytes:
-    if size not in _FILLERS:
-        _FILLERS[size] = bytes(33 + (i * 7) % 90 for i in range(size)).replace(b'"', b"a").replace(b"\\", b"b")
-    return _FILLERS[size]
+    return bytes(33 + (i * 7) % 90 for i in range(size)).replace(b'"', b"a").replace(b"\\", b"b")
 
 
 class Tally:
@@ -81,7 +87,7 @@ class Tally:
         """Job `number` goes out under the system's own `key`."""
         self.open[key] = number
 
-    def answered(self, key: object, result: object, *, size: int = 128) -> None:
+    def answered(self, key: object, result: object, *, size: int = RESULT_BYTES) -> None:
         """Exits if job `key` is not open (never sent, or answered before), or `result` is not the first `size` bytes of
         its payload."""
         number = self.open.pop(key, None)
@@ -97,6 +103,21 @@ class Tally:
         if self.open:
             raise SystemExit(f"{len(self.open)} jobs were never answered")
         return {"jobs": self._answered, "seconds": self._last - self._began}
+
+
+async def drive_lanes(load: Load, answer: Callable[[Tally, int, bytes], Awaitable[None]]) -> dict[str, float]:
+    """The figures of `load.window` coroutines that each send one job at a time and wait for its answer."""
+    tally = Tally(load)
+
+    async def lane(source: Iterator[tuple[int, bytes]]) -> None:
+        for number, payload in source:
+            await answer(tally, number, payload)
+
+    for seconds in (load.warmup_s, load.seconds):
+        source = tally.payloads(seconds)
+        await asyncio.gather(*(lane(source) for _ in range(load.window)))
+        figures = tally.figures()
+    return figures
 
 
 def main(work: Callable[[str, Load], None], drive: Callable[[str, Load], dict[str, float]]) -> None:

@@ -12,8 +12,7 @@ from redis import Redis
 from rq import Queue, SimpleWorker, Worker
 from rq.job import Job
 
-from .echo import echo
-from .load import Load, Tally, main
+from .load import Load, Tally, echo, main
 
 QUEUE = "bench"
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterator
 
 from taskiq import AsyncBroker
 from taskiq.serializers import ORJSONSerializer
 from taskiq_redis import ListQueueBroker, RedisAsyncResultBackend, RedisStreamBroker
 
-from .echo import echo
-from .load import Load, Tally, main
+from .load import Load, Tally, drive_lanes, echo, main
 
 
 def make_broker(url: str, variant: str) -> AsyncBroker:
@@ -41,25 +39,16 @@ def work(_url: str, _load: Load) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "taskiq", "worker", "peers.taskiq_peer:broker", *options])
 
 
-async def lane(tally: Tally, source: Iterator[tuple[int, bytes]]) -> None:
-    for number, payload in source:
-        task = await echo_task.kiq(payload.decode())
-        tally.sent(task.task_id, number)
-        result = await task.wait_result(check_interval=tally.load.poll_s, timeout=60)
-        tally.answered(task.task_id, result.return_value.encode())
-
-
-async def phase(tally: Tally, seconds: float) -> dict[str, float]:
-    source = tally.payloads(seconds)
-    await asyncio.gather(*(lane(tally, source) for _ in range(tally.load.window)))
-    return tally.figures()
+async def answer(tally: Tally, number: int, payload: bytes) -> None:
+    task = await echo_task.kiq(payload.decode())
+    tally.sent(task.task_id, number)
+    result = await task.wait_result(check_interval=tally.load.poll_s, timeout=60)
+    tally.answered(task.task_id, result.return_value.encode())
 
 
 async def _drive(load: Load) -> dict[str, float]:
-    tally = Tally(load)
     await broker.startup()
-    await phase(tally, load.warmup_s)
-    figures = await phase(tally, load.seconds)
+    figures = await drive_lanes(load, answer)
     await broker.shutdown()
     return figures
 

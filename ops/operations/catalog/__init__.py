@@ -1,6 +1,5 @@
-"""The operations. Adding one is adding a file here: it is found by itself."""
+"""The operations. A file that is put here is found without further registration."""
 
-from .operation import Context, NoParams, Operation, Params, operation
-from .registry import checked, operations
+from .operation import Context, NoParams, Operation, Params, checked, operation, operations
 
 __all__ = ["Context", "NoParams", "Operation", "Params", "checked", "operation", "operations"]

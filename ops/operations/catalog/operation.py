@@ -1,18 +1,26 @@
-"""What an operation is: a name, parameters that are checked before it starts, and a `run` that may be repeated."""
+"""What an operation is: a name, parameters that are checked before it starts, and a `run` that may be repeated.
+
+Every module of this room is imported when the operations are first asked for.
+"""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from redis.asyncio import Redis
 
 from ....messages.errors import InvalidField
+from ....messages.model import as_invalid_field
 
 PROGRESS_EVERY_S = 0.5
 """Seconds between two writes of the progress, at least."""
@@ -101,3 +109,33 @@ def operation(kind: Kind) -> Kind:
         raise InvalidField("name", name, f"a name not taken; {type(REGISTRY[name]).__qualname__} has it")
     REGISTRY[name] = kind()
     return kind
+
+
+@cache
+def _load_catalog() -> None:
+    room = __name__.rpartition(".")[0]
+    for module in pkgutil.iter_modules(sys.modules[room].__path__):
+        importlib.import_module(f"{room}.{module.name}")
+
+
+def operations() -> dict[str, Operation[Any]]:
+    """All of them, by name."""
+    _load_catalog()
+    return dict(sorted(REGISTRY.items()))
+
+
+def checked(name: object, params: object) -> tuple[Operation[Any], Params]:
+    """The operation and its parameters. Raises InvalidField naming what is not allowed and what is."""
+    known = operations()
+    if not isinstance(name, str) or name not in known:
+        raise InvalidField("operation", name, f"one of {', '.join(known)}")
+    chosen = known[name]
+    if not isinstance(params, dict):
+        raise InvalidField("params", params, "a map of parameters")
+    if unknown := [key for key in params if key not in chosen.params.model_fields]:
+        allowed = ", ".join(chosen.params.model_fields) or "nothing: it has no parameters"
+        raise InvalidField(str(unknown[0]), params[unknown[0]], f"no parameter of {name}; it takes {allowed}")
+    try:
+        return chosen, chosen.params.model_validate(params)
+    except ValidationError as error:
+        raise as_invalid_field(error) from None

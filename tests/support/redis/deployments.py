@@ -25,8 +25,7 @@ import redis
 
 from rolloutmq.messages.errors import RedisUnavailable
 from rolloutmq.ops.redis import embedded as embedded_redis
-from rolloutmq.ops.redis.binary import BINARY_VARIABLE, find_server
-from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.ops.redis.embedded import BINARY_VARIABLE, EmbeddedRedis, find_server
 
 # A replica's first sync starts at once; by default the primary waits 5 s for others to come along.
 FAST_SYNC = {"repl-diskless-sync-delay": "0", "repl-ping-replica-period": "1"}
