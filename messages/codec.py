@@ -56,16 +56,7 @@ MAX_MAPS = MAX_ITEMS + 1024
 
 KINDS: dict[int, type[Message]] = {
     cls.KIND: cls
-    for cls in (
-        *JOBS,
-        *RESULTS,
-        Partial,
-        WeightManifest,
-        WeightAnnouncement,
-        WorkerStatus,
-        Command,
-        CommandReply,
-    )
+    for cls in (*JOBS, *RESULTS, Partial, WeightManifest, WeightAnnouncement, WorkerStatus, Command, CommandReply)
 }
 M = TypeVar("M", bound=Message)
 

@@ -125,13 +125,7 @@ def overdue(most: int) -> None: ...
 def ack(client: str, *entries: Entry) -> None: ...
 @_call
 def claim(
-    worker: str,
-    claim: int,
-    max_jobs: int,
-    max_samples: int,
-    version: int,
-    classes: int,
-    *adapters: AdapterVersion,
+    worker: str, claim: int, max_jobs: int, max_samples: int, version: int, classes: int, *adapters: AdapterVersion
 ) -> None: ...
 @_call
 def checkpoint(worker: str, *pieces: SavedPiece) -> None: ...

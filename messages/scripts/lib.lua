@@ -1,22 +1,22 @@
--- Put before every script. The first ARGV is always the pool's key prefix, and KEYS[1] the pool's `load` hash, which
--- routes the script on a cluster; every other key has the same hash tag.
+-- This is put before every script. The first ARGV is always the pool's key prefix. KEYS[1] is the pool's `load` hash,
+-- which routes the script on a cluster. Every other key has the same hash tag.
 --
 -- A job's record, HASH <prefix>job:<id>:
---   st  state: q queued, r running; then, with a TTL, what became of it: done, cancelled, expired, dead
+--   st  state: q queued, r running; after the end, with a TTL: done, cancelled, expired, dead
 --   p payload   n samples   q priority class   y client id   z payload bytes   t accepted (ms)   e deadline (ms)
 --   v min_version   g max_staleness   l adapter, <name>@<least version>   G group id, where one was given   w owner
---   P worker it prefers, <ms>@<worker id>: nobody else takes it for so long after its acceptance
---   c lost leases   x it is to be ended with what there is of it, see stop
+--   P worker it prefers, <ms>@<worker id>: no other worker takes it for so many ms after its acceptance
+--   c lost leases   x the next worker only ends it, with the tokens that it has, see stop
 --   a attempt, the fencing token: +1 with every claim   d samples published   s<i> sample i is published
---   k<i>, k<i>.1, k<i>.2, … what is saved of unfinished sample i, in order   kk there is such a field
+--   k<i>, k<i>.1, k<i>.2, … the saved pieces of unfinished sample i, in order   kk there is such a field
 local prefix = ARGV[1]
 local load_key = KEYS[1]
 local TOMBSTONE_S = 3600       -- how long an id is remembered after its job ended
-local DEAD_LETTERS = 10000     -- the newest are kept; their clients were told in any case
+local DEAD_LETTERS = 10000     -- the newest are kept; their clients have the outcome in any case
 local REPLY_TTL_S = 604800     -- an absent client's results are kept a week after the last one
-local ENTRY_BYTES = 64         -- what an entry of a reply stream is counted for beside its content
-local CLASSES = 3              -- as many as there are priorities
-local NEWS = 256               -- about so many words of new pieces are kept for a client, and for so long
+local ENTRY_BYTES = 64         -- bytes that an entry of a reply stream counts for beside its content
+local CLASSES = 3              -- the number of priorities
+local NEWS = 256               -- about how many notices of new pieces are kept for a client, and for how long
 local NEWS_TTL_S = 60
 
 local function now_ms()
@@ -29,18 +29,18 @@ local function held_key(worker) return prefix .. 'held:' .. worker end
 local function queue_key(class) return prefix .. 'queue:' .. class end
 -- SET of a client's open jobs.
 local function client_key(client) return prefix .. 'client:' .. client end
--- ZSET of jobs that need newer weights, or another adapter, than those who looked at them had; score: the version they
--- need, for an adapter with ADAPTER times its number in the pool added. What a worker may take from it is one range of
--- scores for its weights, and one for each of its adapters. Jobs that prefer a worker wait here for it, too, at minus that
--- worker's number, and ZSET `prefers` says until when.
+-- ZSET of jobs that need newer weights, or another adapter, than the workers that looked at them had. The score is the
+-- version that a job needs; for an adapter, ADAPTER times its number in the pool is added. A worker may take one range
+-- of scores for its weights, and one for each of its adapters. Jobs that prefer a worker wait here for it too, at minus
+-- that worker's number. ZSET `prefers` says until when.
 local function later_key(class) return prefix .. 'later:' .. class end
--- LIST of jobs on their last chance. Each runs alone on its worker, so that it takes no neighbour along if it is the
--- one that kills engines, and is not taken along if it is not.
+-- LIST of jobs on their last chance. Each runs alone on its worker. If it kills engines, no other job is lost with it.
+-- If another job does, this one is not lost.
 local suspects_key = prefix .. 'suspects'
 local prefers_key = prefix .. 'prefers'
 
--- Whoever blocks on `wake` gets the token, claims, and passes it on while work is left. Each worker has one of its own,
--- `token:<id>`, for what only it will take.
+-- A worker that blocks on `wake` gets the token, claims, and passes the token on while work is left. Each worker also
+-- has a token of its own, `token:<id>`, for jobs that only it will take.
 local function wake(worker)
   local key = prefix .. (worker and 'token:' .. worker or 'wake')
   if redis.call('LLEN', key) == 0 then
@@ -63,20 +63,21 @@ local function ring(...)
   redis.call('XADD', prefix .. 'bell', 'MAXLEN', '~', 512, '*', ...)
 end
 
--- `bytes` of results wait on a client's reply stream; negative when they are taken. HASH `unread` has it by client.
+-- Count `bytes` of results on a client's reply stream, negative when the client takes them. HASH `unread` has the sums.
 local function count_unread(client, bytes)
   redis.call('HINCRBY', prefix .. 'unread', client, bytes)
   redis.call('HINCRBY', load_key, 'unread', bytes)
 end
 
--- Nothing waits for this client any more, whatever its counter says: its stream is empty or has expired.
+-- Clear the counter of a client whose reply stream is empty or has expired.
 local function nothing_unread(client)
   local left = tonumber(redis.call('HGET', prefix .. 'unread', client)) or 0
   redis.call('HDEL', prefix .. 'unread', client)
   if left ~= 0 then redis.call('HINCRBY', load_key, 'unread', -left) end
 end
 
--- The record of job `id` shrinks to a tombstone, out of every index; the counters are the caller's. f: fields by name.
+-- Replace the record of job `id` by a tombstone and remove it from every index. The caller updates the counters.
+-- f: fields by name.
 local function bury_record(id, outcome, owner, f)
   local key = job_key(id)
   if owner then redis.call('SREM', held_key(owner), id) end
@@ -89,7 +90,7 @@ local function bury_record(id, outcome, owner, f)
   redis.call('EXPIRE', key, TOMBSTONE_S)
 end
 
--- Job `id` ends as `outcome`, which is not "done": the client is told on its reply stream.
+-- End job `id` with an outcome other than "done", and tell the client on its reply stream.
 local function fail(id, outcome, cause, host, err)
   local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g', 'G', 'l', 'P')
   local reply = prefix .. 'reply:' .. r[1]
@@ -118,12 +119,12 @@ local function cancel(id, cause)
   return state
 end
 
--- Tell the workers that some of these jobs, which may be running, are not wanted any more.
+-- Tell the workers that these jobs, which may be running, were cancelled.
 local function ring_cancelled(ids)
   if #ids > 0 then ring('kind', 'cancel', 'ids', table.concat(ids, ' ')) end
 end
 
--- Field of a job's record that has piece `number` of a sample.
+-- The field of a job's record that holds piece `number` of a sample.
 local function piece_field(sample, number)
   return tonumber(number) == 0 and 'k' .. sample or 'k' .. sample .. '.' .. number
 end
@@ -150,7 +151,7 @@ local function save_partial(key, sample, piece, bytes)
   return 'ok'
 end
 
--- A worker that is gone is waited for no longer than until the next end_preferences.
+-- Jobs stop waiting for a worker that is gone at the next end_preferences.
 local function no_longer_preferred(worker)
   local number = redis.call('HGET', prefix .. 'worker:' .. worker, 'number')
   for class = 0, number and CLASSES - 1 or -1 do
@@ -160,8 +161,8 @@ local function no_longer_preferred(worker)
   end
 end
 
--- Jobs that waited for the worker they prefer, for as long as they said, go to the front of their queues, at most `budget`.
--- Returns how many.
+-- Move jobs whose time to wait for a preferred worker is over to the front of their queues, at most `budget`. Returns
+-- how many.
 local function end_preferences(now, budget)
   local ids = redis.call('ZRANGEBYSCORE', prefers_key, '-inf', now, 'LIMIT', 0, math.max(budget, 0))
   for i = #ids, 1, -1 do
@@ -173,7 +174,7 @@ local function end_preferences(now, budget)
   return #ids
 end
 
--- A running job goes back to the front of its queue, without an owner; on its last chance to the suspects.
+-- Put a running job back at the front of its queue, without an owner, or among the suspects on its last chance.
 local function requeue(id, owner, max_lost)
   local key = job_key(id)
   local lost = tonumber(redis.call('HGET', key, 'c')) or 0
@@ -187,12 +188,12 @@ local function requeue(id, owner, max_lost)
   end
 end
 
--- Field of the hash `wanted` where a worker asks for weights, or for an adapter; names have no '@' in them.
+-- The field of the hash `wanted` with which a worker asks for weights or for an adapter. Names contain no '@'.
 local function want_field(worker, adapter)
   return (adapter or '') ~= '' and adapter .. '@' .. worker or worker
 end
 
--- A worker that is gone asks for nothing.
+-- Delete all requests of a worker that is gone.
 local function forget_wants(worker)
   local key = prefix .. 'wanted'
   redis.call('HDEL', key, worker)
@@ -202,7 +203,7 @@ local function forget_wants(worker)
   end
 end
 
--- A worker leaves the pool: it holds nothing any more.
+-- Remove a worker that holds no job from the pool.
 local function forget_worker(worker)
   redis.call('ZREM', prefix .. 'workers', worker)
   no_longer_preferred(worker)
@@ -211,14 +212,14 @@ local function forget_worker(worker)
   ring('kind', 'worker', 'id', worker)
 end
 
--- Whether `worker` holds job `id` in this very attempt.
+-- Whether `worker` holds job `id` in this attempt.
 local function owns(id, worker, attempt)
   local f = redis.call('HMGET', job_key(id), 'st', 'w', 'a')
   return f[1] == 'r' and f[2] == worker and f[3] == attempt
 end
 
--- End what is past its deadline, at most `budget` jobs. A running one is its worker's to stop; when a second has passed
--- nobody is left to do it. Returns how many were ended.
+-- End jobs that are past their deadline, at most `budget`. The worker stops a running one. If it has not done so after a
+-- second, no worker will, and the job ends here. Returns how many were ended.
 local function end_overdue(now, budget)
   local expired, running = 0, {}
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'deadlines', '-inf', now, 'LIMIT', 0, math.max(budget, 0))) do

@@ -24,12 +24,7 @@ Urls = Literal["client", "worker"]
 
 
 def medium(
-    kind: MediaKind,
-    source: Any,
-    *,
-    urls: Urls = "client",
-    hosts: Collection[str] | None = None,
-    timeout: float = 10.0,
+    kind: MediaKind, source: Any, *, urls: Urls = "client", hosts: Collection[str] | None = None, timeout: float = 10.0
 ) -> Medium:
     """One medium from bytes, a path (str or Path), a file:// , data: or http(s) URL, or a PIL image.
 

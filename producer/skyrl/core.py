@@ -26,10 +26,7 @@ KNOWN_S = 5.0
 FRESH_S = 1.0
 """How old it may be where it is asked for again and again."""
 TEARDOWN_S = 30.0
-INTERFACES = (
-    "skyrl_train.inference_engines.base",
-    "skyrl.backends.skyrl_train.inference_engines.base",
-)
+INTERFACES = ("skyrl_train.inference_engines.base", "skyrl.backends.skyrl_train.inference_engines.base")
 """Where SkyRL has its InferenceEngineInterface: by release."""
 LOOK_S = 5.0
 """How long `workers_now` may hold up the caller's event loop."""

@@ -1,4 +1,4 @@
--- A worker's answer to a command; the first one stays.
+-- Store a worker's answer to a command. The first answer stays.
 -- ARGV: prefix, command_id, worker, reply, keep_s
 -- reply: an encoded CommandReply. keep_s: for how long answers are kept.
 local key = prefix .. 'answers:' .. ARGV[2]

@@ -1,7 +1,7 @@
--- Give workers something to do, those that are alive now.
+-- Send a command to the workers that are alive now.
 -- ARGV: prefix, command_id, worker, command, lasts_ms
--- worker: '' for all. command: an encoded Command. lasts_ms: for how long it may be begun.
--- Returns the ids of the workers it was given to.
+-- worker: '' for all. command: an encoded Command. lasts_ms: for how long a worker may take it.
+-- Returns the ids of the workers that it was sent to.
 local key = prefix .. 'command:' .. ARGV[2]
 local known = redis.call('HGETALL', key)
 local roster = {}

@@ -1,6 +1,6 @@
--- A client has outcomes safe: they leave its reply stream.
+-- Delete outcomes that the client has safe from its reply stream.
 -- ARGV: prefix, client, *entries (entry_id, nbytes)
--- nbytes: what the entry was counted for.
+-- nbytes: the bytes that the entry was counted for.
 local client = ARGV[2]
 local reply = prefix .. 'reply:' .. client
 local bytes = 0

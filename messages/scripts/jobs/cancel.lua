@@ -1,7 +1,7 @@
--- Cancel jobs wherever they are. Samples already published stand; a running job's worker hears the bell, and anything
--- it still publishes is refused.
+-- Cancel queued and running jobs. Published samples stay valid. The worker of a running job hears the bell, and its
+-- later results are refused.
 -- ARGV: prefix, cause, *job_ids
--- Returns per job: ok, or the state it already had ended in, or unknown.
+-- Returns per job: ok, the state in which it had already ended, or unknown.
 local states, running = {}, {}
 for i = 3, #ARGV do
   local id = ARGV[i]

@@ -1,4 +1,4 @@
--- Cancel a part of a client's open jobs, or of one group's among them; called again until the cursor is 0.
+-- Cancel a part of a client's open jobs, or of those of one group. Call it again until the cursor is 0.
 -- ARGV: prefix, client, group, cause, cursor, count
 -- group: '' for all. cursor: 0 to begin. count: jobs to look at.
 -- Returns {cursor, jobs cancelled}

@@ -1,8 +1,8 @@
--- Save what unfinished samples have generated, so that the next worker goes on from there.
+-- Save pieces of unfinished samples, so the next worker continues from there.
 -- ARGV: prefix, worker, *pieces (job_id, attempt, sample, number, payload, tell)
 -- tell: 1 to tell the client.
 -- Returns per piece: ok, fenced, or gap (see save_partial).
--- A client that is told finds a word of it in its `news`, and the piece here. News is short, and nobody needs to read it.
+-- The client finds a notice in its `news`, and the piece here. News is short, and nobody needs to read it.
 local worker, states = ARGV[2], {}
 for i = 3, #ARGV, 6 do
   local id, sample, number, bytes = ARGV[i], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]

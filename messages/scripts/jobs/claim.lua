@@ -3,11 +3,11 @@
 -- claim: number of this claim. version: of the worker's weights. classes: how many priority classes there are.
 -- adapters: those that the worker has, each with its newest version.
 -- Returns {'NOLEASE'}, or a flat list, per job: id, attempt, samples, queued ms, ms to the deadline ('' for none),
---   payload, then a list of what there is of it: s<i>, '' for a published sample, k<i> or k<i>.<j>, bytes for a
---   partial; and x, '' first if it is to be ended with that (see stop)
--- A repeated claim number returns what that claim gave, as far as it is still held: a client library that re-sends
--- after a lost reply gets the same jobs instead of the next ones. An older number, a copy that was delayed on its way,
--- gets nothing.
+--   payload, then a list of its progress: s<i>, '' for a published sample; k<i> or k<i>.<j>, bytes for a partial; and
+--   first x, '' if the worker only ends the job with these (see stop)
+-- A repeated claim number returns the jobs of that claim that are still held. A client library that re-sends after a
+-- lost reply thus gets the same jobs instead of the next ones. An older number comes from a delayed copy of a call and
+-- returns nothing.
 local worker, number = ARGV[2], ARGV[3]
 local max_jobs, max_samples, version, classes = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local SCAN = 64               -- entries one claim looks at beyond what it takes

@@ -1,4 +1,4 @@
--- Publish finished samples, each exactly once, and close jobs that have all of theirs.
+-- Publish finished samples, each exactly once, and close jobs whose samples are all published.
 -- ARGV: prefix, worker, *samples (job_id, attempt, sample, payload)
 -- Returns per sample: ok, again (this very sample was published before), or fenced (not this worker's attempt any more,
 -- or a sample that the job does not have).

@@ -1,4 +1,4 @@
--- Accept jobs in order, until one does not fit.
+-- Accept jobs in order, up to the first that does not fit.
 -- ARGV: prefix, max_jobs, max_bytes, max_unread, letter,
 --       *jobs (job_id, payload, n, priority, client, min_version, max_staleness, deadline_ms, group, adapter, prefers)
 -- max_bytes: payloads of open jobs and results that nobody has taken yet. max_unread: bytes of results that one client
@@ -7,7 +7,7 @@
 -- and prefers are '' for none.
 -- Returns one of new|q|r|done|cancelled|expired|dead per job; if one does not fit, in its place and as the last:
 --   BUSY, why (jobs|bytes|unread), open jobs, bytes, untaken bytes of this client
--- With a dead letter that is gone nothing is accepted: the job's state is returned, gone if there is no such job either.
+-- If the dead letter is gone, nothing is accepted. The job's state is returned, or gone if there is no such job either.
 local STRIDE = 11
 local max_jobs, max_bytes, max_unread, letter = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
 if letter ~= '' and #redis.call('XRANGE', prefix .. 'dead', letter, letter) == 0 then

@@ -1,5 +1,5 @@
--- A worker gives jobs back unfinished: they go to the front of their queues with what was generated so far. With `lost`
--- 0 (drain, preemption) nothing is counted against them; with 1 (the engine died under them) it counts like a lost lease.
+-- A worker gives unfinished jobs back. They go to the front of their queues with the tokens generated so far. With `lost`
+-- 0 (drain, preemption) this is not counted. With 1 (their engine died) it counts like a lost lease.
 -- ARGV: prefix, worker, max_lost, *jobs
 -- A job is: its id, its attempt, lost (0 or 1), the number of its partials, and for each of these sample, number of
 -- the piece, payload (see checkpoint).

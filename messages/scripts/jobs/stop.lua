@@ -1,9 +1,9 @@
--- End jobs with what they have: unfinished samples of a running job are published as they are, by its worker. A queued
--- job that nobody has generated anything of is cancelled; one of which something is saved or published is ended by who
--- claims it next, on any weights.
+-- End jobs with the tokens that they have. The worker of a running job publishes its unfinished samples as they are. A
+-- queued job without any token is cancelled. A queued job with saved or published tokens is ended by the next worker
+-- that claims it, on any weights.
 -- ARGV: prefix, cause, *job_ids
--- cause: of a cancellation.
--- Returns per job: ok, unbegun (it was cancelled), or the state it already had ended in, or unknown.
+-- cause: the reason shown for a cancellation.
+-- Returns per job: ok, unbegun (it was cancelled), the state in which it had already ended, or unknown.
 local states, running, queued = {}, {}, false
 for i = 3, #ARGV do
   local id = ARGV[i]

@@ -1,4 +1,4 @@
--- A worker that holds a lease takes part in a transfer that is still open for joins.
+-- A worker with a lease joins a transfer that is still open for joins.
 -- ARGV: prefix, epoch, worker, join
 -- join: JSON.
 -- Returns ok, nolease, or the state the transfer is in.

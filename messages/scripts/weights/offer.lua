@@ -1,8 +1,8 @@
--- A worker that serves the newest version opens a transfer of it, for those that wait and that nobody else serves.
+-- A worker that serves the newest version opens a transfer of it for waiting workers that no other transfer serves.
 -- ARGV: prefix, epoch, version, announcement, remember_s, worker, over
 -- over: an open transfer that is over, 0 for none.
--- The open transfer is the lock: one at a time, and it is over when the worker that opened it has lost its lease, or
--- when the caller has watched it past its deadline. A trainer does not ask: its announcement takes the place of any.
+-- The open transfer is the lock, so there is one at a time. It is over when the worker that opened it has lost its
+-- lease, or when the caller has watched it past its deadline. A trainer does not ask: its announcement replaces any.
 -- Returns ok, nolease, older (the version is not the newest), nobody (waits), busy, or the state the transfer is in.
 local weights, key, now = prefix .. 'weights', prefix .. 'epoch:' .. ARGV[2], now_ms()
 local state = redis.call('HGET', key, 'st')

@@ -1,4 +1,4 @@
--- Give a version's number to weights that no trainer announced: an operator has them loaded, or renamed, on workers.
+-- Give a version's number to weights that no trainer announced, because an operator loaded or renamed them on workers.
 -- ARGV: prefix, version, given_to, remember_s
 -- Returns 0, also if it was given to the same before; else the newest number that is taken.
 local weights, key, number = prefix .. 'weights', prefix .. 'version:' .. ARGV[2], tonumber(ARGV[2])

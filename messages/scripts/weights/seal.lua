@@ -1,4 +1,4 @@
--- Nobody joins any more; the announcement now carries the roster.
+-- Close a transfer for joins. The announcement now carries the roster.
 -- ARGV: prefix, epoch, announcement
 local key = prefix .. 'epoch:' .. ARGV[2]
 if redis.call('HGET', key, 'st') ~= 'joining' then return redis.call('HGET', key, 'st') or 'unknown' end

@@ -1,4 +1,4 @@
--- Take back what dead workers held and end what is overdue, a bounded amount per call.
+-- Take back the jobs of dead workers and end overdue jobs, a bounded number per call.
 -- ARGV: prefix, max_lost, most
 -- max_lost: leases that a job may lose. most: jobs that one call takes back.
 -- Returns {requeued, dead-lettered, expired, workers removed}
@@ -35,7 +35,7 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'workers', '-inf',
 end
 local expired = end_overdue(now, budget)
 local undecided = end_preferences(now, budget)
--- One reply stream per call: has it expired unread, it is not counted any more.
+-- Check one reply stream per call. If it has expired unread, its bytes are no longer counted.
 local client = redis.call('HRANDFIELD', prefix .. 'unread')
 if client and redis.call('EXISTS', prefix .. 'reply:' .. client) == 0 then nothing_unread(client) end
 if requeued + undecided > 0 then wake() end
