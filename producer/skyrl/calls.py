@@ -1,4 +1,4 @@
-"""Calls under way: which jobs each has in the pool, who was told to end with what it has, and the gate they pass."""
+"""The engine's calls under way: their jobs in the pool, whether they were stopped, and the gate that they pass."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..inbox import JobHandle
 from .core import EngineCore
 
 SLICE = 256
-"""Jobs submitted at a time, so that a large batch's first results are taken while its last prompts are submitted."""
+"""Jobs submitted at a time. The first results of a large batch are read while its last prompts are submitted."""
 AHEAD = 1024
-"""Deltas that may wait for a caller that is slow to take them."""
+"""Deltas that may wait for a slow caller."""
 GIVE_UP_S = 5.0
-"""Time to cancel jobs that nobody waits for any more."""
+"""Seconds to cancel jobs that no caller waits for."""
 
 
 class Call:
-    """One call of `generate` or its kin. open: the jobs it has submitted whose outcome has not come."""
+    """One call of `generate` or a similar method. open: its submitted jobs that have no outcome yet."""
 
     def __init__(self, client: RolloutClient, timeout_s: float | None) -> None:
         self._client, self._timeout_s = client, timeout_s
@@ -32,10 +32,10 @@ class Call:
         self.open: dict[str, JobHandle] = {}
 
     async def run(self, jobs: Sequence[GenerateJob]) -> list[list[RolloutResult | None]]:
-        """Submit jobs and wait for all samples, by job and number; a sample that was aborted before it began is None.
+        """Submit jobs and wait for all samples, by job and number. A sample that was aborted before it began is None.
 
-        Raises JobFailed for the first job that ended without all of its samples and was not stopped; WaitTimeout when
-        the engine's `timeout_s` are over. If it ends early, it cancels what it has in the pool.
+        Raises JobFailed for the first job that ended without all of its samples and was not stopped, and WaitTimeout
+        after the engine's `timeout_s`. If it ends early, it cancels its jobs in the pool.
         """
         deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
         await self._client.check(jobs)
@@ -84,10 +84,10 @@ class Call:
         return [by_number.get(number) for number in range(handle.n)]
 
     async def stream(self, jobs: Sequence[GenerateJob]) -> AsyncGenerator[Delta]:
-        """The deltas of several jobs as they come: all of each sample, unless the call is stopped.
+        """The deltas of several jobs as they arrive: all of each sample, unless the call is stopped.
 
-        Raises as `run`, with `timeout_s` from one delta of a job to the next. If it is left early, it cancels what it
-        has in the pool.
+        Raises as `run`, with `timeout_s` from one delta of a job to the next. If the caller leaves it early, it cancels
+        its jobs in the pool.
         """
         arrived: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(AHEAD)
         await self._client.check(jobs)
@@ -128,7 +128,7 @@ class Call:
         return self.stopped and isinstance(failure, JobFailure) and failure.outcome == "cancelled"
 
     async def _give_up(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """End tasks, and cancel what is open: nothing of this call goes on in the pool, and nothing is kept here."""
+        """End the tasks and cancel open jobs. Nothing of this call goes on in the pool, and nothing is kept here."""
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -144,7 +144,7 @@ class Call:
 
 
 class Calls:
-    """All calls of one engine, and their gate. paused: the gate is closed, and new calls wait in front of it."""
+    """All calls of one engine, and their gate. paused: the gate is closed, and new calls wait for it to open."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -158,7 +158,7 @@ class Calls:
 
     @contextlib.asynccontextmanager
     async def begin(self) -> AsyncIterator[Call]:
-        """A call, once it has passed the gate; it is under way until the block ends.
+        """A call that has passed the gate. It is under way until the block ends.
 
         The gate lets a call through when the engine is not paused, or when the call was stopped.
         """
@@ -179,7 +179,7 @@ class Calls:
             self._changed.notify_all()
 
     async def stop_all(self) -> int:
-        """Every call ends with what it has. Returns how many jobs the pool was told to stop."""
+        """End every call with the samples that it has. Returns how many jobs the pool was told to stop."""
         client = await self._core.client()
         async with self._changed:
             calls = list(self.under_way)

@@ -1,4 +1,4 @@
-"""What all parts of the engine share: its settings, its client, the tokenizer, and what workers say of themselves."""
+"""The state that all parts of the engine share: its settings, its client, the tokenizer and the workers' status."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from ..client import RolloutClient
 from .texts import Texts
 
 KNOWN_S = 5.0
-"""How old the list of workers may be where asking again would hold up the caller's event loop."""
+"""The oldest list of workers, in seconds, for calls where a new one would block the caller's event loop."""
 FRESH_S = 1.0
-"""How old it may be where it is asked for again and again."""
+"""The oldest list of workers, in seconds, for calls that ask for it often."""
 TEARDOWN_S = 30.0
 INTERFACES = ("skyrl_train.inference_engines.base", "skyrl.backends.skyrl_train.inference_engines.base")
-"""Where SkyRL has its InferenceEngineInterface: by release."""
+"""The modules with SkyRL's InferenceEngineInterface in its releases."""
 LOOK_S = 5.0
-"""How long `workers_now` may hold up the caller's event loop."""
+"""How long `workers_now` may block the caller's event loop, in seconds."""
 
 
 class EngineCore:
-    """The state that the engine's parts share; SkyRLEngine says what the arguments mean.
+    """The state that the engine's parts share. SkyRLEngine documents the arguments.
 
-    A core belongs to one event loop at a time. When that loop is closed, the next call takes the core along to its own
-    loop and calls every function in `when_loop_changes`, which make new what belonged to the old one.
+    A core belongs to one event loop at a time. When that loop is closed, the next call moves the core to its own loop
+    and calls every function in `when_loop_changes`. These replace the objects of the old loop.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class EngineCore:
                     await close_others()
 
     async def workers(self, fresh: bool = True) -> list[WorkerStatus]:
-        """The pool's workers; with `fresh=False` the list may be a second old."""
+        """The pool's workers. With `fresh=False` the list may be FRESH_S old."""
         client = await self.client()
         if fresh or time.monotonic() - self._asked_at >= FRESH_S:
             self._know(await client.workers())
@@ -119,7 +119,7 @@ class EngineCore:
         self._workers, self._asked_at = workers, time.monotonic()
 
     async def ready_texts(self) -> Texts:
-        """The tokenizer, loaded; that of the pool's model if none was given. Raises ConfigError."""
+        """The loaded tokenizer. By default it is the one of the pool's model. Raises ConfigError."""
         if self.texts.model is None and not self.texts.given:
             await self.workers(fresh=False)
         await asyncio.to_thread(self.texts.load)

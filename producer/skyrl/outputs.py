@@ -1,4 +1,4 @@
-"""What a batch became: the dictionaries that SkyRL's trainers take, whole or chunk by chunk."""
+"""The output of a batch as the dictionaries of SkyRL's trainers, whole or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class VersionSpan(TypedDict):
 class InferenceEngineOutput(TypedDict):
     """Samples in the order of the prompts; with n > 1 the n of the first prompt, then those of the second, …
 
-    responses: tokenizer.decode(ids, skip_special_tokens=True). response_ids: what was generated, and with what stopped
-        it unless the parameters leave that off.
+    responses: tokenizer.decode(ids, skip_special_tokens=True). response_ids: the generated ids. They include the stop,
+        unless the parameters exclude it.
     stop_reasons: "stop", "length" or "abort".
-    response_logprobs: of the sampled tokens; None unless `logprobs` was asked for.
-    weight_version: the version of every token, or the newest one if there are several; None if there are no tokens.
-    weight_versions: beyond SkyRL: which tokens have which version, for each sample. The spans have no gaps.
+    response_logprobs: those of the sampled tokens, None unless the batch asks for `logprobs`.
+    weight_version: the version of every token, or the newest one if there are several. None if there are no tokens.
+    weight_versions: an addition to SkyRL: the version of each token, as spans without gaps for each sample.
     n_per_prompt: n if it is more than 1, else None.
     request_ids: one per sample.
-    hidden_states: (t, h) float arrays, one per sample, of the forward passes that sampled the tokens.
+    hidden_states: (t, h) float arrays, one per sample, from the forward passes that sampled the tokens.
     routed_experts: flat int32 arrays of t * layers * k expert numbers, one per sample.
     """
 
@@ -53,9 +53,10 @@ class InferenceEngineOutput(TypedDict):
 class StreamingChunk(TypedDict):
     """A run of tokens of one sample, `index` in the order of InferenceEngineOutput.
 
-    delta_text: what they add to the text. delta_token_id: the last of them, None if there is none.
-    delta_logprob: of that token, None unless asked for. cumulative_text, cumulative_token_ids: all so far.
-    delta_token_ids, delta_logprobs: beyond SkyRL: all tokens of the run, and their log-probabilities.
+    delta_text: the text that the run adds. delta_token_id: the run's last token, None for an empty run.
+    delta_logprob: that token's log-probability, None unless asked for. cumulative_text, cumulative_token_ids: all so
+        far.
+    delta_token_ids, delta_logprobs: an addition to SkyRL: all tokens of the run, and their log-probabilities.
     """
 
     index: int
@@ -71,7 +72,7 @@ class StreamingChunk(TypedDict):
 
 
 def spans_of(sample: RolloutResult | None) -> list[VersionSpan]:
-    """Which tokens have which version."""
+    """The version of each token, as spans."""
     spans = version_spans(sample.segments if sample is not None else ())
     return [{"version": str(span["version"]), "start": span["start"], "end": span["end"]} for span in spans]
 
@@ -79,7 +80,7 @@ def spans_of(sample: RolloutResult | None) -> list[VersionSpan]:
 def output_of(
     jobs: Sequence[GenerateJob], found: Sequence[Samples], wishes: Wishes, texts: Texts
 ) -> InferenceEngineOutput:
-    """One output for the whole batch: samples in the order of the jobs, decoded. Decoding takes its time."""
+    """One output for the whole batch: decoded samples in the order of the jobs. Decoding blocks."""
     samples = [
         (job, number, sample) for job, of_job in zip(jobs, found, strict=True) for number, sample in enumerate(of_job)
     ]
@@ -121,7 +122,7 @@ def _experts(sample: RolloutResult | None) -> Any:
 
 
 class StreamedSample:
-    """One sample as its caller has seen it so far. index: its place in the order of InferenceEngineOutput."""
+    """The part of a sample that its caller has seen. index: its place in the order of InferenceEngineOutput."""
 
     def __init__(self, index: int, texts: Texts, logprobs: bool) -> None:
         self.index, self._texts, self._logprobs = index, texts, logprobs
@@ -129,7 +130,7 @@ class StreamedSample:
         self._text = GrowingText(texts.decode)
 
     def chunk(self, delta: Delta) -> StreamingChunk:
-        """The chunk for a delta. The delta of a sample that was begun again has all of it."""
+        """The chunk for a delta. The delta of a restarted sample has all of its tokens."""
         if delta.restarted:
             self.ids, self._text = [], GrowingText(self._texts.decode)
         ids = delta.token_ids.tolist()
@@ -158,7 +159,7 @@ class StreamedSample:
 
 
 def group_outputs_by_prompt(output: InferenceEngineOutput) -> list[InferenceEngineOutput]:
-    """One output per prompt, each with all of its samples; none of them has `n_per_prompt` unless it is more than 1."""
+    """One output per prompt, each with all of its samples. None has `n_per_prompt` unless it is more than 1."""
     n = output.get("n_per_prompt") or 1
     count = len(output["response_ids"])
     groups: list[InferenceEngineOutput] = []
@@ -172,6 +173,6 @@ def group_outputs_by_prompt(output: InferenceEngineOutput) -> list[InferenceEngi
 
 
 def newest_version(spans: list[list[VersionSpan]]) -> str | None:
-    """The newest version among the samples' tokens, None without tokens; versions are numbers as text."""
+    """The newest version among the samples' tokens, None without tokens. Versions are numbers as text."""
     found = [int(span["version"]) for sample in spans for span in sample]
     return str(max(found)) if found else None

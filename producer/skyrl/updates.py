@@ -1,4 +1,4 @@
-"""What a trainer says of its weights: their group, requests in any of SkyRL's forms; and what has come so far."""
+"""A trainer's weights: its broadcast group, its requests in any of SkyRL's forms, and the tensors received so far."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SHOWN = 5
 
 
 class NamedWeightsUpdateRequest(TypedDict):
-    """Tensors of one version, some or all; see docs/skyrl.md for the three ways they can come.
+    """Tensors of one version, some or all. docs/skyrl.md describes the three ways in which they can arrive.
 
     names: as the model's checkpoint has them. dtypes: "bfloat16", "torch.bfloat16". shapes: one for each.
     sizes: elements of each, with `packed`. extras: one entry per tensor (one in all with `packed`):
         {"ipc_handles": {GPU's UUID: (function, arguments)}} as torch's reduce_tensor makes them.
-    packed: all tensors are one after the other in the one of the only handle.
-    tensors: beyond SkyRL: the tensors themselves.
+    packed: the tensor of the only handle holds all tensors one after the other.
+    tensors: an addition to SkyRL: the tensors themselves.
     """
 
     names: list[str]
@@ -39,10 +39,10 @@ class NamedWeightsUpdateRequest(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Tensors of a version: what they are, and how they come.
+    """Tensors of a version, and how they arrive.
 
-    way: "tensors" (here they are), "ipc" (handles, one per tensor or one for all of them: `packed`), or "broadcast" (in
-        the group that was joined, one after the other).
+    way: "tensors" (they are in the request), "ipc" (as handles, one per tensor, or one for all if `packed`), or
+        "broadcast" (one after the other in the joined group).
     dtypes: torch's names without the prefix. sizes: elements of each, with `packed`.
     """
 
@@ -72,7 +72,7 @@ class GroupInfo:
 def read_group(  # noqa: PLR0917 – in the order of SkyRL's arguments
     init_info: Any, override_existing: bool, address: Any, port: Any, offset: int, world: int, name: str, backend: str
 ) -> GroupInfo | None:
-    """The group to join, of an `init_info` or of the arguments behind it; None for CUDA IPC, which needs no group.
+    """The group to join, from an `init_info` or from the arguments after it. None for CUDA IPC, which needs no group.
 
     Raises InvalidField.
     """
@@ -201,9 +201,9 @@ def _check_packed(sizes: Sequence[Any], shapes: Sequence[tuple[int, ...]], dtype
 
 
 class IncompleteWeights(WeightSyncError):
-    """A sync ended, and tensors of the model had not come. Nothing was announced to the pool; what had come is dropped.
+    """A sync ended before all tensors of the model arrived. Nothing was announced, and the received ones are dropped.
 
-    missing: their names.
+    missing: the names of the missing tensors.
     """
 
     def __init__(self, missing: list[str]) -> None:
@@ -216,7 +216,7 @@ class IncompleteWeights(WeightSyncError):
 
 
 class StagedTensors:
-    """Tensors of a version that is not published yet, by name. version: its number, None for the next one."""
+    """Tensors by name, of a version that is not published yet. version: its number, None for the next number."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Any] = {}
@@ -227,18 +227,18 @@ class StagedTensors:
         return bool(self.tensors)
 
     def begins_anew(self, update: Update) -> bool:
-        """Whether a tensor comes again: then the sync before it has ended without a word."""
+        """Whether a tensor comes again. The previous sync has then ended, although nothing announced its end."""
         return any(name in self.tensors for name in update.names)
 
     def take(self) -> dict[str, Any]:
-        """All tensors, which are not kept."""
+        """Return all tensors and forget them."""
         tensors, self.tensors = self.tensors, {}
         return tensors
 
     def check(self, tensors: Mapping[str, Any], checkpoint: Shapes) -> None:
-        """Compare with the last version that was whole, or, before the first, with the model's checkpoint.
+        """Compare the tensors with the last complete version, or, for the first version, with the model's checkpoint.
 
-        Without either everything passes: the workers know what their model needs, and name what they refuse.
+        Without either everything passes, because the workers know their model's tensors and name those they refuse.
         Raises IncompleteWeights, or WeightSyncError for tensors that the model does not have.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -258,5 +258,5 @@ class StagedTensors:
             raise WeightSyncError(f"{error}; nothing was announced") from None
 
     def remember(self, tensors: Mapping[str, Any]) -> None:
-        """Note that these were a whole version."""
+        """Record that these were a complete version."""
         self._known = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
