@@ -28,12 +28,7 @@ async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
             "open_jobs": load.open_jobs,
             "open_bytes": load.open_bytes,
             "unread_bytes": load.unread_bytes,
-            "ended": {
-                "done": load.done,
-                "cancelled": load.cancelled,
-                "expired": load.expired,
-                "dead": load.dead,
-            },
+            "ended": {"done": load.done, "cancelled": load.cancelled, "expired": load.expired, "dead": load.dead},
             "committed_version": await ledger.committed(),
             "transfer_under_way": await ledger.open_epoch(),
             "waiting_for_weights": sorted(await ledger.wanted()),

@@ -72,12 +72,7 @@ def run_engine_bench(
         worker_config = as_config(WorkerConfig, redis_url=server.url, pool="bench", max_running=max_running)
         figures = asyncio.run(
             _compare(
-                config,
-                worker_config,
-                prompts=prompts,
-                max_new_tokens=max_new_tokens,
-                rounds=rounds,
-                console=console,
+                config, worker_config, prompts=prompts, max_new_tokens=max_new_tokens, rounds=rounds, console=console
             )
         )
         figures["model"] = label

@@ -41,8 +41,7 @@ def bench_queue(
 @app.command("sync")
 def bench_sync(
     shapes: Annotated[
-        str | None,
-        typer.Option(help="Some of tiny,tiny-moe,0.6b,4b,8b,moe. Default: tiny on a CPU, else 0.6b,8b,moe."),
+        str | None, typer.Option(help="Some of tiny,tiny-moe,0.6b,4b,8b,moe. Default: tiny on a CPU, else 0.6b,8b,moe.")
     ] = None,
     paths: Annotated[
         str | None,

@@ -59,10 +59,7 @@ def redis(
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
 
 
-def tiny_model(
-    directory: Annotated[Path, typer.Argument(help="Where to write it.")],
-    json: Json = False,
-) -> None:
+def tiny_model(directory: Annotated[Path, typer.Argument(help="Where to write it.")], json: Json = False) -> None:
     """Write a tiny random Qwen2-style model and its tokenizer. It is something to try a worker with, offline."""
     from ..tiny_model import write_tiny_model
 

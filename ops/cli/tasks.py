@@ -50,11 +50,7 @@ def embed(
 
 
 def reward(
-    file: Inputs,
-    redis: RedisUrl = DEFAULT_URL,
-    pool: Pool = "default",
-    timeout: Timeout = None,
-    json: Json = False,
+    file: Inputs, redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", timeout: Timeout = None, json: Json = False
 ) -> None:
     """Score every line of a file with a reward model. For workers with --task reward; one JSON line for each."""
     from ...producer.blocking import BlockingRolloutClient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +10,8 @@ from ...messages.dialects import Rule, logprob_kind
 from ...worker.sglang import DP_REASON, OWNED_ARGUMENTS, PP_REASON, SGLangConfig
 
 Told = dict[str, Any]
-DTYPES = {
-    "auto": "auto",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-    "half": "float16",
-    "float32": "float32",
-    "fp32": "float32",
-    "float": "float32",
-}
+DTYPES = {name: name for name in ("auto", "bfloat16", "float16", "float32")}
+DTYPES |= {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 
 def engine_setting(name: str) -> str:
@@ -35,17 +26,17 @@ def engine(name: str, why: str = "") -> Rule:
 
 def when(wanted: bool, told: Told, why: str = "") -> Rule:
     """A switch that says something in one position only."""
+    return Rule(lambda value: dict(told) if _switch(value) is wanted else {}, why)
 
-    def read(value: Any) -> Told:
-        if not isinstance(value, bool):
-            raise ValueError("true or false")
-        return dict(told) if value is wanted else {}
 
-    return Rule(read, why)
+def _switch(value: Any, allowed: str = "true or false") -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(allowed)
+    return value
 
 
 def dtype(value: Any) -> Told:
-    """Everybody's names of dtypes."""
+    """A dtype by any of its usual names."""
     if not isinstance(value, str) or value.removeprefix("torch.") not in DTYPES:
         raise ValueError(f"one of {', '.join(DTYPES)}")
     return {"engine.dtype": DTYPES[value.removeprefix("torch.")]}
@@ -53,9 +44,8 @@ def dtype(value: Any) -> Told:
 
 def eager(value: Any) -> Told:
     """True: no CUDA graphs."""
-    if not isinstance(value, bool):
-        raise ValueError("true or false")
-    return {"engine.cuda_graph": False, "engine.prefill_cuda_graph": False} if value else {"engine.cuda_graph": True}
+    off = {"engine.cuda_graph": False, "engine.prefill_cuda_graph": False}
+    return off if _switch(value) else {"engine.cuda_graph": True}
 
 
 def max_running(value: Any) -> Told:
@@ -81,13 +71,8 @@ def _one(reason: str) -> Rule:
     return Rule(read)
 
 
-def _not(setting: str) -> Callable[[Any], Told]:
-    def read(value: Any) -> Told:
-        if not isinstance(value, bool):
-            raise ValueError("true or false")
-        return {setting: not value}
-
-    return read
+def _not(setting: str) -> Rule:
+    return Rule(lambda value: {setting: not _switch(value)})
 
 
 def _experts(value: Any) -> Told:
@@ -109,22 +94,32 @@ def _model(value: Any) -> Told:
 
 
 def _memory_saver(value: Any) -> Told:
-    if not isinstance(value, bool):
-        raise ValueError("true or false; engine.memory_saver can be backup, too")
-    return {"engine.memory_saver": "on" if value else "off"}
+    on = _switch(value, "true or false; engine.memory_saver can be backup, too")
+    return {"engine.memory_saver": "on" if on else "off"}
 
 
 MODEL = Rule(_model)
 TP, PP, DP, EP = engine("tp_size"), _one(PP_REASON), _one(DP_REASON), Rule(_experts)
 MEMORY = engine("mem_fraction", "of weights and KV cache together")
-DTYPE, EAGER, MAX_RUNNING, LOAD_FORMAT = Rule(dtype), Rule(eager), Rule(max_running), Rule(load_format)
-PREFIX_CACHING = when(False, {"engine.extra.disable_radix_cache": True})
-CHUNKED_PREFILL = when(False, {"engine.extra.chunked_prefill_size": -1})
-BATCHED_TOKENS = engine("max_prefill_tokens", "tokens of one prefill batch")
+DTYPE, MAX_RUNNING, LOAD_FORMAT = Rule(dtype), Rule(max_running), Rule(load_format)
 ROUTED_EXPERTS = when(True, {"job.routed_experts": True, "engine.routed_experts": True})
-ROPE_SCALING = Rule(lambda value: {"engine.override.rope_scaling": value})
-ROPE_THETA = Rule(lambda value: {"engine.override.rope_theta": value})
-
+LORA_RANK = Rule(lambda value: {"engine.max_lora_rank": value} if value else {})
+ROPE: Mapping[str, Rule] = {
+    "rope_scaling": Rule(lambda value: {"engine.override.rope_scaling": value}),
+    "rope_theta": Rule(lambda value: {"engine.override.rope_theta": value}),
+}
+TRAINERS: Mapping[str, Rule] = {
+    "data_parallel_size": DP,
+    "expert_parallel_size": EP,
+    "gpu_memory_utilization": MEMORY,
+    "enforce_eager": Rule(eager),
+    "enable_prefix_caching": when(False, {"engine.extra.disable_radix_cache": True}),
+    "enable_chunked_prefill": when(False, {"engine.extra.chunked_prefill_size": -1}),
+    "max_num_batched_tokens": engine("max_prefill_tokens", "tokens of one prefill batch"),
+    "max_num_seqs": MAX_RUNNING,
+}
+"""vLLM's arguments that SkyRL and VERL have as settings of their own."""
+NO_TOKENIZER = Rule(why="ids go in and out of the engine; text is the worker's edge")
 _COMMON: Mapping[str, Rule] = {
     "tensor_parallel_size": TP,
     "pipeline_parallel_size": PP,
@@ -136,12 +131,11 @@ _COMMON: Mapping[str, Rule] = {
     "load_format": LOAD_FORMAT,
 }
 SGLANG: Mapping[str, Rule] = {
-    **_COMMON,
     **{name: Rule(refuse="RolloutMQ sets this argument of SGLang itself") for name in OWNED_ARGUMENTS},
     **{name: engine(name) for name in SGLangConfig.model_fields if name not in {"model", "extra"}},
     **_COMMON,
     "model_path": MODEL,
-    "skip_tokenizer_init": Rule(why="ids go in and out of the engine; text is the worker's edge"),
+    "skip_tokenizer_init": NO_TOKENIZER,
     "tp_size": TP,
     "pp_size": PP,
     "dp_size": DP,
@@ -152,40 +146,30 @@ SGLANG: Mapping[str, Rule] = {
     "enable_return_routed_experts": engine("routed_experts"),
     "enable_return_hidden_states": engine("hidden_states"),
     "enable_memory_saver": Rule(_memory_saver),
-    "disable_cuda_graph": Rule(_not("engine.cuda_graph")),
-    "disable_prefill_cuda_graph": Rule(_not("engine.prefill_cuda_graph")),
-    "disable_overlap_schedule": Rule(_not("engine.overlap_schedule")),
+    "disable_cuda_graph": _not("engine.cuda_graph"),
+    "disable_prefill_cuda_graph": _not("engine.prefill_cuda_graph"),
+    "disable_overlap_schedule": _not("engine.overlap_schedule"),
     "enable_lora": Rule(why="LoRA is on where engine.max_lora_rank is set"),
-    "host": Rule(why="the engine has no port"),
-    "port": Rule(why="the engine has no port"),
+    **dict.fromkeys(("host", "port"), Rule(why="the engine has no port")),
 }
 """SGLang's own arguments that have a setting of this package, or none. All others are passed on."""
 VLLM: Mapping[str, Rule] = {
     **_COMMON,
+    **TRAINERS,
+    **ROPE,
+    **{name: engine(name) for name in ("trust_remote_code", "quantization", "kv_cache_dtype", "revision")},
     "model": MODEL,
     "max_model_len": engine("context_length"),
-    "max_num_seqs": MAX_RUNNING,
-    "max_num_batched_tokens": BATCHED_TOKENS,
-    "gpu_memory_utilization": MEMORY,
-    "enforce_eager": EAGER,
-    "enable_prefix_caching": PREFIX_CACHING,
-    "enable_chunked_prefill": CHUNKED_PREFILL,
     "enable_return_routed_experts": ROUTED_EXPERTS,
     "seed": engine("random_seed"),
     "max_loras": Rule(lambda value: {"engine.max_loras_per_batch": value + 1}, "the model alone counts as one"),
-    "trust_remote_code": engine("trust_remote_code"),
-    "quantization": engine("quantization"),
-    "kv_cache_dtype": engine("kv_cache_dtype"),
-    "revision": engine("revision"),
     "hf_overrides": Rule(_overrides),
-    "rope_scaling": ROPE_SCALING,
-    "rope_theta": ROPE_THETA,
     "enable_lora": Rule(why="LoRA is on where engine.max_lora_rank is set"),
     "enable_sleep_mode": Rule(why="an engine sleeps when it is told to"),
     "disable_log_stats": Rule(why="the pool counts for itself"),
     "disable_log_requests": Rule(why="requests are not logged"),
     "distributed_executor_backend": Rule(why="SGLang starts its own processes"),
-    "skip_tokenizer_init": Rule(why="ids go in and out of the engine; text is the worker's edge"),
+    "skip_tokenizer_init": NO_TOKENIZER,
     "tokenizer": Rule(refuse="the tokenizer is the one beside the model"),
     "chat_template": Rule(refuse="the template is the one beside the model: render the text, or the ids, yourself"),
     "scheduling_policy": Rule(refuse="priority is a field of the job", unless=("fcfs",)),

@@ -14,12 +14,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from ...messages.errors import ConfigError, InvalidField
-from ...messages.model import (
-    GenerateJob,
-    LogprobOptions,
-    SamplingParams,
-    as_invalid_field,
-)
+from ...messages.model import GenerateJob, LogprobOptions, SamplingParams, as_invalid_field
 from ...messages.nearest import nearest
 from ...messages.redis import DEFAULT_URL, parse, redacted
 from ...sync.transfer import SyncSettings

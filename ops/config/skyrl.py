@@ -20,6 +20,7 @@ _CLUSTER = Rule(why="workers are started by you, and find the pool on Redis")
 _GATEWAY = Rule(why="HTTP is the gateway's")
 _SGLANG = Rule(why="engines are SGLang")
 _VLLM = Rule(why="about vLLM's processes")
+_RENDERED = Whole(Rule(why="SkyRL's generator renders conversations itself, and sends ids"))
 
 
 def _backend(value: Any) -> Told:
@@ -37,11 +38,21 @@ def _gigabytes(value: Any) -> Told:
     return {"publisher.bucket_bytes": int(value * (1 << 30))}
 
 
+_POOL = ("run_engines_locally", "external_proxy_url", "external_server_urls", "remote_urls")
+_PLAYED = (
+    *("max_turns", "use_conversation_multi_turn", "append_eos_token_after_stop_str_in_multi_turn"),
+    *("zero_reward_on_non_stop", "apply_overlong_filtering", "step_wise_trajectories", "merge_stepwise_output"),
+    "vision_language_generator",
+)
+
+
 def _engine(*, vllm: bool) -> dict[str, Any]:
     return {
+        **engine.TRAINERS,
+        **dict.fromkeys(_POOL, _CLUSTER),
+        **dict.fromkeys(("http_endpoint_host", "http_endpoint_port", "enable_http_endpoint"), _GATEWAY),
         "model_dtype": engine.DTYPE,
         "serialized_weight_sync_mode": Rule(refuse="weights travel in the dtype that the trainer gives them"),
-        "run_engines_locally": _CLUSTER,
         "num_engines": Rule(why="as many workers as you start; they may come and go"),
         "backend": _SGLANG,
         "weight_sync_backend": Rule(_backend, "NCCL, CUDA IPC or gloo, as the hosts have it"),
@@ -49,45 +60,29 @@ def _engine(*, vllm: bool) -> dict[str, Any]:
         "delta_weight_sync": Whole(Rule(refuse="whole versions are sent, not differences")),
         "tensor_parallel_size": engine.TP,
         "pipeline_parallel_size": engine.PP,
-        "data_parallel_size": engine.DP,
-        "expert_parallel_size": engine.EP,
         "vllm_v1_disable_multiproc": _VLLM,
-        "enable_prefix_caching": engine.PREFIX_CACHING,
-        "enable_chunked_prefill": engine.CHUNKED_PREFILL,
         "enable_return_routed_experts": engine.ROUTED_EXPERTS,
-        "max_num_batched_tokens": engine.BATCHED_TOKENS,
-        "enforce_eager": engine.EAGER,
         "fully_sharded_loras": Rule(why="how vLLM lays adapters out"),
         "enable_ray_prometheus_stats": Rule(why="the pool counts for itself"),
-        "gpu_memory_utilization": engine.MEMORY,
         "offload_kv_for_weight_sync": Rule(why="what becomes of the KV cache at an update is publisher.mode"),
         "use_expandable_segments": Rule(why="set PYTORCH_CUDA_ALLOC_CONF where the worker starts"),
-        "max_num_seqs": engine.MAX_RUNNING,
         "served_model_name": _GATEWAY,
         "distributed_executor_backend": _VLLM,
         "language_model_only": Rule(why="which parts of a model are loaded is SGLang's choice"),
         "engine_init_kwargs": Arguments(VLLM, VLLM_OTHER) if vllm else Arguments(SGLANG),
         "speculative_config": Whole(Rule(refuse="the weights of a draft model would not be updated")),
-        "external_proxy_url": _CLUSTER,
-        "external_server_urls": _CLUSTER,
         "enable_pd": Rule(refuse="prefill and decoding run in one engine here", unless=(False,)),
         "num_prefill": Rule(refuse="prefill and decoding run in one engine here", unless=(0,)),
         "router_init_kwargs": Whole(_CLUSTER),
         "async_engine": Rule(why="clients are asynchronous or not, as they like"),
-        "remote_urls": _CLUSTER,
-        "enable_http_endpoint": _GATEWAY,
-        "http_endpoint_host": _GATEWAY,
-        "http_endpoint_port": _GATEWAY,
         "override_existing_update_group": Rule(why="groups are kept or made anew as the roster needs it"),
     }
 
 
+_PARALLEL = ("tensor", "pipeline", "expert", "data")
 _RENAMED = {
+    **{f"inference_engine_{kind}_parallel_size": f"{kind}_parallel_size" for kind in _PARALLEL},
     "num_inference_engines": "num_engines",
-    "inference_engine_tensor_parallel_size": "tensor_parallel_size",
-    "inference_engine_pipeline_parallel_size": "pipeline_parallel_size",
-    "inference_engine_expert_parallel_size": "expert_parallel_size",
-    "inference_engine_data_parallel_size": "data_parallel_size",
     "remote_inference_engine_urls": "remote_urls",
 }
 
@@ -101,6 +96,8 @@ def table(block: Mapping[str, Any]) -> Table:
     before |= {name: rule for name, rule in now.items() if name not in _RENAMED.values()}
     return {
         **before,
+        **engine.ROPE,
+        **dict.fromkeys(_PLAYED, _EPISODES),
         "inference_engine": now,
         "model_name": engine.MODEL,
         "n_samples_per_prompt": Rule(lambda value: {"job.n": value}),
@@ -108,29 +105,16 @@ def table(block: Mapping[str, Any]) -> Table:
         "sampling_params": Sampling("job", "skyrl"),
         "eval_sampling_params": Sampling("eval", "skyrl"),
         "batched": Rule(why="requests are batched by the engine, as they come"),
-        "max_turns": _EPISODES,
         "max_input_length": Rule(
             why="how long prompts get is the trainer's; the engine's limit is engine.context_length"
         ),
-        "chat_template": Whole(Rule(why="SkyRL's generator renders conversations itself, and sends ids")),
-        "chat_template_kwargs": Whole(Rule(why="SkyRL's generator renders conversations itself, and sends ids")),
-        "use_conversation_multi_turn": _EPISODES,
-        "append_eos_token_after_stop_str_in_multi_turn": _EPISODES,
-        "zero_reward_on_non_stop": _EPISODES,
-        "apply_overlong_filtering": _EPISODES,
-        "step_wise_trajectories": _EPISODES,
-        "merge_stepwise_output": _EPISODES,
-        "vision_language_generator": _EPISODES,
+        **dict.fromkeys(("chat_template", "chat_template_kwargs"), _RENDERED),
         "use_cache_salt": Rule(why="prefixes are never shared across weights versions"),
-        "rope_scaling": engine.ROPE_SCALING,
-        "rope_theta": engine.ROPE_THETA,
     }
 
 
 BESIDE: Mapping[tuple[str, ...], Rule] = {
     ("trainer", "policy", "model", "path"): engine.MODEL,
-    ("trainer", "policy", "model", "lora", "rank"): Rule(
-        lambda value: {"engine.max_lora_rank": value} if value else {}
-    ),
+    ("trainer", "policy", "model", "lora", "rank"): engine.LORA_RANK,
 }
 """Keys outside of the block that an engine needs."""

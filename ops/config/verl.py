@@ -19,7 +19,8 @@ _TRAINER = Rule(why="about the trainer's own forward passes")
 _CLUSTER = Rule(why="workers are started by you, and find the pool on Redis")
 _TRACES = Rule(why="VERL's own traces and dumps are written by VERL")
 _SLEEP = Rule(why="an engine sleeps and wakes when it is told to, if engine.memory_saver is on")
-_SPLIT = "prefill and decoding run in one engine here"
+_CHECKPOINT_ENGINE = Rule(why="for VERL's own checkpoint engine")
+_COUNTS = Rule(why="the pool counts for itself")
 _TARGET = Rule(why="the class that Hydra would make of it")
 
 
@@ -63,43 +64,28 @@ def table(block: Mapping[str, Any]) -> Table:
     """The rules for a `rollout:` block."""
     greedy = block.get("do_sample") is False
     return {
+        **engine.TRAINERS,
         "_target_": _TARGET,
         "name": Rule(why="engines are SGLang"),
         "mode": Rule(why="clients are asynchronous or not, as they like"),
-        "nnodes": _CLUSTER,
-        "n_gpus_per_node": _CLUSTER,
+        **dict.fromkeys(("nnodes", "n_gpus_per_node"), _CLUSTER),
         # what is sampled
         "temperature": Rule(why="do_sample=false is greedy, whatever this says") if greedy else job("temperature"),
-        "top_k": job("top_k"),
-        "top_p": job("top_p"),
-        "repetition_penalty": job("repetition_penalty"),
-        "do_sample": job("do_sample"),
-        "ignore_eos": job("ignore_eos"),
-        "n": job("n"),
+        **{name: job(name) for name in _SAMPLED},
         "sampling_kwargs": Sampling("job", "verl"),
-        "response_length": job("response_length"),
         "prompt_length": Rule(why="how long prompts get is the trainer's; the engine's limit is engine.context_length"),
         "calculate_log_probs": job("return_logprob"),
-        "logprobs_mode": job("logprobs_mode"),
         "enable_rollout_routing_replay": engine.ROUTED_EXPERTS,
         "val_kwargs": Sampling("eval", "verl"),
         # engines
         "dtype": engine.DTYPE,
-        "gpu_memory_utilization": engine.MEMORY,
-        "enforce_eager": engine.EAGER,
         "cudagraph_capture_sizes": Rule(why="for vLLM; SGLang captures what max_running needs"),
         "tensor_model_parallel_size": engine.TP,
-        "data_parallel_size": engine.DP,
-        "expert_parallel_size": engine.EP,
         "pipeline_model_parallel_size": engine.PP,
         "moe_tensor_parallel_size": Rule(
             refuse="for TensorRT-LLM; experts are spread by expert_parallel_size", unless=(1,)
         ),
-        "max_num_batched_tokens": engine.BATCHED_TOKENS,
         "max_model_len": engine.engine("context_length"),
-        "max_num_seqs": engine.MAX_RUNNING,
-        "enable_chunked_prefill": engine.CHUNKED_PREFILL,
-        "enable_prefix_caching": engine.PREFIX_CACHING,
         "scheduling_policy": Rule(refuse="priority is a field of the job", unless=("fcfs",)),
         "load_format": engine.LOAD_FORMAT,
         "seed": engine.engine("random_seed"),
@@ -110,84 +96,66 @@ def table(block: Mapping[str, Any]) -> Table:
         "mtp": Whole(Rule(_mtp)),
         "disaggregation": Whole(Rule(_disaggregation)),
         "limit_images": Rule(_images),
-        "skip_tokenizer_init": Rule(why="ids go in and out of the engine; text is the worker's edge"),
+        "skip_tokenizer_init": engine.NO_TOKENIZER,
         "engine_kwargs": {
             "sglang": Arguments(SGLANG),
-            "vllm": Whole(Rule(why="engines are SGLang")),
-            "trtllm": Whole(Rule(why="engines are SGLang")),
+            **dict.fromkeys(("vllm", "trtllm"), Whole(Rule(why="engines are SGLang"))),
         },
-        "disable_log_stats": Rule(why="the pool counts for itself"),
-        "prometheus": Whole(Rule(why="the pool counts for itself")),
+        "disable_log_stats": _COUNTS,
+        "prometheus": Whole(_COUNTS),
         "sglang_engine_mode": Rule(why="workers hold their engine in their own process"),
         "server": Whole(Rule(why="there is no server between client and engine: retries are the broker's")),
-        "free_cache_engine": _SLEEP,
-        "enable_sleep_mode": _SLEEP,
-        "multi_stage_wake_up": _SLEEP,
+        **dict.fromkeys(("free_cache_engine", "enable_sleep_mode", "multi_stage_wake_up"), _SLEEP),
         "use_preprocessed_multimodal_input": Rule(why="for vLLM"),
         # weights
         "checkpoint_engine": {
             "_target_": _TARGET,
             "backend": Rule(why="NCCL, CUDA IPC or gloo, as the hosts have it"),
             "update_weights_bucket_megabytes": Rule(_megabytes),
-            "engine_kwargs": Whole(Rule(why="for VERL's own checkpoint engine")),
-            "custom_backend_module": Rule(why="for VERL's own checkpoint engine"),
+            "engine_kwargs": Whole(_CHECKPOINT_ENGINE),
+            "custom_backend_module": _CHECKPOINT_ENGINE,
         },
         "update_weights_bucket_megabytes": Rule(_megabytes),
-        "checkpoint_manager_class": Rule(why="for VERL's own checkpoint engine"),
+        "checkpoint_manager_class": _CHECKPOINT_ENGINE,
         "layered_summon": Rule(why="tensors are gathered one at a time anyway"),
         "layer_name_map": Whole(Rule(why="names are mapped by WeightPublisher(rename=...)")),
         "use_shm": Rule(why="models are loaded from where they are"),
         # the trainer's
         "over_sample_rate": Rule(why="how many samples are enough is the trainer's: it cancels the rest"),
-        "log_prob_micro_batch_size": _TRAINER,
-        "log_prob_micro_batch_size_per_gpu": _TRAINER,
-        "log_prob_use_dynamic_bsz": _TRAINER,
-        "log_prob_max_token_len_per_gpu": _TRAINER,
-        "moe_load_balance_metrics_interval": _TRAINER,
+        **dict.fromkeys(_FORWARD, _TRAINER),
         "custom": Whole(_EPISODES),
         "multi_turn": dict.fromkeys(MULTI_TURN, _EPISODES),
         "agent": dict.fromkeys(AGENT, Whole(_EPISODES)),
-        "trace": Whole(_TRACES),
-        "skip": Whole(_TRACES),
-        "skip_rollout": _TRACES,
-        "skip_dump_dir": _TRACES,
+        **dict.fromkeys(("trace", "skip"), Whole(_TRACES)),
+        **dict.fromkeys(("skip_rollout", "skip_dump_dir"), _TRACES),
         "profiler": Whole(Rule(why="an engine is profiled when it is told to, it is no setting")),
     }
 
 
 def _disaggregation(value: Any) -> Told:
     if isinstance(value, Mapping) and value.get("enabled"):
-        raise ValueError(f"enabled=false: {_SPLIT}")
+        raise ValueError("enabled=false: prefill and decoding run in one engine here")
     return {}
 
 
+_SAMPLED = ("top_k", "top_p", "repetition_penalty", "do_sample", "ignore_eos", "n", "response_length", "logprobs_mode")
+_FORWARD = (
+    *("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
+    *("log_prob_max_token_len_per_gpu", "moe_load_balance_metrics_interval"),
+)
 MULTI_TURN = (
-    "_target_",
-    "enable",
-    "max_assistant_turns",
-    "tool_config_path",
-    "function_tool_path",
-    "interaction_config_path",
-    "max_user_turns",
-    "max_parallel_calls",
-    "max_tool_response_length",
-    "tool_response_truncate_side",
-    "use_inference_chat_template",
-    "tokenization_sanity_check_mode",
-    "format",
+    *("_target_", "enable", "format", "max_assistant_turns", "max_user_turns", "max_parallel_calls"),
+    *("tool_config_path", "function_tool_path", "interaction_config_path", "max_tool_response_length"),
+    *("tool_response_truncate_side", "use_inference_chat_template", "tokenization_sanity_check_mode"),
     "num_repeat_rollouts",
 )
 AGENT = (
-    "_target_",
-    "num_workers",
-    "default_agent_loop",
-    "agent_loop_config_path",
-    "custom_async_server",
+    *("_target_", "num_workers", "default_agent_loop", "agent_loop_config_path", "custom_async_server"),
     "agent_loop_manager_class",
 )
 BESIDE: Mapping[tuple[str, ...], Rule] = {
     ("actor_rollout_ref", "model", "path"): engine.MODEL,
     ("actor_rollout_ref", "model", "trust_remote_code"): when(True, {"engine.extra.trust_remote_code": True}),
-    ("actor_rollout_ref", "model", "lora_rank"): Rule(lambda value: {"engine.max_lora_rank": value} if value else {}),
+    ("actor_rollout_ref", "model", "lora_rank"): engine.LORA_RANK,
 }
 """Keys outside of the block that an engine needs."""

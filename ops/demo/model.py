@@ -15,19 +15,7 @@ import numpy.typing as npt
 import torch
 
 from ...worker.cpu_support import prepare_transformers
-from .task import (
-    ANSWER_TOKENS,
-    BOS,
-    EOS,
-    PAD,
-    PROMPT_TOKENS,
-    UNK,
-    VOCABULARY,
-    Problem,
-    draw,
-    reward,
-    token_rewards,
-)
+from .task import ANSWER_TOKENS, BOS, EOS, PAD, PROMPT_TOKENS, UNK, VOCABULARY, Problem, draw, reward, token_rewards
 
 WIDTH, LAYERS, HEADS = 64, 2, 4
 CONTEXT = 128
