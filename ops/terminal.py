@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 LOG_EVERY_S = 10.0
@@ -12,6 +13,13 @@ LOG_EVERY_S = 10.0
 def printable(text: str) -> str:
     """`text` without control characters: dead letters and errors hold whatever somebody wrote into them."""
     return "".join(char if char.isprintable() else "\ufffd" for char in text)
+
+
+def when(seconds: float | None) -> str:
+    """Unix seconds as a date in UTC."""
+    if seconds is None or not 0 < seconds < 1 << 34:
+        return "at an unknown time"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 class ProgressLine:

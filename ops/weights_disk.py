@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def store(folder: Path, keep: int = 1) -> SnapshotStore:
 
 
 def snapshots(folder: Path, *, verify: bool) -> list[Found]:
-    """Every version in a folder, oldest first; opening compares sizes and headers, `verify` reads all of it."""
+    """Every version in a folder, oldest first. Opening one compares sizes and headers; `verify` reads every byte."""
     versions = store(folder)
     pinned, numbers, found = versions.pinned(), versions.versions(), []
     with ProgressLine() as line:
@@ -62,11 +62,6 @@ def _look(versions: SnapshotStore, number: int, pinned: bool, verify: bool) -> F
     except WeightSyncError as error:
         seen["problem"] = f"{type(error).__name__}: {error}"
     return Found(**seen)
-
-
-def as_plain(found: list[Found]) -> list[dict[str, Any]]:
-    """For JSON."""
-    return [asdict(one) for one in found]
 
 
 def lines(found: list[Found]) -> Iterator[str]:

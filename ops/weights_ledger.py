@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
 from ..messages.broker import Broker
 from ..sync.transfer import Ledger, LedgerView, TransferRecord, VersionRecord
 from .redis import connected
-from .terminal import printable
+from .terminal import printable, when
 
 Plain = dict[str, Any]
 
@@ -114,14 +113,8 @@ def _outcome(transfer: Plain, worker: str) -> str:
 
 
 def _head(record: Plain) -> str:
-    ended = f", {record['state']} {_when(record['ended_at'])}" if record["ended_at"] else f", {record['state']}"
-    return f"version {record['version']}: announced {_when(record['announced_at'])}{ended}"
-
-
-def _when(seconds: float | None) -> str:
-    if seconds is None:
-        return "at an unknown time"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    ended = f", {record['state']} {when(record['ended_at'])}" if record["ended_at"] else f", {record['state']}"
+    return f"version {record['version']}: announced {when(record['announced_at'])}{ended}"
 
 
 def _names(workers: list[str] | set[str]) -> str:

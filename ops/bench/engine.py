@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,24 +70,14 @@ def run_engine_bench(
             SGLangConfig, model=source, dtype=dtype, max_running=max_running, load_format=load_format, extra=extra
         )
         worker_config = as_config(WorkerConfig, redis_url=server.url, pool="bench", max_running=max_running)
-        figures = asyncio.run(
-            _compare(
-                config, worker_config, prompts=prompts, max_new_tokens=max_new_tokens, rounds=rounds, console=console
-            )
-        )
-        figures["model"] = label
+        workload = Workload(prompts, max_new_tokens, vocab_size=32000)
+        figures = asyncio.run(_compare(config, worker_config, workload, rounds, console)) | {"model": label}
     print(json.dumps(figures))
     return figures
 
 
 async def _compare(
-    config: SGLangConfig,
-    worker_config: WorkerConfig,
-    *,
-    prompts: int,
-    max_new_tokens: int,
-    rounds: int,
-    console: Console,
+    config: SGLangConfig, worker_config: WorkerConfig, base: Workload, rounds: int, console: Console
 ) -> dict[str, Any]:
     from ...worker.sglang.engine import SGLangEngine  # noqa: PLC0415 – imports SGLang
 
@@ -102,35 +92,35 @@ async def _compare(
             joined.cancel()
             await serving
         settle()  # as `rolloutmq worker` does
-        vocab = min(engine.info.vocab_size, 32000)
-        warm_up = Workload(min(prompts, worker_config.max_running), max_new_tokens, vocab, seed=rounds)
+        base = replace(base, vocab_size=min(engine.info.vocab_size, base.vocab_size))
+        warm_up = replace(base, count=min(base.count, worker_config.max_running), seed=rounds)
         await _direct(engine, warm_up)  # kernels, caches, Python itself
         tokens: list[int] = []
-        direct: list[float] = []
-        pool: list[float] = []
+        rates: dict[str, list[float]] = {"direct": [], "pool": []}
         for number in range(rounds):
-            # Other prompts every round, which no cache has seen; in turns and in changing order, so that a host that
-            # gets slower or faster hurts both sides alike.
-            workload = Workload(prompts, max_new_tokens, vocab, seed=number)
+            # Every round has other prompts, which no cache has seen. The order of the sides changes, so that a host
+            # that gets slower or faster hurts both alike.
+            workload = replace(base, seed=number)
             count = workload.tokens
             tokens.append(count)
             for side in ("direct", "pool") if number % 2 == 0 else ("pool", "direct"):
-                if side == "direct":
-                    direct.append(count / await _direct(engine, workload))
-                else:
-                    pool.append(count / await _through_pool(worker_config, workload, count))
-            console.print(f"round {number + 1}: direct {direct[-1]:,.0f} tok/s, pool {pool[-1]:,.0f} tok/s")
+                direct = side == "direct"
+                seconds = _direct(engine, workload) if direct else _through_pool(worker_config, workload, count)
+                rates[side].append(count / await seconds)
+            told = (f"{side} {found[-1]:,.0f} tok/s" for side, found in rates.items())
+            console.print(f"round {number + 1}: {', '.join(told)}")
     finally:
         worker.drain()
         await serving
     info = engine.info
+    median = {side: statistics.median(found) for side, found in rates.items()}
     return {
-        "ratio": round(statistics.median(pool) / statistics.median(direct), 4),
-        "pool_tok_s": round(statistics.median(pool), 1),
-        "direct_tok_s": round(statistics.median(direct), 1),
-        "ratios": [round(ours / theirs, 4) for ours, theirs in zip(pool, direct, strict=True)],
+        "ratio": round(median["pool"] / median["direct"], 4),
+        "pool_tok_s": round(median["pool"], 1),
+        "direct_tok_s": round(median["direct"], 1),
+        "ratios": [round(ours / theirs, 4) for ours, theirs in zip(rates["pool"], rates["direct"], strict=True)],
         "rounds": rounds,
-        "prompts": prompts,
+        "prompts": base.count,
         "tokens_per_round": round(statistics.mean(tokens)),
         "max_running": worker_config.max_running,
         "engine": f"{info.name} {info.version}",
@@ -141,9 +131,7 @@ async def _compare(
 
 
 async def _direct(engine: Engine, workload: Workload) -> float:
-    """Seconds the engine takes for all of them, asked at once, under a cache key of their own: the pool's prompts of a
-    round are the same.
-    """
+    """Seconds the engine takes for all of them at once. The pool gets the same prompts, so the cache key differs."""
     key = f"direct-{workload.seed}"
     requests = [
         EngineRequest(
@@ -162,15 +150,10 @@ async def _direct(engine: Engine, workload: Workload) -> float:
 
 
 async def _through_pool(config: WorkerConfig, workload: Workload, tokens: int) -> float:
-    """Seconds a client process takes for all of them. tokens: how many must come back; RuntimeError if it is not so."""
+    """Seconds a client process takes for all of them. Raises RuntimeError unless `tokens` tokens come back."""
+    command = [sys.executable, "-m", f"{__package__}.workload", config.redis_url, config.pool]
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        f"{__package__}.workload",
-        config.redis_url,
-        config.pool,
-        json.dumps(asdict(workload)),
-        stdout=asyncio.subprocess.PIPE,
+        *command, json.dumps(asdict(workload)), stdout=asyncio.subprocess.PIPE
     )
     output, _ = await process.communicate()
     if process.returncode:

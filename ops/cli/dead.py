@@ -6,7 +6,7 @@ import json as json_module
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -15,7 +15,7 @@ from ...messages.broker import DeadFilter, DeadLetters, LetterHead, successor
 from ...messages.errors import CannotRequeue, ConfigError, InvalidField, NoSuchDeadLetter, PoolBusy
 from ...messages.redis import DEFAULT_URL
 from ..redis import ask
-from ..terminal import printable
+from ..terminal import printable, when
 from .options import Json, Pool, RedisUrl, Yes, group, plain_errors, say
 
 app = group("Dead letters: jobs that were given up.")
@@ -48,7 +48,7 @@ def list_letters(
     lines: list[str] = []
     for head in found:
         said = f"{head.cause}: {head.error}" if head.error else head.cause
-        lines.append(f"{head.entry_id}  {_when(head.at)}  job {head.job_id}  {head.size:,} bytes")
+        lines.append(f"{head.entry_id}  {when(head.at)}  job {head.job_id}  {head.size:,} bytes")
         lines.append(f"    {said}  ({head.attempts} attempts, {head.host or 'no host'})")
     lines.append(f"{len(found)} of {total} dead letters")
     say([asdict(head) | {"head": head.head.hex()} for head in found], lines, json)
@@ -74,7 +74,7 @@ def show(
     shown["head"] = letter.payload[:64].hex()
     lines = [
         f"{name + ':':18}{json_module.dumps(value) if isinstance(value, dict) else value}"
-        for name, value in (shown | {"at": _when(letter.at)}).items()
+        for name, value in (shown | {"at": when(letter.at)}).items()
     ]
     say(shown, lines, json)
 
@@ -99,7 +99,7 @@ def requeue(
         _check_choice(ids, every, cause or since or limit)
         if every:
             params = {"cause": cause, "since": _with(redis, pool, lambda it: _since(it, since)), "limit": limit}
-            _confirm(redis, pool, "requeue", params, yes)
+            _confirm(redis, pool, params, yes)
             raise typer.Exit(_requeue_all(redis, pool, params | {"reply_to": reply_to}, json))
         _ask(f"requeue {len(ids or [])} dead letters of pool {pool}?", yes)
         raise typer.Exit(_with(redis, pool, lambda letters: _requeue_each(letters, ids or [], reply_to, json)))
@@ -132,34 +132,30 @@ def drop(
         raise typer.Exit(_with(redis, pool, lambda letters: _drop_each(letters, chosen, json)))
 
 
-async def _requeue_each(letters: DeadLetters, ids: list[str], reply_to: str | None, json: bool) -> int:
-    jobs: dict[str, str] = {}
+async def _each(ids: list[str], act: Callable[[str], Awaitable[T]]) -> tuple[dict[str, T], list[dict[str, str]]]:
+    """What `act` returned for each letter, and the refusals; these are told on stderr, too."""
+    done: dict[str, T] = {}
     refusals: list[dict[str, str]] = []
     for entry_id in ids:
         try:
-            jobs[entry_id] = await letters.requeue(entry_id, reply_to=reply_to)
+            done[entry_id] = await act(entry_id)
         except (CannotRequeue, NoSuchDeadLetter, InvalidField, PoolBusy) as error:
-            refusals.append(_refused(entry_id, error))
+            typer.secho(f"{type(error).__name__}: {printable(str(error))}", fg="red", err=True)
+            refusals.append({"entry_id": entry_id, "why": str(error)})
+    return done, refusals
+
+
+async def _requeue_each(letters: DeadLetters, ids: list[str], reply_to: str | None, json: bool) -> int:
+    jobs, refusals = await _each(ids, lambda entry_id: letters.requeue(entry_id, reply_to=reply_to))
     state = {"requeued": len(jobs), "refused": len(refusals), "refusals": refusals, "jobs": jobs}
     say(state, [f"{entry_id} is job {job}" for entry_id, job in jobs.items()], json)
     return int(bool(refusals))
 
 
 async def _drop_each(letters: DeadLetters, ids: list[str], json: bool) -> int:
-    refusals: list[dict[str, str]] = []
-    for entry_id in ids:
-        try:
-            await letters.drop(entry_id)
-        except (NoSuchDeadLetter, InvalidField) as error:
-            refusals.append(_refused(entry_id, error))
-    dropped = len(ids) - len(refusals)
-    say({"dropped": dropped, "refusals": refusals}, [f"dropped {dropped} of {len(ids)}"], json)
+    dropped, refusals = await _each(ids, letters.drop)
+    say({"dropped": len(dropped), "refusals": refusals}, [f"dropped {len(dropped)} of {len(ids)}"], json)
     return int(bool(refusals))
-
-
-def _refused(entry_id: str, error: Exception) -> dict[str, str]:
-    typer.secho(f"{type(error).__name__}: {printable(str(error))}", fg="red", err=True)
-    return {"entry_id": entry_id, "why": str(error)}
 
 
 def _requeue_all(redis_url: str, pool: str, params: dict[str, Any], json: bool) -> int:
@@ -176,13 +172,13 @@ def _requeue_all(redis_url: str, pool: str, params: dict[str, Any], json: bool) 
     return int(result["refused"] > 0)
 
 
-def _confirm(redis_url: str, pool: str, verb: str, params: dict[str, Any], yes: bool) -> None:
+def _confirm(redis_url: str, pool: str, params: dict[str, Any], yes: bool) -> None:
     async def count(letters: DeadLetters) -> int:
         which = DeadFilter(params["cause"], params["since"], limit=params["limit"])
         return len([None async for _ in letters.find(which)])
 
     if not yes:
-        _ask(f"{verb} {_with(redis_url, pool, count)} dead letters of pool {pool}?", yes)
+        _ask(f"requeue {_with(redis_url, pool, count)} dead letters of pool {pool}?", yes)
 
 
 def _ask(question: str, yes: bool) -> None:
@@ -213,12 +209,6 @@ async def _since(letters: DeadLetters, text: str) -> float | None:
     except (ValueError, OverflowError):
         allowed = "an age such as 90s, 30m, 2h, 7d, or a date such as 2026-01-31T08:00"
         raise InvalidField("since", text, allowed) from None
-
-
-def _when(seconds: float) -> str:
-    if not 0 < seconds < 1 << 34:
-        return "at an unknown time"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def _plain(value: Any) -> Any:

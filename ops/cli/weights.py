@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -53,12 +54,11 @@ def snapshots(
     json: Json = False,
 ) -> None:
     """Versions on disk, oldest first. Exit code 1 if one cannot be used."""
-    from ..weights_disk import as_plain, lines
-    from ..weights_disk import snapshots as look
+    from .. import weights_disk
 
     with plain_errors():
-        found = look(folder, verify=verify)
-    say(as_plain(found), lines(found), json)
+        found = weights_disk.snapshots(folder, verify=verify)
+    say([asdict(one) for one in found], weights_disk.lines(found), json)
     raise typer.Exit(int(any(one.problem for one in found)))
 
 
@@ -94,10 +94,7 @@ def pin(
 
     with plain_errors():
         versions = store(folder)
-        if remove:
-            versions.unpin(version)
-        else:
-            versions.pin(version)
+        (versions.unpin if remove else versions.pin)(version)
         pinned = sorted(versions.pinned())
     say({"pinned": pinned}, [f"pinned: {_list(pinned)}"], json)
 

@@ -37,13 +37,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same on `device`."""
-        return Batch(
-            self.sequences.to(device),
-            self.behaviour.to(device),
-            self.versions.to(device),
-            self.rewards.to(device),
-            self.reward,
-        )
+        tensors = (self.sequences, self.behaviour, self.versions, self.rewards)
+        sequences, behaviour, versions, rewards = (tensor.to(device) for tensor in tensors)
+        return Batch(sequences, behaviour, versions, rewards, self.reward)
 
     def head(self, samples: int) -> Batch:
         """The first `samples` samples; rewards are left as they are."""

@@ -80,11 +80,8 @@ class View:
         for worker in self._workers.all.values():
             status = self._watch.latest.workers.get(worker.pid) or self._watch.worker(worker.pid)
             state = "killed" if worker.killed else status.state if status else "starting"
-            rows.append(
-                (worker.name, worker.pid, str(state), status.version, status.running, status.finished_samples)
-                if status
-                else (worker.name, worker.pid, str(state), 0, 0, 0)
-            )
+            numbers = (status.version, status.running, status.finished_samples) if status else (0, 0, 0)
+            rows.append((worker.name, worker.pid, str(state), *numbers))
         return rows
 
     def _picture(self) -> Panel:

@@ -56,14 +56,8 @@ class PoolSettings:
             "--sglang": "disable_radix_cache=true",  # prompts of six tokens: to share them costs more than it saves
             "--log-level": "info",
         }
-        return [
-            sys.executable,
-            "-m",
-            "rolloutmq.ops.entry",
-            "worker",
-            *(word for pair in options.items() for word in pair),
-            *(word for setting in (_ON_GPU if self.gpus else ()) for word in ("--sglang", setting)),
-        ]
+        pairs = [*options.items(), *(("--sglang", setting) for setting in (_ON_GPU if self.gpus else ()))]
+        return [sys.executable, "-m", "rolloutmq.ops.entry", "worker", *(word for pair in pairs for word in pair)]
 
 
 class WorkerProcess:
@@ -78,12 +72,9 @@ class WorkerProcess:
         with self.log.open("wb") as log:
             self._supervisor = subprocess.Popen(
                 [*bound, *settings.command()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
                 env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}),
-            )
+            )  # fmt: skip
         assert self._supervisor.stdout is not None
         self.pid = int(self._supervisor.stdout.readline() or 0)
 

@@ -70,23 +70,19 @@ def summarise(
 
 def objections(summary: dict[str, Any]) -> list[str]:
     """Why this run is a failure, in plain words; empty for a good one. How far the reward got is not judged here."""
-    found = []
-    if summary["lost"]:
-        found.append(f"{summary['lost']} samples were submitted and never came back: {summary['failed_jobs'][:3]}")
-    if summary["duplicates"]:
-        found.append(f"{summary['duplicates']} samples were delivered more than once")
-    if summary["segments_that_do_not_add_up"]:
-        found.append(f"segments of {summary['segments_that_do_not_add_up']} samples do not add up to their tokens")
+    lost, twice, odd = (summary[name] for name in ("lost", "duplicates", "segments_that_do_not_add_up"))
     gap = summary["logprob_gap_mean"]
-    if gap is None or gap > MAX_GAP:
-        found.append(f"log-probabilities of engine and trainer differ by {gap} on average; at most {MAX_GAP} is right")
-    if not summary["versions_published"]:
-        found.append("no weights version was committed")
-    if not summary["worker_killed"]:
-        found.append("the killed worker is still alive or still on the pool's list")
-    if not summary["worker_joined_late"]:
-        found.append("the worker that was started late delivered nothing")
-    return found
+    far = f"log-probabilities of engine and trainer differ by {gap} on average; at most {MAX_GAP} is right"
+    judged = (
+        (lost, f"{lost} samples were submitted and never came back: {summary['failed_jobs'][:3]}"),
+        (twice, f"{twice} samples were delivered more than once"),
+        (odd, f"segments of {odd} samples do not add up to their tokens"),
+        (gap is None or gap > MAX_GAP, far),
+        (not summary["versions_published"], "no weights version was committed"),
+        (not summary["worker_killed"], "the killed worker is still alive or still on the pool's list"),
+        (not summary["worker_joined_late"], "the worker that was started late delivered nothing"),
+    )
+    return [objection for wrong, objection in judged if wrong]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
 """The heartbeats of many simulated workers, at their real rate, in a process of their own.
 
-`python -m rolloutmq.ops.bench.queue.beats URL WORKERS` beats until its input ends; for each line it reads it prints how
-many heartbeats there have been.
+`python -m rolloutmq.ops.bench.broker.beats URL WORKERS` beats until its input ends. It answers each line with how many
+heartbeats there have been.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from asyncio.subprocess import PIPE, Process
-from typing import Any, Self
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 from ....messages.broker import Lease
 from ....messages.model import WorkerStatus
@@ -38,31 +40,25 @@ async def beat(lease: Lease) -> None:
     await lease.reap(MAX_LOST)
 
 
-class Beater:
-    """Beats for `workers` workers, which have joined, inside the `async with` block."""
+@asynccontextmanager
+async def beating(url: str, workers: int) -> AsyncIterator[Callable[[], Awaitable[int]]]:
+    """Let another process beat for `workers` workers, which have joined. Yields a function that counts beats."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __name__, url, str(workers), stdin=PIPE, stdout=PIPE
+    )
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None  # noqa: PT018 – no test
 
-    def __init__(self, url: str, workers: int) -> None:
-        self._command = [sys.executable, "-m", __name__, url, str(workers)]
-        self._process: Process | None = None
+    async def count() -> int:
+        stdin.write(b"\n")
+        return int(await stdout.readline())
 
-    async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
-        await self.count()  # it is up
-        return self
-
-    async def count(self) -> int:
-        """Heartbeats so far."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(b"\n")
-        return int(await self._process.stdout.readline())
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        await self._process.wait()
+    try:
+        await count()  # it is up
+        yield count
+    finally:
+        stdin.close()
+        await process.wait()
 
 
 async def _beat_on_time(url: str, workers: int) -> None:

@@ -10,7 +10,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,9 @@ def run_queue_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
     def say(text: str) -> None:
         console.print(text, soft_wrap=True, highlight=False)
 
-    package = f"{__package__}"
     systems = [
-        System("rolloutmq", sys.executable, f"{package}.ours", 2048, 64),
-        System("raw", sys.executable, f"{package}.raw", 1024, 64),
+        System("rolloutmq", sys.executable, f"{__package__}.ours", 2048, 64),
+        System("raw", sys.executable, f"{__package__}.raw", 1024, 64),
         *peer_systems(plan.peers, plan.cache, say),
     ]
     with EmbeddedRedis() as server:
@@ -79,17 +78,16 @@ def run_queue_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
 def _rounds(
     systems: list[System], url: str, load: Load, count: int, say: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Jobs per second of each system in each round. They take turns, and another one begins each time."""
+    """Jobs per second of each system in each round. Systems take turns, and another one begins each round."""
     rates: dict[str, list[float]] = {system.name: [] for system in systems}
     for number in range(count):
         start = number % len(systems)
         for system in [*systems[start:], *systems[:start]]:
-            large = load.payload_bytes >= LARGE
-            if large:
-                turn = replace(load, window=system.window_large, variant=system.variant)
+            if load.payload_bytes >= LARGE:
+                turn = replace(load, window=system.window_large)
             else:
-                turn = replace(load, window=system.window, variant=system.variant, poll_s=system.poll_s)
-            measured = take_turn(system, url, turn)
+                turn = replace(load, window=system.window, poll_s=system.poll_s)
+            measured = take_turn(system, url, replace(turn, variant=system.variant))
             rates[system.name].append(round(measured["jobs"] / measured["seconds"], 1))
         say(f"round {number + 1}: " + ", ".join(f"{name} {rate[-1]:,.0f}/s" for name, rate in rates.items()))
     return rates
@@ -134,17 +132,7 @@ def _large(systems: list[System], url: str, plan: Plan, say: Callable[[str], Non
 
 
 def _growth_figures(costs: dict[int, Cost]) -> dict[str, Any]:
-    return {
-        "redis_us_per_lifecycle": {str(workers): cost.lifecycle for workers, cost in costs.items()},
-        "redis_us_per_heartbeat": {str(workers): cost.heartbeat for workers, cost in costs.items()},
-        "growth": {
-            str(workers): {
-                "jobs_held": cost.held,
-                "redis_us_per_lifecycle_with_heartbeats": cost.total,
-                "heartbeats_per_s": cost.beats_per_s,
-                "lifecycles_per_s": cost.lifecycles_per_s,
-                "redis_memory_mb": cost.memory_mb,
-            }
-            for workers, cost in costs.items()
-        },
-    }
+    by_workers = {str(workers): asdict(cost) for workers, cost in costs.items()}
+    names = ("redis_us_per_lifecycle", "redis_us_per_heartbeat")
+    figures = {name: {workers: cost.pop(name) for workers, cost in by_workers.items()} for name in names}
+    return figures | {"growth": by_workers}

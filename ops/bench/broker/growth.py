@@ -1,9 +1,9 @@
 """Redis' CPU time for a job and for a heartbeat while 1, 10, 100, 1,000 workers hold 256 jobs each.
 
-Real leases, all of them in two processes over a few connections: only Redis' own CPU time (`INFO cpu`) counts, so
-a slow driver does not matter. The pool is filled first. Then, with everybody's jobs held and every worker's heartbeat
-(and reap, which goes with it) at its real rate of one a second, workers in turn claim, publish and the client takes
-what came. All counts of workers are measured with the same batches, so what differs is what the pool holds.
+The leases are real; two processes hold all of them over a few connections. Only Redis' own CPU time (`INFO cpu`)
+counts, so a slow driver does not matter. The pool is filled first. Then workers take turns to claim and publish, and
+the client takes what came, while every worker renews its lease and reaps once a second. All counts of workers are
+measured with the same batches, so the results differ only by what the pool holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ....messages.broker import Broker, Caps, Claim, Finished
 from ....messages.model import RolloutResult, Segment
 from ....messages.redis import connect
 from ..peers import Load
-from .beats import POOL, Beater, beat, fleet, status
+from .beats import POOL, beat, beating, fleet, status
 from .ours import TOKENS, job_of
 
 CLIENT = "growth-client"
@@ -33,20 +33,19 @@ BACKLOG = 2048
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Redis CPU microseconds, server's housekeeping taken off.
+    """Redis CPU microseconds without the server's housekeeping, under the names that the result has.
 
-    lifecycle: submit, claim, publish, read, acknowledge, without the heartbeats meanwhile. heartbeat: with its reap.
-    total: everything in the measured interval, per lifecycle. beats_per_s, lifecycles_per_s: in that interval; of beats
-    there should be one per worker. held: jobs held by all.
+    A lifecycle is submit, claim, publish, read and acknowledge. A heartbeat includes its reap. jobs_held counts those
+    of all workers. Rates are those of the measured interval; each worker should have one heartbeat a second.
     """
 
-    lifecycle: float
-    heartbeat: float
-    total: float
-    beats_per_s: float
+    redis_us_per_lifecycle: float
+    redis_us_per_heartbeat: float
+    jobs_held: int
+    redis_us_per_lifecycle_with_heartbeats: float
+    heartbeats_per_s: float
     lifecycles_per_s: float
-    held: int
-    memory_mb: float
+    redis_memory_mb: float
 
 
 async def measure_growth(url: str, workers: int, *, held_each: int = 256, lifecycles: int = 8192) -> Cost:
@@ -56,13 +55,13 @@ async def measure_growth(url: str, workers: int, *, held_each: int = 256, lifecy
         await redis.script_flush()
         crowd = _Crowd(redis, workers, held_each)
         await crowd.join()
-        async with Beater(url, workers) as beater:
+        async with beating(url, workers) as count_beats:
             await crowd.fill()
             await crowd.turn_over(lifecycles // 4)  # scripts loaded, allocators warm
-            beaten, began, used = await beater.count(), time.perf_counter(), await _cpu_us(redis)
+            beaten, began, used = await count_beats(), time.perf_counter(), await _cpu_us(redis)
             await crowd.turn_over(lifecycles)
             spent, seconds = await _cpu_us(redis) - used, time.perf_counter() - began
-            meanwhile = await beater.count() - beaten
+            meanwhile = await count_beats() - beaten
         idle, beats = await _idle_us_per_s(redis), max(16, lifecycles // 2)
         began, used = time.perf_counter(), await _cpu_us(redis)
         for number in range(beats):
@@ -72,13 +71,13 @@ async def measure_growth(url: str, workers: int, *, held_each: int = 256, lifecy
         memory = (await redis.info("memory"))["used_memory"] / 1e6
         await redis.flushall()
     return Cost(
-        lifecycle=round((spent - meanwhile * heartbeat) / lifecycles, 2),
-        heartbeat=round(heartbeat, 2),
-        total=round(spent / lifecycles, 2),
-        beats_per_s=round(meanwhile / seconds, 1),
+        redis_us_per_lifecycle=round((spent - meanwhile * heartbeat) / lifecycles, 2),
+        redis_us_per_heartbeat=round(heartbeat, 2),
+        jobs_held=workers * held_each,
+        redis_us_per_lifecycle_with_heartbeats=round(spent / lifecycles, 2),
+        heartbeats_per_s=round(meanwhile / seconds, 1),
         lifecycles_per_s=round(lifecycles / seconds, 1),
-        held=workers * held_each,
-        memory_mb=round(memory, 1),
+        redis_memory_mb=round(memory, 1),
     )
 
 
@@ -170,7 +169,7 @@ async def growth(url: str, counts: Sequence[int], lifecycles: int, say: Callable
     for workers in sorted(counts):
         costs[workers] = cost = await measure_growth(url, workers, lifecycles=lifecycles)
         say(
-            f"{workers} workers, {cost.held} jobs held: {cost.lifecycle} µs of Redis per lifecycle, "
-            f"{cost.heartbeat} µs per heartbeat"
+            f"{workers} workers, {cost.jobs_held} jobs held: {cost.redis_us_per_lifecycle} µs of Redis per lifecycle, "
+            f"{cost.redis_us_per_heartbeat} µs per heartbeat"
         )
     return costs

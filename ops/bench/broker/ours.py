@@ -1,6 +1,6 @@
 """RolloutMQ under the load of the queue benchmark: the real client, the real worker, an engine that answers at once.
 
-`python -m rolloutmq.ops.bench.queue.ours worker|client URL LOAD-JSON`
+`python -m rolloutmq.ops.bench.broker.ours worker|client URL LOAD-JSON`
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """The ceiling of the queue benchmark: this package's own Lua scripts and nothing else.
 
-Included: enqueue, claim, complete and ack as the client and the worker run them, in batches; the reply stream; redis-py
-with hiredis; two processes; the check of every result. Not included: building, encoding, decoding and checking messages
-(a few thousand frames are made before the clock starts and used in turn; a result is a frame-sized string that begins
-with the answer), asyncio, a task per sample, heartbeats, retries. Each side sends what it has as one pipeline and has
-one round trip under way: what the scripts on this Redis give at most to one client and one worker in Python.
+Client and worker run enqueue, claim, complete and ack in batches over redis-py with hiredis, in two processes; every
+result is checked. There is no asyncio, no heartbeat, no retry and no message: frames are made before the clock starts,
+and a result is a string of a frame's size that begins with the answer. Each side sends what it has as one pipeline and
+has one round trip under way. That is the most that these scripts give one client and one worker in Python.
 
-`python -m rolloutmq.ops.bench.queue.raw worker|client URL LOAD-JSON`
+`python -m rolloutmq.ops.bench.broker.raw worker|client URL LOAD-JSON`
 """
 
 from __future__ import annotations

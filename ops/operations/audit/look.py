@@ -39,7 +39,7 @@ class KeyFacts:
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """A job's record and its places in the indexes. places: indexes of queued jobs, one entry per occurrence."""
+    """A job's record and its places in the indexes, in the order of the script's reply. places: one per occurrence."""
 
     id: bytes
     state: str
@@ -178,22 +178,11 @@ def _worker_of(name: bytes) -> bytes:
 
 
 def _job(job_id: bytes, row: list[Any], listed: tuple[str, ...]) -> JobFacts:
-    state, klass, owner, client, nbytes, deadline, ttl_ms, held, lease, in_deadlines, in_client, places = row
-    return JobFacts(
-        id=job_id,
-        state=_text(state),
-        klass=_text(klass),
-        owner=_text(owner),
-        client=_text(client),
-        nbytes=_text(nbytes),
-        deadline=_text(deadline),
-        ttl_ms=ttl_ms,
-        held=bool(held),
-        leased=lease is not None,
-        in_deadlines=_text(in_deadlines),
-        in_client=bool(in_client),
-        places=tuple(_text(places[i]) for i in range(0, len(places), 2) for _ in range(places[i + 1])) + listed,
-    )
+    *texts, ttl_ms, held, lease, in_deadlines, in_client, places = row
+    found = tuple(_text(places[i]) for i in range(0, len(places), 2) for _ in range(places[i + 1]))
+    rest = (bool(held), lease is not None, _text(in_deadlines), bool(in_client), found + listed)
+    state, klass, owner, client, nbytes, deadline = map(_text, texts)
+    return JobFacts(job_id, state, klass, owner, client, nbytes, deadline, ttl_ms, *rest)
 
 
 def _text(value: bytes | None) -> str:

@@ -90,48 +90,32 @@ def _queued(job: JobFacts) -> list[tuple[str, str]]:
     return wrong
 
 
-def _held(entry: MemberFacts, worker: str) -> str:
-    right = entry.state == "r" and entry.owner == worker
-    return "" if right else f"held, but the job is {_said(entry)}"
-
-
-def _client(entry: MemberFacts, client: str) -> str:
-    right = entry.state in OPEN and entry.client == client
-    return "" if right else f"among a client's open jobs, but the job is {_said(entry)}"
-
-
-def _deadline(entry: MemberFacts, _: str) -> str:
-    right = entry.state in OPEN and entry.deadline == entry.score
-    return "" if right else f"has deadline {entry.score}, but the job is {_said(entry)}"
-
-
-def _later(entry: MemberFacts, klass: str) -> str:
-    right = entry.state == "q" and entry.klass == klass
-    return "" if right else f"waits for newer weights, but the job is {_said(entry)}"
-
-
-def _prefers(entry: MemberFacts, _: str) -> str:
-    return "" if entry.state == "q" else f"left to the worker it prefers, but the job is {_said(entry)}"
-
-
-MEMBERS: dict[str, tuple[str, Callable[[MemberFacts, str], str]]] = {
-    "held": ("held_wrongly", _held),
-    "client": ("client_wrongly", _client),
-    "deadlines": ("deadline_wrongly", _deadline),
-    "later": ("later_wrongly", _later),
-    "prefers": ("prefers_wrongly", _prefers),
+MEMBERS: dict[str, tuple[str, Callable[[MemberFacts, str], bool], str]] = {
+    "held": ("held_wrongly", lambda job, worker: job.state == "r" and job.owner == worker, "held"),
+    "client": (
+        "client_wrongly",
+        lambda job, client: job.state in OPEN and job.client == client,
+        "among a client's open jobs",
+    ),
+    "deadlines": (
+        "deadline_wrongly",
+        lambda job, _: job.state in OPEN and job.deadline == job.score,
+        "has deadline {0.score}",
+    ),
+    "later": ("later_wrongly", lambda job, klass: job.state == "q" and job.klass == klass, "waits for newer weights"),
+    "prefers": ("prefers_wrongly", lambda job, _: job.state == "q", "left to the worker it prefers"),
 }
-"""By the first word of an index's key: the rule's name, and what is wrong with an entry ('' for nothing)."""
+"""By the first word of an index's key: the rule's name, whether an entry is right, and what the index says of it."""
 
 
 def judge_member(entry: MemberFacts) -> list[Finding]:
     """Every entry of an index is a job that belongs there."""
-    if not entry.member:
-        return []
     first, _, rest = entry.index.partition(":")
-    kind, rule = MEMBERS[first]
-    why = rule(entry, rest)
-    return [Finding(kind, entry.index, f"job {entry.id.decode(errors='backslashreplace')} {why}")] if why else []
+    kind, is_right, told = MEMBERS[first]
+    if not entry.member or is_right(entry, rest):
+        return []
+    why = f"{told.format(entry)}, but the job is {_said(entry)}"
+    return [Finding(kind, entry.index, f"job {entry.id.decode(errors='backslashreplace')} {why}")]
 
 
 def judge_totals(totals: Totals, newly_accepted: int) -> tuple[list[Finding], list[str]]:
@@ -140,26 +124,24 @@ def judge_totals(totals: Totals, newly_accepted: int) -> tuple[list[Finding], li
     Counted jobs may therefore be fewer than `load` says, by that many; nothing else is allowed to differ.
     """
     found: list[Finding] = []
-    open_jobs, accepted = totals.load.get("jobs", 0), totals.load.get("accepted", 0)
+    open_jobs, accepted, unread, nbytes = (totals.load.get(name, 0) for name in ("jobs", "accepted", "unread", "bytes"))
+
+    def wrong(kind: str, detail: str) -> None:
+        found.append(Finding(kind, "load", detail))
+
     if open_jobs != accepted - totals.ended:
-        found.append(
-            Finding("load_jobs", "load", f"jobs {open_jobs}, but {accepted} were accepted and {totals.ended} ended")
-        )
-    if totals.load.get("unread", 0) != totals.unread:
-        found.append(
-            Finding("load_unread", "load", f"unread {totals.load.get('unread', 0)}, but clients have {totals.unread}")
-        )
+        wrong("load_jobs", f"jobs {open_jobs}, but {accepted} were accepted and {totals.ended} ended")
+    if unread != totals.unread:
+        wrong("load_unread", f"unread {unread}, but clients have {totals.unread}")
     missing = open_jobs - totals.jobs
     if not 0 <= missing <= newly_accepted:
-        found.append(Finding("load_jobs", "load", f"jobs {open_jobs}, but clients have {totals.jobs} open"))
+        wrong("load_jobs", f"jobs {open_jobs}, but clients have {totals.jobs} open")
     if totals.nbytes is None:
         return found, [f"load.bytes: {totals.jobs} jobs are too many to add up in one step"]
     if missing > 0 and not found:
         return found, ["load.bytes: clients come and go faster than they can be looked at"]
-    if missing == 0 and totals.load.get("bytes", 0) != totals.nbytes:
-        found.append(
-            Finding("load_bytes", "load", f"bytes {totals.load.get('bytes', 0)}, but open jobs have {totals.nbytes}")
-        )
+    if missing == 0 and nbytes != totals.nbytes:
+        wrong("load_bytes", f"bytes {nbytes}, but open jobs have {totals.nbytes}")
     return found, []
 
 
