@@ -163,6 +163,9 @@ class Worker:
                 raise fatal.exceptions[0] from None
             log.warning("fenced: %s", group.exceptions[0])
             self._forget_everything()
+            if (this := asyncio.current_task()) is not None and this.cancelling():
+                # Until Python 3.13 a TaskGroup drops a cancellation that comes as one of its tasks fails.
+                raise asyncio.CancelledError from None
 
     async def _leave(self, lease: Lease) -> None:
         """Finish what fits into the budget, hand back the rest with its partials, unregister."""

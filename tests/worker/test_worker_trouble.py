@@ -9,9 +9,10 @@ import pytest
 from support.pools.pool import check_scripted, eventually, wait_replies, worker
 from support.specimens.messages import job
 
-from rolloutmq.messages import Broker, EngineError, Lease, RolloutResult, SamplingParams
+from rolloutmq.messages import Broker, EngineError, Lease, LeaseLost, RolloutResult, SamplingParams
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
+from rolloutmq.worker.lease import Membership
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 from rolloutmq.worker.text.tokenizer import NoTokenizer
 from rolloutmq.worker.worker import Worker
@@ -131,3 +132,28 @@ async def test_a_failed_job_is_handed_back_though_redis_is_away_for_a_moment(
         (reply,) = await wait_replies(broker, 1)
     assert reply.outcome.ok
     assert reply.outcome.attempt == 2
+
+
+async def test_a_cancellation_that_meets_the_loss_of_the_lease_ends_the_worker(
+    redis_db: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose = asyncio.Event()
+
+    async def loses_its_lease(*_: Any) -> None:
+        await lose.wait()
+        raise LeaseLost("others have the jobs")
+
+    monkeypatch.setattr(Membership, "run", loses_its_lease)
+    one = Worker(WorkerConfig(redis_url=redis_db), ScriptedEngine(), NoTokenizer())
+    running = asyncio.create_task(one.run())
+    await one.joined.wait()
+    for _ in range(3):
+        await asyncio.sleep(0)  # every part of the incarnation has begun
+    lose.set()
+    running.cancel()
+    done, _ = await asyncio.wait([running], timeout=20)
+    lose.clear()
+    if not done:  # it has joined again
+        one.drain()
+        await running
+    assert running.cancelled()
