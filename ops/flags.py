@@ -51,7 +51,8 @@ def flags_of(model: type[BaseModel]) -> list[Flag]:
         default = None if info.is_required() or many else info.default
         name = next((field.removesuffix(unit) for unit in UNITS if field.endswith(unit)), field)
         name = _singular(name) if many else name
-        flags.append(Flag(field, name, kind, many, pairs, info.is_required(), default, info.description or ""))
+        told = " ".join((info.description or "").split())  # attribute docstrings have line breaks
+        flags.append(Flag(field, name, kind, many, pairs, info.is_required(), default, told))
     return flags
 
 

@@ -20,7 +20,7 @@ from .calls import Session
 from .client import MAX_OUTSTANDING, RolloutClient
 from .control import PoolControl
 from .inbox import Handle
-from .loop_thread import Blocking, LoopThread, iterates, same, waits
+from .loop_thread import Blocking, LoopThread, iterates, reads, same, waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,7 @@ class BlockingRolloutClient(Blocking[RolloutClient]):
                 await client.aclose()
                 raise
 
-        try:
-            self._it = self._thread.run(build())
-        except BaseException:
-            self._thread.close()
-            raise
+        self._begin(build())
         self._thread.name = f"client {self.client_id}"
 
     def open(self) -> Self:
@@ -86,25 +82,10 @@ class BlockingRolloutClient(Blocking[RolloutClient]):
         """Acknowledge what was taken and disconnect; jobs under way are not cancelled. Safe to call twice."""
         self._thread.close(self._it.aclose)
 
-    @property
-    def client_id(self) -> str:
-        """Name of the reply stream."""
-        return self._it.client_id
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._it.closed
-
-    @property
-    def outstanding(self) -> int:
-        """Jobs not fully handed out yet."""
-        return self._it.outstanding
-
-    @property
-    def repeats(self) -> int:
-        """See RolloutClient.repeats."""
-        return self._it.repeats
+    client_id: str = reads(RolloutClient.client_id)
+    closed: bool = reads(RolloutClient.closed)
+    outstanding: int = reads(RolloutClient.outstanding)
+    repeats: int = reads(RolloutClient.repeats)
 
     def submit(
         self, job: GenerateJob | None = None, /, *, timeout: float | None = 0.0, **fields: Unpack[JobFields]
@@ -182,25 +163,10 @@ class BlockingSession(Blocking[Session]):
         """The worker that has the history in its cache, as far as is known."""
         return self._it.worker
 
-    @property
-    def token_ids(self) -> npt.NDArray[np.int32]:
-        """See Session.token_ids."""
-        return self._it.token_ids
-
-    @property
-    def mask(self) -> npt.NDArray[np.uint8]:
-        """See Session.mask."""
-        return self._it.mask
-
-    @property
-    def logprobs(self) -> npt.NDArray[np.float32]:
-        """See Session.logprobs."""
-        return self._it.logprobs
-
-    @property
-    def versions(self) -> npt.NDArray[np.int64]:
-        """See Session.versions."""
-        return self._it.versions
+    token_ids: npt.NDArray[np.int32] = reads(Session.token_ids)
+    mask: npt.NDArray[np.uint8] = reads(Session.mask)
+    logprobs: npt.NDArray[np.float32] = reads(Session.logprobs)
+    versions: npt.NDArray[np.int64] = reads(Session.versions)
 
 
 class BlockingPoolControl(Blocking[PoolControl]):
@@ -216,11 +182,7 @@ class BlockingPoolControl(Blocking[PoolControl]):
         async def build() -> PoolControl:
             return PoolControl(redis_url, pool)
 
-        try:
-            self._it = self._thread.run(build())
-        except BaseException:
-            self._thread.close()
-            raise
+        self._begin(build())
 
     def open(self) -> Self:
         """Connect. Raises RedisUnavailable. `with` does it too."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
 import numpy as np
@@ -117,9 +116,7 @@ class RolloutClient:
     async def __aenter__(self) -> Self:
         return await self.open()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.aclose()
 
     # --- jobs in ---------------------------------------------------------------------------------------------------

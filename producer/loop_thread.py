@@ -9,7 +9,6 @@ import functools
 import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from ..messages.errors import RolloutMQError
@@ -115,12 +114,18 @@ class Blocking(Generic[A]):
         made._it, made._thread = it, thread
         return made
 
+    def _begin(self, making: Coroutine[Any, Any, A]) -> None:
+        """Have the object made in the thread's loop. If that fails, the thread ends."""
+        try:
+            self._it = self._thread.run(making)
+        except BaseException:
+            self._thread.close()
+            raise
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -152,6 +157,11 @@ def same(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, 
         return method(it._it, *args, **kwargs)
 
     return _like(method, call)
+
+
+def reads(told: Any) -> Any:
+    """The same property."""
+    return property(lambda it: told.fget(it._it), doc=told.__doc__)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

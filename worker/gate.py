@@ -6,9 +6,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import TracebackType
 
 from ..messages.errors import EngineError
+
+
+async def set_within(event: asyncio.Event, timeout_s: float | None) -> bool:
+    """Wait for `event`. False if it is not set within `timeout_s` seconds; None waits for ever."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await event.wait()
+    except TimeoutError:
+        return False
 
 
 class Gate:
@@ -79,9 +87,7 @@ class Holder:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.release()
 
 

@@ -8,12 +8,12 @@ import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 
 from ..messages.errors import EngineDead, EngineError, RequestRefused
 from .engine import Engine, EngineOutput, EngineRequest, TaskOutput, TaskRequest
-from .gate import Gate
+from .gate import Gate, set_within
 from .jobs import Leg, Run, SampleRun
 
 log = logging.getLogger(__name__)
@@ -283,12 +283,7 @@ class Generation:
 
     async def idle(self, timeout_s: float) -> bool:
         """Let what is in the engine run to its end; False if that took longer. The caller holds the gate."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await set_within(self._idle, timeout_s)
 
     async def interrupt(self, timeout_s: float = INTERRUPT_S) -> bool:
         """Stop everything that runs; the samples wait here with what they have. The caller holds the gate.
@@ -300,9 +295,7 @@ class Generation:
             await self._outputs.opened()
             began = time.monotonic()
             self._engine.abort_all()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ABORT_AGAIN_S):
-                    await self._idle.wait()
+            await set_within(self._idle, ABORT_AGAIN_S)
             if self._outputs.is_open and (timeout_s := timeout_s - (time.monotonic() - began)) <= 0:
                 return not self._running
         return True

@@ -27,7 +27,7 @@ from .command_params import (
 from .commands import Command, CommandReply
 from .jobs import PRIORITIES, GenerateJob, JobFields, QueueFields, SharedFields, TurnFields
 from .media import MAX_MEDIUM_BYTES, Medium, check_media, mime_of
-from .results import JobFailure, Partial, RolloutResult, Segment, Timings
+from .results import JobFailure, Partial, RolloutResult, Segment, Timings, cut_segments, join_segments
 from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
 from .tasks import (
     EmbedJob,
@@ -133,6 +133,8 @@ __all__ = [
     "as_invalid_field",
     "check_media",
     "check_params",
+    "cut_segments",
+    "join_segments",
     "mime_of",
     "why_invalid",
     "why_unsendable",

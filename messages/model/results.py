@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -15,6 +16,29 @@ class Segment(NamedTuple):
 
     version: Annotated[int, Field(ge=0)]
     tokens: Annotated[int, Field(ge=1)]
+
+
+def join_segments(segments: Iterable[Segment]) -> list[Segment]:
+    """Neighbours of one version become one segment."""
+    joined: list[Segment] = []
+    for segment in segments:
+        if joined and joined[-1].version == segment.version:
+            joined[-1] = Segment(segment.version, joined[-1].tokens + segment.tokens)
+        else:
+            joined.append(segment)
+    return joined
+
+
+def cut_segments(segments: Iterable[Segment], start: int = 0, end: int | None = None) -> list[Segment]:
+    """The segments of tokens `start` to `end` (not included; None is the last one)."""
+    kept: list[Segment] = []
+    place = 0
+    for version, tokens in segments:
+        upto = place + tokens if end is None else min(place + tokens, end)
+        if (inside := upto - max(place, start)) > 0:
+            kept.append(Segment(version, inside))
+        place += tokens
+    return kept
 
 
 class Timings(Record):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,11 @@ import numpy.typing as npt
 from ...messages import decode
 from ...messages.broker import PIECES_COUNT
 from ...messages.errors import JobFailed, MessageError
-from ...messages.model import GenerateJob, JobFailure, Partial, RolloutResult, Segment
+from ...messages.model import GenerateJob, JobFailure, Partial, RolloutResult, Segment, cut_segments, join_segments
 from ..core import ClientCore, nothing_left
 from ..inbox import Handle, News
 
 log = logging.getLogger(__name__)
-Segments = Sequence[Segment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,22 +160,18 @@ class Watched:
             self._pieces, self._last = self._pieces + len(fresh), fresh[-1]
         more = len(pieces) >= PIECES_COUNT
         if self._anew is None:
-            return (self._show(_Tokens.of(parts)) if parts else None), more
+            return (self._show(self._joined(parts)) if parts else None), more
         self._anew += parts
         return (None, True) if more else (self._compare(), False)
 
     def finish(self, result: RolloutResult) -> Delta:
         """The sample's last delta."""
-        whole = _Tokens(
-            result.token_ids,
-            result.logprobs,
-            result.segments,
-            result.adapter_segments,
-            result.token_arrays,
-            result.text,
+        logprobs, segments, adapter_segments = result.logprobs, result.segments, result.adapter_segments
+        whole = self._delta(
+            result.token_ids, logprobs, segments, adapter_segments, dict(result.token_arrays), result.text
         )
-        if self._fits(whole) and len(whole.ids) >= self._tokens:
-            return self._show(whole.after(self._tokens, len(self._text)), result=result)
+        if self._fits(whole) and len(whole.token_ids) >= self._tokens:
+            return self._show(_after(whole, self._tokens, len(self._text)), result=result)
         return self._restart(whole, result)
 
     def _begin_anew(self) -> None:
@@ -185,108 +180,72 @@ class Watched:
     def _compare(self) -> Delta | None:
         if not self._anew:
             return None
-        whole = _Tokens.of(self._anew)
+        whole = self._joined(self._anew)
         if not self._fits(whole):
             self._anew = None
             return self._restart(whole)
-        if len(whole.ids) <= self._tokens:
+        if len(whole.token_ids) <= self._tokens:
             return None
         self._anew = None
-        return self._show(whole.after(self._tokens, len(self._text)))
+        return self._show(_after(whole, self._tokens, len(self._text)))
 
-    def _fits(self, whole: _Tokens) -> bool:
+    def _fits(self, whole: Delta) -> bool:
         """Whether `whole` begins with what was shown, as far as it goes."""
         if not self._tokens:
             return True
-        both = min(self._tokens, len(whole.ids))
+        both = min(self._tokens, len(whole.token_ids))
         text = whole.text or ""
         return (
-            np.array_equal(np.concatenate(self._ids)[:both], whole.ids[:both])
-            and np.array_equal(np.concatenate(self._versions)[:both], whole.versions[:both])
+            np.array_equal(np.concatenate(self._ids)[:both], whole.token_ids[:both])
+            and np.array_equal(np.concatenate(self._versions)[:both], _versions(whole)[:both])
             and (text.startswith(self._text) or (both < self._tokens and self._text.startswith(text)))
         )
 
-    def _restart(self, whole: _Tokens, result: RolloutResult | None = None) -> Delta:
+    def _restart(self, whole: Delta, result: RolloutResult | None = None) -> Delta:
         shown = self._tokens > 0
         self._ids, self._versions, self._text, self._tokens = [], [], "", 0
         return self._show(whole, restarted=shown, result=result)
 
-    def _show(self, new: _Tokens, restarted: bool = False, result: RolloutResult | None = None) -> Delta:
+    def _show(self, new: Delta, restarted: bool = False, result: RolloutResult | None = None) -> Delta:
         start = self._tokens
-        self._ids.append(new.ids)
-        self._versions.append(new.versions)
+        self._ids.append(new.token_ids)
+        self._versions.append(_versions(new))
         self._text += new.text or ""
-        self._tokens += len(new.ids)
-        return Delta(
-            job_id=self._job_id,
-            sample=self._sample,
-            start=start,
-            token_ids=new.ids,
-            logprobs=new.logprobs,
-            segments=tuple(new.segments),
-            adapter_segments=None if new.adapter_segments is None else tuple(new.adapter_segments),
-            token_arrays=dict(new.rows),
-            text=new.text,
-            restarted=restarted,
-            result=result,
-        )
+        self._tokens += len(new.token_ids)
+        return replace(new, start=start, restarted=restarted, result=result)
 
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32] | None
-    segments: Segments
-    adapter_segments: Segments | None
-    rows: dict[str, npt.NDArray[Any]]
-    text: str | None
-
-    @classmethod
-    def of(cls, parts: Sequence[Partial]) -> _Tokens:
+    def _joined(self, parts: Sequence[Partial]) -> Delta:
         """Pieces in order, at least one."""
         texts = [part.text for part in parts]
         adapters = [part.adapter_segments for part in parts]
-        return cls(
+        return self._delta(
             np.concatenate([part.token_ids for part in parts]),
             np.concatenate([part.logprobs for part in parts]),
-            _joined([segment for part in parts for segment in part.segments]),
-            None if None in adapters else _joined([segment for part in adapters for segment in part or ()]),
+            tuple(join_segments(segment for part in parts for segment in part.segments)),
+            None if None in adapters else tuple(join_segments(it for part in adapters for it in part or ())),
             {name: np.concatenate([part.token_arrays[name] for part in parts]) for name in parts[0].token_arrays},
             None if None in texts else "".join(text or "" for text in texts),
         )
 
-    @property
-    def versions(self) -> npt.NDArray[np.int64]:
-        """(t,): of each token."""
-        return np.repeat([v for v, _ in self.segments], [n for _, n in self.segments]).astype(np.int64)
-
-    def after(self, tokens: int, chars: int) -> _Tokens:
-        """Without the first `tokens` tokens and the first `chars` characters of text."""
-        adapter = self.adapter_segments
-        return _Tokens(
-            self.ids[tokens:],
-            None if self.logprobs is None else self.logprobs[tokens:],
-            _after(self.segments, tokens),
-            None if adapter is None else _after(adapter, tokens),
-            {name: rows[tokens:] for name, rows in self.rows.items()},
-            None if self.text is None else self.text[chars:],
-        )
+    def _delta(self, *tokens: Any) -> Delta:
+        """What is known of the sample from its start. tokens: Delta's fields `token_ids` to `text`."""
+        return Delta(self._job_id, self._sample, 0, *tokens)
 
 
-def _joined(segments: Segments) -> list[Segment]:
-    joined: list[Segment] = []
-    for version, tokens in segments:
-        if joined and joined[-1].version == version:
-            joined[-1] = Segment(version, joined[-1].tokens + tokens)
-        else:
-            joined.append(Segment(version, tokens))
-    return joined
+def _versions(delta: Delta) -> npt.NDArray[np.int64]:
+    """(t,): of each token."""
+    return np.repeat([v for v, _ in delta.segments], [n for _, n in delta.segments]).astype(np.int64)
 
 
-def _after(segments: Segments, tokens: int) -> list[Segment]:
-    left: list[Segment] = []
-    for version, count in segments:
-        if count > tokens:
-            left.append(Segment(version, count - tokens))
-        tokens = max(0, tokens - count)
-    return left
+def _after(whole: Delta, tokens: int, chars: int) -> Delta:
+    """Without the first `tokens` tokens and the first `chars` characters of text."""
+    adapter = whole.adapter_segments
+    return replace(
+        whole,
+        token_ids=whole.token_ids[tokens:],
+        logprobs=None if whole.logprobs is None else whole.logprobs[tokens:],
+        segments=tuple(cut_segments(whole.segments, start=tokens)),
+        adapter_segments=None if adapter is None else tuple(cut_segments(adapter, start=tokens)),
+        token_arrays={name: rows[tokens:] for name, rows in whole.token_arrays.items()},
+        text=None if whole.text is None else whole.text[chars:],
+    )

@@ -154,7 +154,7 @@ def admitted(job: TaskJob, *published: int) -> dict[int, TaskRun]:
 
 def test_texts_are_tokenised_by_themselves_and_set_behind_the_prompt() -> None:
     runs = admitted(ScoreJob(text="ab", texts=("c", "de", "f")), 2)
-    assert {index: (one.token_ids.tolist(), one.start) for index, one in runs.items()} == {
+    assert {index: (one.prompt.tolist(), one.start) for index, one in runs.items()} == {
         0: ([97, 98, 99], 2),
         1: ([97, 98, 100, 101], 2),
     }
@@ -169,11 +169,11 @@ def test_a_conversation_is_rendered_with_the_beginning_of_an_answer_only_where_o
     chat = (ChatMessage(role="user", content="hi"),)
     prompt = Bytes().encode_chat([{"role": "user", "content": "hi"}])
     (score,) = admitted(ScoreJob(messages=chat, texts=("a",))).values()
-    assert score.token_ids.tolist() == [*prompt, 97]
+    assert score.prompt.tolist() == [*prompt, 97]
     whole = (*chat, ChatMessage(role="assistant", content="yo"))
     (rewarded,) = admitted(RewardJob(conversations=(whole,))).values()
     expected = Bytes().encode_chat([message.rendered() for message in whole], answer=False)
-    assert rewarded.token_ids.tolist() == expected.tolist()
+    assert rewarded.prompt.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,20 @@
-"""One engine request of a sample, which weights sampled which of its tokens, and what a sample has so far."""
+"""One engine request of a job, which weights sampled which of its tokens, and what every run of a job has."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ...messages.model import Segment
+from ...messages.model import GenerateJob, Segment, TaskJob, Timings
+from ..engine import EngineInfo
 
 Rows = Mapping[str, npt.NDArray[Any]]
+J = TypeVar("J", GenerateJob, TaskJob)
 
 
 @dataclass(slots=True)
@@ -77,3 +80,42 @@ class Generated:
         """Tokens `start` to `end` (not included; None is the last one)."""
         rows = {name: rows[start:end] for name, rows in self.rows.items()}
         return Generated(self.token_ids[start:end], self.logprobs[start:end], rows)
+
+
+@dataclass(slots=True)
+class JobRun(Generic[J]):
+    """Sample or input number `index` of a claimed job, on its way through the engine.
+
+    prompt: (p,) int32, what the engine reads; of a task all of its input. attempt: the claim it runs under.
+    """
+
+    job: J
+    prompt: npt.NDArray[np.int32]
+    index: int
+    attempt: int
+    queued_s: float
+    _: KW_ONLY
+    dropped: bool = False  # cancelled, expired or fenced: what it still generates is thrown away
+    leg: Leg | None = None  # the one that is in the engine now
+    _legs: int = 0
+    _engine_s: float = 0.0
+    _born: float = field(default_factory=time.monotonic)
+
+    def begin_leg(self, version: int) -> str:
+        """Set `leg`, and return its request id: 44 digits for job (32), sample (4), attempt (4) and leg (4)."""
+        self._legs += 1
+        request_id = f"{self.job.id}{self.index:04x}{self.attempt & 0xFFFF:04x}{self._legs & 0xFFFF:04x}"
+        self.leg = Leg(request_id, version)
+        return request_id
+
+    def common(self, worker_id: str, info: EngineInfo) -> dict[str, Any]:
+        """The fields that results of all kinds have."""
+        job = self.job
+        timings = Timings(
+            queued=max(0.0, self.queued_s),
+            generating=self._engine_s,
+            waiting=max(0.0, time.monotonic() - self._born - self._engine_s),
+        )
+        names = {"job_id": job.id, "sample": self.index, "n": job.n, "group_id": job.group, "attempt": self.attempt}
+        told = {"worker_id": worker_id, "timings": timings, "fingerprint": dict(info.fingerprint())}
+        return {**names, **told, "metadata": job.metadata, "trace_id": job.trace_id}

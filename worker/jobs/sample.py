@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ...messages.broker import Piece
 from ...messages.errors import InvalidField
-from ...messages.model import GenerateJob, Partial, RolloutResult, Segment, Timings
+from ...messages.model import GenerateJob, Partial, RolloutResult, Segment, cut_segments, join_segments
 from ..engine import (
     NOTHING_MORE,
     AdapterUse,
@@ -28,27 +28,21 @@ from ..engine import (
     Wanted,
 )
 from ..text import SampleStream
-from .legs import Generated, Leg
+from .legs import Generated, JobRun, Leg
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class SampleRun:
-    """Sample `index` of a claimed job, across interruptions, weight updates and earlier workers.
+class SampleRun(JobRun[GenerateJob]):
+    """One sample, across interruptions, weight updates and earlier workers.
 
-    prompt: (p,) int32. attempt: the claim it runs under. adapters: the engine's, of which the job may name one.
+    adapters: the engine's, of which the job may name one.
 
     A sample keeps the adapter version that it began with. If that version is gone, on another worker or after a restart
     of the engine, the next leg takes a newer one, and `adapter_segments` says so.
     """
 
-    job: GenerateJob
-    prompt: npt.NDArray[np.int32]
-    index: int
-    attempt: int
-    queued_s: float
-    dropped: bool = False  # cancelled, expired or fenced: what it still generates is thrown away
     ending: bool = False  # somebody asked to have it as it is: it ends with what it has
     done: Generated = field(default_factory=Generated)  # by the legs that have ended
     arrays: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # as RolloutResult has them, when known
@@ -57,7 +51,6 @@ class SampleRun:
     matched_stop: MatchedStop | None = None
     stop_tokens: int = 0  # how many of the last ones have a part of what was matched
     stop_text: str = ""  # from where the match begins, as EngineOutput has it
-    leg: Leg | None = None  # the one that is in the engine now
     stream: SampleStream | None = None  # of a job whose client is told of every piece
     cached_tokens: int = 0  # of the prompt, when the first leg here began
     adapters: LoadedAdapters | None = None
@@ -69,9 +62,6 @@ class SampleRun:
     _arrays_saved: bool = False  # and the arrays
     _wanted: Wanted = NOTHING_MORE
     _offered: tuple[Piece, float] | None = None  # the next one, perhaps on its way, and when it was made
-    _legs: int = 0
-    _generating_s: float = 0.0
-    _born: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self._wanted = _wanted(self.job, self.index)
@@ -105,11 +95,7 @@ class SampleRun:
         return self.job.sampling.max_new_tokens - len(self.done)
 
     def next_request(self, version: int) -> EngineRequest:
-        """The next leg: the prompt and what there is of the answer, under weights `version`.
-
-        Request ids are 44 digits: job (32), sample (4), attempt (4), leg (4).
-        """
-        self._legs += 1
+        """The next leg: the prompt and what there is of the answer, under weights `version`."""
         adapter = self._use_adapter()
         if _ahead(self.segments, version) or _ahead(self.adapter_segments, adapter.version if adapter else 0):
             # A worker with a newer version released it. Versions never decrease within a sample, so it starts over.
@@ -117,10 +103,8 @@ class SampleRun:
             self.save_anew()
             if self.stream is not None:
                 self.stream.restart()
-        request_id = f"{self.job.id}{self.index:04x}{self.attempt & 0xFFFF:04x}{self._legs & 0xFFFF:04x}"
-        self.leg = Leg(request_id, version)
         return EngineRequest(
-            request_id=request_id,
+            request_id=self.begin_leg(version),
             token_ids=np.concatenate([self.prompt, self.tokens]) if len(self.done) else self.prompt,
             sampling=self.job.sampling,
             max_new_tokens=self.remaining,
@@ -143,7 +127,7 @@ class SampleRun:
 
     def absorb(self, leg: Leg, output: EngineOutput, seconds: float) -> None:
         """Take in what a leg generated, finished or not."""
-        self._generating_s += seconds
+        self._engine_s += seconds
         if self.job.media and output.finish_reason == "abort" and not self.ending:
             self.save_anew()  # see EngineRequest.media
             if self.stream is not None:
@@ -249,10 +233,7 @@ class SampleRun:
         job, kept = self.job, self.kept
         done = self.done if kept == len(self.done) else self.done.cut(end=kept)
         return RolloutResult(
-            job_id=job.id,
-            sample=self.index,
-            n=job.n,
-            group_id=job.group,
+            **self.common(worker_id, info),
             token_ids=done.token_ids,
             logprobs=done.logprobs if job.logprobs.sampled else None,
             finish_reason=self.finish_reason,
@@ -261,23 +242,13 @@ class SampleRun:
             adapter=job.lora,
             adapter_version=self._adapter.version if self._adapter else _last_version(self.adapter_segments),
             adapter_segments=tuple(cut_segments(self.adapter_segments, end=kept)) if job.lora else None,
-            worker_id=worker_id,
-            attempt=self.attempt,
             prompt_ids=None if job.token_ids is not None else self.prompt,
             text=text,
-            timings=Timings(
-                queued=max(0.0, self.queued_s),
-                generating=self._generating_s,
-                waiting=max(0.0, time.monotonic() - self._born - self._generating_s),
-            ),
             **({"token_arrays": done.rows} if done.rows else {}),
             **({"arrays": self.arrays} if self.arrays else {}),
             **({"cached_tokens": self.cached_tokens} if self.cached_tokens else {}),
             **({"session_id": job.session_id} if job.session_id is not None else {}),
             **({"logprob_kind": job.logprobs.kind} if job.logprobs.kind != "raw" else {}),
-            fingerprint=dict(info.fingerprint()),
-            metadata=job.metadata,
-            trace_id=job.trace_id,
         )
 
 
@@ -308,26 +279,3 @@ def _last_version(segments: Sequence[Segment]) -> int | None:
 
 def _ahead(segments: Sequence[Segment], version: int) -> bool:
     return bool(segments) and segments[-1].version > version
-
-
-def join_segments(segments: Iterable[Segment]) -> list[Segment]:
-    """Neighbours of one version become one segment."""
-    joined: list[Segment] = []
-    for segment in segments:
-        if joined and joined[-1].version == segment.version:
-            joined[-1] = Segment(segment.version, joined[-1].tokens + segment.tokens)
-        else:
-            joined.append(segment)
-    return joined
-
-
-def cut_segments(segments: Iterable[Segment], start: int = 0, end: int | None = None) -> list[Segment]:
-    """The segments of tokens `start` to `end` (not included; None is the last one)."""
-    kept: list[Segment] = []
-    place = 0
-    for version, tokens in segments:
-        upto = place + tokens if end is None else min(place + tokens, end)
-        if (inside := upto - max(place, start)) > 0:
-            kept.append(Segment(version, inside))
-        place += tokens
-    return kept

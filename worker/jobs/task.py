@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,38 +18,27 @@ from ...messages.model import (
     ScoreResult,
     TaskJob,
     TaskResult,
-    Timings,
 )
 from ..engine import EngineInfo, TaskOutput, TaskRequest
-from .legs import Leg
+from .legs import JobRun, Leg
 from .sample import SampleRun
 
 
 @dataclass(slots=True)
-class TaskRun:
-    """Input `index` of a claimed TaskJob; what SampleRun is to a GenerateJob, and used in its place.
+class TaskRun(JobRun[TaskJob]):
+    """One input of a TaskJob; what SampleRun is to a GenerateJob, and used in its place.
 
-    token_ids: (n,) int32. start: of a score, where the continuation begins.
+    start: of a score, where the continuation begins.
 
     It is one forward pass, so there is nothing to save or to continue. After an interruption it runs again. It runs
     again, too, if the weights changed while it was in the engine, because nobody can say which weights it saw.
     """
 
-    job: TaskJob
-    token_ids: npt.NDArray[np.int32]
-    index: int
-    attempt: int
-    queued_s: float
     start: int = 1
-    dropped: bool = False
-    leg: Leg | None = None
     finish_reason: str | None = None
     values: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     version: int = 0
     saved_at: float = float("inf")  # never due
-    _legs: int = 0
-    _working_s: float = 0.0
-    _born: float = field(default_factory=time.monotonic)
 
     @property
     def ending(self) -> bool:
@@ -62,14 +50,11 @@ class TaskRun:
 
     def next_request(self, version: int) -> TaskRequest:
         """The same request as before, under a name of its own."""
-        self._legs += 1
-        request_id = f"{self.job.id}{self.index:04x}{self.attempt & 0xFFFF:04x}{self._legs & 0xFFFF:04x}"
-        self.leg = Leg(request_id, version)
         embed = self.job if isinstance(self.job, EmbedJob) else None
         return TaskRequest(
-            request_id,
+            self.begin_leg(version),
             self.job.task,
-            self.token_ids,
+            self.prompt,
             str(version),
             start=self.start,
             dimensions=embed.dimensions if embed else None,
@@ -78,7 +63,7 @@ class TaskRun:
 
     def absorb(self, leg: Leg, output: TaskOutput, seconds: float) -> None:
         """Take in the answer, if it is one."""
-        self._working_s += seconds
+        self._engine_s += seconds
         if output.finished and not leg.crossed:
             self.values, self.version, self.finish_reason = output.values, leg.version, "stop"
 
@@ -95,30 +80,13 @@ class TaskRun:
     def result(self, worker_id: str, info: EngineInfo) -> TaskResult:
         """As it is published."""
         job = self.job
-        common: dict[str, Any] = {
-            "job_id": job.id,
-            "sample": self.index,
-            "n": job.n,
-            "group_id": job.group,
-            "version": self.version,
-            "tokens": len(self.token_ids),
-            "worker_id": worker_id,
-            "attempt": self.attempt,
-            "timings": Timings(
-                queued=max(0.0, self.queued_s),
-                generating=self._working_s,
-                waiting=max(0.0, time.monotonic() - self._born - self._working_s),
-            ),
-            "fingerprint": dict(info.fingerprint()),
-            "metadata": job.metadata,
-            "trace_id": job.trace_id,
-        }
+        common = self.common(worker_id, info) | {"version": self.version, "tokens": len(self.prompt)}
         if isinstance(job, EmbedJob):
             return EmbedResult(embedding=self.values, **common)
         if isinstance(job, RewardJob):
             return RewardResult(scores=self.values, **common)
         assert isinstance(job, ScoreJob)
-        shown = {"token_ids": self.token_ids[self.start :]} if job.texts is not None else {}
+        shown = {"token_ids": self.prompt[self.start :]} if job.texts is not None else {}
         return ScoreResult(logprobs=self.values, **shown, **common)
 
 

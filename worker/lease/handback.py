@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from redis.exceptions import RedisError
 
-from ...messages.broker import MAX_CALL_TOKENS, Broker, Lease, Release
+from ...messages.broker import Broker, Lease, Release
 from ..jobs import HeldJob, HeldJobs
+from .saving import batches
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.2
-MAX_JOBS = 256
 
 
 class Handback:
@@ -50,7 +50,7 @@ class Handback:
         try:
             for held in jobs:
                 self._held.drop(held.id)
-            for batch in _batches(releases):
+            for batch in batches(releases, _tokens):
                 await lease.release(batch, self._max_lost)
         finally:
             self._leaving -= ids
@@ -88,7 +88,7 @@ class Handback:
         if strays := self._strays & before:
             log.warning("%d jobs are held here that nobody works on: giving them back", len(strays))
             attempts = await lease.attempts(sorted(strays))
-            for batch in _batches([Release(job_id, attempt) for job_id, attempt in attempts.items()]):
+            for batch in batches([Release(job_id, attempt) for job_id, attempt in attempts.items()], _tokens):
                 await lease.release(batch, self._max_lost)
 
     def try_elsewhere(self, lease: Lease, held: HeldJob, ready: Callable[[str], Awaitable[None]]) -> None:
@@ -126,14 +126,5 @@ class Handback:
         task.add_done_callback(self._telling.discard)
 
 
-def _batches(releases: list[Release]) -> Iterator[list[Release]]:
-    batch: list[Release] = []
-    tokens = 0
-    for release in releases:
-        batch.append(release)
-        tokens += sum(len(piece.partial.token_ids) for piece in release.pieces)
-        if len(batch) >= MAX_JOBS or tokens >= MAX_CALL_TOKENS:
-            yield batch
-            batch, tokens = [], 0
-    if batch:
-        yield batch
+def _tokens(release: Release) -> int:
+    return sum(len(piece.partial.token_ids) for piece in release.pieces)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,8 @@ from ..jobs import HeldJob, HeldJobs, Run, SampleRun
 from ..text import SampleStream
 
 log = logging.getLogger(__name__)
-MAX_PIECES = 256
+T = TypeVar("T")
+MAX_BATCH = 256
 EVERY_S = 0.05
 """Seconds between two looks at what the engine has: the tokens that came meanwhile are one piece."""
 MOST_PIECES = 512
@@ -51,16 +53,14 @@ class Checkpoints:
         """Save until cancelled. If Redis does not answer, the next round tries again."""
         while True:
             await asyncio.sleep(min(1.0, self._every_s / 4))
-            while batch := self._due():
+            while batch := next(batches(self._due(), _tokens), None):
                 try:
                     await save(lease, batch, self._on_fenced)
                 except (RedisError, OSError) as error:
                     log.warning("checkpoints could not be saved: %s", error)
                     break
 
-    def _due(self) -> list[tuple[Run, Piece]]:
-        due: list[tuple[Run, Piece]] = []
-        tokens = 0
+    def _due(self) -> Iterator[tuple[Run, Piece]]:
         before = time.monotonic() - self._every_s
         for held in self._held:
             for sample in held.samples.values():
@@ -68,14 +68,8 @@ class Checkpoints:
                     continue
                 if isinstance(sample, SampleRun) and sample.stream is not None:
                     continue
-                piece = sample.unsaved(self._progress)
-                if piece is None:
-                    continue
-                due.append((sample, piece))
-                tokens += len(piece.partial.token_ids)
-                if len(due) >= MAX_PIECES or tokens >= MAX_CALL_TOKENS:
-                    return due
-        return due
+                if (piece := sample.unsaved(self._progress)) is not None:
+                    yield sample, piece
 
 
 class Streaming:
@@ -107,27 +101,37 @@ class Streaming:
                 self._some.clear()
                 continue
             try:
-                for batch in self._batches():
+                for batch in list(batches(self._pieces(), _tokens)):
                     await save(lease, batch, self._on_fenced)
             except (RedisError, OSError) as error:
                 log.warning("what is streamed could not be saved: %s", error)
             spent = time.monotonic() - began
             await asyncio.sleep(min(1.0, max(EVERY_S - spent, 2 * spent)))  # a third of this thread's time at most
 
-    def _batches(self) -> list[list[tuple[SampleRun, Piece]]]:
-        batches: list[list[tuple[SampleRun, Piece]]] = [[]]
-        tokens = 0
+    def _pieces(self) -> Iterator[tuple[SampleRun, Piece]]:
         for sample in self._samples:
             if sample.pieces >= MOST_PIECES:
                 sample.save_anew()
-            if (piece := sample.unsaved(self._progress)) is None:
-                continue
-            if len(batches[-1]) >= MAX_PIECES or tokens >= MAX_CALL_TOKENS:
-                batches.append([])
-                tokens = 0
-            batches[-1].append((sample, piece))
-            tokens += len(piece.partial.token_ids)
-        return [batch for batch in batches if batch]
+            if (piece := sample.unsaved(self._progress)) is not None:
+                yield sample, piece
+
+
+def _tokens(saved: tuple[Run, Piece]) -> int:
+    return len(saved[1].partial.token_ids)
+
+
+def batches(items: Iterable[T], tokens_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """`items` in lists that are small enough for one call to Redis."""
+    batch: list[T] = []
+    tokens = 0
+    for item in items:
+        batch.append(item)
+        tokens += tokens_of(item)
+        if len(batch) >= MAX_BATCH or tokens >= MAX_CALL_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+    if batch:
+        yield batch
 
 
 async def save(lease: Lease, batch: Sequence[tuple[Run, Piece]], on_fenced: Callable[[str, int], None]) -> None:

@@ -32,7 +32,24 @@ OWNED_ARGUMENTS = frozenset(
 )
 
 MOST_IN_GRAPHS = 1024
-"""Requests of a batch. Each graph costs memory and time at the start; nothing larger has been measured."""
+"""Requests of a batch. Each graph costs memory and time at the start; nothing larger has been measured.
+
+A larger batch is decoded without graphs: on a small model at a fraction of the speed (docs/benchmarks.md). SGLang's own
+limit depends on the GPU's memory alone (256 on an H200 with less than four ranks).
+"""
+SAME_NAMES = {
+    *("dtype", "tp_size", "load_format", "log_level", "context_length", "max_total_tokens"),
+    *("attention_backend", "sampling_backend", "random_seed"),
+}
+"""Settings that SGLang knows under the same name."""
+CPU_DEFAULTS = {
+    "attention_backend": "torch_native",  # the only one that needs no compiled CPU kernels
+    "sampling_backend": "pytorch",
+    "mem_fraction_static": 0.05,
+    "max_total_tokens": 65536,
+    "max_running_requests": 256,
+}
+"""What is best on a CPU unless the configuration says otherwise."""
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -52,122 +69,79 @@ class SGLangConfig(BaseModel):
     worker's command. None leaves SGLang's default, except where said otherwise.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    model: str = Field(min_length=1, description="Directory or hub name that SGLang loads; its weights are version 0.")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        default="auto",
-        description="Type of weights and computation: auto (what the model says), bfloat16, float16 or float32.",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto (a GPU if there is one), cpu or cuda."
-    )
-    tp_size: int = Field(default=1, ge=1, description="Tensor-parallel size: GPUs that one engine is split over.")
-    ep_size: int = Field(
-        default=1,
-        ge=1,
-        description="Expert-parallel size: ranks that the experts of a layer are spread over; divides the "
-        "tensor-parallel size.",
-    )
-    pp_size: int = Field(default=1, ge=1, description="Pipeline-parallel size; only 1 is supported.")
-    dp_size: int = Field(default=1, ge=1, description="Data-parallel size; only 1: start a worker for each replica.")
-    max_running: int | None = Field(default=None, ge=1, description="Most requests decoded at the same time.")
-    context_length: int | None = Field(
-        default=None,
-        ge=16,
-        description="Most tokens of prompt and output together that SGLang is told. It keeps a few for itself.",
-    )
-    mem_fraction: float | None = Field(
-        default=None,
-        gt=0.0,
-        lt=1.0,
-        description="Share of device memory for weights and KV cache; on a CPU 0.05 of the host's memory.",
-    )
-    max_total_tokens: int | None = Field(
-        default=None, ge=64, description="Size of the KV cache in tokens; on a CPU 65536."
-    )
-    load_format: str = Field(
-        default="auto",
-        description="auto loads the checkpoint; dummy starts from random weights, for benchmarks or where the trainer "
-        "publishes the first version.",
-    )
-    attention_backend: str | None = Field(default=None, description="SGLang's name; default: its own choice.")
-    sampling_backend: str | None = Field(default=None, description="SGLang's name; default: its own choice.")
-    cuda_graph: bool = Field(
-        default=True,
-        description="Capture CUDA graphs for decoding, for at most 1024 requests (takes seconds).",
-    )
-    prefill_cuda_graph: bool = Field(
-        default=True, description="Capture CUDA graphs for prefill (up to a minute at the start)."
-    )
-    overlap_schedule: bool | None = Field(
-        default=None,
-        description="Prepare the next batch while the current one runs; default: on GPUs only, since on a CPU both "
-        "need the same cores.",
-    )
-    random_seed: int | None = Field(default=None, ge=0, description="Seed of SGLang's sampling.")
-    cpu_threads: int | None = Field(
-        default=None,
-        ge=1,
-        description="torch's threads in the scheduler process on a CPU; default: 1. More slow down every other "
-        "process on the same cores.",
-    )
-    staging: StagingPolicy = Field(
-        default="auto",
-        description="Receive new weights beside those that serve, so that an update's pause is a local copy: auto "
-        "(where the GPU has room; not with tensor parallelism), on (insist) or off. A CPU always stages.",
-    )
-    max_lora_rank: int | None = Field(
-        default=None,
-        ge=1,
-        le=4096,
-        description="Take LoRA adapters up to this rank (GPUs only); default: no adapter can be used.",
-    )
-    lora_target_modules: tuple[str, ...] = Field(
-        default=LORA_TARGETS,
-        min_length=1,
-        description="Module that adapters may change, by PEFT's name; repeatable. An adapter for others is refused.",
-    )
-    max_loras_per_batch: int = Field(
-        default=8,
-        ge=2,
-        description="Most adapter versions that run in one batch; the model alone counts as one, an adapter has two "
-        "during an update. Each takes GPU memory for the full rank.",
-    )
-    hidden_states: bool = Field(
-        default=False, description="Keep the model's last hidden states, so that jobs may ask for them."
-    )
-    routed_experts: bool = Field(
-        default=False, description="Keep which experts each token goes to, so that jobs may ask for it (GPUs only)."
-    )
-    deterministic: bool = Field(
-        default=False,
-        description="Honour the seeds of jobs; a token does not depend on its batch. Slower on a GPU, and min_p is "
-        "refused.",
-    )
-    logit_processors: dict[str, str] = Field(
-        default_factory=dict, description="A logit processor of your own, NAME=MODULE:CLASS; repeatable."
-    )
-    task: Literal["generate", "embed", "reward"] = Field(
-        default="generate", description="generate; or embed or reward, for a model that pools what it reads."
-    )
-    memory_saver: Literal["off", "on", "backup"] = Field(
-        default="off",
-        description="off, on or backup: the engine can sleep (GPUs only; needs torch-memory-saver). backup keeps "
-        "sleeping weights in host memory: they wake as they were.",
-    )
-    tokenizer: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="Give the engine the model's tokenizer, which stop texts, stop_regex and grammars need: auto (if "
-        "it has one), on (insist) or off.",
-    )
-    log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
-        default="error", description="Log level of the processes that SGLang starts."
-    )
-    extra: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further SGLang server argument, NAME=JSON; repeatable. Wins over the settings above.",
-    )
+    model: str = Field(min_length=1)
+    """Directory or hub name that SGLang loads; its weights are version 0."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of weights and computation: auto (what the model says), bfloat16, float16 or float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto (a GPU if there is one), cpu or cuda."""
+    tp_size: int = Field(default=1, ge=1)
+    """Tensor-parallel size: GPUs that one engine is split over."""
+    ep_size: int = Field(default=1, ge=1)
+    """Expert-parallel size: ranks that the experts of a layer are spread over; divides the tensor-parallel size."""
+    pp_size: int = Field(default=1, ge=1)
+    """Pipeline-parallel size; only 1 is supported."""
+    dp_size: int = Field(default=1, ge=1)
+    """Data-parallel size; only 1: start a worker for each replica."""
+    max_running: int | None = Field(default=None, ge=1)
+    """Most requests decoded at the same time."""
+    context_length: int | None = Field(default=None, ge=16)
+    """Most tokens of prompt and output together that SGLang is told. It keeps a few for itself."""
+    mem_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Share of device memory for weights and KV cache; on a CPU 0.05 of the host's memory."""
+    max_total_tokens: int | None = Field(default=None, ge=64)
+    """Size of the KV cache in tokens; on a CPU 65536."""
+    load_format: str = "auto"
+    """auto loads the checkpoint; dummy starts from random weights, for benchmarks or where the trainer publishes the
+    first version."""
+    attention_backend: str | None = None
+    """SGLang's name; default: its own choice."""
+    sampling_backend: str | None = None
+    """SGLang's name; default: its own choice."""
+    cuda_graph: bool = True
+    """Capture CUDA graphs for decoding, for at most 1024 requests (takes seconds)."""
+    prefill_cuda_graph: bool = True
+    """Capture CUDA graphs for prefill (up to a minute at the start)."""
+    overlap_schedule: bool | None = None
+    """Prepare the next batch while the current one runs; default: on GPUs only, since on a CPU both need the same
+    cores."""
+    random_seed: int | None = Field(default=None, ge=0)
+    """Seed of SGLang's sampling."""
+    cpu_threads: int | None = Field(default=None, ge=1)
+    """torch's threads in the scheduler process on a CPU; default: 1. More slow down every other process on the same
+    cores."""
+    staging: StagingPolicy = "auto"
+    """Receive new weights beside those that serve, so that an update's pause is a local copy: auto (where the GPU has
+    room; not with tensor parallelism), on (insist) or off. A CPU always stages."""
+    max_lora_rank: int | None = Field(default=None, ge=1, le=4096)
+    """Take LoRA adapters up to this rank (GPUs only); default: no adapter can be used."""
+    lora_target_modules: tuple[str, ...] = Field(default=LORA_TARGETS, min_length=1)
+    """Module that adapters may change, by PEFT's name; repeatable. An adapter for others is refused."""
+    max_loras_per_batch: int = Field(default=8, ge=2)
+    """Most adapter versions that run in one batch; the model alone counts as one, an adapter has two during an update.
+    Each takes GPU memory for the full rank."""
+    hidden_states: bool = False
+    """Keep the model's last hidden states, so that jobs may ask for them."""
+    routed_experts: bool = False
+    """Keep which experts each token goes to, so that jobs may ask for it (GPUs only)."""
+    deterministic: bool = False
+    """Honour the seeds of jobs; a token does not depend on its batch. Slower on a GPU, and min_p is refused."""
+    logit_processors: dict[str, str] = Field(default_factory=dict)
+    """A logit processor of your own, NAME=MODULE:CLASS; repeatable."""
+    task: Literal["generate", "embed", "reward"] = "generate"
+    """generate; or embed or reward, for a model that pools what it reads."""
+    memory_saver: Literal["off", "on", "backup"] = "off"
+    """off, on or backup: the engine can sleep (GPUs only; needs torch-memory-saver). backup keeps sleeping weights in
+    host memory: they wake as they were."""
+    tokenizer: Literal["auto", "on", "off"] = "auto"
+    """Give the engine the model's tokenizer, which stop texts, stop_regex and grammars need: auto (if it has one), on
+    (insist) or off."""
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = "error"
+    """Log level of the processes that SGLang starts."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Further SGLang server argument, NAME=JSON; repeatable. Wins over the settings above."""
 
 
 def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weight_loader: str) -> dict[str, Any]:
@@ -179,19 +153,15 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
     for sizes that weight sync cannot follow.
     """
     check_parallelism(tp=config.tp_size, pp=config.pp_size, dp=config.dp_size, ep=config.ep_size)
-    owned = sorted(OWNED_ARGUMENTS & config.extra.keys())
-    if owned:
+    if owned := sorted(OWNED_ARGUMENTS & config.extra.keys()):
         raise ConfigError(f"extra={owned}: RolloutMQ sets these arguments itself")
     arguments: dict[str, Any] = {
+        **config.model_dump(include=SAME_NAMES),
         "model_path": config.model,
         "skip_tokenizer_init": True,  # tokens in, tokens out: text is the worker's edge
         "custom_weight_loader": [weight_loader],
-        "dtype": config.dtype,
         "device": device,
-        "tp_size": config.tp_size,
         "ep_size": config.ep_size if config.ep_size > 1 else None,
-        "load_format": config.load_format,
-        "log_level": config.log_level,
         # Else an idle scheduler's loop takes the interpreter from the thread that receives a version.
         "sleep_on_idle": True,
         "disable_cuda_graph": not config.cuda_graph,
@@ -200,13 +170,10 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
             device == "cuda" if config.overlap_schedule is None else config.overlap_schedule
         ),
         "max_running_requests": config.max_running,
-        "cuda_graph_max_bs_decode": _most_in_graphs(config) if device == "cuda" else None,
-        "context_length": config.context_length,
+        "cuda_graph_max_bs_decode": None
+        if device == "cpu" or config.max_running is None
+        else min(config.max_running, MOST_IN_GRAPHS),
         "mem_fraction_static": config.mem_fraction,
-        "max_total_tokens": config.max_total_tokens,
-        "attention_backend": config.attention_backend,
-        "sampling_backend": config.sampling_backend,
-        "random_seed": config.random_seed,
         # Costs nothing in a batch without one; the class comes from this program (calls/ask.py).
         "enable_custom_logit_processor": True,
         "return_hidden_states_mode": "last" if config.hidden_states else None,
@@ -235,7 +202,7 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": config.memory_saver == "backup"}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if device == "cpu":
-        arguments = _cpu_defaults(config) | arguments | _cpu_musts()
+        arguments = CPU_DEFAULTS | arguments | {"disable_cuda_graph": True, "disable_prefill_cuda_graph": True}
     return arguments | config.extra
 
 
@@ -258,27 +225,3 @@ def check_parallelism(*, tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> 
         raise InvalidField("dp_size", dp, DP_REASON)
     if tp % ep:
         raise InvalidField("ep_size", ep, f"a divisor of tp_size={tp}: experts are spread over tensor-parallel ranks")
-
-
-def _most_in_graphs(config: SGLangConfig) -> int | None:
-    """SGLang's own limit depends on the GPU's memory alone (256 on an H200 with less than four ranks).
-
-    A larger batch is decoded without graphs: on a small model at a fraction of the speed (docs/benchmarks.md).
-    """
-    return None if config.max_running is None else min(config.max_running, MOST_IN_GRAPHS)
-
-
-def _cpu_defaults(config: SGLangConfig) -> dict[str, Any]:
-    """What is best on a CPU unless the configuration says otherwise."""
-    return {
-        "attention_backend": "torch_native",  # the only one that needs no compiled CPU kernels
-        "sampling_backend": "pytorch",
-        "mem_fraction_static": 0.05,
-        "max_total_tokens": 65536,
-        "max_running_requests": 256,
-        "sleep_on_idle": True,  # an idle scheduler otherwise spins on a core that another engine could use
-    }
-
-
-def _cpu_musts() -> dict[str, Any]:
-    return {"disable_cuda_graph": True, "disable_prefill_cuda_graph": True}

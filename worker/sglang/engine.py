@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -93,16 +94,10 @@ class SGLangEngine:
         if request.wanted is not NOTHING_MORE:
             self._asking[request.request_id] = request
         try:
-            answer = await generate(run.manager, request, deterministic=seeded)
-        except ValueError as error:
-            run.check()
-            raise RequestRefused(f"SGLang refused the request: {grammar_refusal(request, str(error))}") from error
-        except Exception as error:
-            run.check()
-            raise EngineError(f"SGLang failed on the request: {error}") from error
+            with _asked(run, request):
+                answer = await generate(run.manager, request, deterministic=seeded)
         finally:
             self._asking.pop(request.request_id, None)
-        run.check()
         return engine_output(request, answer, self._shapes)
 
     async def perform(self, request: TaskRequest) -> TaskOutput:
@@ -112,18 +107,8 @@ class SGLangEngine:
             raise RequestRefused(f"task {request.task}: this engine was started for task={self.config.task!r}")
         from .calls.ask import perform  # noqa: PLC0415 – imports SGLang, which `start` has loaded
 
-        try:
-            output = await perform(run.manager, request)
-        except RequestRefused:
-            raise
-        except ValueError as error:
-            run.check()
-            raise RequestRefused(f"SGLang refused the request: {error}") from error
-        except Exception as error:
-            run.check()
-            raise EngineError(f"SGLang failed on the request: {error}") from error
-        run.check()
-        return output
+        with _asked(run, request):
+            return await perform(run.manager, request)
 
     def progress(self, request_id: str, start: int = 0) -> Progress | None:
         """See the protocol. SGLang reports what it has every 50 tokens, of a request that streams every step."""
@@ -189,3 +174,20 @@ class SGLangEngine:
         if self._run is None:
             raise EngineDead("the engine is not running")
         return self._run
+
+
+@contextmanager
+def _asked(run: SGLangRun, request: EngineRequest | TaskRequest) -> Iterator[None]:
+    """SGLang's errors as those of the protocol; EngineDead if the engine is gone when the block ends."""
+    try:
+        yield
+    except RequestRefused:
+        raise
+    except ValueError as error:
+        run.check()
+        why = grammar_refusal(request, str(error)) if isinstance(request, EngineRequest) else str(error)
+        raise RequestRefused(f"SGLang refused the request: {why}") from error
+    except Exception as error:
+        run.check()
+        raise EngineError(f"SGLang failed on the request: {error}") from error
+    run.check()

@@ -29,18 +29,18 @@ _SRT = "sglang.srt."
 class Patch:
     """One attribute of SGLang that does not stay as it is.
 
-    part: what changes it: the worker's process, every scheduler process, or a scheduler on a CPU, and for what there.
     what: "module:attribute", the module without "sglang.srt.".
     by: what changes it, in this folder: a class that is a subclass of it, or the function or object that replaces it.
-    why: what for.
+    part: where it is changed: in the worker's process, in every scheduler process, or in a scheduler on a CPU and for
+        what there.
     has: attributes that it must have, because they are overridden or called. takes: parameters that it must have.
     since: the first release that has it; older ones are left alone. "" if all RELEASES have it.
     """
 
-    part: Part
     what: str
     by: str
     why: str
+    part: Part = "scheduler"
     has: str = ""
     takes: str = ""
     since: str = ""
@@ -78,34 +78,33 @@ class Patch:
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
-        "worker",
         "managers.tokenizer_manager:TokenizerManager",
+        part="worker",
         by="launch.Manager",
         why="leave the process's signals alone, report a failure instead of ending it, and give logprobs as a list",
         has="auto_create_handle_loop handle_loop add_logprob_to_meta_info generate_request abort_request",
     ),
     Patch(
-        "worker",
         "entrypoints.engine:Engine",
+        part="worker",
         by="launch.launch",
         why="start our scheduler and manager, no detokenizer, and end only the engine's own processes",
         has="init_tokenizer_manager_func run_scheduler_process_func _launch_detokenizer_subprocesses shutdown",
     ),
     Patch(
-        "worker",
         "entrypoints.engine:configure_logger",
+        part="worker",
         by="launch.launch",
         why="keep the root logger's handlers, which belong to the host program",
     ),
     Patch(
-        "worker",
         "sampling.custom_logit_processor:CustomLogitProcessor",
+        part="worker",
         by="calls.ask.Marker",
         why="have the scheduler keep a request's extras beside its row of the batch",
         has="to_str",
     ),
     Patch(
-        "scheduler",
         "managers.scheduler:Scheduler",
         by="inside.scheduler.install",
         why="update weights between batches, run errands, and follow stops, grammars and streams",
@@ -113,13 +112,11 @@ PATCHES: tuple[Patch, ...] = (
         "process_input_requests",
     ),
     Patch(
-        "scheduler",
         "managers.schedule_batch:Req.update_finish_state",
         by="inside.stops.watch",
         why="look for stops before SGLang's own check, in requests that have some",
     ),
     Patch(
-        "scheduler",
         "managers.schedule_batch:FINISH_MATCHED_STR",
         by="inside.stops",
         why="say which tokens and which text matched",
@@ -128,7 +125,6 @@ PATCHES: tuple[Patch, ...] = (
     ),
     *(
         Patch(
-            "scheduler",
             f"sampling.penaltylib:Batched{kind}Penalizer",
             by="inside.penalties",
             why="count what earlier legs generated, and what a retracted request had",
@@ -137,95 +133,87 @@ PATCHES: tuple[Patch, ...] = (
         for kind in ("Frequency", "Presence", "Repetition", "MinNewTokens")
     ),
     Patch(
-        "scheduler",
         "sampling.penaltylib:BatchedPenalizerOrchestrator.__init__",
         by="inside.penalties.install",
         why="apply penalties in one order, where SGLang takes the order of a set",
     ),
     Patch(
-        "scheduler",
         "managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens",
         by="inside.penalties.install",
         why="take the newest tokens from the device, where overlap scheduling tells them one batch late",
     ),
     Patch(
-        "scheduler",
         "layers.sampler:Sampler",
         by="inside.sampler.RequestSampler",
         why="run logit processors, change temperatures, and make logprobs after temperature",
         has="forward _preprocess_logits _sample_from_probs",
     ),
     Patch(
-        "scheduler",
         "layers.logits_processor:LogitsMetadata",
         by="inside.prompt_logprobs.install",
         why="carry the sampling parameters to where the prompt's logprobs are made",
         has="from_forward_batch",
     ),
     Patch(
-        "scheduler",
         "layers.logits_processor:InputLogprobProcessor",
         by="inside.prompt_logprobs.install",
         why="make a prompt's logprobs after temperature for the requests that ask for them",
         has="forward",
     ),
     Patch(
-        "scheduler",
         "constrained.grammar_manager:GrammarManager.process_req_with_grammar",
         by="inside.grammar.Grammars",
         why="make the grammar backend, which SGLang makes only with a tokenizer of its own",
         takes="req",
     ),
     Patch(
-        "scheduler",
         "constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask",
         by="inside.grammar",
         why="end a request at whose place no token may follow",
         takes="vocab_mask idx",
     ),
     Patch(
-        "scheduler",
         "constrained.base_grammar_backend:BaseGrammarObject.accept_token",
         by="inside.grammar",
         why="end a request whose token does not follow its grammar",
         takes="token",
     ),
     Patch(
-        "cpu",
         "layers.attention.torch_native_backend:TorchNativeAttnBackend",
+        part="cpu",
         by="inside.cpu.BatchedDecodeBackend",
         why="decode all sequences of a batch at once",
         has="_run_sdpa_forward_decode",
     ),
     Patch(
-        "cpu seeds",
         "batch_invariant_ops:enable_batch_invariant_mode",
+        part="cpu seeds",
         by="inside.cpu.seeded_sampling",
         why="leave out kernels in Triton",
     ),
     Patch(
-        "cpu seeds",
         "layers.sampler:murmur_hash32",
+        part="cpu seeds",
         by="inside.cpu.murmur_hash32",
         why="draw by seeds without the operator of sgl_kernel",
     ),
     Patch(
-        "cpu seeds",
         "layers.sampler:multinomial_with_seed",
+        part="cpu seeds",
         by="inside.cpu.seeded_sampling",
         why="run it uncompiled: compiling takes longer at the start than it gives back",
     ),
     Patch(
-        "cpu experts",
         "state_capturer.base:ALLOC_MEMORY_FUNCS",
+        part="cpu experts",
         by="inside.cpu.recorded_experts",
         why="record which experts tokens go to in memory that no GPU reaches",
         since="0.5.20",
     ),
     *(
         Patch(
-            "cpu grammars",
             f"constrained.xgrammar_backend:XGrammarGrammar.{name}",
+            part="cpu grammars",
             by="inside.cpu.grammar_masks",
             why="apply masks without a GPU, which older releases cannot",
             takes=takes,

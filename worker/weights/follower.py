@@ -16,7 +16,7 @@ from ...messages.errors import EngineDead, EngineError, InvalidField, MessageErr
 from ...messages.model import WeightAnnouncement
 from ...sync.transfer import Epoch, Join, Ledger, TransferOrder, TransferReport, through_outage
 from ..engine import Engine
-from ..gate import Gate, WeightsTurn
+from ..gate import Gate, WeightsTurn, set_within
 from ..generation import Generation
 from .adapter_follower import AdapterFollower
 from .quarantine import Quarantine
@@ -139,7 +139,7 @@ class WeightFollower:
                     await self.adapters.keep_up(worker_id)
             except (RedisError, OSError, MessageError) as error:
                 log.warning("the weights ledger cannot be read: %s", error)
-            await self._glance()
+            await set_within(self._poked, LOOK_S)
 
     async def _look_into(self, number: int, worker_id: str) -> bool:
         """Take part in a transfer if it concerns this worker; False if the weights may not be touched now."""
@@ -213,7 +213,7 @@ class WeightFollower:
                 preparing.cancel()  # the engine gives it up when it is told to prepare something else
                 over = f"{TransferTimeout.__name__}: the transfer was over before it was here"  # may be repeated
                 return TransferReport(ok=False, phase="rendezvous", error=over)
-            await self._glance()
+            await set_within(self._poked, LOOK_S)
         report = await preparing
         return await self._commit(order) if report.ok else report
 
@@ -221,12 +221,6 @@ class WeightFollower:
         with suppress(RedisError, OSError):
             return await self._ledger.open_epoch() != number
         return False
-
-    async def _glance(self, timeout_s: float = LOOK_S) -> None:
-        """Wait until the ledger may have something new, not longer than until it is looked at anyway."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._poked.wait()
 
     async def _commit(self, order: TransferOrder) -> TransferReport:
         async with self._standing_still(order) as still:
@@ -383,5 +377,5 @@ class WeightFollower:
                     return None
                 if epoch.state == "sealed":
                     return epoch
-            await self._glance(min(LOOK_S, max(0.001, deadline - time.monotonic())))
+            await set_within(self._poked, min(LOOK_S, max(0.001, deadline - time.monotonic())))
         return None

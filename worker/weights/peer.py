@@ -22,6 +22,7 @@ from ...messages.redis import Bell, first_node_url
 from ...sync.transfer import GRACE_S, Join, Ledger, SyncSettings, Transfer, TransferOrder, TransferResult, nccl_settings
 from ..config import WorkerConfig
 from ..engine import Engine
+from ..gate import set_within
 from .follower import WeightFollower
 
 log = logging.getLogger(__name__)
@@ -70,12 +71,7 @@ class Peer:
         if self._transfer is not None:
             log.info("a transfer to other workers is given up: %s", why)
             self._transfer.give_up(why)
-        try:
-            async with asyncio.timeout(GIVE_WAY_S):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await set_within(self._idle, GIVE_WAY_S)
 
     async def run(self, worker_id: str) -> None:
         """Run until cancelled. Returns at once if this worker cannot help or is configured not to."""
@@ -93,11 +89,7 @@ class Peer:
             except (RedisError, OSError, RolloutMQError) as error:
                 self._since = None
                 log.warning("waiting workers could not be looked after: %s", error)
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._poked.wait()
-            except TimeoutError:
-                continue
+            await set_within(self._poked, wait_s)
 
     async def _look(self, worker_id: str, after_s: float) -> float:
         """Help if workers have waited `after_s` for a sender. Returns the seconds until the next look."""
