@@ -1,9 +1,6 @@
-"""LoRA adapters: tensors under PEFT's names and a PEFT configuration, versioned and transferred like weights.
+"""The transfer of a LoRA adapter: a `sync.transfer.Transfer` like that of weights, but without a process group.
 
-An adapter is small, and its engine-side home is SGLang's own: so no process group is built for it. The trainer puts
-manifest, configuration and bytes into its rendezvous store, and every worker of the transfer reads them there in its
-own process, checks the digests, and hands the tensors to its engine. Announcement, roster, reports, deadlines,
-repetition and commit are those of every transfer (`sync.transfer.Transfer`).
+The trainer puts manifest, configuration and bytes into its rendezvous store. Every worker reads them there.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ...messages.codec import encode
@@ -51,16 +47,12 @@ class Parcel:
 class AdapterSender:
     """Sends adapters, and keeps the newest committed version of each for workers that come later."""
 
-    def __init__(self, redis: Redis, pool: str, bell: Bell, settings: SyncSettings, line: Broadcaster) -> None:
+    def __init__(self, ledger: Ledger, bell: Bell, settings: SyncSettings, line: Broadcaster) -> None:
         # Adapters interrupt no request, whatever the mode is in which weights are updated.
         self._bell, self._settings, self._line = bell, settings.model_copy(update={"mode": "resume"}), line
-        self._ledger = Ledger(redis, pool)
+        self._ledger = ledger
         self._retained: dict[str, Parcel] = {}
         self._patience = Patience()
-
-    async def newest(self) -> dict[str, int]:
-        """Name -> newest version of the pool's adapters, committed or not."""
-        return await self._ledger.newest_adapters()
 
     async def send(self, parcel: Parcel, only: frozenset[str] | None = None) -> TransferResult:
         """Send a version to every live worker, or to these only; retained if it is committed.
@@ -119,28 +111,23 @@ class _Source:
 
     @property
     def address(self) -> tuple[str, int]:
-        """See TransferSource."""
         return self._line.host, self._line.store.port
 
     async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
-        """See TransferSource."""
         await ledger.announce(announcement)
         return True
 
     def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
-        """See TransferSource: nobody gets a rank."""
+        """See TransferSource. All of them: nobody gets a rank."""
         return set(joins)
 
     def backend(self, joins: Mapping[str, Join]) -> Literal["gloo", "nccl"]:
-        """See TransferSource."""
         return "gloo"
 
     def name_group(self, epoch: int, members: Mapping[str, int], joins: Mapping[str, Join]) -> str:
-        """See TransferSource: there is no group."""
         return ""
 
     async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
-        """See TransferSource."""
         await asyncio.to_thread(self._put, announcement.epoch)
 
     def _put(self, epoch: int) -> None:
@@ -156,11 +143,9 @@ class _Source:
         store.set(EpochKeys(epoch).manifest, encode(self._parcel.snapshot.manifest))
 
     def give_up(self, why: str) -> None:
-        """See TransferSource."""
         self._given_up = why
 
     async def clean(self, announcement: WeightAnnouncement) -> None:
-        """See TransferSource."""
         await asyncio.to_thread(self._forget, announcement.epoch)
 
     def _forget(self, epoch: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -96,7 +95,7 @@ class PublishHandle:
         """The report, when there is one. Raises WaitTimeout, or WeightSyncError if the publisher itself broke."""
         try:
             return self._future.result(timeout)
-        except FutureTimeout:
+        except TimeoutError:
             raise WaitTimeout(f"version {self.version} is still on its way after {timeout} s") from None
 
 

@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import torch
@@ -51,8 +51,7 @@ class WeightPublisher:
         snapshots: a folder (or a SnapshotStore) to save committed versions in, for workers that come when this trainer
             is gone, and for a trainer that starts again. In the background: a version that waits for its turn is
             skipped when a newer one is committed. See `snapshots_saved`.
-        settings: fields of `SyncSettings`, which describes them: host, port, mode, join_timeout_s, transfer_timeout_s,
-            bucket_bytes, keep, nonfinite, gpu_direct, verify, transfer, snapshot_every, keep_snapshots.
+        settings: fields of `SyncSettings`, which describes them.
 
     Raises InvalidField for a setting that cannot be; RedisUnavailable; WeightSyncError if nothing can listen on `port`;
     SnapshotError if the folder of `snapshots` cannot be made.
@@ -185,7 +184,7 @@ class WeightPublisher:
         return self._queue(Publication(packed, PublishHandle(version, self._abort), began, name, plain))
 
     def _queue(self, order: Publication) -> PublishHandle:
-        """Let it wait for its turn, in the place of an older one of its kind."""
+        """Make it wait for its turn. It takes the place of an older one of its kind."""
         version, adapter, handle = order.packed.version, order.adapter, order.handle
         if not self._leader:
             self._last[adapter] = version
@@ -227,9 +226,7 @@ class WeightPublisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _poke(self) -> None:
@@ -255,12 +252,15 @@ class WeightPublisher:
     async def _serve(self) -> None:
         url, pool = self._url, self._pool
         redis, blocking = connect(url, pool=pool), connect(url, pool=pool, blocking=True)
-        self._sender = sender = Sender(redis, blocking, pool, self._host, self._settings)
-        try:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(blocking.aclose)
+            stack.push_async_callback(redis.aclose)
             await ping(redis)
+            self._sender = sender = Sender(redis, blocking, pool, self._host, self._settings)
+            stack.push_async_callback(sender.close)
+            stack.callback(setattr, self, "_sender", None)
             self._loop = asyncio.get_running_loop()
-            newest = await sender.open()
-            self._started.set_result(await sender.adapters.newest() | {"": newest})
+            self._started.set_result(await sender.open())
             while True:
                 await sender.wait_for_work(lambda: bool(self._waiting) or self._closing)
                 with self._lock:
@@ -273,11 +273,6 @@ class WeightPublisher:
                     return
                 else:
                     await self._catch_up(sender)
-        finally:
-            self._sender = None
-            await sender.close()
-            await redis.aclose()
-            await blocking.aclose()
 
     async def _catch_up(self, sender: Sender) -> None:
         try:
@@ -323,11 +318,7 @@ class WeightPublisher:
 
 def _snapshot(packed: PackedWeights) -> Snapshot:
     """Digests on a stream of their own: the trainer's goes on."""
-    devices = {bucket.device for bucket in packed.buckets if bucket.is_cuda}
-    if not devices:
-        return packed.snapshot()
-    (device,) = devices
-    with side_stream(device):
+    with side_stream(packed.buckets[0].device):
         return packed.snapshot()
 
 

@@ -41,40 +41,30 @@ class Sender:
     def __init__(self, redis: Redis, blocking: Redis, pool: str, host: str, settings: SyncSettings) -> None:
         """blocking: a connection for commands that wait. host: this host as workers reach it."""
         self._settings = settings
-        self._redis, self._pool, self._host = redis, pool, host
         self._ledger = Ledger(redis, pool)
         self._bell = Bell(blocking, pool)
+        self._line = Broadcaster(host, settings.port)
+        self.adapters = AdapterSender(self._ledger, self._bell, settings, self._line)
         self._retained: Snapshot | None = None
-        self._line: Broadcaster | None = None
-        self._adapters: AdapterSender | None = None
         self._listening: asyncio.Task[None] | None = None
         self._not_by_ipc: set[str] = set()
         self._patience = Patience()
         self._under_way: Transfer | None = None
         self._stopped = ""
 
-    async def open(self) -> int:
-        """Start to listen; returns the pool's newest version, committed or not."""
-        self._line = Broadcaster(self._host, self._settings.port)
-        self._adapters = AdapterSender(self._redis, self._pool, self._bell, self._settings, self._line)
+    async def open(self) -> dict[str, int]:
+        """Start to listen. Returns the newest versions, committed or not: by adapter, and under "" of the weights."""
         await self._bell.open()
         self._listening = asyncio.create_task(self._bell.listen())
-        return await self._ledger.newest()
-
-    @property
-    def adapters(self) -> AdapterSender:
-        """What sends LoRA adapters, on the same line; after `open`."""
-        assert self._adapters is not None
-        return self._adapters
+        newest = await self._ledger.newest()
+        return await self._ledger.newest_adapters() | {"": newest}
 
     async def close(self) -> None:
         """Stop to listen."""
         if self._listening is not None:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
-        if self._line is not None:
-            await asyncio.to_thread(self._line.close)
-            self._line = None
+        await asyncio.to_thread(self._line.close)
 
     def poke(self) -> None:
         """End a `wait_for_work`; to be called on the sender's loop."""
@@ -98,10 +88,7 @@ class Sender:
         return {worker for worker in behind if self._patience.lasts(worker)}
 
     async def catch_up(self) -> TransferResult | None:
-        """Bring those that ask for it to the retained version; nobody else is disturbed. None if nobody asks.
-
-        If nobody does, the same for an adapter.
-        """
+        """Send the retained version to the workers that ask for it, or else an adapter. None if nobody asks."""
         if self._retained is None or not (waiting := await self._waiting()):
             return await self.adapters.catch_up()
         self._stopped = ""
@@ -111,8 +98,7 @@ class Sender:
         return result
 
     async def send(self, snapshot: Snapshot) -> TransferResult:
-        """Send a new version to every live worker, and retain it, unless nobody could take it: then what was retained
-        before still is what late workers need."""
+        """Send a new version to every live worker. It is retained, unless no worker could take it."""
         before, self._retained = self._retained, snapshot
         self._stopped = ""
         self._patience.forget()
@@ -129,18 +115,17 @@ class Sender:
 
     def progress(self, total_bytes: int) -> PublishProgress:
         """How far the `send` under way is; from any thread."""
-        transfer, line = self._under_way, self._line
-        if transfer is None or line is None:
+        transfer = self._under_way
+        if transfer is None:
             return PublishProgress("announced", 0, total_bytes)
         phase: Phase = "sending" if transfer.roster else "announced"
-        return PublishProgress(phase, min(line.sent_bytes, total_bytes), total_bytes, transfer.roster)
+        return PublishProgress(phase, min(self._line.sent_bytes, total_bytes), total_bytes, transfer.roster)
 
     async def _send(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
         """To every live worker, or to these only. What one worker broke is repeated without it."""
         return await repeated(self._ledger, lambda whom: self._transfer(snapshot, whom), only)
 
     async def _transfer(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
-        assert self._line is not None
         expected = await self._ledger.live_workers() if only is None else only
         if self._stopped:
             return TransferResult(committed=False, failures=dict.fromkeys(expected, self._stopped))
@@ -167,28 +152,24 @@ class _Retained:
 
     @property
     def absent(self) -> frozenset[int]:
-        """See TransferSource."""
         return self._line.absent
 
     @property
     def address(self) -> tuple[str, int]:
-        """See TransferSource."""
         return self._line.host, self._line.store.port
 
     async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
-        """See TransferSource: a trainer's word goes before everybody's."""
+        """See TransferSource. A trainer may always announce."""
         await asyncio.to_thread(self._line.offer, announcement.epoch, self._snapshot)
         await ledger.announce(announcement)
         return True
 
     def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
-        """See TransferSource."""
         here = gpu_id(self._snapshot.device) if self._gpu_direct else ""
         self.handed_over = {worker for worker, join in joins.items() if here and join.gpu == here} - self._not_by_ipc
         return set(self.handed_over)
 
     def backend(self, joins: Mapping[str, Join]) -> Literal["gloo", "nccl"]:
-        """See TransferSource."""
         bucket = self._snapshot.buckets[0]
         from_gpu = bucket.device.type == "cuda" or bucket.is_pinned()
         nccl = self._gpu_direct and from_gpu and all(join.cuda for join in joins.values())
@@ -202,17 +183,13 @@ class _Retained:
         return "nccl" if nccl else "gloo"
 
     def name_group(self, epoch: int, members: Mapping[str, int], joins: Mapping[str, Join]) -> str:
-        """See TransferSource: the standing one as long as nobody comes or goes."""
         return self._line.name_group(epoch, members, joins)
 
     async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
-        """See TransferSource."""
         await asyncio.to_thread(self._line.send, self._snapshot, announcement, timeout_s)
 
     def give_up(self, why: str) -> None:
-        """See TransferSource."""
         self._line.give_up(why)
 
     async def clean(self, announcement: WeightAnnouncement) -> None:
-        """See TransferSource."""
         await asyncio.to_thread(self._line.clean, announcement)

@@ -120,7 +120,6 @@ class FromDisk(Way):
     opened: DiskVersion | Checkpoint
 
     def receive(self) -> None:
-        """See Way."""
         self.phase = "receive"
         with self.opened:
             read_into(self.opened, self.buckets, self._go_on)
@@ -151,7 +150,6 @@ class Staged(Way):
     """Broadcast over gloo, one bucket after the other."""
 
     def receive(self) -> None:
-        """See Way."""
         assert self.group is not None
         self.phase = "receive"
         self.say_ready()
@@ -165,7 +163,6 @@ class StagedAhead(Way):
     early = True
 
     def receive(self) -> None:
-        """See Way."""
         assert self.arriving is not None
         self.phase = "receive"
         self.arriving.settle_ahead()
@@ -177,7 +174,6 @@ class AtOnce(Way):
     staged = False
 
     def check(self, loading: Loading) -> None:
-        """See Way."""
         self.phase = "receive"
         self.say_ready()
         self._await_go()
@@ -209,7 +205,6 @@ class AtOnceAhead(AtOnce):
         self.arriving.watch()
 
     def begin(self, *, at_once: bool) -> None:
-        """See Way."""
         assert self.arriving is not None
         self.phase = "receive"
         self.arriving.take()
@@ -221,7 +216,6 @@ class AtOnceAhead(AtOnce):
             self.kept.synchronize()
 
     def check(self, loading: Loading) -> None:
-        """See Way."""
         assert self.arriving is not None
         if self.order.verify and not self.arriving.looked_at and not loading.compares_all:
             raise WeightSyncError("the model is another than the last update's: nothing could be compared")

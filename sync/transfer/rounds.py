@@ -60,40 +60,31 @@ class TransferSource(Protocol):
     @property
     def absent(self) -> frozenset[int]:
         """Ranks that the last `send` waited for up to its deadline."""
-        ...
 
     @property
     def address(self) -> tuple[str, int]:
         """Host and port of the rendezvous store, as receivers reach it."""
-        ...
 
     async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
         """Open the transfer in the ledger; False if that is not for us to do any more. Receivers find the manifest."""
-        ...
 
     def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
         """Workers that open the buffers themselves, on the same GPU."""
-        ...
 
     def backend(self, joins: Mapping[str, Join]) -> Literal["gloo", "nccl"]:
         """What the others can be sent it by."""
-        ...
 
     def name_group(self, epoch: int, members: Mapping[str, int], joins: Mapping[str, Join]) -> str:
         """The process group for this transfer."""
-        ...
 
     async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
         """Send it to the announcement's group. Raises TransferTimeout, also after `give_up`."""
-        ...
 
     def give_up(self, why: str) -> None:
         """End the `send` under way."""
-        ...
 
     async def clean(self, announcement: WeightAnnouncement) -> None:
         """The transfer is over."""
-        ...
 
 
 class Transfer:
@@ -150,7 +141,9 @@ class Transfer:
         result = TransferResult(committed=not expected, failures=failures)
         if joins:
             result = await self._carry_out(announcement, failures)
-        await self._close(announcement, result.committed)
+        # Workers may serve the version by now, so Redis is told even if it is away for a while.
+        close = partial(ledger.close, announcement, result.committed, source.digest)
+        await through_outage(close, time.monotonic() + CLOSE_S)
         await source.clean(announcement)
         if result.failures:
             of = f" of adapter {self._adapter}" if self._adapter else ""
@@ -247,23 +240,15 @@ class Transfer:
         return late
 
     async def _look(self, number: int, deadline: float) -> tuple[Epoch, set[str]]:
-        """The transfer and who is alive. While Redis is away nothing is known; what was told by then is told still."""
+        """The transfer, and the workers that are alive. Waits while Redis is away."""
 
         async def look() -> tuple[Epoch, set[str]]:
-            return await self._epoch(number), await self._ledger.live_workers()
+            epoch = await self._ledger.epoch(number)
+            if epoch is None:
+                raise WeightSyncError(f"transfer {number} vanished from the ledger: was Redis emptied?")
+            return epoch, await self._ledger.live_workers()
 
         return await through_outage(look, deadline)
-
-    async def _close(self, announcement: WeightAnnouncement, committed: bool) -> None:
-        """Workers may serve the version by now: that is not left unsaid for a Redis that comes back soon."""
-        close = partial(self._ledger.close, announcement, committed, self._source.digest)
-        await through_outage(close, time.monotonic() + CLOSE_S)
-
-    async def _epoch(self, number: int) -> Epoch:
-        epoch = await self._ledger.epoch(number)
-        if epoch is None:
-            raise WeightSyncError(f"transfer {number} vanished from the ledger: was Redis emptied?")
-        return epoch
 
 
 async def repeated(

@@ -11,9 +11,10 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from datetime import timedelta
 from functools import partial
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from ...messages.errors import ConfigError, TransferTimeout
 from ...messages.model import NCCL_CTAS
-from .store import BoundedStore, local_end, within
+from .store import BoundedStore, begin, local_end, never, within
 
 STUCK_AFTER_ABORT_S = 5.0
 AT_ONCE_S = 0.1
@@ -42,7 +43,6 @@ class Queued(Protocol):
 
     def wait(self) -> object:
         """Nothing queued on the current stream from now on runs before the broadcast is over; the host goes on."""
-        ...
 
 
 class _Over:
@@ -62,15 +62,9 @@ class Group(Protocol):
         the then current stream wait for it, and `await_broadcasts` tells whether it came. With gloo it blocks up to
         `deadline` (of time.monotonic) and raises TransferTimeout, also when a peer died.
         """
-        ...
 
     def abort(self) -> None:
         """End whatever is under way, here; what was being received is half written. The group is of no use after it."""
-        ...
-
-
-def _never() -> str:
-    return ""
 
 
 def open_group(
@@ -82,7 +76,7 @@ def open_group(
     host: str,
     device: torch.device,
     deadline: float,
-    broken: Callable[[], str] = _never,
+    broken: Callable[[], str] = never,
 ) -> Group:
     """Join a group of `world` ranks; NCCL if `device` is a GPU, else gloo.
 
@@ -114,7 +108,6 @@ class GlooGroup:
             raise TransferTimeout(f"rank {rank} of {world} met no full group in time: {error}") from error
 
     def broadcast(self, buffer: torch.Tensor, deadline: float) -> Queued:
-        """See Group."""
         if buffer.numel() == 0:
             return _Over()
         if self._group is None:
@@ -172,7 +165,6 @@ class NcclGroup:
         return self._group.broadcast([buffer], options)
 
     def broadcast(self, buffer: torch.Tensor, deadline: float) -> Queued:
-        """See Group."""
         if buffer.numel() == 0:
             return _Over()
         try:
@@ -182,7 +174,6 @@ class NcclGroup:
         return queued
 
     def abort(self) -> None:
-        """See Group."""
         with contextlib.suppress(RuntimeError):
             self._group.abort()
 
@@ -274,25 +265,13 @@ def _drain(event: Any) -> None:
 
 def _with_deadline(work: Callable[[], None], deadline: float, abort: Callable[[], None], what: str) -> None:
     """Run `work` in a thread; at `deadline` call `abort` and raise TransferTimeout."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = Thread(target=run, name="rolloutmq-group", daemon=True)
-    thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
-    if thread.is_alive():
-        aborting = Thread(target=abort, name="rolloutmq-abort", daemon=True)
-        aborting.start()
-        aborting.join(STUCK_AFTER_ABORT_S)
-        thread.join(STUCK_AFTER_ABORT_S)
+    working = begin(work)
+    wait({working}, max(0.0, deadline - time.monotonic()))
+    if not working.done():
+        wait({begin(abort)}, STUCK_AFTER_ABORT_S)
+        wait({working}, STUCK_AFTER_ABORT_S)
         raise TransferTimeout(f"{what}: not everybody came in time")
-    if failed:
-        raise failed[0]
+    working.result()
 
 
 @contextlib.contextmanager

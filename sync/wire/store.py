@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -36,7 +35,7 @@ def within(seconds: float, work: Callable[[], T]) -> T:
     future = begin(work)
     try:
         return future.result(max(0.0, seconds))
-    except FutureTimeout:
+    except TimeoutError:
         if future.done():
             return future.result()
         raise TimeoutError(f"no answer within {seconds:.1f} s") from None
@@ -91,7 +90,7 @@ class BoundedStore:
         self._turns.put((work, future))
         try:
             return future.result(ANSWER_S)
-        except FutureTimeout:
+        except TimeoutError:
             if future.done():
                 return future.result()
             self._silent = True
@@ -149,11 +148,12 @@ def serve_store(host: str, port: int = 0) -> Any:
         raise WeightSyncError(f"no rendezvous store can listen on {host}:{port}: {error}") from error
 
 
-def _never() -> str:
+def never() -> str:
+    """The answer of a transfer that is never broken off."""
     return ""
 
 
-def join_store(host: str, port: int, timeout_s: float, broken: Callable[[], str] = _never) -> BoundedStore:
+def join_store(host: str, port: int, timeout_s: float, broken: Callable[[], str] = never) -> BoundedStore:
     """A connection to a sender's store. Raises TransferTimeout if it is not there in time, or if `broken`."""
     # Now and then a connection is never answered (seen with either of torch's servers), and the next one is at once. So
     # there are several attempts, each twice as long as the one before: torch prints a stack for every one in vain.
@@ -178,46 +178,25 @@ def _result(connecting: Future[Any], until: float, broken: Callable[[], str]) ->
     while True:
         try:
             return connecting.result(max(0.0, min(SLICE_S, until - time.monotonic())))
-        except FutureTimeout:
+        except TimeoutError:
             if time.monotonic() >= until or broken():
                 raise TimeoutError from None
 
 
 class EpochKeys:
-    """Names in the store that belong to one transfer."""
+    """Names in the store that belong to one transfer.
+
+    manifest: the version's WeightManifest, encoded. brief: the version in brief, see brief.py; set before the manifest.
+    handles: CUDA IPC handles of the buckets, for engines on the trainer's own GPU.
+    broken: why the sender has given the transfer up; missing as long as it has not.
+    over: set when every receiver of a peer's transfer has reported, or is given up.
+    go: set by the sender when every rank is ready: from here on receivers may give up what they have.
+    """
 
     def __init__(self, epoch: int) -> None:
-        self._prefix = f"epoch-{epoch}"
-
-    @property
-    def manifest(self) -> str:
-        """The version's WeightManifest, encoded."""
-        return f"{self._prefix}/manifest"
-
-    @property
-    def brief(self) -> str:
-        """The version in brief, see brief.py; set before the manifest."""
-        return f"{self._prefix}/brief"
-
-    @property
-    def handles(self) -> str:
-        """CUDA IPC handles of the buckets, for engines on the trainer's own GPU."""
-        return f"{self._prefix}/handles"
-
-    @property
-    def broken(self) -> str:
-        """Why the sender has given the transfer up; missing as long as it has not."""
-        return f"{self._prefix}/broken"
-
-    @property
-    def over(self) -> str:
-        """Set when every receiver of a peer's transfer has reported, or is given up."""
-        return f"{self._prefix}/over"
-
-    @property
-    def go(self) -> str:
-        """Set by the sender when every rank is ready: from here on receivers may give up what they have."""
-        return f"{self._prefix}/go"
+        self._prefix = prefix = f"epoch-{epoch}"
+        self.manifest, self.brief, self.handles = f"{prefix}/manifest", f"{prefix}/brief", f"{prefix}/handles"
+        self.broken, self.over, self.go = f"{prefix}/broken", f"{prefix}/over", f"{prefix}/go"
 
     def ready(self, rank: int) -> str:
         """Set by `rank` when it waits for the first bucket, buffers and all."""
@@ -251,7 +230,7 @@ def await_key(store: Any, key: str, deadline: float, broken: Callable[[], str], 
         raise TransferTimeout(f"no {what}: the sender is gone: {error}") from error
 
 
-def fetch_brief(store: Any, epoch: int, deadline: float, broken: Callable[[], str] = _never) -> bytes:
+def fetch_brief(store: Any, epoch: int, deadline: float, broken: Callable[[], str] = never) -> bytes:
     """The version in brief, once its manifest is there; nothing from a sender of an older release.
 
     Raises TransferTimeout.
@@ -268,7 +247,7 @@ def fetch_brief(store: Any, epoch: int, deadline: float, broken: Callable[[], st
 
 
 def fetch_manifest(
-    store: Any, epoch: int, version: int, deadline: float, broken: Callable[[], str] = _never
+    store: Any, epoch: int, version: int, deadline: float, broken: Callable[[], str] = never
 ) -> WeightManifest:
     """What the transfer brings. Raises TransferTimeout, or DigestMismatch if it is not `version`."""
     raw = fetch(store, EpochKeys(epoch).manifest, deadline, broken, f"manifest of version {version}")
