@@ -22,7 +22,7 @@ from typing import Any
 from ....messages.errors import ConfigError, RolloutMQError
 from ...redis import EmbeddedRedis
 from .figures import ratios, span_ms, summary, table
-from .session import START_S, STEP_S, Session, together
+from .session import START_S, STEP_S, Plan, Session, together
 from .shapes import Shape, parse_shapes
 
 PATHS = ("raw", "stock_tensor", "stock_bucket", "ours", "ours_unverified")
@@ -44,29 +44,6 @@ NOTHING: dict[str, Any] = dict.fromkeys(
         "tokens_s", "tokens_s_with_updates", "first_sync_ms", "regroup_ms", "late_join_ms",
     )
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """seconds: length of each of the two windows for tokens/s; every_s: between the updates in the second one.
-    running: requests at once where an engine is to be busy. out: where to write the result, also after every step.
-    graphs: whether engines decode with CUDA graphs; without them they start in a third of the time. together: the
-    engines of all shapes are started at once, which takes the memory of all of them, and each step is done for all
-    shapes before the next one. plain: no engines, see sync_plain."""
-
-    shapes: list[Shape]
-    paths: tuple[str, ...] = PATHS
-    extras: tuple[str, ...] = EXTRAS
-    device: str = "cpu"
-    receivers: int = 1
-    rounds: int = 8
-    seconds: float = 15.0
-    every_s: float = 5.0
-    running: int = 64
-    out: Path | None = None
-    graphs: bool = True
-    together: bool = False
-    plain: bool = False
 
 
 @dataclass(slots=True)
@@ -172,16 +149,7 @@ class _Work:
         rounds: dict[str, list[float]] = {}
         self.figures |= {"rounds": rounds, **summary(shape.nbytes, rounds, plan.paths), **NOTHING}
         run.results["shapes"][shape.name] = self.figures
-        self.session = Session(
-            shape,
-            device=plan.device,
-            receivers=plan.receivers,
-            folder=folder,
-            running=plan.running,
-            graphs=plan.graphs,
-            number=number,
-            plain=plan.plain,
-        )
+        self.session = Session(shape, plan, folder, number)
 
     async def do(self, step: str) -> None:
         """One of STEPS, if it is wanted."""

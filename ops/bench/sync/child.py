@@ -14,11 +14,11 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from inspect import iscoroutinefunction
 from typing import Any
 
 from ....messages.errors import RolloutMQError, WaitTimeout
 
-Call = Callable[..., Awaitable[Any]]
 KILL_S = 10.0
 LINE_LIMIT = 64 << 20
 """Arrival times of a whole stall measurement come as one line."""
@@ -28,15 +28,22 @@ class ChildFailed(RolloutMQError):
     """A call failed in the child, or the child is gone."""
 
 
-def serve(calls: Mapping[str, Call], goodbye: Call | None = None) -> None:
-    """Answer calls, each as a task of its own, until stdin ends. Runs its own event loop; does not return."""
+def serve(state: object, goodbye: Callable[[], Awaitable[None]] | None = None) -> None:
+    """Answer calls of `state`'s public methods until stdin ends. Runs its own event loop; does not return.
+
+    Each call is a task of its own. A method that is no coroutine runs in a thread, and may block.
+    """
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
     async def answer(request: dict[str, Any]) -> None:
         reply: dict[str, Any] = {"id": request["id"]}
         try:
-            reply["value"] = await calls[request["call"]](**request["args"])
+            call = getattr(state, request["call"])
+            if iscoroutinefunction(call):
+                reply["value"] = await call(**request["args"])
+            else:
+                reply["value"] = await asyncio.to_thread(call, **request["args"])
         except Exception as error:
             traceback.print_exc()
             reply["error"] = f"{type(error).__name__}: {error}"

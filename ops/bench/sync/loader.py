@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
 from ....worker.sglang.engine import SGLangEngine
@@ -18,16 +19,11 @@ def receive(model: Any, named_tensors: Any) -> Any:
     named = list(named_tensors)
     what = named[0][0] if len(named) == 1 else ""
     if what.startswith(STAGING):
-        return _stage(what.removeprefix(STAGING))
-    module, _, function = SGLangEngine._weight_loader.rpartition(".")
-    return getattr(__import__(module, fromlist=[function]), function)(model, named)
-
-
-def _stage(policy: Any) -> None:
-    """Another staging policy for this process's receiver, as if the engine had been started with it."""
-    server = control._server
-    if server is not None:
-        server.receiver.stage(policy)
+        policy: Any = what.removeprefix(STAGING)
+        if control._server is not None:
+            control._server.receiver.stage(policy)
+        return None
+    return resolve_name(SGLangEngine._weight_loader)(model, named)
 
 
 class BenchEngine(SGLangEngine):
@@ -47,8 +43,5 @@ class BenchEngine(SGLangEngine):
 
     async def stage(self, policy: str) -> None:
         """Stage from now on, or not ("on", "off", "auto"); nothing on a CPU, which always does."""
-        await self._ask(STAGING + policy)
-
-    async def _ask(self, what: str) -> None:
         self.manager.auto_create_handle_loop()  # else nobody receives the answer of an engine's very first request
-        await run_loader(self.manager, self._weight_loader, what, self.config.tp_size)
+        await run_loader(self.manager, self._weight_loader, STAGING + policy, self.config.tp_size)

@@ -1,12 +1,13 @@
 """The sending end of our own transfer, without Redis and roster around it: what the engine itself takes.
 
-The whole way, from `WeightPublisher.publish` to the commit, is measured beside it (sync_pool.py).
+The whole way, from `WeightPublisher.publish` to the commit, is measured beside it (pool.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from ....messages.model import UpdateMode, WeightAnnouncement
 from ....sync.packing import PackedWeights
 from ....sync.tensors import Snapshot
+from ....sync.transfer import TransferOrder
 from ....sync.wire import Broadcaster, group_for
 
 
@@ -43,11 +45,10 @@ class OursSender:
     def announce(
         self, epoch: int, *, group: str, world: int, mode: UpdateMode, verify: bool, timeout_s: float
     ) -> dict[str, Any]:
-        """Offer the next version; the order that engines get, but for each one's `rank_offset`."""
+        """Offer the next version. Returns the TransferOrder of the first engine, as a dictionary."""
         if self._last is not None:
             self._broadcaster.clean(self._last)
         self._broadcaster.offer(epoch, self._version(epoch))
-        group = group_for(group, self._broadcaster.layout)
         announcement = WeightAnnouncement(
             version=epoch,
             epoch=epoch,
@@ -60,21 +61,10 @@ class OursSender:
             transfer_timeout_s=timeout_s,
             roster={f"receiver-{rank}": rank for rank in range(1, world)},
             world_size=world,
-            group=group,
+            group=group_for(group, self._broadcaster.layout),
         )
         self._last = announcement
-        return {
-            "version": epoch,
-            "epoch": epoch,
-            "transport": announcement.backend,
-            "host": announcement.host,
-            "port": announcement.port,
-            "group": group,
-            "world_size": world,
-            "timeout_s": timeout_s,
-            "mode": mode,
-            "verify": verify,
-        }
+        return asdict(TransferOrder.of_announcement(announcement, 1))
 
     def send(self, timeout_s: float) -> None:
         """Broadcast what was announced last. Raises TransferTimeout; the next announcement needs a new group then."""

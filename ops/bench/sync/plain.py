@@ -62,7 +62,6 @@ class PlainEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """See Engine."""
         return EngineInfo("none", "", self._shape.name, "bfloat16", self._device.type, self._shape.vocab, 0)
 
     @property
@@ -78,12 +77,10 @@ class PlainEngine:
         await self.stage("on")
 
     async def prepare_weights(self, order: TransferOrder) -> TransferReport:
-        """See Engine."""
         assert self._receiver is not None
         return await asyncio.to_thread(self._receiver.prepare, order)
 
     async def commit_weights(self, order: TransferOrder) -> TransferReport:
-        """See Engine."""
         assert self._receiver is not None
         assert self._model is not None
         return await asyncio.to_thread(self._receiver.commit, order.epoch, self._model, idle=True)

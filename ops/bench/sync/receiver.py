@@ -10,7 +10,7 @@ from ....messages.errors import WeightSyncError
 from ....sync.transfer import TransferOrder, TransferReport
 from ....worker.config import WorkerConfig
 from ....worker.sglang import SGLangConfig
-from .child import Call, now, serve
+from .child import now, serve
 from .figures import stall_ms, steps
 from .load import Load
 from .loader import BenchEngine
@@ -51,16 +51,16 @@ class EngineProcess:
             "context": info.context_length,
         }
 
-    async def raw_open(self, **where: Any) -> None:
+    def raw_open(self, **where: Any) -> None:
         """Join the group of raw broadcasts."""
-        self._raw = await asyncio.to_thread(lambda: Raw(**where))
+        self._raw = Raw(**where)
 
-    async def raw(self, nbytes: int, bucket_bytes: int, timeout_s: float) -> Any:
+    def raw(self, nbytes: int, bucket_bytes: int, timeout_s: float) -> Any:
         """One round."""
         assert self._raw is not None
-        return await asyncio.to_thread(self._raw.run, nbytes, bucket_bytes, timeout_s)
+        return self._raw.run(nbytes, bucket_bytes, timeout_s)
 
-    async def raw_free(self) -> None:
+    def raw_free(self) -> None:
         """Give the buffers back."""
         if self._raw is not None:
             self._raw.free()
@@ -170,14 +170,6 @@ class EngineProcess:
             with suppress(Exception):
                 await self._engine.close()
 
-    def calls(self) -> dict[str, Call]:
-        """What the parent may ask for."""
-        names = (
-            "start", "raw_open", "raw", "raw_free", "stock_join", "stock_learn", "stock", "staging", "ours",
-            "load_start", "load_stall", "load_tokens", "load_stop", "serve_pool", "pool_version", "leave_pool",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
-
 
 def _good(report: TransferReport) -> TransferReport:
     if not report.ok:
@@ -187,4 +179,4 @@ def _good(report: TransferReport) -> TransferReport:
 
 if __name__ == "__main__":
     process = EngineProcess()
-    serve(process.calls(), process.close)
+    serve(process, process.close)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,36 @@ FIRST_VERSION = 1_000_000
 MIB = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """seconds: length of each of the two windows for tokens/s; every_s: between the updates in the second one.
+    running: requests at once where an engine is to be busy. out: where to write the result, also after every step.
+    graphs: whether engines decode with CUDA graphs; without them they start in a third of the time. together: the
+    engines of all shapes are started at once, which takes the memory of all of them, and each step is done for all
+    shapes before the next one. plain: no engines, see plain.py."""
+
+    shapes: list[Shape]
+    paths: tuple[str, ...]
+    extras: tuple[str, ...]
+    device: str
+    receivers: int
+    running: int
+    rounds: int = 8
+    seconds: float = 15.0
+    every_s: float = 5.0
+    out: Path | None = None
+    graphs: bool = True
+    together: bool = False
+    plain: bool = False
+
+
 class Session:
     """A trainer on device 0 and receivers i on devices 1 + i, each in a process of its own."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        device: str,
-        receivers: int,
-        folder: Path,
-        running: int,
-        graphs: bool = True,
-        number: int = 0,
-        plain: bool = False,
-    ) -> None:
-        """graphs: decode with CUDA graphs. plain: no engines, only their parameters. number: of this session among
-        those that run at the same time."""
-        self.shape, self.device, self.count, self.running = shape, device, receivers, running
-        self._graphs, self._number, self._plain = graphs, number, plain
+    def __init__(self, shape: Shape, plan: Plan, folder: Path, number: int) -> None:
+        """folder: for the model's configuration. number: of this session among those that run at the same time."""
+        self.shape, self.device, self.count, self.running = shape, plan.device, plan.receivers, plan.running
+        self._graphs, self._number, self._plain = plan.graphs, number, plan.plain
         self.facts: dict[str, Any] = {}
         self._folder = folder
         self._children: list[Child] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,13 +97,7 @@ class Shape:
     @property
     def nbytes(self) -> int:
         """Of all tensors."""
-        total = 0
-        for _, shape in self.tensors():
-            count = 1
-            for size in shape:
-                count *= size
-            total += count * BF16_BYTES
-        return total
+        return sum(math.prod(shape) * BF16_BYTES for _, shape in self.tensors())
 
     def write(self, folder: Path) -> None:
         """What `load_format="dummy"` needs of a model directory."""

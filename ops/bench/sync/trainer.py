@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Iterator
@@ -11,11 +10,11 @@ from typing import Any
 import torch
 
 from ....sync.wire import serve_store
-from .child import Call, serve
+from .child import serve
 from .ours import OursSender
 from .raw import Raw
 from .shapes import SHAPES
-from .stock import Lot, StockGroup, request_of, split
+from .stock import StockGroup, request_of, split
 
 HOST = "127.0.0.1"
 
@@ -33,11 +32,8 @@ class Trainer:
         self._ours: OursSender | None = None
         self._publisher: Any = None
 
-    async def open(self, shape: str, device: str) -> dict[str, Any]:
+    def open(self, shape: str, device: str) -> dict[str, Any]:
         """Make the weights, one behind the other in one piece of memory, and the rendezvous store."""
-        return await asyncio.to_thread(self._open, shape, device)
-
-    def _open(self, shape: str, device: str) -> dict[str, Any]:
         self._device = device
         if device != "cpu":
             torch.cuda.set_device(device)
@@ -51,51 +47,33 @@ class Trainer:
         self._flat = values.view(torch.uint8)
         return {"host": HOST, "port": self._store.port, "nbytes": self._flat.numel(), "tensors": len(names)}
 
-    async def raw_open(self, name: str, world: int, timeout_s: float) -> None:
+    def raw_open(self, **where: Any) -> None:
         """Join the group of raw broadcasts."""
+        self._raw = Raw(rank=0, host=HOST, port=0, device=self._device, store=self._store, **where)
 
-        def join() -> Raw:
-            return Raw(
-                name,
-                rank=0,
-                world=world,
-                host=HOST,
-                port=0,
-                device=self._device,
-                timeout_s=timeout_s,
-                store=self._store,
-            )
-
-        self._raw = await asyncio.to_thread(join)
-
-    async def raw(self, bucket_bytes: int, timeout_s: float) -> Any:
+    def raw(self, bucket_bytes: int, timeout_s: float) -> Any:
         """One round."""
         assert self._raw is not None
-        return await asyncio.to_thread(self._raw.run, self._flat.numel(), bucket_bytes, timeout_s)
+        return self._raw.run(self._flat.numel(), bucket_bytes, timeout_s)
 
-    async def raw_free(self) -> None:
+    def raw_free(self) -> None:
         """Give the buffers back."""
         if self._raw is not None:
             self._raw.free()
 
-    async def stock_open(self, name: str, world: int, timeout_s: float) -> None:
+    def stock_open(self, **where: Any) -> None:
         """Make the update group; the engines join meanwhile."""
+        self._stock = StockGroup(self._store, host=HOST, device=torch.device(self._device), **where)
 
-        def make() -> StockGroup:
-            device = torch.device(self._device)
-            return StockGroup(self._store, name, world=world, host=HOST, device=device, timeout_s=timeout_s)
-
-        self._stock = await asyncio.to_thread(make)
-
-    async def stock_requests(self, bucket_bytes: int | None) -> list[dict[str, Any]]:
+    def stock_requests(self, bucket_bytes: int | None) -> list[dict[str, Any]]:
         """What the engines are to be told; None: per tensor."""
         bucketed = bucket_bytes is not None
         return [request_of(lot, bucketed=bucketed).to_dict() for lot in split(self._tensors, bucket_bytes)]
 
-    async def stock_send(self, bucket_bytes: int | None, timeout_s: float) -> None:
+    def stock_send(self, bucket_bytes: int | None, timeout_s: float) -> None:
         """One version."""
         assert self._stock is not None
-        await asyncio.to_thread(self._stock.send, list(self._stock_buffers(bucket_bytes)), timeout_s)
+        self._stock.send(list(self._stock_buffers(bucket_bytes)), timeout_s)
 
     def _stock_buffers(self, bucket_bytes: int | None) -> Iterator[torch.Tensor]:
         """Flattened buckets are slices of the memory the weights are in: stock is spared the copy that makes them."""
@@ -104,49 +82,40 @@ class Trainer:
             return
         place = 0
         for lot in split(self._tensors, bucket_bytes):
-            size = _nbytes(lot)
+            size = sum(tensor.nbytes for _, tensor in lot)
             yield self._flat[place : place + size]
             place += size
 
-    async def ours_open(self) -> dict[str, Any]:
+    def ours_open(self) -> dict[str, Any]:
         """Pack and digest."""
 
         def flipped(negate: bool) -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in self._tensors:
                 yield name, -tensor if negate else tensor
 
-        def make() -> OursSender:
-            return OursSender(flipped, host=HOST, device=self._device)
-
-        self._ours = await asyncio.to_thread(make)
+        self._ours = OursSender(flipped, host=HOST, device=self._device)
         return {"pack_s": self._ours.pack_s, "digest_s": self._ours.digest_s, "buckets": self._ours.buckets}
 
-    async def ours_announce(self, **order: Any) -> dict[str, Any]:
+    def ours_announce(self, **order: Any) -> dict[str, Any]:
         """See OursSender.announce."""
         assert self._ours is not None
         return self._ours.announce(**order)
 
-    async def ours_send(self, timeout_s: float) -> None:
+    def ours_send(self, timeout_s: float) -> None:
         """The version that was announced."""
         assert self._ours is not None
-        await asyncio.to_thread(self._ours.send, timeout_s)
+        self._ours.send(timeout_s)
 
-    async def publisher_open(self, redis_url: str, pool: str, timeout_s: float) -> int:
+    def publisher_open(self, redis_url: str, pool: str, timeout_s: float) -> int:
         """A WeightPublisher; the last version it knows of."""
         from ....sync.publish import WeightPublisher  # noqa: PLC0415 – starts threads and connections of its own
 
-        def make() -> WeightPublisher:
-            return WeightPublisher(redis_url, pool, host=HOST, transfer_timeout_s=timeout_s)
-
         self._ours = None  # its memory is wanted
-        self._publisher = await asyncio.to_thread(make)
+        self._publisher = WeightPublisher(redis_url, pool, host=HOST, transfer_timeout_s=timeout_s)
         return int(self._publisher.last_version)
 
-    async def publish(self, version: int, timeout_s: float) -> dict[str, Any]:
+    def publish(self, version: int, timeout_s: float) -> dict[str, Any]:
         """Publish and wait for the commit: milliseconds of the call until it returns, and until the commit."""
-        return await asyncio.to_thread(self._publish, version, timeout_s)
-
-    def _publish(self, version: int, timeout_s: float) -> dict[str, Any]:
         if self._device != "cpu":
             torch.cuda.synchronize()
         began = time.monotonic()
@@ -162,24 +131,12 @@ class Trainer:
             "ms": (ended - began) * 1e3,
         }
 
-    async def publisher_close(self) -> None:
+    def publisher_close(self) -> None:
         """End it."""
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
-            await asyncio.to_thread(publisher.close)
-
-    def calls(self) -> dict[str, Call]:
-        """What the parent may ask for."""
-        names = (
-            "open", "raw_open", "raw", "raw_free", "stock_open", "stock_requests", "stock_send", "ours_open",
-            "ours_announce", "ours_send", "publisher_open", "publish", "publisher_close",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
-
-
-def _nbytes(lot: Lot) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in lot)
+            publisher.close()
 
 
 if __name__ == "__main__":
-    serve(Trainer().calls())
+    serve(Trainer())
