@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...messages.errors import DigestMismatch, InvalidField
 from ...messages.model import BUCKET_BYTES, TensorSpec, WeightManifest
-from ..tensors import Place, PlacePlanner, digest, dtype_name, hex_of, look
+from ..tensors import PlacePlanner, digest, hex_of, look
 from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
 from .folder import INDEX
 from .index import WEIGHT_MAP
@@ -65,18 +65,12 @@ class Checkpoint:
         """Raises NoSuchSnapshot, BrokenSnapshot, DigestMismatch for NaN and Inf, InvalidField."""
         self.path, self.version = path, version
         self._file_of = _files(path)
-        planner, values, self.nbytes = PlacePlanner(bucket_bytes, None), [], 0
-        places: list[Place] = []
+        planner, specs, self.nbytes = PlacePlanner(bucket_bytes, None), [], 0
         for name, tensor in self._tensors():
-            places.append(planner.place(name, tensor))
-            values.append(_finite_digest(name, tensor))
+            specs.append(planner.place(name, tensor).spec(_finite_digest(name, tensor)))
             self.nbytes += tensor.nbytes
         sizes = planner.done().sizes
-        self.manifest = WeightManifest.build(
-            version=version,
-            bucket_nbytes=sizes,
-            tensors=tuple(_spec(place, value) for place, value in zip(places, values, strict=True)),
-        )
+        self.manifest = WeightManifest.build(version=version, bucket_nbytes=sizes, tensors=tuple(specs))
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         by_file: dict[str, list[str]] = {}
@@ -142,15 +136,3 @@ def _finite_digest(name: str, tensor: torch.Tensor) -> str:
     if int(bad):
         raise DigestMismatch(f"tensor {name}: has NaN or Inf in it")
     return hex_of(value)[0]
-
-
-def _spec(place: Place, value: str) -> TensorSpec:
-    return TensorSpec(
-        name=place.name,
-        dtype=dtype_name(place.dtype),
-        shape=place.shape,
-        bucket=place.bucket,
-        offset=place.offset,
-        nbytes=place.nbytes,
-        digest=value,
-    )

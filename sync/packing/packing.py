@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ...messages.errors import ConfigError, InvalidField
-from ...messages.model import BUCKET_BYTES, Keep, TensorSpec, WeightManifest
-from ..tensors import LONGEST_NAME, Place, PlacePlanner, Places, Snapshot, dtype_name, hex_of
+from ...messages.model import BUCKET_BYTES, Keep, WeightManifest
+from ..tensors import LONGEST_NAME, Place, PlacePlanner, Places, Snapshot, hex_of
 from .buckets import Buckets
 from .gather import gathered, is_sharded, plain
 
@@ -141,18 +141,7 @@ class PackedWeights:
         number = {bucket: turn for turn, bucket in enumerate(order)}
         told = zip(self.places.tensors, hex_of(values), nonfinite.tolist(), strict=True)
         tensors = sorted(told, key=lambda one: number[one[0].bucket])
-        specs = tuple(
-            TensorSpec(
-                name=place.name,
-                dtype=dtype_name(place.dtype),
-                shape=place.shape,
-                bucket=number[place.bucket],
-                offset=place.offset,
-                nbytes=place.nbytes,
-                digest=value,
-            )
-            for place, value, _ in tensors
-        )
+        specs = tuple(place.spec(value, number[place.bucket]) for place, value, _ in tensors)
         manifest = WeightManifest.build(
             version=self.version, bucket_nbytes=tuple(sizes[bucket] for bucket in order), tensors=specs
         )

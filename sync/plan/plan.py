@@ -1,8 +1,7 @@
-"""The copy plan: what loading a checkpoint comes down to, recorded once and then done in a few calls.
+"""The copy plan: what SGLang's `load_weights` does with one layout of tensors, recorded once and done in a few calls.
 
-SGLang's `load_weights` finds parameters by name, cuts slices for this rank and copies tensor by tensor, in Python: for
-small models that takes longer than the copies do. For one layout it does the same every time. `CopyPlan.trace` records
-it (see plan_trace.py), `CopyPlan.for_layout` puts it to given buckets, `Bound.run` carries it out.
+`CopyPlan.trace` records it (see trace.py). `CopyPlan.for_layout` applies it to given buckets. `Bound.run` does it.
+docs/architecture.md says why.
 """
 
 from __future__ import annotations
@@ -66,30 +65,22 @@ class Bound:
         self._copies.run(beside_wire=beside_wire)
 
 
+@dataclass(eq=False, slots=True)
 class CopyPlan:
     """What `load_weights` does with a layout of tensors, on this rank.
 
-    copies: by checkpoint name; no two of them write the same element, so their order does not matter.
-    superseded: copies that a later one overwrites whole (tied embeddings sent under both names); they are not done.
-    unused: names that led to no copy. missing: parameters with elements that no copy or fill writes.
+    specs: the tensors, by checkpoint name. unused: names that led to no copy.
+    copies: by checkpoint name. No two of them write the same element, so their order does not matter.
+    superseded: copies that a later one overwrites whole (tied embeddings sent under both names). They are not done.
+    fills: writes of a constant. missing: parameters with elements that no copy or fill writes.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[TensorSpec],
-        *,
-        copies: Mapping[str, Sequence[Copy]],
-        superseded: Mapping[str, Sequence[Copy]],
-        fills: Sequence[Write],
-        missing: Sequence[str],
-        used: Collection[str],
-    ) -> None:
-        self.specs = {spec.name: spec for spec in specs}
-        self.copies = copies
-        self.superseded = superseded
-        self.missing = list(missing)
-        self.unused = [name for name in self.specs if name not in used]
-        self._fills = fills
+    specs: Mapping[str, TensorSpec]
+    unused: Sequence[str]
+    copies: Mapping[str, Sequence[Copy]]
+    superseded: Mapping[str, Sequence[Copy]]
+    fills: Sequence[Write]
+    missing: Sequence[str]
 
     @classmethod
     def trace(cls, model: Any, specs: Sequence[TensorSpec], load: Load | None = None) -> CopyPlan:
@@ -114,15 +105,14 @@ class CopyPlan:
             settled = settle(region, writes)
             if not settled.covered and region.parameter:
                 missing.append(region.name)
-            for write in settled.kept:
-                if write.source is None:
-                    fills.append(write)
-                else:
-                    copies.setdefault(write.name, []).append(_copy(write, write.source, layout[write.name]))
-            for write in settled.superseded:
-                assert write.source is not None
-                superseded.setdefault(write.name, []).append(_copy(write, write.source, layout[write.name]))
-        return cls(specs, copies=copies, superseded=superseded, fills=fills, missing=missing, used=recorder.used)
+            for some, found in ((settled.kept, copies), (settled.superseded, superseded)):
+                for write in some:
+                    if write.source is None:
+                        fills.append(write)
+                    else:
+                        found.setdefault(write.name, []).append(_copy(write, write.source, layout[write.name]))
+        unused = [name for name in layout if name not in recorder.used]
+        return cls({spec.name: spec for spec in specs}, unused, copies, superseded, fills, missing)
 
     def bind(self, sources: Mapping[str, torch.Tensor], names: Collection[str] | None = None) -> Bound:
         """The copies of `names` (all of `sources`) from these tensors, which must be contiguous.
@@ -196,7 +186,7 @@ class CopyPlan:
 
     def _fills_of(self, names: Iterable[str]) -> list[Write]:
         wanted = set(names)
-        return [fill for fill in self._fills if fill.name in wanted]
+        return [fill for fill in self.fills if fill.name in wanted]
 
 
 def _dtype(spec: TensorSpec) -> torch.dtype:

@@ -1,8 +1,8 @@
-"""Watches a model's `load_weights` and writes down what it would do to the weights, without doing it.
+"""Records what a model's `load_weights` would do to the weights, without doing it.
 
-The loader gets stand-ins: meta tensors, which have a shape and no data. Its calls into torch pass a dispatch mode:
-views of a stand-in or of a parameter are made as ever, a copy between them is recorded and not carried out, and
-anything else that would read or write either ends the trace with :class:`PlanImpossible`.
+The loader gets stand-ins: meta tensors, which have a shape and no data. Its calls into torch pass a dispatch mode.
+Views of a stand-in or of a parameter are made as usual. A copy between them is recorded and not done. Anything else
+that would read or write either of them ends the trace with `PlanImpossible`.
 """
 
 from __future__ import annotations
@@ -223,7 +223,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         try:
             if func in DERIVES and self.is_stand_in(args[0]):
                 return self._derive(func, args, kwargs)
-            if self._write(func, args):
+            copied = func in COPIES and self._copy(args[0], args[1])
+            if copied or (func in FILLS and self._fill(args[0], 0.0 if len(args) == 1 else args[1])):
                 return args[0]
             origin = self._origins.get(touched[0])
             what = origin.name if origin else self._names[touched[0]]
@@ -231,14 +232,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         except PlanImpossible as error:
             self.reason = self.reason or error  # kept, because a loader may catch it
             raise
-
-    def _write(self, func: Any, args: Any) -> bool:
-        """Record what `func` writes into an engine tensor; False if that is not a plain copy or fill."""
-        if func in COPIES:
-            return self._copy(args[0], args[1])
-        if func in FILLS:
-            return self._fill(args[0], 0.0 if len(args) == 1 else args[1])
-        return False
 
     def _derive(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """A contiguous copy, or one in another dtype or on another device: the same elements elsewhere."""
@@ -253,6 +246,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def _copy(self, destination: torch.Tensor, value: torch.Tensor) -> bool:
+        """Record a copy into an engine tensor; False if it is none."""
         origin = self._origins.get(_key(value))
         if _key(destination) not in self._names or value.is_conj() or value.is_neg():
             return False
@@ -271,6 +265,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         return True
 
     def _fill(self, destination: torch.Tensor, value: float) -> bool:
+        """Record that an engine tensor is filled with a constant; False for a stand-in."""
         if self.is_stand_in(destination):
             return False
         if destination.numel():

@@ -1,8 +1,7 @@
 """Buckets on their way to one rank, and what is done with each as it comes.
 
-Broadcasts are queued ahead as far as there are buffers: in the first half of a transfer, while the old weights serve.
-So the wire waits neither for the manifest to be read, nor for the worker to ask for the second half, nor for SGLang to
-find the time for it.
+Broadcasts are queued ahead in the first half of a transfer, as far as there are buffers. docs/architecture.md says why,
+under "Nothing on the wire waits".
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class Arriving:
         deadline: float,
         broken: Callable[[], str],
     ) -> None:
-        """views: where each bucket of the manifest is received; every `buffers` of them the same memory comes again.
+        """views: where each bucket of the manifest is received. The memory repeats after `buffers` of them.
 
-        streams: torch.cuda.Streams, to receive on and to work on. arrival: what digests what came, if it is verified.
-        deadline: of time.monotonic. broken: asks why the transfer broke off, "" if it did not.
+        streams: torch.cuda.Streams, to receive on and to work on. arrival: makes the digests, if they are checked.
+        deadline: of time.monotonic. broken: returns why the transfer broke off, "" if it did not.
         """
         self._group, self._views, self._buffers = group, views, buffers
         self._receiving, self._working = streams
@@ -73,7 +72,7 @@ class Arriving:
             self._ahead = self._receiving.record_event()
 
     def settle_ahead(self) -> None:
-        """Wait for them, looked at. Raises TransferTimeout: then the group was aborted."""
+        """Digest them and wait until they are here. Raises TransferTimeout after it has aborted the group."""
         with torch.cuda.stream(self._working):
             while self._looked < len(self._queued):
                 self._look(self._looked)
@@ -81,10 +80,9 @@ class Arriving:
         self._settled = len(self._queued)
 
     def load(self, loading: Loading, *, readback: bool) -> None:
-        """Every bucket into the model: bucket i is loaded, and read back, while later ones are on their way.
+        """Load every bucket into the model. Bucket i is loaded, and read back, while later ones are on their way.
 
-        Nothing waits on the host until the end. Raises TransferTimeout: then the group was aborted, and what was
-        queued behind it is over.
+        The host waits only at the end. Raises TransferTimeout after it has aborted the group and ended what was queued.
         """
         self._put_behind()
         self._began = self._began or time.monotonic()
@@ -112,7 +110,7 @@ class Arriving:
         return max(index + 1, self._settled) < min(index + self._buffers, len(self._views))
 
     def _put_behind(self) -> None:
-        """Both streams behind what is on the caller's: whatever was made there for this transfer."""
+        """Order both streams behind the caller's, on which buffers and tables may have been made."""
         if self._views[0].is_cuda:
             for stream in (self._receiving, self._working):
                 stream.wait_stream(torch.cuda.current_stream(self._views[0].device))
@@ -132,14 +130,11 @@ class Arriving:
     # --- between the halves ------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Until `take`: end the broadcasts if the transfer breaks off or its time is over.
-
-        They would stay on the GPU for ever, and whoever synchronizes with it would wait for them.
-        """
+        """Until `take`, end the broadcasts if the transfer breaks off or its time is over: else they never end."""
         Thread(target=self._watch, name="rolloutmq-arriving", daemon=True).start()
 
     def take(self) -> None:
-        """From here on the caller looks after it. Raises TransferTimeout if it was ended."""
+        """End the watch. From here on the caller does it. Raises TransferTimeout if the broadcasts were ended."""
         with self._lock:
             self._taken.set()
         if self._lost:
@@ -147,7 +142,7 @@ class Arriving:
         check_unbroken(self._began, self._broken)
 
     def abandon(self) -> None:
-        """End what is on its way, if anything is. The group is of no use any more then."""
+        """End what is on its way, if anything is. The group cannot be used any more then."""
         with self._lock:
             self._taken.set()
         if not self.complete:

@@ -1,7 +1,7 @@
-"""The engine's side of a peer's transfer: it sends, out of its own parameters, the version it was once sent itself.
+"""A peer's transfer, on its engine: the engine sends the version that it holds out of its own parameters.
 
-What is sent is packed bucket by bucket, as the trainer's manifest lays it out, with the trainer's digests: who receives
-it verifies it against the trainer, not against the peer.
+The version is packed as the trainer's manifest lays it out, under the trainer's digests. So receivers verify it against
+the trainer, not against the peer.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ LEAVE_LOOK_S = 0.05
 
 
 class Held:
-    """A version as an engine holds it. A `Sendable` whose buckets are filled one after the other, in a few buffers.
-
-    device: where the tensors are, and the buffers.
-    """
+    """A version as an engine holds it: a `Sendable` whose buckets are filled one after the other, in a few buffers."""
 
     def __init__(
         self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor], buffers: Sequence[torch.Tensor]
@@ -62,7 +59,7 @@ class Held:
 
     @property
     def buckets(self) -> Iterator[torch.Tensor]:
-        """Good until `rotation` more have been asked for; filled on the current stream."""
+        """Each is filled on the current stream. It is valid until `rotation` more have been asked for."""
         for index, (size, inside) in enumerate(zip(self.manifest.bucket_nbytes, self._inside, strict=True)):
             bucket = self._buffers[index % self.rotation][:size]
             bucket.zero_()
@@ -71,7 +68,7 @@ class Held:
 
 
 class PeerLine(Broadcaster):
-    """The sender's end of a wire whose rendezvous store is the worker's, which also says when to stop."""
+    """The sender's end of a wire whose rendezvous store is the worker's. The worker also says when to stop."""
 
     def __init__(self, order: TransferOrder, deadline: float) -> None:
         """Raises TransferTimeout if the store is not there."""
@@ -88,7 +85,7 @@ class PeerLine(Broadcaster):
         return ""
 
     def leave(self, deadline: float) -> None:
-        """Leave the group once the transfer is over, in the background: what was sent may still be on its way."""
+        """Leave the group in the background once the transfer is over: buckets may still be on their way."""
 
         def wait() -> None:
             with contextlib.suppress(RuntimeError):  # the store is gone: so is the transfer
@@ -111,8 +108,8 @@ def send_held(
 ) -> TransferReport:
     """Send what `receiver` received last to the order's group, as its rank 0. Blocks; never raises.
 
-    The engine may serve meanwhile; no update is committed. tensors: the version's, if the engine's parameters are not
-    to be asked. The report's phase is "done", or where it failed; the engine's weights are as they were in any case.
+    The engine may serve meanwhile, but commits no update. Its weights stay as they are. The report's phase is "done",
+    or where it failed. tensors: the version's, by name; by default they are views of the engine's parameters.
     """
     began = time.monotonic()
     deadline = began + order.timeout_s

@@ -1,9 +1,6 @@
 """One engine rank's side of a transfer: `prepare` while the old weights serve, `commit` between two batches.
 
-Where memory permits, `prepare` receives and verifies the whole version, and `commit` is a local copy: a transfer that
-breaks off, or brings something else than was sent, leaves the old weights as they were. Else `commit` receives bucket
-by bucket, loading one while the next is on its way; what breaks off then leaves the weights half written, and the
-report says so. How a version arrives is in ways.py.
+ways.py has the ways in which a version arrives.
 """
 
 from __future__ import annotations
@@ -29,9 +26,9 @@ from .ways import Way, standing_way, way_of
 class Receiver:
     """State of one rank. `prepare` may be called from any thread, `commit` only where nothing else uses the model.
 
-    device: where the engine's weights are. rank: of its tensor-parallel ranks. model_dir: the engine's checkpoint, to
-    know the names that must come. alone: of an engine with one rank. Others serve with collectives, beside which only
-    what is staged is received.
+    device: where the engine's weights are. rank: among its tensor-parallel ranks. model_dir: the engine's checkpoint,
+    which has the names that must come. alone: whether the engine has one rank. Others serve with collectives, and only
+    a staged version is received beside those.
     """
 
     def __init__(

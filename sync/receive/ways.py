@@ -1,8 +1,9 @@
 """The ways in which a version arrives at an engine rank: one class each, chosen in `way_of` and nowhere else.
 
-Where memory permits a version is *staged*: all of it is received and verified in the first half of a transfer, and the
-second half is a local copy. Else the second half receives it bucket by bucket, and loads each while the next is on its
-way.
+Where memory permits, a version is *staged*: the first half of a transfer receives and verifies all of it, and the
+second half is a local copy. A transfer that fails then leaves the old weights as they were. Otherwise the second half
+receives bucket by bucket, and loads one while the next is on its way. A failure then may leave the weights half
+written, and the report says so.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...messages.errors import InvalidField
+from ...messages.model import TensorSpec
 
 ALIGN = 64
 """Every tensor starts at a multiple of this in its bucket, so that a slice of it can be viewed as its own dtype."""
@@ -45,6 +46,18 @@ class Place:
     bucket: int
     offset: int
     nbytes: int
+
+    def spec(self, digest: str, bucket: int | None = None) -> TensorSpec:
+        """The manifest's entry. bucket: its number there, if it is another one."""
+        return TensorSpec(
+            name=self.name,
+            dtype=dtype_name(self.dtype),
+            shape=self.shape,
+            bucket=self.bucket if bucket is None else bucket,
+            offset=self.offset,
+            nbytes=self.nbytes,
+            digest=digest,
+        )
 
     def view(self, bucket: torch.Tensor) -> torch.Tensor:
         """The tensor inside its bucket, a flat uint8 tensor; nothing is copied."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 
@@ -27,16 +28,13 @@ class Snapshot:
     manifest: WeightManifest
     buckets: tuple[torch.Tensor, ...]
     nonfinite: tuple[str, ...] = ()
+    rotation: ClassVar[int] = 0
+    """See Sendable: every bucket has memory of its own."""
 
     @property
     def device(self) -> torch.device:
         """Where the buckets are."""
         return self.buckets[0].device
-
-    @property
-    def rotation(self) -> int:
-        """See Sendable: every bucket has memory of its own."""
-        return 0
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of each, as a view into its bucket: to be read only."""

@@ -187,7 +187,7 @@ def test_the_next_version_has_the_places_of_the_last(monkeypatch: pytest.MonkeyP
     changed = {name: tensor.clone() for name, tensor in TENSORS.items()}
     changed["fp32"] += 1
     with monkeypatch.context() as patch:
-        patch.setattr(packing.Planner, "_new", lambda *_: pytest.fail("worked out again"))
+        patch.setattr(packing.PlacePlanner, "_new", lambda *_: pytest.fail("worked out again"))
         second = PackedWeights(2, changed.items(), 300, like=first.places)
     assert second.places is first.places
     check_same(second.snapshot(), changed)
