@@ -102,7 +102,7 @@ def worker(
     log_to_stderr(log_level)
     with plain_errors(), _queue(ops_redis or redis, pool) as queue:
         from ..operations.rq_job import Surroundings
-        from ..operations.rq_worker import OperationWorker
+        from ..operations.rq_queue import OperationWorker
 
         operations()
         OperationWorker(queue.redis, Surroundings(redis, pool)).work(burst=burst, logging_level=None)

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from .batch import NO_VERSION, Batch
 from .model import token_logprobs
-from .task import PROMPT_TOKENS
+from .task import NO_VERSION, PROMPT_TOKENS, Batch
 
 LEARNING_RATE = 1.3e-3
 WARMUP_STEPS = 10

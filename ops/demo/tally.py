@@ -10,7 +10,7 @@ import numpy as np
 
 from ...messages.model import RolloutResult
 from ...producer.client import Group
-from .batch import token_versions
+from .task import token_versions
 
 
 @dataclass(slots=True)

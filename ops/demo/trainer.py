@@ -13,10 +13,9 @@ from ...messages.model import GenerateJob, RolloutResult, SamplingParams
 from ...producer.blocking import BlockingRolloutClient
 from ...producer.client import Group
 from ...sync.publish import PublishHandle, WeightPublisher
-from .batch import make_batch
 from .learner import Learner
 from .tally import Tally
-from .task import ANSWER_TOKENS, EOS, Problem, draw
+from .task import ANSWER_TOKENS, EOS, Problem, draw, make_batch
 
 GROUPS = 20
 SAMPLES = 16

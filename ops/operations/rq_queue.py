@@ -1,26 +1,32 @@
-"""The queue of a pool's operations in RQ: submit, look, list.
+"""The queue of a pool's operations in RQ (submit, look, list), and the worker that runs them.
 
-RQ's keys begin with `rq:` and know no hash tags; the queue's name carries the pool's, so that pools stay apart.
+RQ's keys begin with `rq:` and know no hash tags. The queue's name contains the pool's, so pools stay apart.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import to_jsonable_python
 from redis import Redis
 from redis.exceptions import RedisError
-from rq import Queue, Retry
+from rq import Queue, Retry, Worker
 from rq.exceptions import NoSuchJobError
+from rq.job import Job
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.worker_registration import get_keys
 
 from ...messages.errors import ConfigError, InvalidField, RedisUnavailable
 from ...messages.redis import Keys, parse, redacted
 from .catalog import checked
-from .rq_job import ENTRY, ForeignJob, MsgpackSerializer, OperationJob
+from .rq_job import ENTRY, ForeignJob, MsgpackSerializer, OperationJob, Surroundings
 
+PR_SET_PDEATHSIG = 1
 RESULT_TTL_S = 86400
 FAILURE_TTL_S = 7 * 86400
 """How long results and failures can be asked for."""
@@ -158,3 +164,51 @@ def _seen(job: OperationJob) -> OperationRun:
         result=last.return_value if last and state == "finished" else None,
         error=error,
     )
+
+
+class OperationWorker(Worker):
+    """RQ's forking worker, narrowed to operations. It runs the operations of one pool, one at a time.
+
+    It forks, because the parent goes on renewing its claim while an operation runs: an operation whose worker was
+    killed is found within two minutes rather than after its time limit. Memory and crashes stay in the child, and a
+    running operation can be stopped. RQ's SpawnWorker would put the password of Redis into its child's command line.
+    """
+
+    job_class = OperationJob
+
+    def __init__(self, connection: Redis, surroundings: Surroundings, **options: Any) -> None:
+        """connection: to the Redis that holds RQ's keys."""
+        self._surroundings = surroundings
+        super().__init__(
+            [queue_name(surroundings.pool)],
+            connection=connection,
+            job_class=OperationJob,
+            serializer=MsgpackSerializer,
+            # Between two waits for a job a worker takes back what dead ones left; RQ's own pace is ten minutes.
+            worker_ttl=45,
+            maintenance_interval=30,
+            job_monitoring_interval=15,
+            **options,
+        )
+
+    def perform_job(self, job: Job, queue: Queue) -> bool:
+        """As RQ's, for a job that now knows where it works."""
+        assert isinstance(job, OperationJob)
+        job.surroundings = self._surroundings
+        return bool(super().perform_job(job, queue))
+
+    def run_maintenance_tasks(self) -> None:
+        """Take back what dead workers left. RQ's groups are not used, and theirs would be read with pickle."""
+        self.clean_registries()  # type: ignore[no-untyped-call]
+
+    def fork_work_horse(self, job: Job, queue: Queue) -> None:
+        self._parent = os.getpid()
+        super().fork_work_horse(job, queue)
+
+    def setup_work_horse_signals(self) -> None:
+        """A SIGKILLed worker leaves its child running in RQ; here it takes it along (on Linux)."""
+        super().setup_work_horse_signals()  # type: ignore[no-untyped-call]
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._parent:  # it died between the fork and this
+                os._exit(1)

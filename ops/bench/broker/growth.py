@@ -4,27 +4,36 @@ The leases are real; two processes hold all of them over a few connections. Only
 counts, so a slow driver does not matter. The pool is filled first. Then workers take turns to claim and publish, and
 the client takes what came, while every worker renews its lease and reaps once a second. All counts of workers are
 measured with the same batches, so the results differ only by what the pool holds.
+
+`python -m rolloutmq.ops.bench.broker.growth URL WORKERS` is the second process, which beats until its input ends. It
+answers each line with the number of heartbeats so far.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from asyncio.subprocess import PIPE
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ....messages.broker import Broker, Caps, Claim, Finished
-from ....messages.model import RolloutResult, Segment
+from ....messages.broker import Broker, Caps, Claim, Finished, Lease
+from ....messages.model import RolloutResult, Segment, WorkerStatus
 from ....messages.redis import connect
 from ..peers import Load
-from .beats import POOL, beat, beating, fleet, status
 from .ours import TOKENS, job_of
 
-CLIENT = "growth-client"
+POOL, CLIENT = "growth", "growth-client"
+LEASE_S = 60.0
+BEAT_S = 1.0
+MAX_LOST = 3
+LANES = 8
 BATCH = 16
 """Jobs per claim, publish and acknowledgement: what one worker of many has ready at a time."""
 BACKLOG = 2048
@@ -46,6 +55,74 @@ class Cost:
     heartbeats_per_s: float
     lifecycles_per_s: float
     redis_memory_mb: float
+
+
+def fleet(redis: Any, workers: int) -> list[Lease]:
+    """The workers' leases, not joined yet."""
+    return [Lease(redis, POOL, f"growth-{number:04d}", LEASE_S) for number in range(workers)]
+
+
+def status(lease: Lease) -> WorkerStatus:
+    return WorkerStatus(worker_id=lease.worker_id, host="growth", pid=1, state="serving", version=0)
+
+
+async def beat(lease: Lease) -> None:
+    """What a worker does once a second: renew, and look for workers that are dead."""
+    await lease.heartbeat(status(lease))
+    await lease.reap(MAX_LOST)
+
+
+@asynccontextmanager
+async def beating(url: str, workers: int) -> AsyncIterator[Callable[[], Awaitable[int]]]:
+    """Let another process beat for `workers` workers, which have joined. Yields a function that counts beats."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __name__, url, str(workers), stdin=PIPE, stdout=PIPE
+    )
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None  # noqa: PT018 – no test
+
+    async def count() -> int:
+        stdin.write(b"\n")
+        return int(await stdout.readline())
+
+    try:
+        await count()  # it is up
+        yield count
+    finally:
+        stdin.close()
+        await process.wait()
+
+
+async def _beat_on_time(url: str, workers: int) -> None:
+    beats, ended = 0, asyncio.Event()
+
+    async def lane(mine: list[Lease]) -> None:
+        nonlocal beats
+        at = time.monotonic()
+        while True:
+            for lease in mine:
+                at += BEAT_S / len(mine)
+                if (pause := at - time.monotonic()) > 0:
+                    await asyncio.sleep(pause)
+                await beat(lease)
+                beats += 1
+
+    def asked() -> None:
+        if sys.stdin.readline():
+            print(beats, flush=True)
+        else:
+            ended.set()
+
+    async with connect(url) as redis:
+        leases = fleet(redis, workers)
+        asyncio.get_running_loop().add_reader(sys.stdin, asked)
+        lanes = [asyncio.create_task(lane(leases[start::LANES])) for start in range(min(LANES, workers))]
+        over = asyncio.create_task(ended.wait())
+        done, _ = await asyncio.wait([over, *lanes], return_when=asyncio.FIRST_COMPLETED)
+        for task in [over, *lanes]:
+            task.cancel()
+        for task in done:
+            task.result()  # a lane ends by an error only
 
 
 async def measure_growth(url: str, workers: int, *, held_each: int = 256, lifecycles: int = 8192) -> Cost:
@@ -173,3 +250,8 @@ async def growth(url: str, counts: Sequence[int], lifecycles: int, say: Callable
             f"{cost.redis_us_per_heartbeat} µs per heartbeat"
         )
     return costs
+
+
+if __name__ == "__main__":
+    url, workers = sys.argv[1:]
+    asyncio.run(_beat_on_time(url, int(workers)))

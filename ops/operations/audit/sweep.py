@@ -16,9 +16,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from .layout import KINDS, kind_of
 from .look import Looker
-from .rules import Finding, judge_job, judge_key, judge_member, judge_totals
+from .rules import KINDS, Finding, judge_job, judge_key, judge_member, judge_totals, kind_of
 
 LOOKS = 5
 SEARCHES = 2

@@ -10,12 +10,21 @@ import pytest
 import torch
 
 from rolloutmq.messages import JobFailure, RolloutResult, Segment
-from rolloutmq.ops.demo.batch import NO_VERSION, make_batch, token_versions
 from rolloutmq.ops.demo.learner import Learner
 from rolloutmq.ops.demo.model import Warmup, make_model, token_logprobs
 from rolloutmq.ops.demo.summary import objections, summarise
 from rolloutmq.ops.demo.tally import Tally
-from rolloutmq.ops.demo.task import ANSWER_TOKENS, EOS, PAD, PROMPT_TOKENS, ZERO, Problem
+from rolloutmq.ops.demo.task import (
+    ANSWER_TOKENS,
+    EOS,
+    NO_VERSION,
+    PAD,
+    PROMPT_TOKENS,
+    ZERO,
+    Problem,
+    make_batch,
+    token_versions,
+)
 from rolloutmq.ops.demo.trainer import Step
 from rolloutmq.producer import Group
 from rolloutmq.sync.publish.publisher import PublishReport

@@ -16,8 +16,8 @@ from support.specimens.messages import job, result
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, Finished, GenerateJob, Lease, Release, connect, new_id
-from rolloutmq.ops.operations.audit.layout import KINDS
 from rolloutmq.ops.operations.audit.look import Looker
+from rolloutmq.ops.operations.audit.rules import KINDS
 from rolloutmq.ops.operations.audit.sweep import Sweep
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 

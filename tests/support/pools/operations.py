@@ -16,8 +16,7 @@ from support.specimens.messages import job
 
 from rolloutmq.messages import Keys, encode, new_id
 from rolloutmq.ops.operations.rq_job import OperationJob, Surroundings
-from rolloutmq.ops.operations.rq_queue import OperationQueue
-from rolloutmq.ops.operations.rq_worker import OperationWorker
+from rolloutmq.ops.operations.rq_queue import OperationQueue, OperationWorker
 
 COMMAND = [sys.executable, "-m", "rolloutmq.ops.entry"]
 DEAD = Keys("default").dead
@@ -97,7 +96,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: reaped between open and read
         return False
 
 
