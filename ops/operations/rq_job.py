@@ -1,9 +1,8 @@
 """An operation as an RQ job, without the parts of RQ's jobs that could run foreign code.
 
-Whoever can write to Redis can write a job. RQ would unpickle it, import the function that it names, import its
-callbacks and call its webhooks. Here a job is a msgpack list; of its record only the fields below are read; and the
-name of its function is compared, never imported: the only thing a job can do is run a registered operation with
-parameters that are checked again.
+Everybody who can write to Redis can write a job. RQ would unpickle it, import its function and its callbacks, and call
+its webhooks. Here a job is a msgpack list, and only the fields below are read from its record. The name of its function
+is compared and never imported. So a job can only run a registered operation, whose parameters are checked again.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from ...messages.errors import ConfigError, RolloutMQError
 from .run import run_operation
 
 ENTRY = "rolloutmq.operation"
-"""Stands where RQ keeps a function's name. There is no such function."""
-
+"""RQ keeps a function's name in this place. There is no such function."""
 UNREADABLE = "(unreadable)"
 MAX_BYTES = 1 << 20
 """Longest call, result or progress of a job."""
@@ -48,7 +46,7 @@ class ForeignJob(RolloutMQError):
 
 
 class MsgpackSerializer:
-    """Plain data and nothing else. RQ takes a class with these two."""
+    """Plain data and nothing else. RQ wants a class with these two methods."""
 
     @staticmethod
     def dumps(obj: Any) -> bytes:
@@ -66,7 +64,7 @@ class MsgpackSerializer:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Redis and pool of a worker's operations, from its own settings: no job can point it elsewhere."""
+    """Redis and pool of a worker's operations. They come from its own settings, so no job can point it elsewhere."""
 
     redis_url: str
     pool: str
@@ -79,7 +77,7 @@ class OperationJob(Job):
 
     @classmethod
     def fetch(cls, id: str, connection: Redis | None = None, serializer: Any = None) -> OperationJob:
-        """As RQ's, but an unreadable record counts as missing: it must not end the worker."""
+        """Like RQ's, but an unreadable record counts as missing, so that it does not end the worker."""
         try:
             job = super().fetch(id, connection=connection, serializer=serializer)
         except (RedisError, NoSuchJobError):
@@ -118,7 +116,7 @@ class OperationJob(Job):
         return args[0], args[1]
 
     def perform(self) -> Any:
-        """Run the operation. A RolloutMQError is final: it would be raised again. A Redis that is away comes back."""
+        """Run the operation. A RolloutMQError is final, because a retry would raise it again; a RedisError is not."""
         try:
             name, params = self.call()
             if self.surroundings is None:
@@ -144,20 +142,20 @@ class OperationJob(Job):
             raise
 
     def retry(self, queue: Queue, pipeline: Pipeline) -> None:
-        """As RQ's, but with the notes of the run that was cut off, where RQ would save those it began with."""
+        """Like RQ's, but it saves the newest notes of the run that was cut off. RQ would save those it began with."""
         with contextlib.suppress(ValueError):
             self.get_meta()
         super().retry(queue, pipeline)
 
     def _report(self, seen: dict[str, Any]) -> None:
         self.meta = seen
-        # A job that was deleted meanwhile is not brought back as a record without an end.
+        # Writing would bring back a job that was deleted meanwhile, as a record without a TTL.
         if self.connection.exists(self.key):
             self.save_meta()  # type: ignore[no-untyped-call]
 
 
 def _check_unpacked(data: bytes) -> None:
-    """RQ's records are zlib; one that would unpack to more than a job may have is refused before RQ unpacks it."""
+    """Raises ValueError for a zlib record that RQ would unpack to more than MAX_BYTES."""
     unpacker = zlib.decompressobj()
     try:
         unpacker.decompress(data, MAX_BYTES)

@@ -27,12 +27,9 @@ from .catalog import checked
 from .rq_job import ENTRY, ForeignJob, MsgpackSerializer, OperationJob, Surroundings
 
 PR_SET_PDEATHSIG = 1
-RESULT_TTL_S = 86400
-FAILURE_TTL_S = 7 * 86400
-"""How long results and failures can be asked for."""
-
+RESULT_TTL_S, FAILURE_TTL_S = 86400, 7 * 86400
 RETRIES = 3
-"""How often an operation is started again after its worker died, or after an error that is no RolloutMQError."""
+"""An operation starts again so often after its worker died, or after an error that is no RolloutMQError."""
 
 
 def queue_name(pool: str) -> str:
@@ -126,7 +123,7 @@ class OperationQueue:
 
 
 def _connect(redis_url: str) -> Redis:
-    """RQ's own client is a blocking one, to one server. Opens nothing."""
+    """A blocking client for RQ, which needs a single server. It does not connect yet."""
     target = parse(redis_url)
     if target.kind != "single":
         raise ConfigError(
@@ -192,7 +189,7 @@ class OperationWorker(Worker):
         )
 
     def perform_job(self, job: Job, queue: Queue) -> bool:
-        """As RQ's, for a job that now knows where it works."""
+        """Like RQ's; the job gets the worker's Redis and pool first."""
         assert isinstance(job, OperationJob)
         job.surroundings = self._surroundings
         return bool(super().perform_job(job, queue))

@@ -14,15 +14,11 @@ from ....messages.redis import Keys
 from ....messages.scripts import Scripts, calls
 
 CHUNK = 256
-"""Keys, jobs or members one call looks at."""
-
+"""A call looks at so many keys, jobs or members."""
 SEARCHED = 200_000
-"""Entries of lists one call searches through, or one job's worth of them (some 30 ns each)."""
-
+"""A call searches through so many entries of lists, but at least once for one job (some 30 ns each)."""
 ADDED_UP = 5000
-"""The bytes of at most so many open jobs are added up in one step (a few milliseconds)."""
-
-
+"""One step adds up the bytes of at most so many open jobs (a few milliseconds)."""
 Listed = dict[bytes, tuple[str, ...]]
 """Job id -> the lists that hold it, one entry per occurrence."""
 
@@ -73,7 +69,7 @@ class MemberFacts:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counters and what they count. jobs, nbytes (None: too many), unread: as counted; load: as said."""
+    """load: what the counters say. jobs, nbytes (None: too many jobs), unread: what was counted."""
 
     load: dict[str, int]
     jobs: int

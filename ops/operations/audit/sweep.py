@@ -1,8 +1,8 @@
 """One audit: look at everything, then again at what seemed wrong, and report what stays wrong.
 
-A single step of Redis sees a pool whole, but a pool is too large for one step: queues and keys are read in pieces while
-jobs move between them. So a finding counts only if it is found at every one of several looks, at moments that differ,
-and the last ones see a job, its indexes and the queues in one step.
+A pool is too large for one step of Redis, so queues and keys are read in pieces while jobs move between them. A finding
+therefore counts only if several looks at random moments all find it. The last looks read a job, its indexes and the
+queues in one step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from redis.asyncio import Redis
 from .look import Looker
 from .rules import KINDS, Finding, judge_job, judge_key, judge_member, judge_totals, kind_of
 
-LOOKS = 5
-SEARCHES = 2
-"""Looks at a finding, and how many of them, the last ones, search the queues in the same step."""
-
+LOOKS, SEARCHES = 5, 2
+"""Looks at a finding; the last SEARCHES of them search the queues in the same step."""
 TOTAL_LOOKS = 20
-"""Looks at the counters while they cannot be told; they are never called wrong for it."""
+"""Looks at the counters. Counters that no look can judge are reported as not judged."""
 
 Progress = Callable[[int, int | None, str], None]
 
@@ -165,7 +163,7 @@ class Sweep:
         return [one for one in found if one.kind in (always or ())], unclear
 
     async def _moments(self) -> AsyncIterator[int]:
-        """The looks at a finding, a while apart; how long is left to chance, so as not to keep step with anything."""
+        """The looks at a finding. Pauses between them are random, so that they keep step with nothing in the pool."""
         for look in range(LOOKS):
             await self._pause()
             self._checked["again"] += 1

@@ -14,13 +14,13 @@ from .operation import Context, Operation, Params, operation
 
 RETRY_S = 0.25
 TOLD = 20
-"""Of the letters that cannot be requeued, so many are named in the result."""
+"""The result names at most so many of the letters that cannot be requeued."""
 
 
 class DeadRequeueParams(Params):
     """cause: only letters whose cause contains this. since: Unix seconds by Redis' clock. limit: most letters (a few
-    more if the run was cut off and started again). reply_to: client that gets the results instead of the one that
-    submitted. patience_s: how long a busy pool is waited for."""
+    more if the run was cut off and started again). reply_to: client that gets the results instead of the submitter.
+    patience_s: how long the run waits for a busy pool."""
 
     cause: str = ""
     since: float | None = Field(default=None, ge=0)
@@ -41,7 +41,7 @@ class DeadRequeue(Operation[DeadRequeueParams]):
         """Requeued letters are gone, so a repeated run goes on with the rest."""
         letters = DeadLetters(Broker(context.redis, context.pool))
         if "until" not in context.notes:
-            # What dies from here on, perhaps of this very requeue, is not this run's: it would never end.
+            # Jobs that die from here on, perhaps by this requeue, are left out: the run would never end.
             context.note(until=await letters.newest_id(), requeued=0)
         until, requeued, looked = context.notes["until"], int(context.notes["requeued"]), 0
         refused: list[dict[str, str]] = []

@@ -63,7 +63,7 @@ class Context:
             self._write()
 
     def note(self, **facts: str | int | float | bool | None) -> None:
-        """Write down what a repeated run has to know. Notes are kept with the job and written at once."""
+        """Write down facts for a repeated run. Notes are kept with the job and written at once."""
         self.notes.update(facts)
         self._write()
 
@@ -75,8 +75,8 @@ class Context:
 class Operation(ABC, Generic[P]):
     """One kind of operator work; the first line of its docstring is its help text.
 
-    `run` may be cut off anywhere and started again, and may run twice at once: what is done must not be done again.
-    It returns plain data (the result that is kept) and raises RolloutMQError for what a repeat would not change.
+    `run` may be cut off anywhere and started again, and may run twice at once, so it must not repeat what is done.
+    It returns its result as plain data. It raises RolloutMQError for errors that a repeat would not change.
     """
 
     name: ClassVar[str]
@@ -101,7 +101,7 @@ Kind = TypeVar("Kind", bound=type[Operation[Any]])
 
 
 def operation(kind: Kind) -> Kind:
-    """Class decorator: from here on the operation can be run by its name."""
+    """Class decorator that registers the operation under its name."""
     name = kind.name
     if not _NAME.fullmatch(name):
         raise InvalidField("name", name, "lower-case letters, digits and '-', a letter first, at most 40")
