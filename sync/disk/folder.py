@@ -6,14 +6,13 @@
     .gone-v…-77ab03de/    being deleted
     .lock                 held for the moment in which one of these names is made or changed
 
-A version gets its name by one rename, after everything in it has been flushed to disk, and loses it by one rename
-before anything in it is deleted: a crash at any moment leaves it whole, or not there. A process's locks end with it, so
-what a dead writer has left can be told from what a live one is writing. Readers hold a shared lock on the version's
+A version gets its name by one rename, after everything in it has been flushed to disk. It loses the name by one rename
+before anything in it is deleted. So a crash at any moment leaves it whole, or not there. A process's locks end with it:
+this tells what a dead writer has left from what a live one is writing. Readers hold a shared lock on the version's
 rolloutmq.json.
 
-Assumed of the filesystem: atomic rename within a folder, fsync of files and folders, and flock that every host sees
-(local disks, NFS 4, Lustre mounted with `flock`). Not a bucket behind FUSE, nor NFS mounted with `nolock` or
-`local_lock`: there one host must do all writing and collecting, and no other may read what is collected.
+docs/weights.md says what the filesystem must do. On NFS mounted with `nolock` or `local_lock` one host must do all
+writing and collecting, and no other may read what is collected.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Weights versions on disk, as safetensors checkpoints: written whole or not at all, verified when they are read.
-
-What a trainer saves here survives it: a publisher that starts again, or a worker that nobody can send to, reads a
-version back and knows from the digests that it is bit for bit the one that was published.
-"""
+"""Weights versions on disk, as safetensors checkpoints: written whole or not at all, verified when they are read."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ FILE_BYTES = 5 << 30
 
 
 class SnapshotStore:
-    """A folder of versions, shared by any number of processes; see disk_folder.py for what the filesystem must do.
+    """A folder of versions, shared by any number of processes; see folder.py for what the filesystem must do.
 
     Guarantees: whatever process is killed whenever, `versions` names only whole versions; a version that is pinned, or
     read by anybody, is not removed. Every wait ends after `lock_timeout_s`. All that goes wrong is a WeightSyncError.

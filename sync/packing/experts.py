@@ -1,9 +1,4 @@
-"""Mixture-of-experts models under their checkpoints' names, as `publish` wants them.
-
-transformers from 5 on keeps all experts of a layer in two parameters, `…experts.gate_up_proj` (experts, 2 * inner,
-hidden) and `…experts.down_proj` (experts, hidden, inner). Checkpoints, and engines that load them, have a matrix per
-expert: `…experts.0.gate_proj.weight` (inner, hidden), and so on. `save_pretrained` takes them apart; so does this.
-"""
+"""Mixture-of-experts models under their checkpoints' names, as `publish` wants them; see docs/weights.md."""
 
 from __future__ import annotations
 

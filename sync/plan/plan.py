@@ -6,7 +6,7 @@ docs/architecture.md says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,24 +114,6 @@ class CopyPlan:
         unused = [name for name in layout if name not in recorder.used]
         return cls({spec.name: spec for spec in specs}, unused, copies, superseded, fills, missing)
 
-    def bind(self, sources: Mapping[str, torch.Tensor], names: Collection[str] | None = None) -> Bound:
-        """The copies of `names` (all of `sources`) from these tensors, which must be contiguous.
-
-        Raises InvalidField for a tensor that is not as it was when the plan was made.
-        """
-        copies = []
-        chosen = sources if names is None else names
-        for name in chosen:
-            tensor, spec = sources[name], self._spec(name)
-            found = (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous())
-            if found != (_dtype(spec), spec.shape, True):
-                raise InvalidField(name, found, f"{spec.dtype} {spec.shape}, contiguous")
-            for copy in self.copies.get(name, ()):
-                at = copy.source
-                base = tensor if tensor.dtype == at.dtype else tensor.view(-1).view(at.dtype)
-                copies.append((copy, base.as_strided(at.shape, at.stride, base.storage_offset() + at.offset)))
-        return Bound(copies, self._fills_of(chosen))
-
     def for_layout(self, buckets: Sequence[torch.Tensor], specs: Iterable[TensorSpec] | None = None) -> list[Bound]:
         """The copies from flat uint8 buckets, one Bound for each; valid as long as the buckets stay where they are.
 
@@ -143,7 +125,8 @@ class CopyPlan:
         names: list[list[str]] = [[] for _ in buckets]
         typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         for spec in self.specs.values() if specs is None else specs:
-            known = self._spec(spec.name)
+            if (known := self.specs.get(spec.name)) is None:
+                raise InvalidField("tensors", spec.name, "a name that the plan was made with")
             size = buckets[spec.bucket].numel() if spec.bucket < len(buckets) else -1
             if (spec.dtype, spec.shape, spec.nbytes) != (known.dtype, known.shape, known.nbytes):
                 raise InvalidField(spec.name, f"{spec.dtype} {spec.shape}", f"{known.dtype} {known.shape}")
@@ -178,11 +161,6 @@ class CopyPlan:
             held = torch.empty(0) if whole is None else whole.destination
             views[name] = held.view(-1).view(_dtype(spec)).view(spec.shape)
         return views
-
-    def _spec(self, name: str) -> TensorSpec:
-        if name not in self.specs:
-            raise InvalidField("tensors", name, "a name that the plan was made with")
-        return self.specs[name]
 
     def _fills_of(self, names: Iterable[str]) -> list[Write]:
         wanted = set(names)

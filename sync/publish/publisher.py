@@ -48,9 +48,8 @@ class WeightPublisher:
         pool: its name.
         rename: name of a tensor in the trainer -> its name in the checkpoint, or None to leave it out.
         leader: whether this rank sends; by default rank 0 of the trainer's default process group, or the only one.
-        snapshots: a folder (or a SnapshotStore) to save committed versions in, for workers that come when this trainer
-            is gone, and for a trainer that starts again. In the background: a version that waits for its turn is
-            skipped when a newer one is committed. See `snapshots_saved`.
+        snapshots: a folder (or a SnapshotStore) to save committed versions in. A version that waits to be saved is
+            skipped when a newer one is committed. See `SyncSettings.snapshots`, and `snapshots_saved`.
         settings: fields of `SyncSettings`, which describes them.
 
     Raises InvalidField for a setting that cannot be; RedisUnavailable; WeightSyncError if nothing can listen on `port`;

@@ -1,7 +1,6 @@
-"""What has to be worked out once for a layout of buckets, and is used again by every update that has it.
+"""What is worked out once for a layout of buckets, and used again by every update that has it.
 
-The host's work per update is then a handful of calls per bucket: one digest kernel over what arrived, one grouped copy,
-one digest kernel over what the engine's parameters hold.
+Per bucket an update then queues three calls: a digest of what arrived, a grouped copy, a digest of the parameters.
 """
 
 from __future__ import annotations

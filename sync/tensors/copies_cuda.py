@@ -1,7 +1,5 @@
 """Copies on a GPU: one kernel for any number of them, as fast as memory is.
 
-Hundreds of calls of torch's take the host longer than a small model is on the wire.
-
 Runs under Triton's interpreter too (TRITON_INTERPRET=1, tensors on the CPU), which is how it is tested without a GPU.
 """
 

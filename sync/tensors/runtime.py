@@ -19,9 +19,7 @@ _before = 0.0
 def short_turns() -> Iterator[None]:
     """Within this block threads take turns at the interpreter every 20 microseconds, instead of every 5 milliseconds.
 
-    A scheduler's main thread loops without a pause while its engine has nothing to do. Every call into torch gives the
-    interpreter away and has to wait a turn to get it back: thousands of them, as the first look at a model's tensors
-    takes, would be half a minute. It holds for the whole process, as long as one thread is in such a block.
+    It holds for the whole process, as long as one thread is in such a block. docs/architecture.md says why.
     """
     global _users, _before  # noqa: PLW0603 – the setting is the process's
     with _lock:

@@ -1,4 +1,4 @@
-"""Who asks again and again for what it then refuses is answered less and less often: others want something, too."""
+"""A worker that asks for a transfer and then refuses it is tried less and less often, for the others' sake."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LONGEST_PAUSE_S = 60.0
 
 
 class Patience:
-    """Pauses of 1, 2, 4 … seconds, one row for each of whom there is to be patient with."""
+    """Pauses of 1, 2, 4 … seconds, at most LONGEST_PAUSE_S, for each worker by itself."""
 
     def __init__(self) -> None:
         self._refusals: dict[str, tuple[int, float]] = {}  # how often in a row, and until when there is a pause

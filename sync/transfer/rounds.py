@@ -182,7 +182,7 @@ class Transfer:
                 sending.exception()  # the failures say so
 
     async def _joins(self, announcement: WeightAnnouncement, expected: AbstractSet[str]) -> dict[str, Join]:
-        """Who takes part: waits until every expected worker has joined, is dead, or the time is over."""
+        """Wait until every expected worker has joined, is dead, or the time is over. Returns those that take part."""
         deadline = time.monotonic() + announcement.join_timeout_s
         while True:
             self._bell.quiet()
@@ -197,7 +197,7 @@ class Transfer:
     async def _reports(
         self, announcement: WeightAnnouncement, sending: asyncio.Task[None], failures: dict[str, str]
     ) -> TransferResult:
-        """How it went on each worker of the roster: waits until all have reported, died, or the time is over."""
+        """Wait until every worker of the roster has reported, is dead, or the time is over. Returns how it went."""
         deadline = time.monotonic() + announcement.deadline_s + GRACE_S
         while True:
             self._bell.quiet()
@@ -231,7 +231,7 @@ class Transfer:
         return TransferResult(bool(workers), workers, failures, frozenset(again), readback)
 
     def _late(self, announcement: WeightAnnouncement, epoch: Epoch) -> set[str]:
-        """Workers that the sender waited for in vain: they cannot reach it, or are too slow, and would be again."""
+        """Workers that the sender waited for in vain. They cannot reach it or are too slow, so they are not retried."""
         late = set()
         for worker, first in announcement.roster.items():
             ranks = epoch.joins[worker].ranks if worker in epoch.joins else 1
@@ -271,7 +271,7 @@ def _own_fault(report: TransferReport) -> bool:
 
 
 def _has_left(report: TransferReport) -> bool:
-    """Whether it failed before it had received everything, and not for others' sake: then they wait for it in vain."""
+    """Whether it failed by itself before it had received everything. The others wait for it in vain then."""
     all_here = report.phase == "verify" or (
         report.phase == "receive" and report.error.startswith(DigestMismatch.__name__)
     )

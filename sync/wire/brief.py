@@ -1,8 +1,4 @@
-"""A version in brief, for receivers that know how it lies: its layout's name, its number, its tensors' digests.
-
-A trainer's versions differ in nothing else. Reading a whole manifest takes milliseconds, as long as a small model is on
-the wire.
-"""
+"""A version in brief, for receivers that know its layout: the layout's name, the version's number, the digests."""
 
 from __future__ import annotations
 

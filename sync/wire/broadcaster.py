@@ -71,7 +71,7 @@ class Broadcaster:
     # --- before the seal -------------------------------------------------------------------------------------------
 
     def offer(self, epoch: int, snapshot: Snapshot) -> None:
-        """Put the manifest where receivers look for it."""
+        """Begin a transfer: forget the last one, and publish the manifest."""
         self._stopped.clear()
         self.sent_bytes = 0
         # Numbers of transfers begin again where Redis lost its data; this store did not.
@@ -83,14 +83,14 @@ class Broadcaster:
         self.publish(epoch, snapshot.manifest)
 
     def publish(self, epoch: int, manifest: WeightManifest) -> None:
-        """Let receivers go on that wait for the manifest."""
+        """Put the manifest into the store, for which receivers wait."""
         told = Brief.of(manifest)
         self.layout = told.layout
         self.store.set(EpochKeys(epoch).brief, told.to_bytes())
         self.store.set(EpochKeys(epoch).manifest, encode(manifest))
 
     def name_group(self, epoch: int, roster: Mapping[str, int], joins: Mapping[str, Join]) -> str:
-        """The group for this transfer: the standing one, if layout and members are the same and all are still in it."""
+        """Name the group of this transfer: the standing one, if layout and members are the same and all are in it."""
         if self._group is not None and self._members == dict(roster):
             name = self._group.name
             if is_group_for(name, self.layout) and all(joins[worker].group == name for worker in roster):
@@ -204,9 +204,9 @@ class Broadcaster:
             pause = min(pause * 1.02, 0.02)
 
     def _absent(self, announcement: WeightAnnouncement) -> frozenset[int]:
-        """Who did not come to make the group; once it is made, who was not ready to receive.
+        """The ranks that did not come to make the group; once it is made, those that were not ready to receive.
 
-        Nobody, if all came and it could not be made: then one of them broke off amid it, and nothing tells which.
+        None if all came and it could not be made: one of them broke off, and nothing tells which.
         """
         keys, ranks = EpochKeys(announcement.epoch), range(1, announcement.world_size)
         away = frozenset(rank for rank in ranks if not self.store.check([here(announcement.group, rank)]))

@@ -1,9 +1,4 @@
-"""Process groups of our own: beside whatever groups the trainer and the engine already have.
-
-Built directly from a TCPStore, never through `init_process_group`: the default group, its settings and its environment
-are the trainer's and the engine's business, and torchrun's variables must not turn rank 0 into a store client. A group
-outlives its transfer: while the members stay the same the next one uses it again.
-"""
+"""Process groups of our own, beside the trainer's and the engine's. docs/architecture.md says how they are made."""
 
 from __future__ import annotations
 
@@ -64,7 +59,7 @@ class Group(Protocol):
         """
 
     def abort(self) -> None:
-        """End whatever is under way, here; what was being received is half written. The group is of no use after it."""
+        """End what is under way here. What was being received is half written. The group cannot be used any more."""
 
 
 def open_group(
@@ -125,11 +120,7 @@ class GlooGroup:
 
 
 class NcclGroup:
-    """Between GPUs. Nothing of it blocks longer than its deadline.
-
-    Making a communicator blocks until every rank is there, and cannot be ended from outside when one dies in the midst
-    of it: so they must have met before.
-    """
+    """Between GPUs. No call blocks longer than its deadline. The ranks must have met: see `_meet`."""
 
     def __init__(self, store: Any, name: str, *, rank: int, world: int, device: torch.device, deadline: float) -> None:
         from torch.distributed import ProcessGroupNCCL  # noqa: PLC0415 – missing from CPU builds
@@ -189,9 +180,9 @@ def here(name: str, rank: int) -> str:
 
 
 def _meet(store: Any, name: str, *, rank: int, world: int, deadline: float, broken: Callable[[], str]) -> None:
-    """Wait until every rank has come this far: what comes after it cannot be ended from outside.
+    """Wait until every rank is here, because nobody can end what comes next (making a communicator) from outside.
 
-    Raises TransferTimeout, naming those that are missing.
+    Raises TransferTimeout, which names the ranks that are missing.
     """
     keys = [here(name, other) for other in range(world)]
     pause, look = 0.0002, time.monotonic() + 0.1

@@ -55,10 +55,11 @@ class PlainModel(torch.nn.Module):  # type: ignore[misc]
 class PlainEngine:
     """What the benchmark asks of an engine, without one."""
 
+    _model: PlainModel
+    _receiver: Receiver
+
     def __init__(self, shape: str, device: str) -> None:
         self._shape, self._device = SHAPES[shape], torch.device(device)
-        self._model: PlainModel | None = None
-        self._receiver: Receiver | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -74,15 +75,12 @@ class PlainEngine:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._model = PlainModel(self._shape.tensors(), self._device)
-        await self.stage("on")
+        self._receiver = Receiver(self._device, staging="on")
 
     async def prepare_weights(self, order: TransferOrder) -> TransferReport:
-        assert self._receiver is not None
         return await asyncio.to_thread(self._receiver.prepare, order)
 
     async def commit_weights(self, order: TransferOrder) -> TransferReport:
-        assert self._receiver is not None
-        assert self._model is not None
         return await asyncio.to_thread(self._receiver.commit, order.epoch, self._model, idle=True)
 
     async def settle(self) -> None:
@@ -92,8 +90,6 @@ class PlainEngine:
 
     async def stage(self, policy: StagingPolicy) -> None:
         """Stage from now on, or not."""
-        if self._receiver is None:
-            self._receiver = Receiver(self._device, staging=policy)
         self._receiver.stage(policy)
 
     async def close(self) -> None:

@@ -23,10 +23,11 @@ from .stock import StockReceiver, StockRequest
 class EngineProcess:
     """State of the process. Every public method is a call of the parent's."""
 
+    _raw: Raw
+    _stock: StockReceiver
+
     def __init__(self) -> None:
         self._engine: BenchEngine | PlainEngine | None = None
-        self._raw: Raw | None = None
-        self._stock: StockReceiver | None = None
         self._requests: dict[str, list[StockRequest]] = {}
         self._load: Load | None = None
         self._member: PoolMember | None = None
@@ -57,13 +58,11 @@ class EngineProcess:
 
     def raw(self, nbytes: int, bucket_bytes: int, timeout_s: float) -> Any:
         """One round."""
-        assert self._raw is not None
         return self._raw.run(nbytes, bucket_bytes, timeout_s)
 
     def raw_free(self) -> None:
         """Give the buffers back."""
-        if self._raw is not None:
-            self._raw.free()
+        self._raw.free()
 
     async def stock_join(self, name: str, **where: Any) -> None:
         """Join the stock update group."""
@@ -76,7 +75,6 @@ class EngineProcess:
 
     async def stock(self, key: str, timeout_s: float) -> Any:
         """One version, from the first request until the device is done. What runs is interrupted first, if anything."""
-        assert self._stock is not None
         began = now()
         if self._load is not None:
             await self._load.pause(timeout_s)

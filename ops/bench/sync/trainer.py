@@ -22,15 +22,14 @@ HOST = "127.0.0.1"
 class Trainer:
     """State of the process. Every public method is a call of the parent's."""
 
-    def __init__(self) -> None:
-        self._device = "cpu"
-        self._store: Any = None
-        self._flat = torch.empty(0, dtype=torch.uint8)
-        self._tensors: list[tuple[str, torch.Tensor]] = []
-        self._raw: Raw | None = None
-        self._stock: StockGroup | None = None
-        self._ours: OursSender | None = None
-        self._publisher: Any = None
+    _device: str
+    _store: Any
+    _flat: torch.Tensor
+    _tensors: list[tuple[str, torch.Tensor]]
+    _raw: Raw
+    _stock: StockGroup
+    _ours: OursSender
+    _publisher: Any
 
     def open(self, shape: str, device: str) -> dict[str, Any]:
         """Make the weights, one behind the other in one piece of memory, and the rendezvous store."""
@@ -53,13 +52,11 @@ class Trainer:
 
     def raw(self, bucket_bytes: int, timeout_s: float) -> Any:
         """One round."""
-        assert self._raw is not None
         return self._raw.run(self._flat.numel(), bucket_bytes, timeout_s)
 
     def raw_free(self) -> None:
         """Give the buffers back."""
-        if self._raw is not None:
-            self._raw.free()
+        self._raw.free()
 
     def stock_open(self, **where: Any) -> None:
         """Make the update group; the engines join meanwhile."""
@@ -72,7 +69,6 @@ class Trainer:
 
     def stock_send(self, bucket_bytes: int | None, timeout_s: float) -> None:
         """One version."""
-        assert self._stock is not None
         self._stock.send(list(self._stock_buffers(bucket_bytes)), timeout_s)
 
     def _stock_buffers(self, bucket_bytes: int | None) -> Iterator[torch.Tensor]:
@@ -98,19 +94,17 @@ class Trainer:
 
     def ours_announce(self, **order: Any) -> dict[str, Any]:
         """See OursSender.announce."""
-        assert self._ours is not None
         return self._ours.announce(**order)
 
     def ours_send(self, timeout_s: float) -> None:
         """The version that was announced."""
-        assert self._ours is not None
         self._ours.send(timeout_s)
 
     def publisher_open(self, redis_url: str, pool: str, timeout_s: float) -> int:
         """A WeightPublisher; the last version it knows of."""
         from ....sync.publish import WeightPublisher  # noqa: PLC0415 – starts threads and connections of its own
 
-        self._ours = None  # its memory is wanted
+        del self._ours  # its memory is wanted
         self._publisher = WeightPublisher(redis_url, pool, host=HOST, transfer_timeout_s=timeout_s)
         return int(self._publisher.last_version)
 
@@ -133,9 +127,7 @@ class Trainer:
 
     def publisher_close(self) -> None:
         """End it."""
-        publisher, self._publisher = self._publisher, None
-        if publisher is not None:
-            publisher.close()
+        self._publisher.close()
 
 
 if __name__ == "__main__":

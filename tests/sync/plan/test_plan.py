@@ -12,7 +12,7 @@ from torch import nn
 from rolloutmq.messages import InvalidField
 from rolloutmq.messages.model.weights import TensorSpec
 from rolloutmq.sync.packing.packing import PackedWeights
-from rolloutmq.sync.plan.plan import CopyPlan, PlanImpossible, Source
+from rolloutmq.sync.plan.plan import Bound, CopyPlan, PlanImpossible, Source
 from rolloutmq.sync.tensors.digester import digest
 
 WIDTH, INNER, EXPERTS, ROWS, PADDED = 8, 6, 3, 10, 12
@@ -77,6 +77,13 @@ def checkpoint(dtype: torch.dtype = torch.float32, **extra: torch.Tensor) -> Ten
     return {name: tensor.to(dtype) for name, tensor in tensors.items()} | extra
 
 
+def bind(plan: CopyPlan, tensors: Tensors) -> Bound:
+    """The copies of these tensors, out of one bucket."""
+    snapshot = PackedWeights(1, tensors.items()).snapshot()
+    (bound,) = plan.for_layout(snapshot.buckets, snapshot.manifest.tensors)
+    return bound
+
+
 def specs_of(tensors: Tensors, bucket_bytes: int = 1 << 20) -> tuple[TensorSpec, ...]:
     return PackedWeights(1, tensors.items(), bucket_bytes).snapshot().manifest.tensors
 
@@ -134,13 +141,13 @@ def test_replay_gives_the_bits_of_load_weights(
 def test_whole_and_partial() -> None:
     tensors = checkpoint()
     specs = specs_of(tensors)
-    assert {name for name, *_ in CopyPlan.trace(Layer(), specs).bind(tensors).partial} == set()
-    cut = CopyPlan.trace(Layer(1, 2), specs).bind(tensors)
+    assert {name for name, *_ in bind(CopyPlan.trace(Layer(), specs), tensors).partial} == set()
+    cut = bind(CopyPlan.trace(Layer(1, 2), specs), tensors)
     assert {name for name, *_ in cut.whole} == {"head", "scale"}
     assert CopyPlan.trace(Layer(1, 2), specs).copies["out"][0].source == Source(
         "out", torch.float32, (WIDTH, WIDTH // 2), (WIDTH, 1), WIDTH // 2
     )
-    assert CopyPlan.trace(Layer(dtype=torch.bfloat16), specs).bind(tensors).whole == []
+    assert bind(CopyPlan.trace(Layer(dtype=torch.bfloat16), specs), tensors).whole == []
 
 
 def test_of_two_tied_names_the_last_wins_and_the_first_is_not_compared() -> None:
@@ -148,7 +155,7 @@ def test_of_two_tied_names_the_last_wins_and_the_first_is_not_compared() -> None
     model = Layer(tied=True)
     plan = CopyPlan.trace(model, specs_of(tensors))
     assert list(plan.superseded) == ["embed"]
-    plan.bind(tensors).run()
+    bind(plan, tensors).run()
     assert torch.equal(model.embed[:ROWS], tensors["head"])
     assert list(CopyPlan.trace(Layer(tied=False), specs_of(tensors)).superseded) == []
 
@@ -166,7 +173,7 @@ def test_binding_some_names_touches_nothing_else() -> None:
     model = Layer()
     before, expected = state(model), loaded_by_hand(model, tensors)
     plan = CopyPlan.trace(model, specs_of(tensors))
-    plan.bind(tensors, names=["k", "experts.0.down"]).run()
+    bind(plan, {name: tensors[name] for name in ("k", "experts.0.down")}).run()
     before["qkv"][WIDTH : 2 * WIDTH] = expected["qkv"][WIDTH : 2 * WIDTH]
     before["w2"][0] = expected["w2"][0]
     assert_same(model, before)
@@ -198,7 +205,7 @@ def test_export_is_the_checkpoint_again() -> None:
     tensors = checkpoint(**{"rotary.inv_freq": torch.randn(4)})
     model = Layer(tied=False)
     plan = CopyPlan.trace(model, specs_of(tensors))
-    plan.bind(tensors).run()
+    bind(plan, tensors).run()
     held = plan.export()
     assert held.keys() == tensors.keys() - {"rotary.inv_freq"}
     assert all(digest(held[name]) == digest(tensors[name]) for name in held)
@@ -212,11 +219,11 @@ def test_what_is_bound_must_be_what_was_traced() -> None:
     tensors = checkpoint()
     snapshot = PackedWeights(1, tensors.items()).snapshot()
     plan = CopyPlan.trace(Layer(), snapshot.manifest.tensors)
-    for wrong in (tensors["q"].bfloat16(), tensors["q"][:4], tensors["q"].t()):
-        with pytest.raises(InvalidField, match="contiguous"):
-            plan.bind({"q": wrong})
+    for wrong in (tensors["q"].bfloat16(), tensors["q"][:4]):
+        with pytest.raises(InvalidField, match="q"):
+            bind(plan, {"q": wrong})
     with pytest.raises(InvalidField, match="a name that the plan was made with"):
-        plan.bind({"x": tensors["q"]})
+        bind(plan, {"x": tensors["q"]})
     last = snapshot.manifest.tensors[-1]
     with pytest.raises(InvalidField, match="inside"):
         plan.for_layout([snapshot.buckets[0][: last.offset + last.nbytes - 1]])
@@ -342,7 +349,7 @@ def test_views_of_any_kind_are_followed(what: str, mode: Callable[[], AbstractCo
         before = model.weight.detach().clone()
         plan = CopyPlan.trace(model, specs_of(tensors))
         assert torch.equal(model.weight, before)
-        plan.bind(tensors).run()
+        bind(plan, tensors).run()
         replayed = model.weight.detach().clone()
         model.weight.copy_(before)
         model.load_weights(tensors.items())
@@ -357,7 +364,7 @@ def test_parameters_in_one_flat_storage_are_told_apart() -> None:
     tensors = {"second": torch.randn(3, 4)}
     plan = CopyPlan.trace(model, specs_of(tensors), lambda pairs: [model.second.data.copy_(w) for _, w in pairs])
     assert plan.missing == ["first"]
-    plan.bind(tensors).run()
+    bind(plan, tensors).run()
     assert torch.equal(flat[8:].view(3, 4), tensors["second"])
 
 
@@ -383,7 +390,7 @@ def test_thousands_of_expert_slices_are_settled_quickly() -> None:
     tensors = {str(index): torch.full((4, 3), float(index)) for index in range(2 * experts)}
     plan = CopyPlan.trace(model, specs_of(tensors), load)
     assert plan.missing == []
-    plan.bind(tensors).run()
+    bind(plan, tensors).run()
     assert torch.equal(model.w13[:, 0, 0], torch.arange(0.0, 2 * experts, 2))
     del tensors["4095"]
     assert CopyPlan.trace(model, specs_of(tensors), load).missing == ["w13"]
