@@ -297,9 +297,8 @@ class Worker:
             for job_id in ring.get("ids", "").split():
                 self._drop(job_id)
         elif kind == "stop":
-            for job_id in ring.get("ids", "").split():
-                if (held := self._held.get(job_id)) is not None:
-                    self._generation.end(held.samples.values())
+            for held in filter(None, map(self._held.get, ring.get("ids", "").split())):
+                self._generation.end(held.samples.values())
         elif kind == "weights" and self._follower is not None:
             self._follower.poke()
         elif kind == "want" and self._peer is not None:
@@ -307,13 +306,9 @@ class Worker:
         elif kind == "command" and self._commands and self._box and ring.get("worker", "") in {"", self.worker_id}:
             self._commands.hear(self._box, ring.get("id", ""))
 
-    # --- the engine ------------------------------------------------------------------------------------------------
-
     def _engine_died(self) -> None:
         if self._keeper.died() and self._follower is not None:
             self._follower.halt()
-
-    # --- commands --------------------------------------------------------------------------------------------------
 
     def _drain_within(self, drain_s: float | None) -> None:
         if drain_s is not None:

@@ -268,9 +268,8 @@ class Inboxes:
 
     def __init__(self, samples: Inbox) -> None:
         self._samples, self.tasks = samples, Inbox()
-        self._expected: OrderedDict[str, None] = (
-            OrderedDict()
-        )  # this client's tasks, over or not, the newest MEMORY of them
+        # This client's tasks, over or not, the newest MEMORY of them.
+        self._expected: OrderedDict[str, None] = OrderedDict()
         self._over: set[str] = set()  # tasks of an earlier client that have ended
 
     @property

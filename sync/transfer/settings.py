@@ -40,58 +40,39 @@ class SyncOptions(TypedDict, total=False):
 class SyncSettings(BaseModel):
     """Settings of a `WeightPublisher`; the same keys stand below `publisher` in a configuration file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, strict=True)
 
-    host: str | None = Field(
-        default=None,
-        min_length=1,
-        description="This host as workers reach it; by default the address that the route to Redis leaves from.",
-    )
-    port: int = Field(
-        default=0, ge=0, le=HIGHEST_PORT, description="Where the rendezvous store listens; 0 picks a free port."
-    )
-    mode: UpdateMode = Field(
-        default="resume",
-        description="'resume' interrupts running samples and continues them under the new weights, 'in_place' changes "
-        "the weights under them and keeps their KV cache, 'drain' lets them finish first.",
-    )
-    join_timeout_s: float = Field(
-        default=10.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Seconds that workers have to answer an announcement; with 'drain', to finish what runs.",
-    )
-    transfer_timeout_s: float = Field(
-        default=60.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Seconds that a transfer may take from the seal to the last report.",
-    )
-    bucket_bytes: int = Field(default=BUCKET_BYTES, ge=1, description="Bytes of one broadcast.")
-    keep: Keep = Field(
-        default="auto",
-        description="Where the copy of a version lives until the next one: 'device' (as much GPU memory as the "
-        "weights), 'host' (pinned memory), or 'auto' (the device while 10% of its memory stay free).",
-    )
-    nonfinite: NonFinitePolicy = Field(
-        default="refuse",
-        description="'refuse' sends no version with NaN or Inf in it, and no worker loads one; 'allow' does.",
-    )
-    gpu_direct: bool = Field(default=True, description="False sends through host memory (gloo), even between GPUs.")
-    verify: bool = Field(
-        default=True, description="False leaves the digests unchecked, to measure what checking costs."
-    )
-    transfer: Literal["own"] = Field(default="own", description="'own' is the only one.")
-    snapshots: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Folder where committed versions are saved in the background, for workers that come when this "
-        "trainer is gone, and for a trainer that starts again.",
-    )
-    snapshot_every: int = Field(
-        default=1, ge=1, description="The first committed version is saved, and then every one at this distance."
-    )
-    keep_snapshots: int = Field(default=2, ge=1, description="Newest versions that stay in the folder.")
+    host: str | None = Field(default=None, min_length=1)
+    """This host as workers reach it; by default the address that the route to Redis leaves from."""
+    port: int = Field(default=0, ge=0, le=HIGHEST_PORT)
+    """Where the rendezvous store listens; 0 picks a free port."""
+    mode: UpdateMode = "resume"
+    """'resume' interrupts running samples and continues them under the new weights, 'in_place' changes the weights
+    under them and keeps their KV cache, 'drain' lets them finish first."""
+    join_timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """Seconds that workers have to answer an announcement; with 'drain', to finish what runs."""
+    transfer_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """Seconds that a transfer may take from the seal to the last report."""
+    bucket_bytes: int = Field(default=BUCKET_BYTES, ge=1)
+    """Bytes of one broadcast."""
+    keep: Keep = "auto"
+    """Where the copy of a version lives until the next one: 'device' (as much GPU memory as the weights), 'host'
+    (pinned memory), or 'auto' (the device while 10% of its memory stay free)."""
+    nonfinite: NonFinitePolicy = "refuse"
+    """'refuse' sends no version with NaN or Inf in it, and no worker loads one; 'allow' does."""
+    gpu_direct: bool = True
+    """False sends through host memory (gloo), even between GPUs."""
+    verify: bool = True
+    """False leaves the digests unchecked, to measure what checking costs."""
+    transfer: Literal["own"] = "own"
+    """'own' is the only one."""
+    snapshots: str | None = Field(default=None, min_length=1)
+    """Folder where committed versions are saved in the background, for workers that come when this trainer is gone, and
+    for a trainer that starts again."""
+    snapshot_every: int = Field(default=1, ge=1)
+    """The first committed version is saved, and then every one at this distance."""
+    keep_snapshots: int = Field(default=2, ge=1)
+    """Newest versions that stay in the folder."""
 
     @field_validator("transfer", mode="before")
     @classmethod

@@ -24,16 +24,11 @@ class ProfileCommands:
         return {"start_profile": self._start, "stop_profile": self._stop}
 
     async def _start(self, params: StartProfileParams, deadline: float) -> Mapping[str, Any]:
-        told: dict[str, Any] = {"activities": params.activities}
-        if params.folder is not None:
-            told["folder"] = params.folder
-        if params.steps is not None:
-            told["steps"] = params.steps
-        return await self._engine.operate("start_profile", told)
+        return await self._engine.operate("start_profile", params.model_dump(exclude_none=True))
 
     async def _stop(self, params: StopProfileParams, deadline: float) -> Mapping[str, Any]:
         if params.upload:
-            await asyncio.to_thread(check_url, params.upload)
+            await asyncio.to_thread(open_url, params.upload)  # before anything is written
         result = dict(await self._engine.operate("stop_profile", {}))
         folder = Path(str(result["folder"]))
         if params.fetch_bytes:
@@ -58,17 +53,12 @@ class UploadFailed(RolloutMQError):
     """The files are on the worker's disk, and not, or not all, where they were to be copied to."""
 
 
-def check_url(url: str) -> None:
-    """Whether there is a filesystem for a URL. Raises ConfigError naming the package that is missing."""
-    _open(url)
-
-
 def upload(path: Path, url: str) -> dict[str, Any]:
     """Copy a file, or a folder with all that is in it, into the folder at `url`, under its own name. Blocks.
 
     The size of every file is compared with what arrived. Raises ConfigError, UploadFailed.
     """
-    filesystem, root = _open(url)
+    filesystem, root = open_url(url)
     target, nbytes, count = f"{root.rstrip('/')}/{path.name}", 0, 0
     try:
         for file in _files(path):
@@ -79,9 +69,9 @@ def upload(path: Path, url: str) -> dict[str, Any]:
             if (there := filesystem.size(place)) != size:
                 raise UploadFailed(f"{file.name}: {there} of {size} bytes arrived")
             nbytes, count = nbytes + size, count + 1
-    except UploadFailed:
-        raise
     except Exception as error:  # each filesystem has errors of its own
+        if isinstance(error, UploadFailed):
+            raise
         raise UploadFailed(f"upload of {path.name}: {type(error).__name__}: {error}") from error
     return {"uploaded": f"{url.rstrip('/')}/{path.name}", "uploaded_files": count, "uploaded_nbytes": nbytes}
 
@@ -90,7 +80,8 @@ def _files(path: Path) -> Iterable[Path]:
     return [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
 
 
-def _open(url: str) -> tuple[Any, str]:
+def open_url(url: str) -> tuple[Any, str]:
+    """The filesystem for a URL, and the place in it. Raises ConfigError naming the package that is missing."""
     scheme = url.partition("://")[0]
     try:
         from fsspec.core import url_to_fs  # noqa: PLC0415 – an optional dependency

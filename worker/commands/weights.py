@@ -15,7 +15,7 @@ from ...sync.transfer import Ledger
 from ..engine import Engine
 from ..generation import Generation
 from ..weights import WeightFollower, folder_order
-from .files import check_url, upload
+from .files import open_url, upload
 from .queue import Handler
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class WeightCommands:
 
     async def _save(self, params: SaveParams, deadline: float) -> Mapping[str, Any]:
         if params.upload:
-            await asyncio.to_thread(check_url, params.upload)  # before anything is written
+            await asyncio.to_thread(open_url, params.upload)  # before anything is written
         async with self._whole("save", deadline) as version:
             if params.format == "safetensors":
                 saved = await self._engine.operate("export", {"path": params.path, "version": version})

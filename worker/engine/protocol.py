@@ -151,7 +151,12 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """An inference engine. All methods are called from one event loop."""
+    """An inference engine. All methods are called from one event loop.
+
+    What a worker awaits raises EngineDead if the engine dies meanwhile, and EngineError if it does not answer or fails
+    at something that it need not fail at again. A transfer that fails raises nothing: the report says what happened,
+    and whether the engine has a whole version.
+    """
 
     @property
     def info(self) -> EngineInfo:
@@ -168,15 +173,14 @@ class Engine(Protocol):
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """Run one request to its end or its abort.
 
-        Raises RequestRefused if this request can never run here, EngineDead if the engine dies meanwhile, and another
-        EngineError for a failure that the same request need not meet again.
+        Raises RequestRefused if this request can never run here.
         """
         ...
 
     async def perform(self, request: TaskRequest) -> TaskOutput:
         """Run one input of a job that generates nothing; an abort gives an output that is not finished.
 
-        Raises as `generate` does; RequestRefused, too, for a task that is not among `info.features`.
+        Raises RequestRefused as `generate` does, and for a task that is not among `info.features`.
         """
         ...
 
@@ -199,34 +203,27 @@ class Engine(Protocol):
         """The first half of an update, while requests run: take part in the transfer `order`.
 
         The report's phase is "staged" if the version is here and verified, or "ready" if it will be received by
-        `commit_weights`. Never raises for a failed transfer: the report says what happened, and the old weights are
-        whole. Raises EngineDead if the engine dies meanwhile, EngineError if it does not answer.
+        `commit_weights`. The old weights stay whole.
         """
         ...
 
     async def commit_weights(self, order: TransferOrder) -> TransferReport:
         """The second half: load what was prepared, verified. No request may be running, but with order.mode "in_place".
 
-        Never raises for a failed transfer: the report says what happened and whether the engine has a whole version.
         In place, `report.switched` tells for every request that was running how many of its tokens the old weights
-        sampled. Raises EngineDead if the engine dies meanwhile, EngineError if it does not answer.
+        sampled.
         """
         ...
 
     async def send_weights(self, order: TransferOrder) -> TransferReport:
         """Send the version that was loaded last, bit by bit as the trainer sent it, to the group of `order`, as rank 0.
 
-        Requests run meanwhile; neither half of an update may. Never raises for a send that failed, or that this engine
-        cannot do: the report says what happened. Raises EngineDead if the engine dies meanwhile, EngineError if it does
-        not answer.
+        Requests run meanwhile; neither half of an update may. The report also says if this engine cannot send.
         """
         ...
 
     async def load_adapter(self, adapter: Adapter) -> None:
-        """Have one version of a LoRA adapter ready for requests, beside its other versions, while requests run.
-
-        Raises EngineError if it does not fit this engine, EngineDead if that dies meanwhile.
-        """
+        """Have one version of a LoRA adapter ready for requests, beside its other versions, while requests run."""
         ...
 
     async def unload_adapter(self, name: str, version: int) -> None:
@@ -247,8 +244,7 @@ class Engine(Protocol):
             of it leaves weights that are no version.
         "start_profile": {folder, activities, steps}, "stop_profile": {}.
 
-        Raises RequestRefused, with the reason, for what this engine cannot do as it is configured; EngineDead, and
-        EngineError for what went wrong.
+        Raises RequestRefused, with the reason, for what this engine cannot do as it is configured.
         """
         ...
 

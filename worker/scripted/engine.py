@@ -143,9 +143,13 @@ class ScriptedEngine:
         self.ops.keeps_weights, self.ops.can_sleep = before.keeps_weights, before.can_sleep
         self._alive = True
 
-    async def generate(self, request: EngineRequest) -> EngineOutput:
-        if not self._alive:
+    @staticmethod
+    def _check(runs: bool) -> None:
+        if not runs:
             raise EngineDead("the scripted engine is not running")
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        self._check(self._alive)
         limit = CONTEXT - len(request.token_ids)
         if request.max_new_tokens > limit:
             raise RequestRefused(f"max_new_tokens={request.max_new_tokens}: at most {limit} fit behind this prompt")
@@ -170,8 +174,7 @@ class ScriptedEngine:
         return EngineOutput(token_ids, logprobs, "length" if count == request.max_new_tokens else "abort")
 
     async def perform(self, request: TaskRequest) -> TaskOutput:
-        if not self._alive:
-            raise EngineDead("the scripted engine is not running")
+        self._check(self._alive)
         await asyncio.sleep(0)
         return TaskOutput(scripted_values(request), finished=True)
 
@@ -207,15 +210,13 @@ class ScriptedEngine:
 
         from ...sync.receive import Receiver  # noqa: PLC0415
 
-        if not self._alive:
-            raise EngineDead("the scripted engine is not running")
+        self._check(self._alive)
         self._receiver = self.ops.receiver = self._receiver or Receiver(torch.device("cpu"))
         report: TransferReport = await asyncio.to_thread(self._receiver.prepare, order)
         return report
 
     async def commit_weights(self, order: TransferOrder) -> TransferReport:
-        if not self._alive or self._receiver is None:
-            raise EngineDead("the scripted engine is not running")
+        self._check(self._alive and self._receiver is not None)
         report: TransferReport = await asyncio.to_thread(self._receiver.commit, order.epoch, self)
         self.ops.garbage = self.ops.garbage and not report.ok
         if order.mode != "in_place" or not report.ok:
@@ -226,8 +227,7 @@ class ScriptedEngine:
         return replace(report, switched=counts)
 
     async def send_weights(self, order: TransferOrder) -> TransferReport:
-        if not self._alive or self._receiver is None:
-            raise EngineDead("the scripted engine is not running")
+        self._check(self._alive and self._receiver is not None)
         from ...sync.receive import send_held  # noqa: PLC0415
 
         report: TransferReport = await asyncio.to_thread(send_held, self._receiver, order, self.weights)
@@ -238,8 +238,7 @@ class ScriptedEngine:
         self.weights = {**self.weights, **{name: tensor.clone() for name, tensor in tensors}}
 
     async def load_adapter(self, adapter: Any) -> None:
-        if not self._alive:
-            raise EngineDead("the scripted engine is not running")
+        self._check(self._alive)
         if not self.lora:
             raise EngineError("the scripted engine was started without LoRA")
         self.loaded[adapter.name, adapter.version] = adapter
@@ -250,8 +249,7 @@ class ScriptedEngine:
         del self.loaded[name, version]
 
     async def operate(self, operation: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not self._alive:
-            raise EngineDead("the scripted engine is not running")
+        self._check(self._alive)
         return await self.ops.operate(operation, params)
 
     def kill(self) -> None:

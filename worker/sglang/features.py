@@ -31,12 +31,9 @@ def features(config: SGLangConfig, manager: Any, device: str) -> frozenset[str]:
     if "speculative_algorithm" not in config.extra:  # SGLang then samples elsewhere
         found |= {"logprobs.kind", "logit_processors", "sampling.min_new_tokens"}
         found |= {f"logit_processors:{name}" for name in known_processors(config.logit_processors)}
-    switched = {
-        "hidden_states": config.hidden_states,
-        "routed_experts": config.routed_experts,
-        "seed": config.deterministic,
-    }
-    found |= {name for name, on in switched.items() if on}
+    found |= {name for name in ("hidden_states", "routed_experts") if getattr(config, name)}
+    if config.deterministic:
+        found.add("seed")
     found.add("sampling.stop_token_sequences")
     if engine_tokenizer(config):
         found |= {f"sampling.{name}" for name in ("stop", "stop_regex", *GRAMMARS)}

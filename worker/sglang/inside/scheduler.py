@@ -68,9 +68,8 @@ class Errands:
         self._jobs.put(job)
         with contextlib.suppress(BlockingIOError):  # full: it is awake, or about to be
             self._far.send(b"1")
-        self._rung = (
-            True  # last: else a byte could come after this was seen, never be read, and keep the scheduler awake
-        )
+        # Last: else a byte could come after this was seen, never be read, and keep the scheduler awake.
+        self._rung = True
 
     def run(self) -> None:
         """Do what was put; costs next to nothing if there is nothing."""
