@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -75,11 +74,6 @@ class HeldJobs:
             for sample in held.samples.values():
                 sample.dropped = True
         return held
-
-    def overdue(self) -> list[HeldJob]:
-        """Jobs whose deadline has passed."""
-        now = time.monotonic()
-        return [held for held in self if held.deadline is not None and held.deadline <= now]
 
 
 def as_result(run: Run, worker_id: str, info: EngineInfo, tokenizer: Tokenizer) -> Result:

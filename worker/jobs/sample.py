@@ -58,7 +58,7 @@ class SampleRun(JobRun[GenerateJob]):
     _adapter: AdapterUse | None = None
     saved_at: float = field(default_factory=time.monotonic)
     _saved: int = 0  # tokens that the pool has
-    _pieces: int = 0  # in so many pieces
+    pieces: int = 0  # in so many pieces
     _arrays_saved: bool = False  # and the arrays
     _wanted: Wanted = NOTHING_MORE
     _offered: tuple[Piece, float] | None = None  # the next one, perhaps on its way, and when it was made
@@ -81,7 +81,7 @@ class SampleRun(JobRun[GenerateJob]):
         self._arrays_saved = bool(self.arrays)
         self.segments = join_segments(segment for piece in pieces for segment in piece.segments)
         self.adapter_segments = join_segments(seg for piece in pieces for seg in piece.adapter_segments or ())
-        self._saved, self._pieces = len(self.done), len(pieces)
+        self._saved, self.pieces = len(self.done), len(pieces)
         most = self.job.sampling.max_new_tokens - 1
         if len(self.done) > most:  # all was saved but how it ended: the last token is generated again, to find out
             self.done = self.done.cut(end=most)
@@ -185,7 +185,7 @@ class SampleRun(JobRun[GenerateJob]):
         )
         streamed = self.stream is not None
         try:
-            piece = Piece(self.job.id, self.attempt, self.index, self._pieces, new, streamed=streamed)
+            piece = Piece(self.job.id, self.attempt, self.index, self.pieces, new, streamed=streamed)
         except InvalidField as error:
             log.warning("sample %d of job %s cannot be saved as it is: %s", self.index, self.job.id, error)
             self.saved_at = made_at  # not tried again at once
@@ -193,21 +193,16 @@ class SampleRun(JobRun[GenerateJob]):
         self._offered = piece, made_at
         return piece
 
-    @property
-    def pieces(self) -> int:
-        """How many pieces of it the pool has."""
-        return self._pieces
-
     def keep_saved(self, piece: Piece) -> None:
         """The pool has this piece."""
         if self._offered is not None and piece is self._offered[0]:  # else started over, or more of it is on its way
             self.saved_at, self._offered = self._offered[1], None
-            self._saved, self._pieces = self._saved + len(piece.partial.token_ids), self._pieces + 1
+            self._saved, self.pieces = self._saved + len(piece.partial.token_ids), self.pieces + 1
             self._arrays_saved = self._arrays_saved or bool(piece.partial.arrays)
 
     def save_anew(self) -> None:
         """The pieces that the pool has are useless: the next piece is the first."""
-        self._saved, self._pieces, self._offered, self._arrays_saved = 0, 0, None, False
+        self._saved, self.pieces, self._offered, self._arrays_saved = 0, 0, None, False
 
     @property
     def kept(self) -> int:

@@ -41,7 +41,8 @@ class Deadlines:
                 continue
             except TimeoutError:
                 pass
-            for held in self._held.overdue():
+            now = time.monotonic()
+            for held in [one for one in self._held if one.deadline is not None and one.deadline <= now]:
                 self._drop(held.id)
                 try:
                     await lease.expire(held.id, held.claim.attempt)

@@ -66,7 +66,9 @@ class Automaton:
         self._start = self._build(list(parsed), parsed.state.flags, _ACCEPT)
         self._memory: dict[tuple[tuple[int, ...], str, str], Step] = {}
         self._remembered = 0
-        if self.matches_nothing:  # not asked of Python's matcher, which there are expressions to take for ever
+        if _ACCEPT in self._closure(
+            self._start, "", "", set()
+        ):  # not asked of Python's matcher, which there are expressions to take for ever
             raise UnsupportedRegex("it matches the empty text")
 
     @property
@@ -140,11 +142,6 @@ class Automaton:
             if one.takes is None and (one.condition is None or one.condition(before, following)):
                 waiting.extend(one.follow)
         return found
-
-    @property
-    def matches_nothing(self) -> bool:
-        """Whether it matches the empty text."""
-        return _ACCEPT in self._closure(self._start, "", "", set())
 
     def step(self, states: tuple[int, ...], before: str, following: str) -> Step:
         """From one place in the text, between two characters, to the next.

@@ -57,11 +57,6 @@ class Peer:
         self._watched = 0, 0.0
         self._failures, self._not_before = 0, 0.0
 
-    @property
-    def sending(self) -> bool:
-        """Whether the engine may be reading its weights for somebody else."""
-        return not self._idle.is_set()
-
     def poke(self) -> None:
         """Somebody asks for weights."""
         self._poked.set()
