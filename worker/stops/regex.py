@@ -66,9 +66,8 @@ class Automaton:
         self._start = self._build(list(parsed), parsed.state.flags, _ACCEPT)
         self._memory: dict[tuple[tuple[int, ...], str, str], Step] = {}
         self._remembered = 0
-        if _ACCEPT in self._closure(
-            self._start, "", "", set()
-        ):  # not asked of Python's matcher, which there are expressions to take for ever
+        # Not asked of Python's matcher, which there are expressions to take for ever.
+        if _ACCEPT in self._closure(self._start, "", "", set()):
             raise UnsupportedRegex("it matches the empty text")
 
     @property
