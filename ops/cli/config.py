@@ -56,6 +56,6 @@ def show(
 
 def worker_context(flags: list[str]) -> Any:
     """The context that `rolloutmq worker FLAGS` would have. Ends the command for an unknown flag."""
-    from .local import worker
+    from .worker import worker
 
     return alone(worker, "worker").make_context("rolloutmq worker", list(flags))

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from .options import alone
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "worker": ("local", "worker", "Serve a pool with one SGLang engine until SIGTERM or Ctrl-C."),
+    "worker": ("worker", "worker", "Serve a pool with one SGLang engine until SIGTERM or Ctrl-C."),
     "submit": ("pool", "submit", "Answer every line of a file exactly once."),
     "status": ("pool", "status", "What is queued, who works on it, which weights they serve."),
     "generate": ("generate", "generate", "Generate in the pool and print it."),
@@ -26,9 +26,9 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "control": ("control", "app", "Tell workers to do something, and wait for each one's answer."),
     "ops": ("operations", "app", "Long operator work, in the background."),
     "config": ("config", "app", "Configuration: SkyRL's and VERL's files, too."),
-    "redis": ("local", "redis", "Run an embedded redis-server on this machine until Ctrl-C."),
-    "tiny-model": ("local", "tiny_model", "Write a tiny random Qwen2-style model and its tokenizer."),
-    "demo": ("local", "demo", "Asynchronous RL on this machine, while workers die and join."),
+    "redis": ("trial", "redis", "Run an embedded redis-server on this machine until Ctrl-C."),
+    "tiny-model": ("trial", "tiny_model", "Write a tiny random Qwen2-style model and its tokenizer."),
+    "demo": ("trial", "demo", "Asynchronous RL on this machine, while workers die and join."),
     "bench": ("bench", "app", "Measure; every bench ends with one line of JSON."),
 }
 """Name -> (module of this room, what it has, the line of `rolloutmq --help`)."""

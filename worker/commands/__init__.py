@@ -1,7 +1,7 @@
 """What operators ask of a worker: each command taken once, in order, and answered."""
 
+from .pause import Service
 from .queue import Commands, beside
-from .service import Service
 from .table import worker_commands
 
 __all__ = ["Commands", "Service", "beside", "worker_commands"]

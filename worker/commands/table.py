@@ -12,8 +12,8 @@ from ..generation import Generation
 from ..weights import WeightFollower
 from .adapters import AdapterCommands
 from .files import ProfileCommands
+from .pause import Service
 from .queue import Commands, Handler, own_version
-from .service import Service
 from .weights import WeightCommands
 
 

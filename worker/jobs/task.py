@@ -9,16 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...messages.broker import Piece
-from ...messages.model import (
-    EmbedJob,
-    EmbedResult,
-    RewardJob,
-    RewardResult,
-    ScoreJob,
-    ScoreResult,
-    TaskJob,
-    TaskResult,
-)
+from ...messages.model import EmbedJob, EmbedResult, RewardJob, RewardResult, ScoreJob, ScoreResult, TaskJob, TaskResult
 from ..engine import EngineInfo, TaskOutput, TaskRequest
 from .legs import JobRun, Leg
 from .sample import SampleRun

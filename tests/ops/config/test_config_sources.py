@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.ops.cli.config import app as config
-from rolloutmq.ops.cli.local import worker
+from rolloutmq.ops.cli.worker import worker
 from rolloutmq.ops.config import load_settings
 from rolloutmq.ops.config.settings import MODELS
 from rolloutmq.ops.config.sources import WITHOUT_FLAG, from_flags, worker_flags

@@ -8,15 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolloutmq.messages.errors import InvalidField
-from rolloutmq.producer.data import (
-    Turn,
-    loss_mask,
-    prompt_tokens,
-    response_mask,
-    scatter,
-    turn_masks,
-    turn_numbers,
-)
+from rolloutmq.producer.data import Turn, loss_mask, prompt_tokens, response_mask, scatter, turn_masks, turn_numbers
 
 EPISODE = [Turn(3, False), Turn(2, True), Turn(2, False), Turn(1, True)]
 turns = st.lists(st.builds(Turn, st.integers(0, 6), st.booleans()), max_size=12)

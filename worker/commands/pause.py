@@ -18,7 +18,7 @@ from ..generation import Generation
 from ..lease import ClaimLoop, Handback, Outbox
 from ..weights import WeightFollower, folder_order
 from .queue import Handler
-from .sleep import SleepState
+from .sleep_states import SleepState
 
 log = logging.getLogger(__name__)
 LIFT_S = 2.0
