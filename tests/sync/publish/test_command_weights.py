@@ -27,7 +27,7 @@ from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync.disk.checkpoint import Checkpoint, checkpoint_format
 from rolloutmq.sync.disk.errors import NoSuchSnapshot
 from rolloutmq.sync.disk.store import SnapshotStore
-from rolloutmq.worker.commands.files import UploadFailed, check_url, upload
+from rolloutmq.worker.commands.files import UploadFailed, open_url, upload
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
@@ -297,7 +297,7 @@ def test_uploads_say_what_is_missing(tmp_path: Path) -> None:
     told = upload(tmp_path / "x", f"file://{target}")
     assert (told["uploaded_nbytes"], (target / "x").read_bytes()) == (3, b"abc")
     with pytest.raises(ConfigError, match="upload to nonsense://"):
-        check_url("nonsense://where:secret@here")
+        open_url("nonsense://where:secret@here")
     (tmp_path / "blocked").write_bytes(b"")
     with pytest.raises(UploadFailed):
         upload(tmp_path / "x", f"file://{tmp_path}/blocked/deeper")
