@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -127,7 +128,10 @@ def test_type_checkers_hold_callers_of_both_sides_to_the_fields(tmp_path: Path) 
         "    client.control.pause('gently')\n"
     )
     asked = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--no-error-summary", str(script)]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "rolloutmq").symlink_to(Path(rolloutmq.__file__).parent)  # mypy follows no editable install
+    where = os.environ | {"MYPYPATH": str(tmp_path / "src")}
+    found = subprocess.run(asked, capture_output=True, text=True, check=False, env=where)
     errors = [line.split(":")[1] for line in found.stdout.splitlines() if ": error:" in line]
     assert errors == ["11", "12", "13"], found
 
