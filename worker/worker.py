@@ -163,8 +163,10 @@ class Worker:
                 raise fatal.exceptions[0] from None
             log.warning("fenced: %s", group.exceptions[0])
             self._forget_everything()
-            if (this := asyncio.current_task()) is not None and this.cancelling():
-                # Until Python 3.13 a TaskGroup drops a cancellation that comes as one of its tasks fails.
+            this = asyncio.current_task()
+            if this is not None and this.cancelling() and not self._draining.is_set():
+                # Until Python 3.13 a TaskGroup drops a cancellation that comes as one of its tasks fails. One that it
+                # makes itself as its block is left stays counted: then the worker is draining, and ends anyway.
                 raise asyncio.CancelledError from None
 
     async def _leave(self, lease: Lease) -> None:

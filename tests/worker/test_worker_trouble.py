@@ -157,3 +157,22 @@ async def test_a_cancellation_that_meets_the_loss_of_the_lease_ends_the_worker(
         one.drain()
         await running
     assert running.cancelled()
+
+
+async def test_a_lease_that_is_lost_while_the_worker_leaves_does_not_cancel_it(
+    redis_db: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def loses_its_lease_at_the_end(*_: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise LeaseLost("others have the jobs")
+
+    monkeypatch.setattr(Membership, "run", loses_its_lease_at_the_end)
+    one = Worker(WorkerConfig(redis_url=redis_db), ScriptedEngine(), NoTokenizer())
+    running = asyncio.create_task(one.run())
+    await one.joined.wait()
+    one.drain()
+    await asyncio.wait([running])
+    assert not running.cancelled()
+    assert running.exception() is None
