@@ -89,7 +89,7 @@ def told_as_ours(where: str) -> Iterator[None]:
         raise RedisUnavailable(f"no answer from Redis at {where}: {said(error)}") from error
 
 
-def said(error: RedisError | OSError) -> str:
+def said(error: Exception) -> str:
     """The error's text, with Redis' error code in front if the text lacks it."""
     text = str(error)
     # redis-py cuts the code off, and only since 8 keeps it anywhere.

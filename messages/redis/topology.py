@@ -28,6 +28,8 @@ from .url import Target
 
 ASK_TIMEOUT_S = 1.0
 """Seconds that one sentinel or node has to connect, and to answer, before the next one is asked."""
+_NO_ANSWER = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Raised where a server that is no sentinel and no node answers something else."""
 Node = tuple[str, int]
 
 
@@ -59,16 +61,22 @@ class SentinelFinder(Finder):
         self._service = target.service
 
     async def find(self) -> Node:
-        sentinel: Any = Sentinel(self._nodes, sentinel_kwargs=self._options)  # type: ignore[no-untyped-call]
-        asked = list(zip(sentinel.sentinels, self._nodes, strict=True))
-        try:
-            host, port = await sentinel.discover_master(self._service)
-        finally:
-            for client, _ in asked:
+        failures: list[str] = []
+        for node in self._nodes:
+            asked: Any = Sentinel([node], sentinel_kwargs=self._options)  # type: ignore[no-untyped-call]
+            client = asked.sentinels[0]
+            try:
+                state = (await client.sentinel_masters()).get(self._service)
+                if state and asked.check_master_state(state, self._service):
+                    # The one that answered is asked first next time, not one that may be down.
+                    self._nodes = [node, *(other for other in self._nodes if other != node)]
+                    return str(state["ip"]), int(state["port"])
+                failures.append(f"{node[0]}:{node[1]}: it knows none that is up")
+            except (RedisError, OSError, *_NO_ANSWER) as error:
+                failures.append(f"{node[0]}:{node[1]}: {said(error)}")
+            finally:
                 await client.aclose()
-        # The one that answered is asked first next time, not one that may be down.
-        self._nodes.sort(key=lambda node: node != next(n for client, n in asked if client is sentinel.sentinels[0]))
-        return str(host), int(port)
+        raise ConnectionError(f"no sentinel names a primary of {self._service!r}: {'; '.join(failures)}")
 
 
 class ClusterFinder(Finder):
@@ -86,7 +94,7 @@ class ClusterFinder(Finder):
             client: Any = Redis(host=host, port=port, **self._options)
             try:
                 ranges = _ranges(await client.execute_command("CLUSTER SLOTS"), host)
-            except (RedisError, OSError) as error:
+            except (RedisError, OSError, *_NO_ANSWER) as error:
                 failures.append(f"{host}:{port}: {said(error)}")
                 continue
             finally:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
-from redis.asyncio.connection import parse_url
+from redis.asyncio.connection import SSLConnection, parse_url
+from redis.exceptions import RedisError
 
 from ..errors import ConfigError
 
 MAX_REPLICA_TIMEOUT_MS = 3000
 """The longest time for one WAIT: together with its script it must fit into the time for one reply."""
+SHOWN = 200
+"""An error shows at most so many characters of a URL."""
 _SENTINEL_PORT, _PORT = 26379, 6379
 # The options that a URL's query may have. redis-py does not know the others, and would complain only at the first
 # command, or they would change what this package relies on (protocol, decode_responses, timeouts).
 _QUERY = {"db", "username", "password", "client_name", "max_connections"}
 _OURS = {"min_replicas", "replica_timeout_ms"}
 _SENTINELS = {"sentinel_username", "sentinel_password"}
+_TLS = {name for name in inspect.signature(SSLConnection.__init__).parameters if name.startswith("ssl_")}
 _SCHEME = re.compile(r"(rediss?)\+(sentinel|cluster)://(.*)", re.DOTALL)
 _NODE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::(\d{1,5}))?")
 _EXAMPLES = {
@@ -71,7 +76,7 @@ def parse(url: str) -> Target:
             return _single(url)
         return _several(several[1], "sentinel" if several[2] == "sentinel" else "cluster", several[3])
     except _Flaw as flaw:
-        raise ConfigError(f"Redis URL {redacted(url)!r}: {flaw}") from None
+        raise ConfigError(f"Redis URL {redacted(url)[:SHOWN]!r}: {flaw}") from None
 
 
 def redacted(url: str) -> str:
@@ -95,7 +100,7 @@ class _Flaw(Exception):
 
 def _single(url: str) -> Target:
     options = _options(url)
-    parts = urlsplit(url)
+    parts = _split(url)
     _check_query(parts, _QUERY | _OURS)
     if parts.scheme == "unix":
         if not options.get("path"):
@@ -103,14 +108,16 @@ def _single(url: str) -> Target:
         return Target("single", (), False, _plain(options), durability=_durability(options))
     if not parts.hostname:
         raise _Flaw("the host is missing, as in redis://127.0.0.1:6379/0")
-    if not re.fullmatch(r"/?\d*", parts.path):
+    if not re.fullmatch(r"/?[0-9]{0,9}", parts.path):
         raise _Flaw("after host and port only the database's number may follow, as in redis://127.0.0.1:6379/0")
+    if parts.port == 0:
+        raise _Flaw("the port must be a number from 1 to 65535")
     node = (options["host"], options.get("port", _PORT))
     return Target("single", (node,), parts.scheme == "rediss", _plain(options), durability=_durability(options))
 
 
 def _several(scheme: str, kind: Literal["sentinel", "cluster"], rest: str) -> Target:
-    parts = urlsplit(f"{scheme}://{rest}")
+    parts = _split(f"{scheme}://{rest}")
     login, at, hosts = parts.netloc.rpartition("@")
     nodes = tuple(_node(text, kind) for text in hosts.split(",")) if hosts else ()
     if not nodes:
@@ -120,7 +127,7 @@ def _several(scheme: str, kind: Literal["sentinel", "cluster"], rest: str) -> Ta
     if kind == "sentinel" and not re.fullmatch(r"[\w.-]+", service):
         raise _Flaw(f"the name under which the sentinels know the primary is missing, as in {_EXAMPLES[kind]}")
     db = path.pop(0) if path else "0"
-    if path or not db.isdecimal() or (kind == "cluster" and int(db)):
+    if path or not re.fullmatch(r"[0-9]{1,9}", db) or (kind == "cluster" and int(db)):
         rest_may_be = "only the service and the database's number" if kind == "sentinel" else "nothing (or /0)"
         raise _Flaw(f"after the hosts {rest_may_be} may follow, as in {_EXAMPLES[kind]}")
     # The rest is redis-py's to read, as if there were one host.
@@ -144,9 +151,19 @@ def _node(text: str, kind: Literal["sentinel", "cluster"]) -> tuple[str, int]:
     return found[1].strip("[]"), port
 
 
-def _options(url: str) -> dict[str, Any]:
+def _split(url: str) -> SplitResult:
     try:
-        return dict(parse_url(url))
+        return urlsplit(url)
+    except ValueError:  # its text may quote the password
+        raise _Flaw(
+            "host and port cannot be read; an IPv6 address needs [ and ], special characters %-encoding"
+        ) from None
+
+
+def _options(url: str) -> dict[str, Any]:
+    _split(url)
+    try:
+        options = dict(parse_url(url))
     except ValueError as error:
         if "Port" in str(error):  # its text quotes what it took for a port
             raise _Flaw(
@@ -158,14 +175,20 @@ def _options(url: str) -> dict[str, Any]:
                 "rediss+sentinel://, rediss+cluster://"
             ) from None
         raise _Flaw(str(error)) from None
+    for name, low, high in (("db", 0, 10**9 - 1), ("max_connections", 1, 10**6)):
+        _number(options, name, low, high, low)
+    return options
 
 
 def _check_query(parts: SplitResult, allowed: set[str]) -> None:
+    tls = parts.scheme == "rediss"
     for name, values in parse_qs(parts.query).items():
         if name in {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"} and not Path(values[0]).is_file():
             raise _Flaw(f"{name}: there is no such file")
-    if unknown := {name for name in parse_qs(parts.query) if name not in allowed and not name.startswith("ssl_")}:
-        raise _Flaw(f"unknown option {', '.join(sorted(unknown))}; allowed are {', '.join(sorted(allowed))} and ssl_*")
+    allowed = allowed | _TLS if tls else allowed
+    if unknown := parse_qs(parts.query).keys() - allowed:
+        also = "" if tls else "; ssl_* belong to rediss://"
+        raise _Flaw(f"unknown option {', '.join(sorted(unknown))}; allowed are {', '.join(sorted(allowed))}{also}")
 
 
 def _durability(options: dict[str, Any]) -> Durability:
@@ -177,11 +200,16 @@ def _durability(options: dict[str, Any]) -> Durability:
 
 def _number(options: dict[str, Any], name: str, low: int, high: int, default: int) -> int:
     text = str(options.get(name, default))
-    if not text.isascii() or not text.isdecimal() or not low <= int(text) <= high:
+    if not re.fullmatch(r"[0-9]{1,10}", text) or not low <= int(text) <= high:
         raise _Flaw(f"{name} must be a number from {low} to {high}")
     return int(text)
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    """The options for redis-py. Its connection class follows from the rest."""
+    """The options for redis-py. Its connection class follows from the rest. Raises _Flaw for TLS that cannot be."""
+    if tls := {name: value for name, value in options.items() if name.startswith("ssl_")}:
+        try:  # or redis-py complains at the first command, in its own words
+            SSLConnection(**tls).ssl_context.get()
+        except (RedisError, OSError, ValueError) as error:
+            raise _Flaw(f"{', '.join(sorted(tls))}: {error}") from None
     return {name: value for name, value in options.items() if name not in _OURS | {"connection_class"}}

@@ -46,11 +46,32 @@ async def test_sentinels_and_servers_have_passwords_of_their_own(pair: Pair, mon
         async with connect(f"redis+sentinel://:data@127.0.0.1:{port}/main?sentinel_password=watch") as client:
             await ping(client)
         async with connect(f"redis+sentinel://:data@127.0.0.1:{port}/main?sentinel_password=wrong") as client:
-            with pytest.raises(RedisUnavailable, match=r"No master found for 'main'.*127\.0\.0\.1"):
+            with pytest.raises(RedisUnavailable, match=r"no sentinel names a primary of 'main': 127\.0\.0\.1"):
                 await ping(client)
         async with connect(f"redis+sentinel://:wrong@127.0.0.1:{port}/main?sentinel_password=watch") as client:
             with pytest.raises(RedisUnavailable, match="refused these credentials"):
                 await ping(client)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"+OK\r\n", b"*1\r\n*2\r\n$4\r\nname\r\n$4\r\nmain\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n"]
+)
+@pytest.mark.parametrize("url", ["redis+sentinel://127.0.0.1:{}/main", "redis+cluster://127.0.0.1:{}"])
+async def test_a_server_that_answers_something_else_is_named(
+    url: str, answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_retries(monkeypatch)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(4096):
+            writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(talk, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        async with connect(url.format(port), pool="p") as client:
+            with pytest.raises(RedisUnavailable, match=f"127.0.0.1:{port}: "):
+                await ping(client, once=True)
 
 
 async def test_an_unknown_service_is_told_with_the_sentinels(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
