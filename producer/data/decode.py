@@ -1,7 +1,6 @@
-"""Token ids to text where the results are: for pools that speak in tokens, without a worker being asked.
+"""Token ids to text in the trainer's process. No worker is asked.
 
-Needs the small library `tokenizers` (`pip install 'rolloutmq[text]'`), or transformers where that is installed anyway;
-a trainer that never decodes needs neither.
+It needs the small library `tokenizers` (`pip install 'rolloutmq[text]'`) or transformers.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class Decoder:
-    """The tokenizer of one model, loaded when first used.
+    """The tokenizer of one model. It is loaded at the first use.
 
-    model: its folder, a tokenizer.json, or a name on the hub.
+    model: the model's folder, a tokenizer.json, or a name on the hub.
     """
 
     def __init__(self, model: str | Path) -> None:
@@ -31,15 +30,15 @@ class Decoder:
         self._tokenizer: Any = None
 
     def decode(self, token_ids: Ids | RolloutResult, *, special: bool = False) -> str:
-        """The text of these ids, or of what a result's sample generated. special: keep special tokens.
+        """The text of token ids, or of a result's generated tokens. special: keep special tokens.
 
         An id that the tokenizer does not know has no text. Raises ConfigError if neither library is installed or there
-        is no tokenizer, InvalidField for what are no ids.
+        is no tokenizer, and InvalidField for other values than ids.
         """
         return self.decode_many([token_ids], special=special)[0]
 
     def decode_many(self, sequences: Iterable[Ids | RolloutResult], *, special: bool = False) -> list[str]:
-        """The texts of several, in order."""
+        """The texts of several sequences, in order."""
         ids = [_ids(one) for one in sequences]
         if self._tokenizer is None:
             self._tokenizer = _load(self._model)
@@ -60,11 +59,11 @@ def _load(model: str) -> Any:
         try:
             library = importlib.import_module("tokenizers").Tokenizer
         except ImportError:
-            pass  # transformers cannot do without it, but may be a very old one
+            pass  # a very old transformers works without it
         else:
             try:
                 return library.from_file(str(file)) if file.exists() else library.from_pretrained(model)
-            except Exception as error:  # a plain Exception is what the library raises
+            except Exception as error:  # the library raises plain Exceptions
                 raise ConfigError(f"no tokenizer could be loaded from {model}: {error}") from error
     try:
         transformers = importlib.import_module("transformers")

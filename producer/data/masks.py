@@ -1,6 +1,6 @@
-"""Which tokens of an episode are trained on: the model's own are 1, everything it was shown is 0.
+"""Loss masks of episodes: 1 for tokens that the model generated, 0 for all others.
 
-Pure functions over turns, for sessions, episodes and trainers alike. A turn is a run of tokens with one origin.
+Pure functions over turns, for sessions, episodes and trainers. A turn is a run of tokens with one origin.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Mask = npt.NDArray[np.int8]
 
 
 class Turn(NamedTuple):
-    """`tokens` consecutive tokens; generated: sampled by the model, otherwise a prompt or an observation."""
+    """`tokens` consecutive tokens. generated: the model sampled them; otherwise they are a prompt or an observation."""
 
     tokens: int
     generated: bool
@@ -37,9 +37,9 @@ def prompt_tokens(turns: Sequence[Turn]) -> int:
 
 
 def response_mask(turns: Sequence[Turn], *, length: int | None = None) -> Mask:
-    """`loss_mask` from the first generated token on: what VERL calls response_mask.
+    """`loss_mask` from the first generated token on. VERL calls it response_mask.
 
-    length: pad with 0 up to it. Raises InvalidField if the response is longer.
+    length: pad with 0 to this length. Raises InvalidField if the response is longer.
     """
     mask = loss_mask(turns)[prompt_tokens(turns) :]
     if length is None:
@@ -50,14 +50,14 @@ def response_mask(turns: Sequence[Turn], *, length: int | None = None) -> Mask:
 
 
 def turn_masks(turns: Sequence[Turn]) -> npt.NDArray[np.int8]:
-    """(g, n) int8: row i is 1 at the tokens of generated turn number i, for credit turn by turn."""
+    """(g, n) int8: row i is 1 at the tokens of generated turn i. Trainers use it to give each turn its own credit."""
     numbers = turn_numbers(turns)
     count = sum(turn.generated for turn in turns)
     return np.asarray(numbers[None, :] == np.arange(count)[:, None], dtype=np.int8)
 
 
 def turn_numbers(turns: Sequence[Turn]) -> npt.NDArray[np.int32]:
-    """(n,) int32: for each token the number of its generated turn, from 0; -1 where the model did not write it.
+    """(n,) int32: for each generated token the number of its generated turn, from 0; -1 for all other tokens.
 
     Raises InvalidField.
     """
@@ -68,9 +68,9 @@ def turn_numbers(turns: Sequence[Turn]) -> npt.NDArray[np.int32]:
 
 
 def scatter(turns: Sequence[Turn], values: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
-    """(n,) float32: per-turn values of the generated tokens (logprobs) in their places, 0 at all others.
+    """(n,) float32: values of the generated tokens (logprobs) at their places, 0 at all others.
 
-    Raises InvalidField unless there is one array per generated turn, as long as the turn.
+    values: one array per generated turn, as long as the turn. Raises InvalidField otherwise.
     """
     lengths = [turn.tokens for turn in turns if turn.generated]
     if (given := [len(value) for value in values]) != lengths:

@@ -1,7 +1,7 @@
-"""Images, videos and audio for a job: from files, URLs, data URLs, PIL or bytes, and out of OpenAI's messages.
+"""Images, videos and audio for a job: from files, URLs, data URLs, PIL, bytes, and OpenAI's messages.
 
-Everything is read here, where the job is made: a worker never opens a path, and fetches a URL only from hosts that its
-operator has named.
+The process that makes the job reads all files. A worker never opens a path, and fetches URLs only from hosts that its
+operator allows.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def medium(
 ) -> Medium:
     """One medium from bytes, a path (str or Path), a file:// , data: or http(s) URL, or a PIL image.
 
-    urls: who fetches http(s); "worker" works only where the worker was started with the host among its --media-host.
-    hosts: those that the client may fetch from, private ones too; None for every public one.
-    Raises InvalidField for what cannot be read, is larger than 16 MiB, or is no file of this kind. May block.
+    urls: who fetches http(s). "worker" needs workers that allow the host by --media-host.
+    hosts: the hosts that the client may fetch from, private ones too. None allows every public one.
+    timeout: seconds for one fetch. Raises InvalidField for a source that cannot be read, is larger than 16 MiB, or is
+    not a file of this kind. May block.
     """
     if isinstance(source, Medium):
         return source
@@ -47,7 +48,7 @@ def medium(
 
 
 def _bytes_of(kind: MediaKind, source: Any) -> bytes:
-    """What is to be had here."""
+    """The bytes of a source that needs no fetch."""
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(source)
     if isinstance(source, str) and _scheme(source) == "data":
@@ -77,12 +78,12 @@ def from_openai(
     hosts: Collection[str] | None = None,
     timeout: float = 10.0,
 ) -> tuple[tuple[ChatMessage, ...], tuple[Medium, ...]]:
-    """Messages in OpenAI's form as a job takes them: with places for the media, and the media in order.
+    """OpenAI's messages in a job's form: the messages with places for media, and the media in their order.
 
-    Parts may be text, image_url, video_url, audio_url, input_audio, and {"type": "image", "image": anything `medium`
-    takes}, the same for video and audio.
-    files: where paths in URLs may lead; None for nowhere, because messages are often written by somebody else.
-    urls, hosts, timeout: as for `medium`. Raises InvalidField naming the part. May block.
+    Parts may be text, image_url, video_url, audio_url, input_audio, and {"type": "image", "image": a source that
+    `medium` accepts}, the same for video and audio.
+    files: the folder whose files the messages may name. None allows no path, because others often write messages.
+    urls, hosts, timeout: as for `medium`. Raises InvalidField, which names the part. May block.
     """
     found: list[Medium] = []
     chat: list[ChatMessage] = []
@@ -109,7 +110,7 @@ def from_openai(
 
 
 def chat_job(messages: Sequence[Mapping[str, Any]], *, files: Path | None = None, **fields: Any) -> GenerateJob:
-    """A GenerateJob of OpenAI messages and the media in them; `fields` are the job's other fields."""
+    """A GenerateJob of OpenAI messages and the media in them. fields: the job's other fields. Raises InvalidField."""
     chat, media = from_openai(messages, files=files)
     return GenerateJob.build(**fields | {"messages": chat} | ({"media": media} if media else {}))
 
@@ -123,7 +124,7 @@ def _message(place: int, fields: dict[str, Any]) -> ChatMessage:
 
 
 def _part(where: str, part: Any) -> tuple[MediaKind | None, Any, bool]:
-    """Kind (None for text), source, and whether it was written as a URL into the message."""
+    """The part's kind (None for text), its source, and whether the source is text that the message's author wrote."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return None, part["text"], False
@@ -141,7 +142,7 @@ def _part(where: str, part: Any) -> tuple[MediaKind | None, Any, bool]:
 
 
 def _allowed(where: str, url: Any, files: Path | None) -> Any:
-    """The path of a URL that is one, if it may be read."""
+    """The URL, or the path that it names if `files` allows that path. Raises InvalidField."""
     scheme = _scheme(url)
     if scheme in {"data", "http", "https"}:
         return url

@@ -1,4 +1,4 @@
-"""Tools that a trainer runs for its model, loaded from its own configuration, and the calls of a turn, run together."""
+"""Tools that a trainer runs for its model: a registry loaded from the trainer's file, and runs of a turn's calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Runner = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolOutcome:
-    """What a call came to. content: the tool's answer, or the error in words for the model. seconds: its duration."""
+    """The outcome of one call. content: the tool's answer, or the error as text for the model. seconds: duration."""
 
     call: ToolCall
     content: str
@@ -36,21 +36,21 @@ class ToolOutcome:
         return self.error is None
 
     def as_message(self) -> ChatMessage:
-        """The answer in the next prompt."""
+        """The message of the next prompt that answers the call."""
         return ChatMessage(role="tool", content=self.content, tool_call_id=self.call.id, name=self.call.name)
 
 
 class ToolRegistry:
-    """Tools by name: what the model is told of each, and what runs it.
+    """Tools by name. Each has a description for the model and a runner.
 
-    A runner is called with the arguments by name; it may be a coroutine function. Calls may come at the same time.
+    A runner is called with the arguments by name. It may be a coroutine function. Several calls may run at once.
     """
 
     def __init__(self, tools: Mapping[str, tuple[Tool, Runner]] | None = None) -> None:
         self._tools = dict(tools or {})
 
     def add(self, tool: Tool | Mapping[str, Any], runner: Runner) -> None:
-        """Add a tool. Raises InvalidField for one that is no tool, or whose name is taken."""
+        """Add a tool. Raises InvalidField for a wrong description or a name that is in use."""
         whole = tool if isinstance(tool, Tool) else read_tool("tool", tool)
         if whole.function.name in self._tools:
             raise InvalidField("function.name", whole.function.name, "a name that no other tool has")
@@ -62,7 +62,7 @@ class ToolRegistry:
         return tuple(tool for tool, _ in self._tools.values())
 
     def runner(self, name: str | None) -> Runner | None:
-        """What runs the tool of that name, or None."""
+        """The runner of the tool of that name, or None."""
         return self._tools[name][1] if name in self._tools else None
 
     @classmethod
@@ -74,8 +74,8 @@ class ToolRegistry:
                 config: {index: /data/index}
                 schema: {type: function, function: {name: search, description: …, parameters: {…}}}
 
-        VERL's names for the same, class_name and tool_schema, are understood. The file decides what code runs here: it
-        is the trainer's own, and nothing of it ever comes from a message. Raises ConfigError.
+        VERL's names, class_name and tool_schema, work too. The file decides which code runs in this process, so it must
+        be the trainer's own. No message can change it. Raises ConfigError.
         """
         registry = cls()
         entries = _read(Path(path)).get("tools")
@@ -104,10 +104,10 @@ _KEYS = {name for names in _NAMES for name in names} | {"config"}
 async def run_tool_calls(
     calls: Sequence[ToolCall], registry: ToolRegistry, timeout: float | None = None
 ) -> list[ToolOutcome]:
-    """Run the calls of a turn at the same time; their outcomes in the order of the calls.
+    """Run the calls of a turn at the same time. Returns their outcomes in the order of the calls.
 
-    timeout: of each. A plain function that is late is not waited for, but cannot be stopped: it goes on in its
-    thread, and its answer is dropped. An invalid call becomes an outcome with an error, as does whatever a tool raises.
+    timeout: seconds for each call. A plain function cannot be stopped: after the timeout it runs on in its thread, and
+    its answer is dropped. An invalid call and a tool's exception each become an outcome with an error.
     """
     return list(await asyncio.gather(*(_run(call, registry, timeout) for call in calls)))
 
@@ -170,11 +170,11 @@ def _as_text(answer: Any) -> str:
             text = str(answer)
     if len(text) > MAX_TEXT:
         raise ValueError(f"an answer of {len(text)} characters: at most {MAX_TEXT} fit a message")
-    return text.encode(errors="replace").decode()  # half a character cannot travel
+    return text.encode(errors="replace").decode()  # a lone surrogate cannot be encoded
 
 
 def read_tool(field: str, schema: Any) -> Tool:
-    """A tool as OpenAI's clients declare it. Raises InvalidField that names what is wrong behind `field`."""
+    """Read a tool in OpenAI's form. Raises InvalidField. field: the start of the name in that error."""
     try:
         return Tool.model_validate(schema)
     except ValidationError as error:

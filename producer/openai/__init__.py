@@ -1,10 +1,10 @@
-"""OpenAI's chat completions and completions as jobs, and results as their answers; no HTTP.
+"""OpenAI's chat completions and completions as jobs, and results as OpenAI's answers. It has no HTTP.
 
     request = chat_request(body, defaults)
     handles = await client.submit_many(request.jobs)
     answer = response(request, [await client.wait(handle) for handle in handles], decode)
 
-and with `stream`, `stream_chunks(request, deltas, decode)`; errors by `error_of`.
+`stream_chunks(request, deltas, decode)` answers a body with `stream`. `error_of` makes the answer for an error.
 """
 
 from .chunks import Chunks, GrowingText, stream_chunks

@@ -23,30 +23,30 @@ from .response import (
 
 _INCOMPLETE = "\ufffd"
 WINDOW = 48
-"""Tokens that are decoded again with every piece. A character, or a word's leading space, depends on no more."""
+"""How many tokens are decoded again with every piece. A character or a word's leading space depends on fewer."""
 OBJECTS = {"chat": "chat.completion.chunk", "completion": "text_completion"}
 
 
 class GrowingText:
-    """The text of a sample whose ids come bit by bit: a character is shown when all of its tokens are there.
+    """The text of a sample whose ids come in pieces. A character is shown when all of its tokens are there.
 
-    text: what was shown so far; it only grows.
+    text: all text shown so far. It only grows.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._window_text = ""  # what was shown of the ids from `_window` on
+        self._window_text = ""  # the shown text of the ids from `_window` on
         self._window = 0
         self.text = ""
 
     def add(self, ids: Sequence[int], *, last: bool = False) -> str:
-        """The text that `ids` add. last: nothing follows, so half characters are shown as they are."""
+        """The text that `ids` add. last: no ids follow, so incomplete characters are shown as they are."""
         self._ids += ids
         found = self._decode(self._ids[self._window :])
         if not last:
             found = found.rstrip(_INCOMPLETE)
-        if not found.startswith(self._window_text):  # a tokenizer that changes its mind: wait until it comes back to it
+        if not found.startswith(self._window_text):  # the tokenizer reads the text differently now: wait for more ids
             return ""
         delta = found[len(self._window_text) :]
         self.text += delta
@@ -56,7 +56,7 @@ class GrowingText:
         return delta
 
     def _move(self) -> None:
-        """Drop the oldest ids of the window, if the rest decodes to the same ending without them."""
+        """Drop the oldest ids of the window, if the rest decodes to the same end of the text."""
         window = len(self._ids) - WINDOW
         shorter = self._decode(self._ids[window:]).rstrip(_INCOMPLETE)
         if shorter and self._window_text.endswith(shorter):
@@ -64,13 +64,13 @@ class GrowingText:
 
 
 class Chunks:
-    """The chunks of one answer, made of the deltas of its jobs' samples.
+    """The chunks of one answer, made from the deltas of its jobs' samples.
 
-    What goes over the wire is `data: <chunk as JSON>` and in the end `data: [DONE]`; that is the server's part.
+    The server writes each as `data: <chunk as JSON>`, and `data: [DONE]` at the end.
     """
 
     def __init__(self, request: Request, decode: Decode | None = None) -> None:
-        """decode: see `response`; a text job's deltas bring their text."""
+        """decode: see `response`. Deltas of text jobs have their text already."""
         self._request, self._decode = request, decode
         self._place = {job.id: place * job.n for place, job in enumerate(request.jobs)}
         self._texts: dict[int, GrowingText] = {}
@@ -79,7 +79,7 @@ class Chunks:
         self._created = int(time.time())
 
     def opening(self) -> list[dict[str, Any]]:
-        """A chat's first chunks, with the role of every choice; a completion has none."""
+        """The first chunks of a chat, one with the role for each choice. A completion has none."""
         if self._request.kind != "chat":
             return []
         count = sum(job.n for job in self._request.jobs)
@@ -114,7 +114,7 @@ class Chunks:
         return [self._chunk([choice])]
 
     def closing(self) -> list[dict[str, Any]]:
-        """The last chunk: the usage, if it was asked for."""
+        """The last chunk, with the usage if the request asked for it."""
         if not self._request.include_usage:
             return []
         found = [list(self._results[job.id].values()) for job in self._request.jobs]
@@ -135,7 +135,7 @@ class Chunks:
             choice = self._delta_choice(index, content)
         else:
             choice = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
-        whole = delta.result if request.tools.declared else None  # nothing was shown of it before
+        whole = delta.result if request.tools.declared else None  # no token of it was sent before
         source = whole if whole is not None else delta
         if request.logprobs and source.token_ids.size:
             tokens = Tokens.of(source.token_ids, source.logprobs, source.token_arrays)
@@ -169,7 +169,7 @@ class Chunks:
 async def stream_chunks(
     request: Request, deltas: AsyncIterator[Delta], decode: Decode | None = None
 ) -> AsyncIterator[dict[str, Any]]:
-    """All chunks of an answer. deltas: of the samples of all its jobs, in whatever order they come."""
+    """All chunks of an answer. deltas: those of all samples of its jobs, in any order."""
     chunks = Chunks(request, decode)
     for chunk in chunks.opening():
         yield chunk

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients, and SkyRL's, take them: dictionaries whose `code` is the HTTP status."""
+"""Errors as clients of OpenAI and SkyRL expect them: dictionaries whose `code` is the HTTP status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BAD_REQUEST, TIMEOUT, TOO_MANY, INTERNAL, UNAVAILABLE, GATEWAY_TIMEOUT = 400, 40
 
 
 def error_dict(message: str, code: int, kind: str, param: str | None = None) -> dict[str, Any]:
-    """{"error": {"message", "type", "param", "code"}}; code: the HTTP status, a number."""
+    """{"error": {"message", "type", "param", "code"}}. code: the HTTP status, a number."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's chat completions and completions, as jobs."""
+"""Makes jobs from bodies of OpenAI's chat completions and completions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tools import Tools, read_tools
 
 Kind = Literal["chat", "completion"]
 IGNORED = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""Fields that only OpenAI's own service reads."""
+"""Fields that only OpenAI's own service uses. They are ignored."""
 _OURS = frozenset({"model", "messages", "prompt", "stream", "stream_options", "tools", "tool_choice", "session_id"})
 _SWITCHES = ("return_token_ids", "return_weight_versions")
 _FIELDS = ("priority", "deadline_s", "min_version", "max_staleness", "trace_id", "tool_parser")
@@ -23,9 +23,10 @@ MAX_TOP = {"chat": 20, "completion": 5}
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One body. jobs: one per prompt, all with the same n; the choices are theirs in order.
+    """One request body. jobs: one per prompt, all with the same n. The answer's choices are their samples in order.
 
-    logprobs: whether the answer has them. token_ids, versions: asked for by return_token_ids, return_weight_versions.
+    logprobs, token_ids, versions: whether the answer has them. The body's return_token_ids and return_weight_versions
+    ask for the last two.
     """
 
     kind: Kind
@@ -40,11 +41,11 @@ class Request:
 
 
 def chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Request:
-    """A body of POST /v1/chat/completions.
+    """Read a body of POST /v1/chat/completions.
 
-    defaults: sampling parameters for what the body leaves out. Beside OpenAI's fields the body may have other
+    defaults: sampling parameters that the body may leave out. Beside OpenAI's fields the body may have other
     sampling parameters of any dialect, `session_id`, `return_token_ids`, `return_weight_versions`, `lora`, and a job's
-    priority, deadline_s, min_version, max_staleness. Raises InvalidField naming the field.
+    priority, deadline_s, min_version, max_staleness. Raises InvalidField, which names the field.
     """
     messages, media = _messages(body.get("messages"))
     tools = read_tools(body)
@@ -62,7 +63,10 @@ def chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = N
 
 
 def completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Request:
-    """A body of POST /v1/completions; the prompt is a text, ids, or a list of either. As `chat_request` otherwise."""
+    """Read a body of POST /v1/completions. The prompt is a text, ids, or a list of texts or of lists of ids.
+
+    See `chat_request` for the rest.
+    """
     prompts = _prompts(body.get("prompt"))
     for name in ("tools", "tool_choice"):
         if body.get(name) is not None:
@@ -98,7 +102,7 @@ def _request(kind: Kind, jobs: Sequence[GenerateJob], body: Mapping[str, Any], t
 
 
 def _fields(body: Mapping[str, Any], kind: Kind, defaults: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The job's fields apart from its prompt: sampling parameters of any dialect, and its own."""
+    """The job's fields apart from its prompt: sampling parameters in any dialect, and fields of GenerateJob."""
     skip = _OURS | IGNORED | frozenset(_SWITCHES) | frozenset(_FIELDS) | {"parallel_tool_calls"}
     said = {name: value for name, value in body.items() if name not in skip and value is not None}
     logprobs, top = said.get("logprobs"), said.get("top_logprobs")
@@ -170,7 +174,7 @@ def _messages(raw: Any) -> tuple[tuple[ChatMessage, ...], dict[str, Any]]:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message without the parts of an earlier answer that no template shows; role developer becomes system."""
+    """The message without fields of earlier answers that no chat template shows. Role developer becomes system."""
     plain = {name: value for name, value in message.items() if value is not None and name not in _ECHOED}
     if plain.get("role") == "developer":
         plain["role"] = "system"

@@ -1,4 +1,4 @@
-"""A finished answer in OpenAI's form, with its log-probabilities."""
+"""Finished answers in OpenAI's form, with log-probabilities."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def response(
 ) -> dict[str, Any]:
     """A chat.completion or text_completion.
 
-    results: the samples of each of the request's jobs, in order; None is one that was aborted before it began.
-    decode: ids to text without special tokens. Prompts of ids need it, because their results have no text; and
-        log-probabilities, to show tokens as texts (without it they are "token_id:<id>").
+    results: the samples of each of the request's jobs, in order. None is a sample that was aborted before it began.
+    decode: ids to text without special tokens. Prompts of ids need it, because their results have no text.
+        Log-probabilities show tokens as text with it, and as "token_id:<id>" without it.
     """
     choices = []
     for place, (job, samples) in enumerate(zip(request.jobs, results, strict=True)):
@@ -44,26 +44,26 @@ def response(
 
 
 def response_id(request: Request) -> str:
-    """The same for all chunks of an answer."""
+    """The id of an answer and of all its chunks."""
     return PREFIX[request.kind] + request.jobs[0].id
 
 
 def usage(jobs: Sequence[GenerateJob], results: Sequence[Sequence[RolloutResult | None]]) -> dict[str, int]:
-    """Token counts. A prompt counts once, however many samples it has."""
+    """Token counts. The prompt of several samples counts once."""
     prompts = sum(len(_prompt_ids(job, samples)) for job, samples in zip(jobs, results, strict=True))
     generated = sum(sample.token_ids.size for samples in results for sample in samples if sample is not None)
     return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
 
 
 def text_of(result: RolloutResult, decode: Decode | None) -> str:
-    """The text of a sample; empty for a prompt of ids where nobody can decode."""
+    """The text of a sample. It is empty for a prompt of ids without `decode`."""
     if result.text is not None:
         return result.text
     return decode(result.token_ids.tolist()) if decode is not None else ""
 
 
 def version_spans(segments: Iterable[Segment], start: int = 0) -> list[dict[str, int]]:
-    """Which tokens have which version of the weights: [{"version", "start", "end"}], without gaps from `start` on."""
+    """The weights version of each token: [{"version", "start", "end"}], without gaps from `start` on."""
     spans = []
     for version, tokens in segments:
         spans.append({"version": version, "start": start, "end": start + tokens})
@@ -72,7 +72,7 @@ def version_spans(segments: Iterable[Segment], start: int = 0) -> list[dict[str,
 
 
 def stop_reason(result: RolloutResult) -> Any:
-    """What stopped the sample, as vLLM's servers say it: a token id, a text, or a list of ids."""
+    """The stop that ended the sample, in the form of vLLM's servers: a token id, a text, or a list of ids."""
     return list(result.matched_stop) if isinstance(result.matched_stop, tuple) else result.matched_stop
 
 
@@ -103,7 +103,7 @@ def _choice(
 
 
 def _prompt_ids(job: GenerateJob, samples: Sequence[RolloutResult | None]) -> list[int]:
-    """The ids of a prompt; for a text, those that a worker made of it, or [] if no sample has them."""
+    """The ids of a prompt. For a prompt of text a worker made them; [] if no sample has them."""
     if job.token_ids is not None:
         return list(job.token_ids.tolist())
     found = (sample.prompt_ids for sample in samples if sample is not None and sample.prompt_ids is not None)
@@ -112,7 +112,7 @@ def _prompt_ids(job: GenerateJob, samples: Sequence[RolloutResult | None]) -> li
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A run of tokens: ids, the log-probability of each, and, if they were asked for, the likeliest (id, logprob)s."""
+    """Consecutive tokens. top: the likeliest (id, logprob) pairs at each position, if the request asked for them."""
 
     ids: list[int]
     logprobs: list[float]
@@ -120,7 +120,7 @@ class Tokens:
 
     @classmethod
     def of(cls, token_ids: Any, logprobs: Any, arrays: Any) -> Tokens:
-        """Of arrays as RolloutResult and Delta have them."""
+        """From the arrays of a RolloutResult or a Delta."""
         ids = token_ids.tolist()
         top = None
         if "top_ids" in arrays:
@@ -139,7 +139,7 @@ def chat_logprobs(tokens: Tokens, decode: Decode | None) -> dict[str, Any]:
 
 
 def completion_logprobs(tokens: Tokens, decode: Decode | None, offset: int = 0) -> dict[str, Any]:
-    """{"tokens", "token_logprobs", "top_logprobs", "text_offset"}. offset: characters of the text before these."""
+    """{"tokens", "token_logprobs", "top_logprobs", "text_offset"}. offset: characters of text before these tokens."""
     texts = [_token_text(token, decode) for token in tokens.ids]
     offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
     top = [{_token_text(token, decode): value for token, value in row} for row in tokens.top] if tokens.top else None

@@ -1,4 +1,4 @@
-"""Tools of a chat: what the body declares, and the calls in the answer."""
+"""Tools of a chat: the declared ones, and the calls in the answer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..data import read_tool
 class Tools:
     """The tools of a body.
 
-    declared: the tools that the model is shown. schema: JSON schema of the whole answer, a list of {"name",
-    "parameters"}, if the answer has to be calls ("required", or a named tool). one: only an answer's first call counts.
+    declared: the tools that the chat template shows to the model. schema: if the answer must be calls ("required", or a
+    named tool), the JSON schema of the whole answer, a list of {"name", "parameters"}. one: keep only the first call.
     """
 
     declared: tuple[Tool, ...] = ()
@@ -25,11 +25,11 @@ class Tools:
     one: bool = False
 
     def job_fields(self) -> dict[str, Any]:
-        """Fields of a job."""
+        """The job's field `tools`, if there are any."""
         return {"tools": self.declared} if self.declared else {}
 
     def calls(self, result: RolloutResult, text: str) -> tuple[str | None, list[dict[str, Any]]]:
-        """One sample as (text, valid calls in OpenAI's form). The text is None if there are calls, else it is whole."""
+        """One sample as (text, valid calls in OpenAI's form). The text is None if there are calls."""
         if not self.declared:
             return text, []
         if self.schema is not None:
@@ -42,7 +42,7 @@ class Tools:
 
 
 def read_tools(body: Mapping[str, Any]) -> Tools:
-    """Raises InvalidField naming the field."""
+    """Read the tools of a body. Raises InvalidField, which names the field."""
     raw, choice = body.get("tools"), body.get("tool_choice")
     parallel = body.get("parallel_tool_calls")
     if parallel is not None and not isinstance(parallel, bool):
@@ -85,7 +85,7 @@ def _schema(tools: Sequence[Tool], one: bool) -> str:
 
 
 def _forced(text: str, result: RolloutResult) -> list[dict[str, Any]]:
-    """The calls of an answer that had to follow `_schema`; none if it was cut short."""
+    """The calls of an answer that had to follow `_schema`. Empty if the answer is not whole."""
     try:
         raw = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the pool's workers are told and asked: halts, memory, caches, saving, audits and facts."""
+"""The engine's commands and questions to the workers: halts, memory, caches, saving, audits and facts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .core import EngineCore
 COMMAND_S = 120.0
 SAVE_S = 3600.0
 SAVE_FOLDER = PurePosixPath("/var/tmp")
-"""Where a worker keeps what it copies away, on its host."""
+"""The folder on a worker's host for files that the worker uploads."""
 FIELDS = ("worker_id", "host", "state", "version", "model", "engine", "device", "tp_size", "max_running", "running")
 NOBODY = "no worker has joined this pool"
 _CANNOT = frozenset({"RequestRefused", "UnknownAction"})
 
 
 class WorkerControl:
-    """Commands to the pool's workers; see SkyRLEngine for the methods without a contract of their own here.
+    """Commands to the pool's workers. SkyRLEngine documents the methods without a docstring.
 
-    halted: how `halt` has halted the workers; "" while they run. asleep: the memory tags that were put to sleep.
+    halted: the mode in which `halt` halted the workers, "" while they run. asleep: the memory tags that are asleep.
     """
 
     def __init__(self, core: EngineCore, calls: Calls) -> None:
@@ -42,16 +42,16 @@ class WorkerControl:
     async def ask(
         self, action: str, params: dict[str, Any] | None = None, *, worker_id: str = "", timeout_s: float = COMMAND_S
     ) -> dict[str, dict[str, Any]]:
-        """What each worker answered: {} from a pool without workers. Workers that left meanwhile are left out.
+        """Each worker's answer, {} in a pool without workers. Workers that left meanwhile are not in it.
 
-        Raises what a worker raised, as the error of that name with the worker's id in its text; FeatureUnavailable for
-        what it cannot do; WaitTimeout if a worker that still lives did not answer.
+        Raises a worker's error under its name, with the worker's id in the text. Raises FeatureUnavailable for a
+        command that a worker cannot do, and WaitTimeout if a living worker did not answer.
         """
         client = await self._core.client()
         return await self._done(await client.control.send(action, params, worker_id=worker_id, timeout=timeout_s))
 
     async def _done(self, answers: Answers) -> dict[str, dict[str, Any]]:
-        """The results of those that have done it; raises as `ask`."""
+        """The results of the workers that executed the command. Raises as `ask` does."""
         silent = [one for one in answers.failed if one.kind == NO_ANSWER]
         alive = {worker.worker_id for worker in await self._core.workers()} if silent else set()
         for one in answers.failed:
@@ -60,13 +60,13 @@ class WorkerControl:
         return {worker: dict(result) for worker, result in answers.results.items()}
 
     async def _audit(self, method: str, names: int) -> tuple[PoolAudit, dict[str, dict[str, Any]]]:
-        """An audit for a method of SkyRL's, and what each worker found, with so many names of tensors at most."""
+        """An audit for a method of SkyRL's, and each worker's finding. names: most names of tensors in a finding."""
         client = await self._core.client()
         audit = await client.control.audit(names=names, timeout=COMMAND_S)
         return audit, _some(method, await self._done(audit.answers))
 
     async def _ask_one(self, action: str, params: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer of the least busy worker that serves. Raises RolloutMQError if there is none, and as `ask`."""
+        """The answer of the least busy serving worker. Raises RolloutMQError if there is none; otherwise as `ask`."""
         workers = await self._core.workers()
         serving = [worker for worker in workers if worker.state == "serving"] or workers
         if not serving:
@@ -80,19 +80,19 @@ class WorkerControl:
     # --- halting ---------------------------------------------------------------------------------------------------
 
     async def halt(self, mode: str) -> None:
-        """Halt all workers with what they run; mode "in_place" or "retract"."""
+        """Halt all workers and the samples that they run. mode: "in_place" or "retract"."""
         await self.ask("pause", {"mode": mode})
         self.halted = mode
 
     async def resume(self) -> None:
-        """Let the workers go on, if this engine has halted them."""
+        """Let the workers go on, if this engine halted them."""
         if self.halted:
             await self.ask("resume")
             self.halted = ""
 
     @contextlib.asynccontextmanager
     async def thawed(self) -> AsyncIterator[None]:
-        """Engines that are frozen in place go on within this block: frozen they end no request and take no weights."""
+        """Engines that are halted in place go on in this block. A halted one ends no request and takes no weights."""
         frozen = self.halted == "in_place"
         if frozen:
             await self.resume()
@@ -103,7 +103,7 @@ class WorkerControl:
                 await self.halt("in_place")
 
     async def end_calls(self) -> None:
-        """End this engine's calls with what they have."""
+        """End this engine's calls with the tokens they have."""
         await self._core.client()
         async with self.thawed():
             await self._calls.stop_all()
@@ -111,14 +111,14 @@ class WorkerControl:
     # --- memory and caches -----------------------------------------------------------------------------------------
 
     async def sleep(self, tags: Sequence[str], level: int, timeout_s: float) -> None:
-        """Give up the memory of these tags; () for all."""
+        """Workers release the memory of these tags. () means all."""
         if level not in (1, 2):
             raise InvalidField("level", level, "1 or 2")
         await self.ask("sleep", {"tags": list(tags)} if tags else {}, timeout_s=timeout_s)
         self.asleep |= set(tags or MEMORY_TAGS)
 
     async def wake(self, tags: Sequence[str], timeout_s: float, end_sync: Callable[[], Awaitable[Any]]) -> None:
-        """Take memory again. end_sync: awaited when the weights' memory is awake, before the KV cache's is woken."""
+        """Workers take memory back. end_sync: awaited when the weights' memory is back, before the KV cache's."""
         asleep = [tag for tag in tags or MEMORY_TAGS if tag in self.asleep]
         weights_first = "weights" in asleep
         if weights_first:
@@ -134,7 +134,7 @@ class WorkerControl:
         self.asleep -= set(tags or MEMORY_TAGS)
 
     async def flush_caches(self) -> None:
-        """Drop all cached prefixes. Workers that are asleep have none, and are not asked."""
+        """Drop all cached prefixes. Sleeping workers have none and are not asked."""
         if not self.asleep:
             await self.ask("flush_cache")
 
@@ -211,7 +211,7 @@ class WorkerControl:
         }
 
     def size(self, name: str) -> int:
-        """A parallel size that all workers have. Raises RolloutMQError if there is no worker, or if they differ."""
+        """The parallel size of all workers. Raises RolloutMQError if there is no worker, or if they differ."""
         sizes = {int(getattr(worker, name, 1)) for worker in self._core.workers_now()}
         if len(sizes) != 1:
             raise RolloutMQError(f"{name}: " + (f"workers differ: {sorted(sizes)}" if sizes else NOBODY))
@@ -219,7 +219,7 @@ class WorkerControl:
 
 
 def memory_tags(args: Sequence[Any], tags: Any, kwargs: dict[str, Any]) -> list[str]:
-    """The tags that `sleep` and `wake_up` were given in one of SkyRL's forms. Raises InvalidField."""
+    """The memory tags in the arguments of `sleep` or `wake_up`, in any of SkyRL's forms. Raises InvalidField."""
     if kwargs:
         name = min(kwargs)
         raise InvalidField(name, kwargs[name], "tags, level and timeout_s are the only arguments")
@@ -232,7 +232,7 @@ def memory_tags(args: Sequence[Any], tags: Any, kwargs: dict[str, Any]) -> list[
 
 
 def _some(method: str, answers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The answers. Raises RolloutMQError if no worker has given one."""
+    """The answers. Raises RolloutMQError if there are none."""
     if not answers:
         raise RolloutMQError(f"{method}: {NOBODY}")
     return answers

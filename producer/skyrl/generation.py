@@ -1,4 +1,4 @@
-"""Generating: batches, streams and OpenAI's bodies, at the workers that have the sessions' prefixes."""
+"""Generates for batches, streams and OpenAI's bodies. Jobs of a session prefer the worker that has its prefix."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .weights import WeightSync
 
 PAUSE_MODES = ("abort", "in_place", "retract")
 REMEMBERED = 1 << 16
-"""How many session ids have a known worker; of more, those that were used last."""
+"""Most session ids whose worker is kept. The ones used last are kept."""
 _NOT_FOR_OPENAI = frozenset({"n", "logprobs", "top_logprobs"})
-"""Parameters that only the body of a request may set: how many answers there are, and what is in them."""
+"""Parameters that only a request's body may set. They say how many answers there are, and what is in them."""
 
 
 class Generation:
-    """See SkyRLEngine for each method. worker_of: session id -> the worker that answered last for it."""
+    """SkyRLEngine documents the methods. worker_of: session id -> the worker that answered last for it."""
 
     def __init__(self, core: EngineCore, calls: Calls, control: WorkerControl, weights: WeightSync) -> None:
         self._core, self._calls, self._control, self._weights = core, calls, control, weights
@@ -33,7 +33,7 @@ class Generation:
 
     @contextlib.asynccontextmanager
     async def begin(self) -> AsyncIterator[Call]:
-        """A call that has waited while the engine was paused; weights that had come are published."""
+        """Wait until the engine is not paused, publish received weights, and begin a call."""
         async with self._calls.begin() as call:
             await self._weights.end_sync()
             yield call
@@ -73,7 +73,7 @@ class Generation:
     async def answer(
         self, payload: Mapping[str, Any], read: Callable[[Mapping[str, Any], Mapping[str, Any]], Request]
     ) -> dict[str, Any]:
-        """Answer {"json": body}. read: turns the body and its defaults into jobs."""
+        """Answer {"json": body}, with an error as a body. read: makes jobs from the body and the default parameters."""
         try:
             body = payload.get("json") if isinstance(payload, Mapping) else None
             if not isinstance(body, Mapping):
@@ -100,7 +100,7 @@ class Generation:
 
     async def resume(self) -> None:
         await self._core.client()
-        if self._control.halted == "in_place":  # frozen engines take no weights; these change under what runs
+        if self._control.halted == "in_place":  # a halted engine takes no weights; running samples cross the update
             await self._control.resume()
         await self._weights.end_sync()
         await self._control.resume()
@@ -113,12 +113,12 @@ class Generation:
         return found
 
     def _sticky(self, job: GenerateJob) -> GenerateJob:
-        """The job, at the worker that answered last for its session, if it has one."""
+        """The job. It prefers the worker that answered last for its session, if there is one."""
         worker = self.worker_of.get(job.session_id) if job.session_id is not None else None
         return job.model_copy(update={"prefer_worker": worker}) if worker else job
 
     def _remember(self, job: GenerateJob, samples: Samples) -> None:
-        """Note who has the prefix of a job's session now."""
+        """Note the worker that has the prefix of a job's session now."""
         if job.session_id is None:
             return
         for sample in samples:

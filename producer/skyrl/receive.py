@@ -1,8 +1,8 @@
-"""Tensors as a SkyRL trainer sends them, received in this process; the only place in here that needs torch.
+"""Receives a SkyRL trainer's tensors in this process. It is the only module of the room that imports torch at its top.
 
-A broadcast group is the one that SkyRL's, and SGLang's, `init_custom_process_group` makes: a TCPStore on the trainer,
-and under two prefixes of the group's name the keys of one backend. Here it is built from the store directly, so that
-default group, environment and the name of a group in this process do not matter.
+A broadcast group is the one that `init_custom_process_group` of SkyRL and SGLang makes: a TCPStore on the trainer, with
+the keys of one backend under two prefixes of the group's name. This module builds the group from the store directly.
+So it does not depend on the default group, the environment or other groups' names in this process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BACKENDS = ("gloo", "nccl")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """torch's dtype of that name. Raises InvalidField."""
+    """torch's dtype with this name. Raises InvalidField."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise InvalidField("dtypes", name, "names of torch's dtypes, as 'bfloat16'")
@@ -34,13 +34,13 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 class ReceivingGroup:
-    """Some ranks of a trainer's group, all in this process: SkyRL counts one for each GPU of its engines.
+    """Some ranks of a trainer's group, all in this process. SkyRL counts one rank for each GPU of its engines.
 
-    The first one's tensors are kept; the others take part because a broadcast needs every rank.
+    The first rank's tensors are kept. The other ranks take part because a broadcast needs every rank.
     """
 
     def __init__(self, info: GroupInfo, ranks: range, *, device: str, timeout_s: float) -> None:
-        """Join, within `timeout_s`. Raises InvalidField, ConfigError, or TransferTimeout if not everybody came."""
+        """Join within `timeout_s`. Raises InvalidField, ConfigError, or TransferTimeout if a rank did not join."""
         self.name, address, port, world, backend = info.name, info.address, info.port, info.world_size, info.backend
         if backend not in BACKENDS:
             raise InvalidField("backend", backend, f"one of {', '.join(BACKENDS)}")
@@ -87,9 +87,9 @@ class ReceivingGroup:
             return ProcessGroupNCCL(PrefixStore("cuda/", store), rank, world, options)
 
     def receive(self, update: Update, timeout_s: float) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a request, in order; blocks for each up to `timeout_s`.
+        """The tensors of a request, in order. Blocks for up to `timeout_s` for each.
 
-        Raises TransferTimeout, after which the group is of no use.
+        Raises TransferTimeout. The group cannot be used after that.
         """
         for name, dtype, shape in zip(update.names, update.dtypes, update.shapes, strict=True):
             buffers = [torch.empty(shape, dtype=dtype_named(dtype), device=self.device) for _ in self._ranks]
@@ -114,10 +114,10 @@ class ReceivingGroup:
                 work.wait()
             done = torch.cuda.Event()
             done.record()
-            await_broadcasts(cast(Any, self), done, deadline, lambda: "")  # of a group it only wants `abort`
+            await_broadcasts(cast(Any, self), done, deadline, lambda: "")  # it only calls the group's `abort`
 
     def abort(self) -> None:
-        """Leave the group, whatever is under way. A sender that waits in it finds its connections closed."""
+        """Leave the group at once. A sender that waits in it finds its connections closed."""
         for rank in self._ranks:
             if self.device.type == "cuda":
                 rank.abort()
@@ -127,8 +127,8 @@ class ReceivingGroup:
 def from_ipc(update: Update, device: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Views of the trainer's own tensors on this GPU. Copy them before the trainer goes on.
 
-    The handles are what torch's reduce_tensor makes: (function, arguments). Only torch's own function is ever called.
-    Raises InvalidField if there is no handle for this GPU, or if it is no such handle.
+    The handles come from torch's reduce_tensor: (function, arguments). Only torch's own function is ever called.
+    Raises InvalidField if there is no handle for this GPU, or for another kind of handle.
     """
     if not torch.cuda.is_available():
         raise InvalidField("extras", "ipc_handles", "tensors or a broadcast: CUDA IPC needs a GPU, and here is none")
@@ -157,13 +157,13 @@ def _open(handles: Any, uuid: str, index: int) -> torch.Tensor:
     if function is not rebuild_cuda_tensor:
         raise InvalidField("ipc_handles", function, "handles of torch.multiprocessing.reductions.reduce_tensor")
     values = list(arguments)
-    values[6] = index  # the device as this process counts: the trainer's may be another number
+    values[6] = index  # this process's number of the device; the trainer's may differ
     tensor: torch.Tensor = rebuild_cuda_tensor(*values)
     return tensor
 
 
 def checked(update: Update, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of the type and size that the request says. Raises InvalidField for the first that is not."""
+    """The tensors, in the request's shapes. Raises InvalidField for the first whose dtype or size differs from it."""
     for (name, tensor), dtype, shape in zip(pairs, update.dtypes, update.shapes, strict=True):
         if tensor.dtype != dtype_named(dtype):
             raise InvalidField("dtypes", dtype, f"{str(tensor.dtype).removeprefix('torch.')}, which tensor {name} has")
@@ -173,7 +173,7 @@ def checked(update: Update, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterat
 
 
 def received(update: Update, group: ReceivingGroup | None, device: str, timeout_s: float) -> dict[str, torch.Tensor]:
-    """The tensors of a request, copied: they share no memory with the trainer. Blocks.
+    """Copies of a request's tensors, which share no memory with the trainer. Blocks.
 
     Raises InvalidField, ConfigError, TransferTimeout.
     """
@@ -185,5 +185,5 @@ def received(update: Update, group: ReceivingGroup | None, device: str, timeout_
     source = zip(update.names, update.tensors, strict=True) if update.way == "tensors" else from_ipc(update, device)
     kept = {name: tensor.detach().clone() for name, tensor in checked(update, iter(source))}
     if update.way == "ipc":
-        torch.cuda.synchronize()  # the trainer goes on when this returns, and writes into what was copied from
+        torch.cuda.synchronize()  # when this returns, the trainer writes into the memory that was copied
     return kept

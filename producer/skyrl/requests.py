@@ -1,4 +1,4 @@
-"""A batch of prompts as SkyRL gives it, and the jobs that it becomes."""
+"""Reads SkyRL's batches of prompts and makes jobs of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Conversation = list[dict[str, Any]]
 
 
 class InferenceEngineInput(TypedDict, total=False):
-    """A batch of prompts; exactly one of `prompts` and `prompt_token_ids`.
+    """A batch of prompts. It has exactly one of `prompts` and `prompt_token_ids`.
 
-    prompts: conversations. prompt_token_ids: token ids, which are passed on as they are.
-    sampling_params: in any dialect (SkyRL, vLLM, VERL, SGLang), `n` and `logprobs` among them; they take the place of
-        the engine's own.
-    session_ids: one per prompt; prompts of one id go to the worker that has the prefix, where that can be.
+    prompts: conversations. prompt_token_ids: token ids, which are used as they are.
+    sampling_params: in any dialect (SkyRL, vLLM, VERL, SGLang), `n` and `logprobs` among them. They replace all of the
+        engine's own.
+    session_ids: one per prompt. Prompts of one id go to the worker that has the prefix, if it has room.
     return_hidden_states, return_routed_experts: see InferenceEngineOutput.
     image_data, video_data, audio_data: one entry per prompt: text (path, URL, base64), bytes, a PIL image, a list of
         these, or None.
@@ -48,7 +48,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the output is to have beside tokens and texts."""
+    """What the output contains beside tokens and texts."""
 
     logprobs: bool = False
     hidden_states: bool = False
@@ -57,14 +57,14 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """jobs: one per prompt, in order, all with the same n."""
+    """The jobs of a batch, and what its output contains. jobs: one per prompt, in order, all with the same n."""
 
     jobs: list[GenerateJob]
     wishes: Wishes
 
 
 def prompts_of(input_batch: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """("prompts" or "prompt_token_ids", what is in it). Raises InvalidField naming the key that is wrong."""
+    """("prompts" or "prompt_token_ids", its value). Raises InvalidField, which names the wrong key."""
     if strange := sorted(map(str, input_batch.keys() - KEYS)):
         raise InvalidField(strange[0], input_batch[strange[0]], f"one of {', '.join(sorted(KEYS))}")
     given = [name for name in ("prompts", "prompt_token_ids") if input_batch.get(name) is not None]
@@ -81,7 +81,7 @@ def prompts_of(input_batch: Mapping[str, Any]) -> tuple[str, list[Any]]:
 
 
 def sampling_fields(params: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Sampling parameters as fields of a job, and whether log-probabilities were asked for. Raises InvalidField."""
+    """Sampling parameters as fields of a job, and whether they ask for log-probabilities. Raises InvalidField."""
     fields = job_fields(params, "skyrl")
     asked = params.get("logprobs") is not None or "logprobs" in fields
     options: LogprobOptions = fields.get("logprobs", LogprobOptions())
@@ -91,13 +91,13 @@ def sampling_fields(params: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def session_name(session_id: Hashable) -> str:
-    """A session id of any kind as a name; the same for equal ones, whatever the process."""
+    """A session id of any type as a name. Equal ids have equal names in every process."""
     text = str(session_id)
     return text if _NAME.fullmatch(text) else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def read_batch(input_batch: Mapping[str, Any], defaults: Mapping[str, Any], texts: Texts) -> Batch:
-    """Jobs for a batch. Raises InvalidField, naming the key that is wrong; ConfigError without a tokenizer to use."""
+    """The jobs of a batch. Raises InvalidField, which names the wrong key, and ConfigError without a tokenizer."""
     form, prompts = prompts_of(input_batch)
     params = input_batch.get("sampling_params")
     fields, logprobs = sampling_fields(defaults if params is None else params)
@@ -137,8 +137,8 @@ def _job(
 def with_media(form: str, prompt: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a job for a prompt with media: ids as they are, or messages, which the worker tokenises.
 
-    data: by image_data, video_data and audio_data: one thing, a list of them, or None. A conversation without places
-    for them gets them at the beginning of its last user's message. Raises InvalidField. May block.
+    data: image_data, video_data and audio_data of the prompt: one source, a list of them, or None. If the conversation
+    has no places for media, they go to the start of its last user message. Raises InvalidField. May block.
     """
     given = {name: value for name, value in data.items() if value is not None}
     media = {name: [medium(MEDIA[name], one) for one in _list(value)] for name, value in given.items()}

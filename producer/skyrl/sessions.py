@@ -1,4 +1,4 @@
-"""Conversations of several turns. Their tokens are kept here, so losing a worker costs a prefill and no more."""
+"""Conversations of several turns. Their tokens are kept in this process, so the loss of a worker costs one prefill."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .requests import InferenceEngineInput
 
 @dataclass(slots=True)
 class SessionRequest:
-    """One request that was answered.
+    """One answered request.
 
-    prompt: ids of everything before `output`, the ids that it generated. parent: the request that it continues, None
-    for a first one. versions: of the weights that sampled it. worker_id: the worker that has the prefix in its cache.
+    prompt: ids of all tokens before `output`. output: the generated ids. parent: the request that it continues, None
+    for a first one. versions: the weights versions that sampled it. worker_id: the worker with the prefix in its cache.
     """
 
     rid: str
@@ -36,7 +36,7 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a request continues: the tokens before its own, the request they are of, and the worker to prefer."""
+    """What a request continues. tokens: all tokens before its own. parent: the request that they belong to."""
 
     tokens: list[int]
     parent: str | None = None
@@ -44,10 +44,10 @@ class Prefix:
 
 
 class SessionTree:
-    """The requests of one session, each continuing another one. It is pure: it sends nothing.
+    """The requests of one session. Each may continue an earlier one. This class sends nothing.
 
-    capacity: the length in characters that was announced; nothing depends on it. root: tokens that every first request
-    continues, in a session that was forked.
+    capacity: the announced length in characters; nothing depends on it. root: in a forked session, the tokens that
+    every first request continues.
     """
 
     def __init__(self, session_id: str, capacity: int, root: Sequence[int] = (), worker_id: str = "") -> None:
@@ -58,8 +58,9 @@ class SessionTree:
     def prefix(
         self, rid: str | None, offset: int | None = None, replace: bool = False, drop_previous_output: bool = False
     ) -> Prefix:
-        """What a request with these parameters continues; forgets what `replace` says. See
-        SkyRLEngine.generate_with_session. Raises InvalidField."""
+        """What a request with these parameters continues. With `replace` it forgets the requests after that.
+
+        SkyRLEngine.generate_with_session documents the parameters. Raises InvalidField."""
         if rid is None:
             if offset not in (None, -1) or drop_previous_output:
                 raise InvalidField(
@@ -83,7 +84,7 @@ class SessionTree:
         return Prefix(list(tokens), rid, request.worker_id)
 
     def add(self, request: SessionRequest) -> None:
-        """A request was answered. If its parent was replaced meanwhile, it is kept without a parent."""
+        """Add an answered request. If its parent was replaced meanwhile, it is kept without a parent."""
         parent = self.requests.get(request.parent or "")
         if parent is not None:
             parent.children.append(request.rid)
@@ -92,7 +93,7 @@ class SessionTree:
         self.requests[request.rid] = request
 
     def newest(self) -> SessionRequest | None:
-        """The request that was answered last."""
+        """The request that was answered last, None if there is none."""
         return next(reversed(self.requests.values()), None)
 
     def fork(self, session_id: str, offset: int = -1) -> SessionTree:
@@ -136,7 +137,7 @@ class SessionTree:
 
 
 class Sessions:
-    """The open sessions of one engine; see SkyRLEngine for each method. trees: session id -> its requests."""
+    """The open sessions of one engine. SkyRLEngine documents the methods. trees: session id -> its requests."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -152,7 +153,7 @@ class Sessions:
         return name
 
     def tree(self, session_id: str) -> SessionTree:
-        """A session that is open. Raises InvalidField for another one."""
+        """An open session. Raises InvalidField if there is none of that id."""
         if session_id not in self.trees:
             raise InvalidField("session_id", session_id, "a session that was opened and not closed")
         return self.trees[session_id]
@@ -194,7 +195,7 @@ def _new_name() -> str:
 
 
 def _behind(prefix: Prefix, job: GenerateJob, session_id: str) -> GenerateJob:
-    """The job, behind what the session has, at the worker that has it."""
+    """The job with the session's tokens before its own. It prefers the worker that has them in its cache."""
     update: dict[str, Any] = {}
     if job.token_ids is None:
         raise InvalidField("image_data", "media beside a conversation", "ids with the model's own placeholders in them")

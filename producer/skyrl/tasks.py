@@ -1,4 +1,4 @@
-"""Calls that generate nothing: scores, embeddings, and ids to text."""
+"""Calls that generate no tokens: scores, embeddings, and ids to text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EMBED, REWARD, SCORE = "task:embed", "task:reward", "task:score"
 
 
 class Tasks:
-    """See SkyRLEngine for each method."""
+    """SkyRLEngine documents the methods."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -58,7 +58,7 @@ class Tasks:
 
 
 def _lists(field: str, value: Any, *, empty: bool = False) -> list[list[int]]:
-    """Lists of ids; one list alone is the only one of them."""
+    """`value` as lists of ids. A single list of ids becomes the only list. Raises InvalidField."""
 
     def ids(one: Any) -> list[int]:
         if not isinstance(one, list | tuple | np.ndarray) or (not len(one) and not empty):

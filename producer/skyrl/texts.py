@@ -1,4 +1,4 @@
-"""Ids to text and conversations to ids, with the trainer's own tokenizer or the one beside the pool's model."""
+"""Ids to text and conversations to ids, with the trainer's own tokenizer or that of the pool's model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ...messages.errors import ConfigError, InvalidField
 
 
 class Texts:
-    """Made of a tokenizer (an object of transformers' kind), of a path or name of one, or of nothing: then it is the
-    one of `model`, as the workers name it.
+    """A tokenizer that is loaded when it is first needed.
 
-    given: whether there is one without asking the pool. model: where to find it otherwise.
+    tokenizer: an object like transformers' tokenizers, a path or name of one, or None for the tokenizer of `model`.
+    given: whether the caller gave one. model: the pool's model, as the workers name it.
     """
 
     def __init__(self, tokenizer: Any = None) -> None:
@@ -29,7 +29,7 @@ class Texts:
         return self._tokenizer is not None or self._path is not None
 
     def load(self) -> Any:
-        """The tokenizer; loading it blocks. Raises ConfigError if there is none."""
+        """The tokenizer. Loading it blocks. Raises ConfigError if there is none."""
         if self._tokenizer is None:
             path = self._path or self.model
             if path is None:
@@ -37,7 +37,7 @@ class Texts:
             try:
                 from transformers import AutoTokenizer  # noqa: PLC0415 – a trainer that brings its own does without
 
-                # A name that workers use need not be one on this host, and nothing is downloaded on their word.
+                # The workers' name of the model may mean something else on this host, so it downloads nothing.
                 self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=self._path is None)
             except (ImportError, OSError, ValueError) as error:
                 raise ConfigError(f"tokenizer: none could be loaded from {path!r}: {error}") from error
@@ -49,7 +49,7 @@ class Texts:
         return text
 
     def decode_many(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each; at once where the tokenizer can, which is several times as fast."""
+        """The text of each sequence. A tokenizer with `batch_decode` does it several times as fast."""
         tokenizer = self.load()
         if callable(batch := getattr(tokenizer, "batch_decode", None)):
             found: list[str] = batch([list(ids) for ids in sequences], skip_special_tokens=True)
@@ -57,7 +57,7 @@ class Texts:
         return [self.decode(ids) for ids in sequences]
 
     def encode_chat(self, conversation: Sequence[dict[str, Any]]) -> list[int]:
-        """Ids of a conversation up to the answer, as SkyRL makes them. Raises ConfigError without a chat template."""
+        """Ids of a conversation, with the template's start of an answer. Raises ConfigError without a chat template."""
         tokenizer = self.load()
         try:
             found: Any = tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=True)

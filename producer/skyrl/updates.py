@@ -96,9 +96,9 @@ def read_group(  # noqa: PLR0917 – in the order of SkyRL's arguments
 
 
 def read_update(request: Any) -> Update:
-    """A NamedWeightsUpdateRequest, the older form for one tensor, or one of newer SkyRL's dataclasses.
+    """Read a NamedWeightsUpdateRequest, the older form for one tensor, or a dataclass of newer SkyRL.
 
-    Raises InvalidField, naming the key.
+    Raises InvalidField, which names the key.
     """
     raw = _mapping(request)
     names = _list(raw, "names")

@@ -1,4 +1,4 @@
-"""Weights from a trainer to the whole pool: collected as they come, published as one version at the end."""
+"""Weights from a trainer to the whole pool: collected tensor by tensor, published as one version."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:  # torch
 
 log = logging.getLogger(__name__)
 OK = (True, "")
-"""What SkyRL's engines answer when something was done."""
+"""The answer of SkyRL's engines for a request that succeeded."""
 FORMATS = (None, "auto", "safetensors", "snapshot")
 MODE_OF = {"in_place": "in_place", "retract": "resume", "abort": None}
-"""A pause mode of `overlapped_weight_sync` -> the publisher's mode that it needs."""
+"""Pause mode of `overlapped_weight_sync` -> the publisher's mode that it needs, None for any."""
 
 
 class WeightTransferHandle:
-    """What `start_weight_transfer` returns: a version on its way to the pool. request: what it was given."""
+    """A version on its way to the pool, as `start_weight_transfer` returns it. request: the argument of that call."""
 
     def __init__(self, request: Any, task: asyncio.Task[str]) -> None:
         self.request = request
@@ -35,30 +35,30 @@ class WeightTransferHandle:
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # only `wait` raises the error
 
     async def wait(self) -> str:
-        """The version, once the pool serves it. Raises the error of the transfer. May be called again and again."""
+        """Wait until the pool serves the version, and return it. May be called again. Raises the transfer's error."""
         return await asyncio.shield(self._task)
 
     @property
     def is_complete(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Whether the transfer has ended. `wait` then returns or raises at once."""
         return self._task.done()
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None while it is under way, and if it did not fail."""
+        """The error of a failed transfer, otherwise None."""
         if not self._task.done():
             return None
         return asyncio.CancelledError() if self._task.cancelled() else self._task.exception()
 
     def cancel(self) -> None:
-        """Do not wait for it any more. A version that is being published is published all the same."""
+        """Stop waiting for the transfer. A publication that has begun goes on."""
         self._task.cancel()
 
 
 class WeightSync:
-    """See SkyRLEngine for the methods without a contract of their own here.
+    """SkyRLEngine documents the methods without a docstring.
 
-    turn: held by whoever receives or publishes. One request at a time: broadcasts have an order.
+    turn: the lock of whoever receives or publishes. Broadcasts have an order, so requests come one at a time.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class WeightSync:
     # --- receiving -------------------------------------------------------------------------------------------------
 
     async def join(self, *group: Any) -> tuple[bool, str]:
-        """Join the trainer's group, if it has one; see `read_group` for the arguments."""
+        """Join the trainer's group, if it has one. group: the arguments of `read_group`."""
         await self._core.client()
         if (info := read_group(*group)) is None:
             return OK
@@ -123,7 +123,7 @@ class WeightSync:
         from .receive import received  # noqa: PLC0415 – torch
 
         try:
-            # A task that is cancelled leaves its thread in the broadcast: the group cannot be used any more then.
+            # A cancelled task leaves its thread in the broadcast. Then the group cannot be used any more.
             tensors = await asyncio.to_thread(received, update, self._group, self._device, self._timeout_s)
         except BaseException:
             if update.way == "broadcast":
@@ -135,9 +135,9 @@ class WeightSync:
     # --- publishing ------------------------------------------------------------------------------------------------
 
     async def end_sync(self) -> None:
-        """Publish what has come as one version, and wait until the pool serves it.
+        """Publish the received tensors as one version, and wait until the pool serves it. No-op without tensors.
 
-        Raises IncompleteWeights before anything is announced, WeightSyncError if no worker has it afterwards.
+        Raises IncompleteWeights before it announces anything, and WeightSyncError if no worker took the version.
         """
         if not self._staged:  # nearly always
             return
@@ -147,7 +147,7 @@ class WeightSync:
                     await _served(await self._publish())
 
     async def _publish(self) -> PublishHandle:
-        """Hand what has come to the publisher; the caller holds `turn`."""
+        """Give the received tensors to the publisher. The caller holds `turn`."""
         tensors = self._staged.take()
         publisher = await self._opened_publisher()
         self._staged.check(tensors, await self._checkpoint(publisher))
@@ -163,7 +163,7 @@ class WeightSync:
             if self._publisher is None:
                 from ...sync.publish import WeightPublisher  # noqa: PLC0415 – torch
 
-                # In place, as in SGLang's own update: what pause_generation left where it was goes on from there.
+                # In place, as in SGLang's own update: samples that pause_generation halted go on where they were.
                 self._publisher = await asyncio.to_thread(
                     lambda: WeightPublisher(self._core.redis_url, self._core.pool, mode="in_place", leader=True)
                 )
@@ -171,7 +171,7 @@ class WeightSync:
             return self._publisher
 
     async def _checkpoint(self, publisher: WeightPublisher) -> Shapes:
-        """What the model's checkpoint has, if it is on this host and the trainer's names are the checkpoint's."""
+        """The tensors of the model's checkpoint. Empty if it is not on this host or the trainer's names differ."""
         if publisher.renames:
             return {}
         from ...sync.receive import checkpoint_shapes  # noqa: PLC0415 – torch
@@ -263,7 +263,7 @@ class WeightSync:
         return OK
 
     async def close(self) -> None:
-        """Leave the trainer's group; end the publisher if it is the engine's own."""
+        """Leave the trainer's group, and close the publisher if it is the engine's own."""
         self._leave()
         self._staged.take()
         if self._publisher is not None and self._own_publisher:
@@ -272,7 +272,7 @@ class WeightSync:
 
 
 async def _served(handle: PublishHandle) -> str:
-    """The version, once the pool serves it. Raises WeightSyncError if no worker does."""
+    """Wait until the pool serves the version, and return it. Raises WeightSyncError if no worker took it."""
     report: PublishReport = await asyncio.to_thread(handle.wait)  # bounded by the publisher's own timeouts
     if report.state in {"failed", "aborted"}:
         why = _reasons(report.failures) or report.state
