@@ -11,9 +11,10 @@ from redis.exceptions import RedisError
 from ..messages.broker import Lease
 from ..messages.errors import EngineError, LeaseLost
 from .engine import Engine
-from .generation import RETRIES_S, Generation
+from .generation import Generation
 from .jobs import HeldJobs
 from .lease import ClaimLoop, Handback, Outbox
+from .slots import RETRIES_S
 from .weights import WeightFollower
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class EngineKeeper:
             self.restarts += 1
             self._in_a_row += 1
             await self._engine.close()  # whatever still waits for it hears EngineDead now
-            await self._generation.idle(LEAVE_S)
+            await self._generation.in_flight.idle(LEAVE_S)
             # A dead engine leaves no room: after this no job is admitted any more, and finished samples are published.
             await claims.settled()
             await self._outbox.flushed()
@@ -92,7 +93,7 @@ class EngineKeeper:
             if self._in_a_row > self._most:
                 raise EngineError(f"the engine died {self._in_a_row} times without finishing a sample")
             # It may have died for want of memory, which nobody can tell: half as many samples need less.
-            self._generation.pressure.relieve()
+            self._generation.slots.relieve()
             # Whoever has the turn now has heard that its engine is gone, and gives it up: what it does about the old
             # engine must not come after the new one is there.
             async with follower.turn.take("a restart of the engine"):

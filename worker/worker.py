@@ -177,12 +177,12 @@ class Worker:
         fits = max(0.0, self._drain_s - LEAVE_S)
         log.info("draining: %d samples run, %d jobs are held", self._generation.running, len(self._held))
         busy = self._outbox.jobs()
-        waiting = [held for held in self._held if not self._generation.in_engine(held.samples.values())]
+        waiting = [held for held in self._held if not any(sample.leg for sample in held.samples.values())]
         try:
             async with asyncio.timeout(max(0.5, self._drain_s)):
                 await self._handback.release(lease, [held for held in waiting if held.id not in busy])
-            if not await self._generation.idle(fits):
-                await self._generation.interrupt(LEAVE_S)
+            if not await self._generation.in_flight.idle(fits):
+                await self._generation.in_flight.interrupt(LEAVE_S)
             async with asyncio.timeout(max(0.5, deadline - time.monotonic())):
                 await self._outbox.flushed()
                 await self._handback.settled()
@@ -197,7 +197,7 @@ class Worker:
             self._held.drop(held.id)
         self._outbox.clear()
         self._generation.clear()
-        self._generation.abort_dropped()
+        self._generation.in_flight.abort_dropped()
 
     # --- jobs in, samples out --------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Worker:
         up = self._service.serves and self._follower.in_service and not self._keeper.dead.is_set()
         if self._draining.is_set() or not up:
             return 0
-        return min(self.config.capacity, self._generation.pressure.slots) - self._held.unpublished
+        return min(self.config.capacity, self._generation.slots.limit) - self._held.unpublished
 
     def _serves(self) -> tuple[int, dict[str, int]]:
         return self._generation.version, self._engine.info.adapters.current()
@@ -267,7 +267,7 @@ class Worker:
 
     def _drop(self, job_id: str) -> None:
         if self._held.drop(job_id) is not None:
-            self._generation.abort_dropped()
+            self._generation.in_flight.abort_dropped()
             self._poke()
 
     # --- what it hears ---------------------------------------------------------------------------------------------
@@ -281,8 +281,8 @@ class Worker:
             for job_id in mine - await self._lease.held():
                 self._drop(job_id)
         await self._handback.disown(self._lease, beat.held > len(self._held), self._known)
-        self._generation.abort_dropped()
-        self._generation.grow()
+        self._generation.in_flight.abort_dropped()
+        self._generation.slots.grow()
         if beat.epoch or beat.committed > self._generation.version:
             self._follower.poke()
         if not self._keeper.dead.is_set() and not await self._engine.healthy():

@@ -19,7 +19,7 @@ from rolloutmq.messages.model.weights import UpdateMode
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
-from rolloutmq.worker.generation import Generation
+from rolloutmq.worker.in_flight import InFlight
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 in_time = partial(publisher, join_timeout_s=30.0, transfer_timeout_s=60.0)
@@ -89,7 +89,7 @@ async def test_a_pause_during_a_slow_commit_in_place_waits_and_the_engine_lives(
     what: str, redis_db: str, control: PoolControl, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What runs cannot end before the commit does: that says nothing about the engine."""
-    monkeypatch.setattr(Generation.interrupt, "__defaults__", (0.0,))  # an engine has no time at all to obey
+    monkeypatch.setattr(InFlight.interrupt, "__defaults__", (0.0,))  # an engine has no time at all to obey
     async with committing(redis_db, broker, "in_place") as (running, engine, _):
         service, before = running.worker._service, running.worker._generation.running
         mode: Any = what.removeprefix("pause ")
@@ -140,7 +140,7 @@ async def test_what_is_allowed_is_decided_when_the_turn_has_come(
     action: str, redis_db: str, control: PoolControl, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A frozen engine answers no abort, and would be taken for dead: it was frozen while the command waited."""
-    monkeypatch.setattr(Generation.interrupt, "__defaults__", (0.0,))
+    monkeypatch.setattr(InFlight.interrupt, "__defaults__", (0.0,))
     async with worker(redis_db, engine=slow(), max_running=3) as running:
         jobs = await busy(broker, running)
         service, turn = running.worker._service, running.worker._follower.turn

@@ -74,9 +74,9 @@ async def test_one_at_a_time_has_the_turn_and_who_waits_in_vain_is_told_whose_it
 async def test_nothing_starts_before_the_last_of_several_quiet_blocks_is_left() -> None:
     bench = Bench()
     await bench.run(2)
-    async with bench.generation.quiet():
+    async with bench.generation.in_flight.quiet():
         with pytest.raises(KeyError):
-            async with bench.generation.quiet():
+            async with bench.generation.in_flight.quiet():
                 raise KeyError
         await all_that_can_happen_now()
         assert (bench.generation.running, len(bench.engine.requests)) == (0, 2)
@@ -89,11 +89,11 @@ async def test_an_engine_that_cannot_be_interrupted_leaves_the_gate_to_the_other
     bench.engine.abort_all = lambda: None  # type: ignore[method-assign]
     pause = bench.generation.gate.holder("pause")
     pause.acquire()
-    assert not await bench.generation.interrupt(0.0)
+    assert not await bench.generation.in_flight.interrupt(0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(bench.generation).interrupt, "__defaults__", (0.0,))
+        patch.setattr(type(bench.generation.in_flight).interrupt, "__defaults__", (0.0,))
         with pytest.raises(EngineDead, match="interrupted"):
-            async with bench.generation.quiet():
+            async with bench.generation.in_flight.quiet():
                 pytest.fail("it is not quiet")
     assert (bench.deaths, bench.generation.gate.reasons) == (1, ["pause"])
 
@@ -125,7 +125,7 @@ class Crowd:
         entered, leave = asyncio.Event(), asyncio.Event()
 
         async def block() -> None:
-            async with self.generation.quiet():
+            async with self.generation.in_flight.quiet():
                 entered.set()
                 await leave.wait()
 
@@ -137,13 +137,13 @@ class Crowd:
         leave = asyncio.Event()
 
         async def block() -> None:
-            async with self.generation.switching():
+            async with self.generation.in_flight.switching():
                 await leave.wait()
                 if self.outcome == "raises":
                     raise EngineDead("gone")
                 if self.outcome == "switched":
                     ids = [request_id for request_id, end in self.engine.ends.items() if not end.done()]
-                    self.generation.switched(self.generation.version + 1, dict.fromkeys(ids, 0))
+                    self.bench.switched(self.generation.version + 1, dict.fromkeys(ids, 0))
 
         self.switch = asyncio.create_task(block()), leave
 

@@ -171,7 +171,7 @@ class Service:
 
         During an update of the weights this waits until legs can end again.
         """
-        async with self._generation.quiet():
+        async with self._generation.in_flight.quiet():
             pass
 
     async def _hand_back(self, deadline: float) -> None:
@@ -196,7 +196,7 @@ class Service:
             self._not_frozen(what)
             if self._sleep.asleep:
                 raise RequestRefused(f"{what}: the engine is asleep: {self.told()}")
-            async with self._generation.quiet():
+            async with self._generation.in_flight.quiet():
                 return await self._engine.operate(what, {})
 
     def _not_frozen(self, what: str) -> None:

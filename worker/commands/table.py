@@ -43,7 +43,7 @@ def worker_commands(
             "engine": f"{info.name} {info.version}",
             "model": info.model,
             "running": generation.running,
-            "slots": generation.pressure.slots,
+            "slots": generation.slots.limit,
             "rolloutmq": own_version(),
         }
 

@@ -97,6 +97,7 @@ class JobRun(Generic[J]):
     _: KW_ONLY
     dropped: bool = False  # cancelled, expired or fenced: what it still generates is thrown away
     leg: Leg | None = None  # the one that is in the engine now
+    retries: int = 0  # after the engine's memory was not enough
     _legs: int = 0
     _engine_s: float = 0.0
     _born: float = field(default_factory=time.monotonic)

@@ -1,4 +1,4 @@
-"""The worker's part in weight sync: join a transfer, receive and verify it, have the engine load it, go on under it."""
+"""Follows the ledger: joins transfers, has the engine receive, verify and load what they bring, and reports."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ..engine import Engine
 from ..gate import Gate, WeightsTurn, set_within
 from ..generation import Generation
 from .adapter_follower import AdapterFollower
+from .catch_up import CatchUp, Preparing
 from .quarantine import Quarantine
 from .snapshots import Snapshots
 
@@ -65,8 +66,7 @@ class WeightFollower:
         self._engine, self._generation, self._ledger = engine, generation, ledger
         self.adapters = AdapterFollower(engine, ledger)
         self._on_stuck = on_stuck
-        self._snapshots = snapshots
-        self._reading: tuple[TransferOrder, asyncio.Task[TransferReport]] | None = None
+        self._catch_up = CatchUp(snapshots, self._begin, self._finish)
         self._said = 0.0
         self._group = ""  # the process group that the engine is still in
         self._seen_epoch = 0
@@ -96,7 +96,7 @@ class WeightFollower:
     def halt(self) -> None:
         """Take part in nothing until `restarted`: there is no engine to load into."""
         self._halted = True
-        self._stop_reading()
+        self._catch_up.stop()
         self.poke()  # whoever has the turn gives it up: the restart waits for it
 
     def restarted(self) -> None:
@@ -124,11 +124,11 @@ class WeightFollower:
                 if number and number != self._seen_epoch and await self._look_into(number, worker_id):
                     on_change()
                     continue
-                if self._may_touch() and await self._read(committed, digest):
+                if self._may_touch() and await self._catch_up.look(self._generation.version, committed, digest):
                     await self._ledger.unwant(worker_id)
                     on_change()
                     continue
-                may_ask = self._reading is None and self.gate.is_open
+                may_ask = not self._catch_up.reads and self.gate.is_open
                 if may_ask and self._quarantine.overdue and not self._halted:
                     self._on_stuck()
                 if may_ask and self._generation.version < committed and time.monotonic() - asked > LOOK_S:
@@ -185,7 +185,7 @@ class WeightFollower:
         sealed = await self._sealed(number, time.monotonic() + announcement.join_timeout_s + SEAL_GRACE_S)
         if sealed is None or worker_id not in sealed.announcement.roster:
             return
-        self._stop_reading()
+        self._catch_up.stop()
         try:
             order = TransferOrder.of_announcement(sealed.announcement, sealed.announcement.roster[worker_id])
             report = await self._receive_and_load(order)
@@ -203,8 +203,7 @@ class WeightFollower:
         await through_outage(tell, time.monotonic() + REPORT_S)
 
     async def _receive_and_load(self, order: TransferOrder) -> TransferReport:
-        preparing = asyncio.create_task(self._ask(self._engine.prepare_weights(order), order))
-        preparing.add_done_callback(self._has_prepared)
+        preparing = self._prepare(order)
         while not preparing.done():
             self._poked.clear()
             if await self._ledger_is_done_with(order.epoch):
@@ -245,10 +244,10 @@ class WeightFollower:
             raise
         if report.ok:
             if in_place:
-                self._generation.switched(order.version, report.switched)
+                self._generation.in_flight.switched(order.version, report.switched)
             self.mended(order.version)
         elif not report.intact and in_place:
-            self._generation.spoiled()
+            self._generation.in_flight.spoiled()
             self._on_stuck()  # it goes on generating with weights that are no version: only its end stops that
         elif not report.intact:
             self.mend(patient=self._quarantine.patient)
@@ -258,13 +257,13 @@ class WeightFollower:
     async def _standing_still(self, order: TransferOrder) -> AsyncIterator[bool]:
         """Bring generation into the state that the update's mode needs. False if that took too long."""
         if order.mode == "in_place" and not self.quarantined:
-            async with self._generation.switching():
+            async with self._generation.in_flight.switching():
                 yield True
         elif order.mode == "drain":
             with self._generation.gate.holder("update"):
-                yield await self._generation.idle(order.drain_s)
+                yield await self._generation.in_flight.idle(order.drain_s)
         else:
-            async with self._generation.quiet():
+            async with self._generation.in_flight.quiet():
                 yield True
 
     async def _ask(self, half: Coroutine[Any, Any, TransferReport], order: TransferOrder) -> TransferReport:
@@ -286,10 +285,10 @@ class WeightFollower:
                 return TransferReport(ok=False, phase="load", error=f"the engine is {', '.join(self.gate.reasons)}")
             if not (order.version > here or self.quarantined):  # one came while the turn was waited for
                 return TransferReport(ok=False, phase="load", error=f"version {here} came first")
-            self._stop_reading()
+            self._catch_up.stop()
             if not await self._may_load(f"version {order.version} is to be loaded"):
                 return TransferReport(ok=False, phase="load", error="the engine still sends its weights to others")
-            report = await self._ask(self._engine.prepare_weights(order), order)
+            report = await self._prepare(order)
             return await self._commit(order) if report.ok else report
 
     def mend(self, *, patient: bool = False) -> None:
@@ -313,52 +312,26 @@ class WeightFollower:
         self.in_service = True
         self._quarantine.end()
 
-    # --- from disk -------------------------------------------------------------------------------------------------
+    # --- both halves -----------------------------------------------------------------------------------------------
 
-    async def _read(self, committed: int, digest: str) -> bool:
-        """Take the committed version from a snapshot, if there is one; True when that has just been done.
+    async def _begin(self, order: TransferOrder, why: str) -> Preparing | None:
+        return self._prepare(order) if await self._may_load(why) else None
 
-        The reading goes on beside the look-out for transfers: whoever sends the version meanwhile goes first.
-        """
-        if self._snapshots is None or self._generation.version >= committed:
-            self._stop_reading()
-            return False
-        if self._reading is None:
-            order = await self._snapshots.order(committed, digest) if digest else None
-            if order is not None and await self._may_load(f"version {committed} is on disk"):
-                reading = asyncio.create_task(self._ask(self._engine.prepare_weights(order), order))
-                reading.add_done_callback(self._has_prepared)
-                self._reading = order, reading
-            return False
-        order, reading = self._reading
-        if not reading.done():
-            return False
-        self._reading = None
-        try:
-            report = reading.result()
-            async with self.turn.take(f"the load of version {order.version}"):
-                if not self._may_touch() or self._generation.version >= order.version:
-                    return False
-                if report.ok:
-                    report = await self._commit(order)
-        except EngineDead:
-            return False
-        if report.ok:
-            log.info("version %s was read from %s", order.version, order.path)
-        elif report.intact:  # else the engine is to blame, and has yet to be mended
-            self._snapshots.refuse(order.version, f"{report.phase}: {report.error}")
-        return report.ok
+    async def _finish(self, order: TransferOrder, report: TransferReport) -> TransferReport | None:
+        async with self.turn.take(f"the load of version {order.version}"):
+            if not self._may_touch() or self._generation.version >= order.version:
+                return None
+            return await self._commit(order) if report.ok else report
+
+    def _prepare(self, order: TransferOrder) -> Preparing:
+        half = asyncio.create_task(self._ask(self._engine.prepare_weights(order), order))
+        half.add_done_callback(self._has_prepared)
+        return half
 
     def _has_prepared(self, half: asyncio.Task[TransferReport]) -> None:
         if not half.cancelled():
             half.exception()  # marks it as seen: nobody may be waiting any more
         self.poke()
-
-    def _stop_reading(self) -> None:
-        """Forget a read under way. The engine drops it when it is told to prepare something else."""
-        if self._reading is not None:
-            self._reading[1].cancel()
-        self._reading = None
 
     def _say_that_it_waits(self, committed: int) -> None:
         if time.monotonic() - self._said > SAY_S:

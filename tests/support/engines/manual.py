@@ -65,6 +65,10 @@ class Bench:
     def _died(self) -> None:
         self.deaths += 1
 
+    def switched(self, version: int, counts: dict[str, int]) -> None:
+        self.generation.in_flight.switched(version, counts)
+        self.generation.version = version
+
     async def run(self, count: int) -> tuple[list[SampleRun], list[str]]:
         """Samples that run, and their request ids."""
         before = len(self.engine.requests)

@@ -82,7 +82,7 @@ async def test_what_is_just_being_claimed_or_published_is_handed_back_too(
         await broker.enqueue([one])
         if what == "published":
             await eventually(lambda: running.worker._generation.running == 3)
-            running.worker._generation.end([next(iter(running.worker._generation._running.values()))])
+            running.worker._generation.end([next(iter(running.worker._generation.in_flight.running.values()))])
         await begun.wait()
         asked = asyncio.create_task(control.pause("abort", hand_back=True))
         await eventually(lambda: running.worker._service.paused)
@@ -273,7 +273,7 @@ async def test_out_of_memory_is_tried_again_with_fewer_at_once(redis_db: str, br
         jobs = [job(sampling=SamplingParams(max_new_tokens=20)) for _ in range(12)]
         await broker.enqueue(jobs)
         await all_done(broker, jobs)
-        assert running.worker._generation.pressure.slots <= 4
+        assert running.worker._generation.slots.limit <= 4
         assert running.engine.starts == 1
         assert {reply.outcome.attempt for reply in await replies(broker)} == {1}
 
@@ -285,8 +285,8 @@ async def test_an_engine_that_dies_gets_half_as_much_and_then_more_again(
         jobs = await busy(broker, running)
         running.engine.kill()
         await eventually(lambda: running.engine.starts == 2)
-        pressure = running.worker._generation.pressure
-        assert pressure.slots == 4
-        monkeypatch.setattr("rolloutmq.worker.generation.GROW_S", 0.0)
-        await eventually(lambda: pressure.slots == 8)
+        slots = running.worker._generation.slots
+        assert slots.limit == 4
+        monkeypatch.setattr("rolloutmq.worker.slots.GROW_S", 0.0)
+        await eventually(lambda: slots.limit == 8)
         await all_done(broker, jobs)

@@ -11,10 +11,11 @@ from support.pools.pool import eventually
 from support.specimens.messages import job
 
 from rolloutmq.messages.errors import EngineDead, EngineError
-from rolloutmq.worker import generation as module
+from rolloutmq.worker import slots as module
 from rolloutmq.worker.engine.protocol import EngineRequest
-from rolloutmq.worker.generation import RETRIES_S, Generation, Pressure, is_out_of_memory
+from rolloutmq.worker.generation import Generation
 from rolloutmq.worker.jobs.sample import SampleRun
+from rolloutmq.worker.slots import RETRIES_S, Slots, is_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -43,22 +44,22 @@ def test_other_troubles(text: str) -> None:
 
 
 def test_halved_and_grown_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    pressure = Pressure(16)
-    pressure.grow()
-    assert pressure.slots == 16
-    slots = []
+    slots = Slots(16, lambda sample: pytest.fail("nothing waits"))
+    slots.grow()
+    assert slots.limit == 16
+    limits = []
     for _ in range(6):
-        pressure.relieve()
-        slots.append(pressure.slots)
-    assert slots == [8, 4, 2, 1, 1, 1]
-    pressure.grow()
-    assert pressure.slots == 1  # not so soon
-    monkeypatch.setattr("rolloutmq.worker.generation.GROW_S", -1.0)  # long ago, whatever the clock says
-    slots = []
+        slots.relieve()
+        limits.append(slots.limit)
+    assert limits == [8, 4, 2, 1, 1, 1]
+    slots.grow()
+    assert slots.limit == 1  # not so soon
+    monkeypatch.setattr("rolloutmq.worker.slots.GROW_S", -1.0)  # long ago, whatever the clock says
+    limits = []
     for _ in range(9):
-        pressure.grow()
-        slots.append(pressure.slots)
-    assert slots == [3, 5, 7, 9, 11, 13, 15, 16, 16]
+        slots.grow()
+        limits.append(slots.limit)
+    assert limits == [3, 5, 7, 9, 11, 13, 15, 16, 16]
 
 
 class Full:
@@ -102,7 +103,7 @@ async def test_three_tries_and_then_it_is_another_workers_turn(monkeypatch: pyte
     generation.add(runs(1))
     await eventually(lambda: failed)
     assert (engine.tries, pauses) == (1 + len(RETRIES_S), list(RETRIES_S))
-    assert (generation.pressure.slots, dead) == (1, [])
+    assert (generation.slots.limit, dead) == (1, [])
 
 
 async def test_one_incident_halves_once_and_other_errors_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,4 +125,4 @@ async def test_one_incident_halves_once_and_other_errors_not_at_all(monkeypatch:
         )
         generation.add(runs(16))
         await eventually(lambda generation=generation: generation.running == 0)
-        assert (generation.pressure.slots, len(failed)) == (slots, gave_up)
+        assert (generation.slots.limit, len(failed)) == (slots, gave_up)

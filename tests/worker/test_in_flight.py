@@ -43,13 +43,13 @@ def test_segments_of_a_leg(switches: list[tuple[int, int]], count: int, expected
 async def test_legs_that_end_during_a_switch_wait_and_are_told_apart() -> None:
     bench = Bench()
     (before, during, after), ids = await bench.run(3)
-    async with bench.generation.switching():
+    async with bench.generation.in_flight.switching():
         bench.engine.end(ids[0], 10)  # ended before the switch: the engine does not count it
         bench.engine.end(ids[1], 20)
         await all_that_can_happen_now()
         assert bench.finished == []
         assert bench.generation.running == 3
-        bench.generation.switched(2, {ids[1]: 15, ids[2]: 16})
+        bench.switched(2, {ids[1]: 15, ids[2]: 16})
         assert bench.finished == []
     bench.engine.end(ids[2], 30)
     await eventually(lambda: len(bench.finished) == 3)
@@ -65,8 +65,8 @@ async def test_two_switches_in_one_leg_and_the_next_leg_is_new() -> None:
     bench = Bench()
     (sample,), (first,) = await bench.run(1)
     for version, at in ((2, 4), (3, 9)):
-        async with bench.generation.switching():
-            bench.generation.switched(version, {first: at})
+        async with bench.generation.in_flight.switching():
+            bench.switched(version, {first: at})
     bench.engine.end(first, 12, "abort")
     await eventually(lambda: len(bench.engine.requests) == 2)
     second = bench.engine.requests[1]
@@ -81,14 +81,14 @@ async def test_the_gate_is_shut_during_a_switch_and_what_waited_starts_under_the
     job = GenerateJob(token_ids=[1], n=4, sampling=SamplingParams(max_new_tokens=5))
     bench.generation.add([SampleRun(job, np.array([1], np.int32), i, 1, 0.0) for i in range(4)])
     assert bench.engine.requests == []  # their tasks have not run yet
-    async with bench.generation.switching():
+    async with bench.generation.in_flight.switching():
         assert len(bench.engine.requests) == 2  # now they have: the engine hears of them before it hears of the switch
         ids = [request.request_id for request in bench.engine.requests]
         for request_id in ids:
             bench.engine.end(request_id, 5)
         await all_that_can_happen_now()
         assert len(bench.engine.requests) == 2
-        bench.generation.switched(2, dict.fromkeys(ids, 5))
+        bench.switched(2, dict.fromkeys(ids, 5))
     await eventually(lambda: len(bench.engine.requests) == 4)
     assert [request.cache_key for request in bench.engine.requests] == ["1", "1", "2", "2"]
 
@@ -101,10 +101,10 @@ async def test_nothing_of_a_running_leg_is_saved_during_a_switch() -> None:
     assert piece is not None
     assert piece.partial.segments == (Segment(1, 6),)
     sample.keep_saved(piece)
-    async with bench.generation.switching():
+    async with bench.generation.in_flight.switching():
         bench.engine.made[request_id] = 12
         assert sample.unsaved(bench.engine.progress) is None
-        bench.generation.switched(2, {request_id: 8})
+        bench.switched(2, {request_id: 8})
     piece = sample.unsaved(bench.engine.progress)
     assert piece is not None
     assert (piece.partial.start, piece.partial.segments) == (6, (Segment(1, 2), Segment(2, 4)))
@@ -121,7 +121,7 @@ async def test_nothing_of_a_running_leg_is_saved_during_a_switch() -> None:
 async def test_a_commit_that_fails_with_the_weights_intact_changes_nothing() -> None:
     bench = Bench()
     (ended, running), ids = await bench.run(2)
-    async with bench.generation.switching():
+    async with bench.generation.in_flight.switching():
         bench.engine.end(ids[0], 7)
     bench.engine.end(ids[1], 9)
     await eventually(lambda: len(bench.finished) == 2)
@@ -136,12 +136,12 @@ async def test_what_half_written_weights_may_have_sampled_is_thrown_away(how: st
     (ended, running), ids = await bench.run(2)
     bench.engine.made[ids[1]] = 5
     with contextlib.suppress(EngineDead):
-        async with bench.generation.switching():
+        async with bench.generation.in_flight.switching():
             bench.engine.end(ids[0], 7)
             await asyncio.sleep(0)
             if how == "raised":
                 raise EngineDead("gone")
-            bench.generation.spoiled()
+            bench.generation.in_flight.spoiled()
     assert running.unsaved(bench.engine.progress) is None
     bench.engine.end(ids[1], 9)
     await eventually(lambda: len(bench.generation.died_with) == 2)
@@ -153,7 +153,7 @@ async def test_what_half_written_weights_may_have_sampled_is_thrown_away(how: st
 async def test_an_engine_that_dies_during_a_switch_keeps_nobody_waiting() -> None:
     bench = Bench()
     (sample,), (request_id,) = await bench.run(1)
-    async with bench.generation.switching():
+    async with bench.generation.in_flight.switching():
         bench.engine.ends[request_id].set_exception(EngineDead("gone"))
         await eventually(lambda: bench.generation.died_with)
         assert bench.generation.died_with == [sample]
@@ -164,13 +164,14 @@ async def test_an_interruption_waits_for_the_switch() -> None:
     bench = Bench()
     (sample,), (request_id,) = await bench.run(1)
     bench.engine.made[request_id] = 5
-    async with bench.generation.switching():
+    async with bench.generation.in_flight.switching():
         bench.generation.gate.holder("drain").acquire()
-        stopping = asyncio.create_task(bench.generation.interrupt(0.0))  # the time of the switch does not count
+        # 0 s, because the time of the switch does not count
+        stopping = asyncio.create_task(bench.generation.in_flight.interrupt(0.0))
         await all_that_can_happen_now()
         assert not stopping.done()
         assert not bench.engine.ends[request_id].done()
-        bench.generation.switched(2, {request_id: 3})
+        bench.switched(2, {request_id: 3})
     assert await stopping
     assert sample.segments == [Segment(1, 3), Segment(2, 2)]
 
@@ -178,5 +179,5 @@ async def test_an_interruption_waits_for_the_switch() -> None:
 async def test_weights_are_switched_only_inside_a_switch() -> None:
     bench = Bench()
     with pytest.raises(RuntimeError, match="inside"):
-        bench.generation.switched(2, {})
+        bench.switched(2, {})
     assert bench.generation.version == 1
