@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ...messages.model import RolloutResult
+import numpy as np
+
+from ...messages.model import RolloutResult, join_segments
 from ..calls import Delta
 from .request import Request
 from .response import (
@@ -75,6 +78,7 @@ class Chunks:
         self._place = {job.id: place * job.n for place, job in enumerate(request.jobs)}
         self._texts: dict[int, GrowingText] = {}
         self._chars: dict[int, int] = {}
+        self._unsent: dict[int, Delta] = {}  # tokens whose text cannot be shown yet
         self._results: dict[str, dict[int, RolloutResult]] = {job.id: {} for job in request.jobs}
         self._created = int(time.time())
 
@@ -88,14 +92,15 @@ class Chunks:
     def of(self, delta: Delta) -> list[dict[str, Any]]:
         """The chunks of one delta; the last one of a sample has its finish_reason.
 
-        An answer that may turn out to be tool calls is shown only when it is whole. If a sample was begun again, its
-        choice has "restarted": true, and what came before is void.
+        An answer that may turn out to be tool calls is shown only when it is whole. A delta without visible text (half
+        a character, a special token) is sent with the next one, so the chunks have every token's log-probability and
+        version. If a sample was begun again, its choice has "restarted": true, and its earlier chunks are void.
         """
         request = self._request
         index = self._place[delta.job_id] + delta.sample
         if delta.restarted:
-            self._texts.pop(index, None)
-            self._chars.pop(index, None)
+            for kept in (self._texts, self._chars, self._unsent):
+                kept.pop(index, None)
         text = self._text(index, delta)
         calls: list[dict[str, Any]] = []
         if request.tools.declared:
@@ -103,14 +108,17 @@ class Chunks:
                 return []
             whole, calls = request.tools.calls(delta.result, text_of(delta.result, self._decode))
             text = whole or ""
+        elif (unsent := self._unsent.pop(index, None)) is not None:
+            delta = _joined(unsent, delta)
+        if delta.result is None and not text and not request.token_ids:
+            self._unsent[index] = delta
+            return []
         choice = self._content(index, text, delta, calls)
         if delta.result is not None:
             self._results[delta.job_id][delta.sample] = delta.result
             finish = delta.result.finish_reason
             choice["finish_reason"] = "tool_calls" if calls and finish == "stop" else finish
             choice["stop_reason"] = stop_reason(delta.result)
-        elif not text and not request.token_ids:
-            return []  # half a character
         return [self._chunk([choice])]
 
     def closing(self) -> list[dict[str, Any]]:
@@ -164,6 +172,23 @@ class Chunks:
             "model": self._request.model,
             "choices": choices,
         }
+
+
+def _joined(first: Delta, then: Delta) -> Delta:
+    """The tokens of two deltas of a sample that follow each other."""
+    logprobs = [one.logprobs for one in (first, then) if one.logprobs is not None]
+    return replace(
+        then,
+        start=first.start,
+        token_ids=np.concatenate([first.token_ids, then.token_ids]),
+        logprobs=np.concatenate(logprobs) if logprobs else None,
+        segments=tuple(join_segments([*first.segments, *then.segments])),
+        token_arrays={
+            name: np.concatenate([one.token_arrays[name] for one in (first, then) if name in one.token_arrays])
+            for name in first.token_arrays | then.token_arrays
+        },
+        restarted=first.restarted,
+    )
 
 
 async def stream_chunks(

@@ -216,12 +216,16 @@ class IncompleteWeights(WeightSyncError):
 
 
 class StagedTensors:
-    """Tensors by name, of a version that is not published yet. version: its number, None for the next number."""
+    """Tensors by name, of a version that is not published yet.
+
+    version: its number, None for the next number. known: the tensors of the last version that a worker accepted from
+    the trainer, None if there is none.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Any] = {}
         self.version: int | None = None
-        self._known: Shapes | None = None
+        self.known: Shapes | None = None
 
     def __bool__(self) -> bool:
         return bool(self.tensors)
@@ -235,28 +239,21 @@ class StagedTensors:
         tensors, self.tensors = self.tensors, {}
         return tensors
 
-    def check(self, tensors: Mapping[str, Any], checkpoint: Shapes) -> None:
-        """Compare the tensors with the last complete version, or, for the first version, with the model's checkpoint.
+    def check(self, shapes: Shapes, checkpoint: Shapes) -> None:
+        """Compare the tensors with the last accepted version, or, before there is one, with the model's checkpoint.
 
         Without either everything passes, because the workers know their model's tensors and name those they refuse.
-        Raises IncompleteWeights, or WeightSyncError for tensors that the model does not have.
+        They also decide whether a tied tensor may be missing. Raises IncompleteWeights, or WeightSyncError for tensors
+        that the model does not have.
         """
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if self._known is not None:
-            if missing := sorted(self._known.keys() - shapes.keys()):
-                raise IncompleteWeights(missing)
-            return
-        if not checkpoint:
-            return
         from ...sync.receive import TIED, check_names  # noqa: PLC0415 – torch, which this module has no other need of
 
-        if missing := sorted(checkpoint.keys() - shapes.keys() - set(TIED)):
+        complete = checkpoint if self.known is None else self.known
+        if missing := sorted(complete.keys() - shapes.keys() - TIED):
             raise IncompleteWeights(missing)
+        if self.known is not None or not checkpoint:
+            return
         try:
             check_names(shapes, checkpoint)
         except DigestMismatch as error:
             raise WeightSyncError(f"{error}; nothing was announced") from None
-
-    def remember(self, tensors: Mapping[str, Any]) -> None:
-        """Record that these were a complete version."""
-        self._known = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -144,19 +144,37 @@ class WeightSync:
         async with self.turn:
             if self._staged:
                 async with self._control.thawed():
-                    await _served(await self._publish())
+                    await self._served(*await self._publish())
 
-    async def _publish(self) -> PublishHandle:
-        """Give the received tensors to the publisher. The caller holds `turn`."""
+    async def _publish(self) -> tuple[PublishHandle, Shapes]:
+        """Give the received tensors to the publisher. Returns their shapes too. The caller holds `turn`."""
         tensors = self._staged.take()
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         publisher = await self._opened_publisher()
-        self._staged.check(tensors, await self._checkpoint(publisher))
-        version, self._staged.version = self._staged.version, None
-        if version is None:
-            version = publisher.last_version + 1
-        handle = await asyncio.to_thread(publisher.publish, version, tensors)
-        self._staged.remember(tensors)
-        return handle
+        self._staged.check(shapes, await self._checkpoint(publisher))
+        handle = await asyncio.to_thread(publisher.publish, self._next_version(publisher), tensors)
+        return handle, shapes
+
+    def _next_version(self, publisher: WeightPublisher) -> int:
+        """The number that `update_weight_version` gave to the next version, or else the next number."""
+        named, self._staged.version = self._staged.version, None
+        return publisher.last_version + 1 if named is None else named
+
+    async def _served(self, handle: PublishHandle, shapes: Shapes | None = None) -> str:
+        """Wait until the pool serves the version, and return it. Raises WeightSyncError if no worker took it.
+
+        shapes: the version's tensors. Once a worker has accepted them they are known as complete, and not before: a
+        later sync is compared with them. None for a version that did not come from the trainer.
+        """
+        report: PublishReport = await asyncio.to_thread(handle.wait)  # bounded by the publisher's own timeouts
+        if report.state in {"failed", "aborted"}:
+            why = _reasons(report.failures) or report.state
+            raise WeightSyncError(f"version {report.version} is served by nobody: {why}")
+        for worker, reason in sorted(report.failures.items()):
+            log.warning("worker %s has not taken version %d: %s", worker, report.version, reason)
+        if report.workers:
+            self._staged.known = shapes
+        return str(report.version)
 
     async def _opened_publisher(self) -> WeightPublisher:
         async with self._making:
@@ -212,8 +230,8 @@ class WeightSync:
     async def _transfer(self, update: Update) -> str:
         async with self.turn:
             await self._receive(update)
-            handle = await self._publish()
-        return await _served(handle)
+            published = await self._publish()
+        return await self._served(*published)
 
     async def finish(self, handle: WeightTransferHandle, flush_cache: bool) -> str:
         version = await handle.wait()
@@ -240,7 +258,9 @@ class WeightSync:
         await self._core.client()
         async with self.turn:
             publisher = await self._opened_publisher()
-            await _served(await asyncio.to_thread(_publish_folder, publisher, Path(path), load_format))
+            folder, version = await asyncio.to_thread(_folder, Path(path), load_format), self._next_version(publisher)
+            await self._served(await asyncio.to_thread(_publish_folder, publisher, folder, version))
+            self._staged.take()  # the folder's weights have replaced them
         if flush_cache:
             await self._control.flush_caches()
         return OK
@@ -271,31 +291,25 @@ class WeightSync:
             await asyncio.to_thread(publisher.close)
 
 
-async def _served(handle: PublishHandle) -> str:
-    """Wait until the pool serves the version, and return it. Raises WeightSyncError if no worker took it."""
-    report: PublishReport = await asyncio.to_thread(handle.wait)  # bounded by the publisher's own timeouts
-    if report.state in {"failed", "aborted"}:
-        why = _reasons(report.failures) or report.state
-        raise WeightSyncError(f"version {report.version} is served by nobody: {why}")
-    for worker, reason in sorted(report.failures.items()):
-        log.warning("worker %s has not taken version %d: %s", worker, report.version, reason)
-    return str(report.version)
-
-
 def _reasons(failures: Mapping[str, str]) -> str:
     return "; ".join(f"{worker}: {reason}" for worker, reason in sorted(failures.items()))
 
 
-def _publish_folder(publisher: WeightPublisher, path: Path, wanted: str | None) -> PublishHandle:
+def _folder(path: Path, wanted: str | None) -> Path:
+    """The folder, if it has the wanted format. Raises InvalidField, SnapshotError."""
     from ...sync.disk.checkpoint import checkpoint_format  # noqa: PLC0415 – torch
-    from ...sync.receive import open_version  # noqa: PLC0415
 
     found = checkpoint_format(path)
     if wanted not in (None, "auto", found):
         raise InvalidField("load_format", wanted, f"{found!r}, which {path} has")
     if found not in ("safetensors", "snapshot"):
         raise InvalidField("model_path", str(path), f"a checkpoint or one version of a snapshot folder, not {found}")
-    version = publisher.last_version + 1
+    return path
+
+
+def _publish_folder(publisher: WeightPublisher, path: Path, version: int) -> PublishHandle:
+    from ...sync.receive import open_version  # noqa: PLC0415 – torch
+
     with open_version(str(path), version) as opened:
         return publisher.publish(version, ((spec.name, flat) for spec, flat in opened))
 

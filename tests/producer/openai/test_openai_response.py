@@ -202,6 +202,40 @@ async def test_a_stream_of_a_completion_of_ids_shows_whole_characters() -> None:
     assert found[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+async def test_a_stream_has_the_logprobs_and_versions_of_tokens_without_visible_text(kind: str) -> None:
+    asked = {"stream": True, "return_weight_versions": True}
+    if kind == "chat":
+        request = chat(**asked, logprobs=True, top_logprobs=1)
+    else:
+        request = completion_request({"prompt": [1], "logprobs": 1} | asked)
+    ids = [*"é€".encode(), 300, 300]
+    values = np.arange(len(ids), dtype=np.float32)
+    segments = [Segment(3 + i // 2, 1) for i in range(len(ids))]
+
+    def piece(i: int, **more: Any) -> Delta:
+        top = {"top_ids": np.array([[ids[i]]], np.int32), "top_logprobs": np.array([[-0.25]], np.float32)}
+        given = {"logprobs": values[i : i + 1], "segments": (segments[i],), "token_arrays": top}
+        text = {"text": {1: "é", 4: "€"}.get(i, "")} if kind == "chat" else {}
+        return delta(request, i, [ids[i]], **given | text | more)
+
+    end = sample(request, token_ids=ids, logprobs=list(values), segments=tuple(segments))
+    again = piece(0, restarted=True)
+    found = await chunks(request, again, *map(piece, range(1, len(ids) - 1)), piece(len(ids) - 1, result=end))
+    choices = [chunk["choices"][0] for chunk in found][1 if kind == "chat" else 0 :]
+    spans = [span for choice in choices for span in choice["weight_versions"]]
+    assert [v for one in spans for v in [one["version"]] * (one["end"] - one["start"])] == [s.version for s in segments]
+    assert [one["start"] for one in spans[1:]] == [one["end"] for one in spans[:-1]]
+    shown = [choice["logprobs"] for choice in choices]
+    if kind == "chat":
+        entries = [entry for one in shown for entry in one["content"]]
+        assert [(entry["logprob"], len(entry["top_logprobs"])) for entry in entries] == [(v, 1) for v in values]
+    else:
+        assert [value for one in shown for value in one["token_logprobs"]] == values.tolist()
+        assert sum(len(one["top_logprobs"]) for one in shown) == len(ids)
+    assert [choice.get("restarted", False) for choice in choices] == [True, False, False]
+
+
 async def test_a_stream_with_tools_shows_nothing_before_it_is_whole() -> None:
     request = chat(stream=True, tools=[TOOL])
     end = sample(request, tool_calls=(ToolCall(id="c1", name="add", arguments={}),))
