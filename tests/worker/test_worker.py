@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 from redis.asyncio import Redis
+from support.engines.manual import all_that_can_happen_now
 from support.pools.pool import check_scripted, eventually, letters, replies, wait_replies, worker
 from support.specimens.messages import job, result
 
@@ -168,7 +169,7 @@ async def test_cancelling_frees_the_slot(redis_db: str, broker: Broker) -> None:
         await eventually(lambda: running.engine._aborts, what="the sample to run")
         await broker.enqueue([queued])
         assert await broker.cancel([queued.id, long.id]) == ["ok", "ok"]
-        await eventually(lambda: not running.engine._aborts, 3, "the slot to be free")
+        await eventually(lambda: not running.engine._aborts, what="the slot to be free")
         running.engine.tokens_per_s = 1e9
         fine = job(sampling=SHORT)
         await broker.enqueue([fine])
@@ -256,7 +257,8 @@ async def test_a_drain_in_the_middle_of_a_claim_burns_nothing(
             answer = await claim(*args)
             if answer:
                 claiming.set()
-                await asyncio.sleep(0.3)
+                await eventually(running.worker._draining.is_set)
+                await all_that_can_happen_now()
             return answer
 
         monkeypatch.setattr(lease, "claim", slow_reply)

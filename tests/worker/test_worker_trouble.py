@@ -78,7 +78,7 @@ async def test_an_engine_that_answers_no_abort_does_not_keep_a_worker_from_leavi
         await broker.enqueue([held])
         await eventually(lambda: running.engine._aborts)
         running.worker.drain()
-        await asyncio.wait_for(asyncio.shield(running.task), 10)
+        await running.task
     load = await broker.load()
     assert (load.open_jobs, sum(load.queued)) == (1, 1)
 
@@ -89,7 +89,7 @@ async def test_a_drain_ends_an_engines_start(redis_db: str) -> None:
     task = asyncio.create_task(starting.run())
     await asyncio.sleep(0)
     starting.drain()
-    await asyncio.wait_for(task, 5)
+    await task
     assert engine.starts == 0
 
 
@@ -151,9 +151,12 @@ async def test_a_cancellation_that_meets_the_loss_of_the_lease_ends_the_worker(
         await asyncio.sleep(0)  # every part of the incarnation has begun
     lose.set()
     running.cancel()
-    done, _ = await asyncio.wait([running], timeout=20)
+    one.joined.clear()
+    again = asyncio.create_task(one.joined.wait())
+    await asyncio.wait([running, again], return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
     lose.clear()
-    if not done:  # it has joined again
+    if not running.done():  # it has joined again
         one.drain()
         await running
     assert running.cancelled()

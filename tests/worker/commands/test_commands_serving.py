@@ -11,6 +11,7 @@ import pytest
 import torch
 from redis.asyncio import Redis
 from safetensors.torch import save_file
+from support.engines.manual import all_that_can_happen_now
 from support.pools.commanded import LONG, all_done, busy, slow, worker
 from support.pools.pool import eventually, replies, wait_replies
 from support.specimens.messages import SHORT, job
@@ -36,7 +37,7 @@ async def test_what_runs_at_a_pause_comes_back_and_nothing_new_begins(
             await all_done(broker, jobs)
         elif mode == "in_place":
             held = [running.engine._sampled(rid) for rid in running.engine._running]
-            await asyncio.sleep(0.1)
+            await all_that_can_happen_now()
             assert [running.engine._sampled(rid) for rid in running.engine._running] == held != []
         else:
             assert running.worker._generation.running == 0
