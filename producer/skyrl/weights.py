@@ -192,13 +192,12 @@ class WeightSync:
         """The tensors of the model's checkpoint. Empty if it is not on this host or the trainer's names differ."""
         if publisher.renames:
             return {}
-        from ...sync.receive import checkpoint_shapes  # noqa: PLC0415 – torch
+        from ...sync.disk.checkpoint import checkpoint_shapes  # noqa: PLC0415 – torch
 
         models = {worker.model for worker in await self._core.workers(fresh=False) if worker.model}
         if len(models) != 1:
             return {}
-        shapes: Shapes = await asyncio.to_thread(checkpoint_shapes, models.pop())
-        return shapes
+        return await asyncio.to_thread(checkpoint_shapes, models.pop())
 
     async def _ledger(self) -> Ledger:
         return Ledger((await self._core.client()).broker.redis, self._core.pool)

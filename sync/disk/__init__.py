@@ -1,4 +1,4 @@
-"""Weights versions on disk: written whole or not at all, and verified when they are read."""
+"""Weights versions on disk. A version is written whole or not at all, and verified when it is read."""
 
 from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
 from .folder import folder_name

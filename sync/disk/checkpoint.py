@@ -1,14 +1,15 @@
-"""A plain safetensors checkpoint as a version: what a model's folder holds, with digests made when it is opened.
+"""A plain safetensors checkpoint, read as a version.
 
-A `DiskVersion` has its digests from the trainer; here they say only that every tensor arrives in the engine as it was
-in the file. The files must not change while they are read: a tensor that does is refused.
+A `DiskVersion` has its digests from the trainer. Here digests are computed when the folder is opened, so they only say
+that every tensor arrives in the engine as it was in the file. A tensor that changes while it is read is refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Literal, Self
 
@@ -25,23 +26,33 @@ from .index import WEIGHT_MAP
 CheckpointFormat = Literal["snapshot", "snapshots", "safetensors", "sharded"]
 VERSION_FOLDER = re.compile(r"v([0-9]{12})")
 SHARD = re.compile(r"model-rank-([0-9]+)-part-([0-9]+)\.safetensors")
-"""What SGLang calls the files of its sharded states."""
+"""Names of the files in a sharded state that SGLang has saved."""
 _PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 
 
-def checkpoint_format(path: str | Path) -> CheckpointFormat:
-    """What a folder holds: one version of a SnapshotStore, a whole store, a checkpoint, or a sharded state.
+@cache
+def checkpoint_shapes(model: str) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of the tensors in a local safetensors checkpoint, by name. Empty if `model` is not such a folder."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in Path(model).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes
 
-    Raises NoSuchSnapshot for no folder, InvalidField for one without anything that can be loaded.
+
+def checkpoint_format(path: str | Path) -> CheckpointFormat:
+    """Tell what a folder holds: one version of a SnapshotStore, a whole store, a checkpoint, or a sharded state.
+
+    Raises NoSuchSnapshot if there is no such folder, InvalidField if nothing in it can be loaded.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise NoSuchSnapshot(f"{folder} is no folder on this host")
+        raise NoSuchSnapshot(f"{folder} is not a folder on this host")
     with disk_errors("listing", folder):
         names = [entry.name for entry in folder.iterdir()]
     if INDEX in names:
         if not VERSION_FOLDER.fullmatch(folder.resolve().name):
-            raise InvalidField("path", str(folder), f"v000000000012 or the like: its {INDEX} is about such a version")
+            raise InvalidField("path", str(folder), f"a name like v000000000012, because it has a {INDEX}")
         return "snapshot"
     if any(SHARD.fullmatch(name) for name in names):
         return "sharded"
@@ -55,14 +66,13 @@ def checkpoint_format(path: str | Path) -> CheckpointFormat:
 
 
 class Checkpoint:
-    """Opened for one reading after another; the same attributes as a `DiskVersion`.
+    """A checkpoint that can be read any number of times. It has the attributes of a `DiskVersion`.
 
-    manifest: names and dtypes as in the files, buckets as a trainer would have them. Reading it takes the time of one
-    reading of all files when it is opened.
+    manifest: names and dtypes as in the files, buckets as a trainer would make them. Opening reads every file once.
     """
 
     def __init__(self, path: Path, version: int, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Raises NoSuchSnapshot, BrokenSnapshot, DigestMismatch for NaN and Inf, InvalidField."""
+        """Raises NoSuchSnapshot, BrokenSnapshot, InvalidField, and DigestMismatch for a tensor with NaN or Inf."""
         self.path, self.version = path, version
         self._file_of = _files(path)
         planner, specs, self.nbytes = PlacePlanner(bucket_bytes, None), [], 0
@@ -86,7 +96,7 @@ class Checkpoint:
                     raise BrokenSnapshot(f"{self.path / file}: {error}") from error
 
     def __iter__(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """Each tensor in host memory, compared with what it was when it was opened, in the manifest's order."""
+        """Yield each tensor, in the manifest's order. Raises DigestMismatch if one has changed since the opening."""
         for spec, (name, tensor) in zip(self.manifest.tensors, self._tensors(), strict=True):
             if (spec.name, spec.digest) != (name, digest(tensor)):
                 file = self.path / self._file_of[name]
@@ -94,7 +104,7 @@ class Checkpoint:
             yield spec, tensor
 
     def close(self) -> None:
-        """Nothing is held open between readings."""
+        """Do nothing: no file stays open between readings."""
 
     def __enter__(self) -> Self:
         return self
@@ -104,14 +114,14 @@ class Checkpoint:
 
 
 def _files(path: Path) -> dict[str, str]:
-    """Tensor -> file, as the index says, or as the files have them."""
+    """Map each tensor to its file, from the index if there is one, else from the files' headers."""
     index = path / WEIGHT_MAP
     with disk_errors("reading", index):
         if index.is_file():
             try:
                 told = dict(json.loads(index.read_bytes())["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
-                raise BrokenSnapshot(f"{index}: no map of tensors to files: {error}") from None
+                raise BrokenSnapshot(f"{index}: not a map of tensors to files: {error}") from None
             for file in set(map(str, told.values())):
                 if "/" in file or not (path / file).is_file():
                     raise BrokenSnapshot(f"{index}: names {file}, which is not beside it")

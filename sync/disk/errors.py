@@ -1,4 +1,4 @@
-"""What can be wrong with weights on disk, all of it under WeightSyncError."""
+"""Errors of weights on disk. All of them are WeightSyncErrors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class SnapshotError(WeightSyncError):
 
 
 class NoSuchSnapshot(SnapshotError):
-    """There is no such version on disk: never written, or removed."""
+    """This version is not on disk: it was never written, or has been removed."""
 
 
 class SnapshotConflict(SnapshotError):
-    """This version is on disk with other contents; it is not replaced."""
+    """This version is already on disk with other contents. It is not replaced."""
 
 
 class BrokenSnapshot(SnapshotError):
-    """What is on disk is not what was written: truncated, of another size, garbage, or not a plain file."""
+    """A file is not what was written: it is truncated, of another size, garbage, or not a plain file."""
 
 
 @contextmanager
 def disk_errors(doing: str, path: str | PathLike[str]) -> Iterator[None]:
-    """OSError becomes SnapshotError that says what was being done, and where."""
+    """Turn an OSError into a SnapshotError that says what was being done, and where."""
     try:
         yield
     except OSError as error:

@@ -1,18 +1,18 @@
-"""A folder of weights versions: who may write, read and remove one, and when. Knows nothing of what is in them.
+"""A folder of weights versions. Names and locks decide who may write, read and remove one.
 
-    v000000000012/        a version, whole from the moment it has this name
-    v000000000012.pin     keeps it from being collected
-    .new-v…-3f2a91c0/     being written; its writer holds an exclusive lock on the rolloutmq.json in it
+    v000000000012/        a version; it is whole as soon as it has this name
+    v000000000012.pin     keeps that version from being collected
+    .new-v…-3f2a91c0/     being written; the writer holds an exclusive lock on the rolloutmq.json in it
     .gone-v…-77ab03de/    being deleted
     .lock                 held for the moment in which one of these names is made or changed
 
-A version gets its name by one rename, after everything in it has been flushed to disk. It loses the name by one rename
-before anything in it is deleted. So a crash at any moment leaves it whole, or not there. A process's locks end with it:
-this tells what a dead writer has left from what a live one is writing. Readers hold a shared lock on the version's
+A version gets its name by one rename, after everything in it has been flushed to disk. It loses the name by one rename,
+before anything in it is deleted. So a crash at any moment leaves a version whole, or not there. Locks end with their
+process, so a folder without a lock was left by a dead writer. Readers hold a shared lock on the version's
 rolloutmq.json.
 
-docs/weights.md says what the filesystem must do. On NFS mounted with `nolock` or `local_lock` one host must do all
-writing and collecting, and no other may read what is collected.
+docs/weights.md says what the filesystem must do. On NFS mounted with `nolock` or `local_lock`, one host must do all
+writing and collecting, and no other host may read what is collected.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _PIN = re.compile(r"v([0-9]{12})\.pin")
 
 
 class VersionFolder:
-    """Names and locks. Methods raise SnapshotError (or one of its kinds) for whatever the filesystem refuses.
+    """Names and locks. Methods raise SnapshotError (or one of its kinds) if the filesystem refuses something.
 
-    lock_timeout_s: how long to wait for another process that holds a lock; all of them are held for moments, but for
-    those of readers and writers, which nobody waits for.
+    lock_timeout_s: seconds to wait for a lock that another process holds for a moment. Nobody waits for the locks of
+        readers and writers, which last longer.
     """
 
     def __init__(self, path: Path, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
@@ -50,12 +50,12 @@ class VersionFolder:
         self._lock_timeout_s = lock_timeout_s
 
     def versions(self) -> list[int]:
-        """All that are there, oldest first; no folder has none."""
+        """List the versions, oldest first. The list is empty if there is no folder."""
         with disk_errors("listing", self.path):
             return [version for version in self._numbers(_VERSION) if self._whole(version)]
 
     def pinned(self) -> set[int]:
-        """Versions that are kept whatever their age."""
+        """Return the versions that are kept whatever their age."""
         with disk_errors("listing", self.path):
             return set(self._numbers(_PIN))
 
@@ -72,14 +72,14 @@ class VersionFolder:
                 sync_folder(self.path)
 
     def unpin(self, version: int) -> None:
-        """The version may be collected. Nothing happens if it was not pinned."""
+        """Let the version be collected again. Nothing happens if it was not pinned."""
         pin = self.path / f"{folder_name(version)}.pin"
         with disk_errors("unpinning", pin):
             pin.unlink(missing_ok=True)
 
     @contextmanager
     def draft(self, version: int) -> Iterator[Draft]:
-        """A folder of one's own to write `version` into; deleted at the end unless it was published."""
+        """Give a new folder to write `version` into. It is deleted at the end unless it was published."""
         folder_name(version)
         with disk_errors("writing into", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -94,23 +94,23 @@ class VersionFolder:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[tuple[int, int]]:
-        """File descriptors of the version's folder and of its index; until the end nobody removes the version.
+        """Give file descriptors of the version's folder and of its index. Until the end nobody removes the version.
 
-        Raises NoSuchSnapshot; BrokenSnapshot if the index is no plain file.
+        Raises NoSuchSnapshot, and BrokenSnapshot if the index is not a plain file.
         """
         path = self.path / folder_name(version)
         folder, index = self._open_shared(path, version)
         try:
             yield folder, index
         finally:
-            fcntl.flock(index, fcntl.LOCK_UN)  # said, not only closed: a child forked meanwhile has the descriptor too
+            fcntl.flock(index, fcntl.LOCK_UN)  # explicitly: a child that was forked meanwhile has the descriptor too
             os.close(index)
             os.close(folder)
 
     def collect(self, keep: int, spare: Collection[int] = ()) -> list[int]:
-        """Remove all but the newest `keep` versions, the pinned, those in `spare`, and those being read.
+        """Remove all but the newest `keep` versions, pinned versions, those in `spare`, and those being read.
 
-        Returns what was removed. What dead writers have left goes too.
+        Returns the removed versions. Leftovers of dead writers are removed too.
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise InvalidField("keep", keep, "an integer of at least 1")
@@ -124,7 +124,7 @@ class VersionFolder:
                 for version in self.versions()[:-keep]:
                     if version not in kept and self._set_aside(self.path / folder_name(version)):
                         removed.append(version)
-                sync_folder(self.path)  # else a power cut could bring a name back, and not all that was in it
+                sync_folder(self.path)  # else a power cut could bring back the name without all of its files
             self._empty_bin()
         return removed
 
@@ -167,7 +167,7 @@ class VersionFolder:
                 folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
                 index = os.open(INDEX, flags, dir_fd=folder)
-                # It may have been removed between the opening and the lock: then the name leads nowhere, or elsewhere.
+                # If it was removed between the open and the lock, its name leads nowhere, or to another folder.
                 if try_lock(index, fcntl.LOCK_SH) and os.path.samestat(os.fstat(index), os.lstat(path / INDEX)):
                     return folder, index
             except FileNotFoundError:
@@ -186,42 +186,42 @@ class VersionFolder:
                 self._set_aside(self.path / name)
 
     def _set_aside(self, path: Path) -> bool:
-        """Take a folder's name away, if nobody holds a lock in it. Only under the mutex."""
+        """Rename a folder for deletion, unless somebody holds a lock in it. Only under the mutex."""
         try:
-            fd = os.open(path / INDEX, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks only what may be written
+            fd = os.open(path / INDEX, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # writable: NFS locks nothing else
         except (FileNotFoundError, NotADirectoryError):
-            fd = -1  # its writer died before it could lock anything; a live one does both under the mutex
+            fd = -1  # its writer died before it could lock anything: both happen under the mutex
         try:
             if fd >= 0 and not try_lock(fd, fcntl.LOCK_EX):
                 return False
             os.rename(path, grave(path))
         except FileNotFoundError:
-            return False  # its writer has given it up meanwhile
+            return False  # its writer has deleted it meanwhile
         finally:
             close_all(fd)
         return True
 
     def _empty_bin(self) -> None:
-        """Delete what has been set aside. Whoever comes later does what could not be done now."""
+        """Delete the folders that were renamed for it. A later call tries again what fails now."""
         for name in os.listdir(self.path):
             if name.startswith(".gone-"):
                 delete(self.path / name)
 
 
 INDEX = "rolloutmq.json"
-"""What a version consists of; there is none without it."""
+"""The file that describes a version. A folder without it is not a version."""
 MAX_VERSION = 10**12 - 1
 
 
 def folder_name(version: int) -> str:
-    """Raises InvalidField for what cannot be a version."""
+    """Return the name of a version's folder. Raises InvalidField if `version` cannot be one."""
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
         raise InvalidField("version", version, f"an integer from 0 to {MAX_VERSION}")
     return f"v{version:012d}"
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the names in a folder to disk."""
+    """Flush a folder's names to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -230,10 +230,10 @@ def sync_folder(path: Path) -> None:
 
 
 class Draft:
-    """A version that is being written. The index is written last; see `write_index`."""
+    """A version that is being written. Its index is written last."""
 
     def __init__(self, folder: Path, version: int, mutex: Callable[[], AbstractContextManager[None]]) -> None:
-        """Only under the folder's mutex, which `mutex` takes."""
+        """To be called under the folder's mutex, which `mutex` takes."""
         self.version = version
         self.path = path = folder / f".new-{folder_name(version)}-{secrets.token_hex(4)}"
         self._folder, self._mutex = folder, mutex
@@ -242,13 +242,13 @@ class Draft:
         try:
             self._fd = os.open(path / INDEX, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             if not try_lock(self._fd, fcntl.LOCK_EX):
-                raise SnapshotError(f"{path}: a new file is locked already")
+                raise SnapshotError(f"{path}: the new file is already locked")
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             raise
 
     def write_index(self, content: bytes) -> None:
-        """The whole index, flushed to disk."""
+        """Write the whole index and flush it to disk."""
         with open(self._fd, "wb", closefd=False) as file:
             file.write(content)
             file.flush()
@@ -256,7 +256,7 @@ class Draft:
 
     @contextmanager
     def reading(self) -> Iterator[tuple[int, int]]:
-        """What VersionFolder.reading gives, of what has been written so far."""
+        """Give the descriptors that `VersionFolder.reading` gives, for the files written so far."""
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             yield folder, self._fd
@@ -264,7 +264,7 @@ class Draft:
             os.close(folder)
 
     def publish(self) -> bool:
-        """Give the version its name. False, and nothing done, if somebody has written it meanwhile."""
+        """Give the version its name. Returns False and does nothing if somebody has written it meanwhile."""
         target = self._folder / folder_name(self.version)
         sync_folder(self.path)
         with self._mutex():
@@ -277,9 +277,9 @@ class Draft:
         return True
 
     def close(self) -> None:
-        """Let go of it; deletes what was not published."""
+        """Release the lock. Deletes the folder if it was not published."""
         if not self._published:
-            # While it is locked nobody takes it for dead; half deleted it would look so, but for the other name.
+            # Renamed first: a half deleted folder would look like one that a dead writer has left.
             gone = grave(self.path)
             with suppress(OSError):
                 os.rename(self.path, gone)
@@ -304,7 +304,7 @@ def grave(path: Path) -> Path:
 def delete(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):
-        path.unlink(missing_ok=True)  # somebody's file under such a name
+        path.unlink(missing_ok=True)  # somebody has put a file under such a name
 
 
 def close_all(*fds: int) -> None:

@@ -1,8 +1,8 @@
-"""What is in a version's folder, worked out from its manifest: files, headers, places. Needs no torch.
+"""The files of a version's folder, computed from its manifest. Needs no torch.
 
-`rolloutmq.json` has the manifest (names, dtypes, shapes, digests) and a SHA-256 over itself. Which tensor is in
-which safetensors file, the headers of these files and `model.safetensors.index.json` follow from the manifest and the
-number of tensors per file, so a reader does not parse them: it works them out and compares.
+`rolloutmq.json` has the manifest (names, dtypes, shapes, digests) and a SHA-256 over itself. The manifest and the
+number of tensors per file determine which tensor is in which safetensors file, the headers of these files, and
+`model.safetensors.index.json`. So a reader does not parse those: it computes them and compares.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .folder import INDEX
 
 FORMAT = 1
 WEIGHT_MAP = "model.safetensors.index.json"
-"""Where loaders of sharded checkpoints look up which file has a tensor."""
+"""The file in which loaders look up where a tensor is."""
 MAX_INDEX_BYTES = 256 << 20
 DTYPES = {
     "float64": ("F64", 8),
@@ -47,14 +47,14 @@ DTYPES = {
     "float8_e8m0fnu": ("F8_E8M0", 1),
     "complex64": ("C64", 8),
 }
-"""torch's name -> safetensors' name and bytes per element."""
+"""torch's name -> the name in safetensors, and bytes per element."""
 _BESIDE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _GAP = 4096
-"""Most padding per tensor in a manifest's buckets that is believed."""
+"""Most bytes of padding per tensor that a manifest's buckets may have."""
 
 
 class FileEntry(BaseModel):
-    """A safetensors file. tensors: how many it has, the next ones of the manifest. nbytes: its size on disk."""
+    """A safetensors file. tensors: how many of the manifest's it has, in order. nbytes: its size on disk."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -64,7 +64,7 @@ class FileEntry(BaseModel):
 
 
 class Beside(BaseModel):
-    """A file that makes a checkpoint of the folder: configuration, tokenizer."""
+    """A configuration or tokenizer file. With these, any loader can read the folder as a checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -74,9 +74,10 @@ class Beside(BaseModel):
 
 
 class SnapshotIndex(BaseModel):
-    """rolloutmq.json. created: UTC by the writer's clock, for people. libraries: versions that wrote it.
+    """rolloutmq.json.
 
-    nonfinite: tensors that have NaN or Inf in them. beside: configuration and tokenizer files.
+    created: UTC by the writer's clock, for people. libraries: name -> version, of the writer. nonfinite: names of
+        tensors with NaN or Inf. beside: configuration and tokenizer files.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -90,13 +91,13 @@ class SnapshotIndex(BaseModel):
     beside: tuple[Beside, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """As written to disk."""
+        """Encode it as it is written to disk."""
         raw = self.model_dump(mode="json")
         return json.dumps(raw | {"sha256": _digest(raw)}, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> SnapshotIndex:
-        """Raises BrokenSnapshot for what `to_bytes` has not written, or does not make sense."""
+        """Decode it. Raises BrokenSnapshot if `to_bytes` has not written it, or its parts contradict each other."""
         try:
             raw = json.loads(content)
             if not isinstance(raw, dict):
@@ -117,7 +118,7 @@ class SnapshotIndex(BaseModel):
         return index
 
     def shards(self) -> tuple[Shard, ...]:
-        """Raises InvalidField if the files are not the ones of the manifest."""
+        """Compute the files. Raises InvalidField if `files` says otherwise."""
         shards = split(self.manifest, [entry.tensors for entry in self.files])
         for shard, entry in zip(shards, self.files, strict=True):
             if (shard.name, shard.nbytes) != (entry.name, entry.nbytes):
@@ -127,7 +128,7 @@ class SnapshotIndex(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file. specs: as their bytes follow the header. starts: name -> first byte in the file."""
+    """One safetensors file. specs: in the order of their bytes. starts: name -> first byte in the file."""
 
     name: str
     specs: tuple[TensorSpec, ...]
@@ -137,7 +138,7 @@ class Shard:
 
 
 def counts(manifest: WeightManifest, file_bytes: int) -> list[int]:
-    """Tensors per file, so that no file has more than `file_bytes` of them unless a single one does."""
+    """Divide the tensors into files of at most `file_bytes`; a larger tensor has a file for itself. Returns counts."""
     found: list[int] = []
     size = 0
     for spec in manifest.tensors:
@@ -151,7 +152,7 @@ def counts(manifest: WeightManifest, file_bytes: int) -> list[int]:
 
 
 def split(manifest: WeightManifest, tensors_per_file: Sequence[int]) -> tuple[Shard, ...]:
-    """The files of a manifest. Raises InvalidField for what safetensors cannot hold."""
+    """Compute the files of a manifest. Raises InvalidField for tensors that safetensors cannot hold."""
     if sum(tensors_per_file) != len(manifest.tensors) or not manifest.tensors:
         raise InvalidField("files", f"{sum(tensors_per_file)} tensors", f"the manifest's {len(manifest.tensors)}")
     names = {spec.name for spec in manifest.tensors}
@@ -167,7 +168,7 @@ def split(manifest: WeightManifest, tensors_per_file: Sequence[int]) -> tuple[Sh
 
 def _shard(name: str, tensors: Sequence[TensorSpec]) -> Shard:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    specs = sorted(tensors, key=lambda spec: -_itemsize(spec))  # wide ones first: then all are aligned
+    specs = sorted(tensors, key=lambda spec: -_itemsize(spec))  # wide ones first, so that all are aligned
     places, place = {}, 0
     for spec in specs:
         header[spec.name] = {
@@ -193,25 +194,25 @@ def _itemsize(spec: TensorSpec) -> int:
 
 
 def check_padding(manifest: WeightManifest) -> None:
-    """The buckets are not much larger than the tensors in them. Raises InvalidField; asked before memory is taken."""
+    """Check, before memory is taken, that buckets are not much larger than their tensors. Raises InvalidField."""
     places = len(manifest.tensors) + len(manifest.bucket_nbytes)
     if sum(manifest.bucket_nbytes) > manifest.nbytes + _GAP * places:
         raise InvalidField("bucket_nbytes", sum(manifest.bucket_nbytes), f"about {manifest.nbytes}, the tensors' bytes")
 
 
 def weight_map(manifest: WeightManifest, shards: Sequence[Shard]) -> bytes:
-    """Contents of model.safetensors.index.json."""
+    """Return the contents of model.safetensors.index.json."""
     files = {spec.name: shard.name for shard in shards for spec in shard.specs}
     return json.dumps({"metadata": {"total_size": manifest.nbytes}, "weight_map": files}, indent=1).encode()
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file of this name is written by the snapshot itself."""
+    """Whether a snapshot writes a file of this name itself."""
     return name in (INDEX, WEIGHT_MAP) or name.endswith(".safetensors")
 
 
 def same_tensors(one: WeightManifest, other: WeightManifest) -> bool:
-    """Whether two manifests describe the same bits, wherever they are in buckets."""
+    """Whether two manifests describe the same version with the same bits, in whatever buckets."""
 
     def contents(manifest: WeightManifest) -> dict[str, Any]:
         return {spec.name: (spec.dtype, spec.shape, spec.digest) for spec in manifest.tensors}

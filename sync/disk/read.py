@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 
 class DiskVersion:
-    """A version on disk, opened: nobody removes it until `close`.
+    """An opened version on disk. Nobody removes it until `close`.
 
-    Opening compares sizes and headers with the manifest; contents are verified as they are read. Files are opened
-    inside the version's folder, never through a link. They are read and not mapped: a mapped file that shrinks kills
-    the process that looks at it.
-    Every method raises BrokenSnapshot, DigestMismatch or SnapshotError.
+    Opening compares sizes and headers with the manifest. Contents are verified as they are read. Files are opened
+    inside the version's folder, never through a link. They are read and not mapped, because a mapped file that shrinks
+    kills the process that reads it.
+
+    Every method may raise BrokenSnapshot, DigestMismatch or SnapshotError.
     """
 
     def __init__(self, version: int, path: Path, held: AbstractContextManager[tuple[int, int]]) -> None:
-        """held: file descriptors of the folder and of its index, entered here and left by `close`.
+        """Open the version. Needs no torch. Raises NoSuchSnapshot, or BrokenSnapshot if it is not a snapshot.
 
-        Raises NoSuchSnapshot, or BrokenSnapshot for what is no snapshot. Needs no torch.
+        held: gives file descriptors of the folder and of its index. `close` leaves it.
         """
         self.version, self.path = version, path
         with ExitStack() as stack:
@@ -49,23 +50,23 @@ class DiskVersion:
                     fd = self._open(shard.name, shard.nbytes)
                     stack.callback(os.close, fd)
                     if _read(fd, 0, len(shard.header), shard.name) != shard.header:
-                        raise BrokenSnapshot(f"{shard.name}: its header is not the one of the manifest's tensors")
+                        raise BrokenSnapshot(f"{shard.name}: its header does not match the manifest")
                     self._files |= {spec.name: (shard, fd) for spec in shard.specs}
             self._stack = stack.pop_all()
 
     @property
     def manifest(self) -> WeightManifest:
-        """Names, dtypes, shapes, digests; and the buckets it was sent in."""
+        """Names, dtypes, shapes and digests of the tensors, and the buckets they were sent in."""
         return self.index.manifest
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the safetensors files."""
+        """Bytes of all safetensors files."""
         return sum(shard.nbytes for shard in self._shards)
 
     def __iter__(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """Each tensor in host memory, verified, in the manifest's order. Raises DigestMismatch with tensor and file."""
-        import torch  # noqa: PLC0415  # an operator's machine lists and collects without it
+        """Yield each tensor in host memory, in the manifest's order. Raises DigestMismatch with tensor and file."""
+        import torch  # noqa: PLC0415  # an operator's machine may not have it
 
         for spec in self.manifest.tensors:
             flat = torch.empty(spec.nbytes, dtype=torch.uint8)
@@ -74,7 +75,7 @@ class DiskVersion:
             yield spec, flat.view(getattr(torch, spec.dtype)).view(spec.shape)
 
     def snapshot(self, device: str | torch.device = "cpu") -> Snapshot:
-        """The version as its publisher had it, in the same buckets, verified where it is used."""
+        """Return the version in its publisher's buckets, on `device`, and verified there."""
         import torch  # noqa: PLC0415
 
         from ..tensors import Snapshot, check_places  # noqa: PLC0415
@@ -95,10 +96,10 @@ class DiskVersion:
         return Snapshot(self.manifest, tuple(buckets), self.index.nonfinite)
 
     def verify(self) -> None:
-        """Read and compare every byte: tensors, weight map, configuration and tokenizer files."""
+        """Read and compare every byte of tensors, weight map, configuration and tokenizer files."""
         content = weight_map(self.manifest, self._shards)
         if self._small(WEIGHT_MAP, len(content)) != content:
-            raise BrokenSnapshot(f"{WEIGHT_MAP}: is not the one of these files")
+            raise BrokenSnapshot(f"{WEIGHT_MAP}: does not describe these files")
         for beside in self.index.beside:
             if hashlib.sha256(self._small(beside.name, beside.nbytes)).hexdigest() != beside.sha256:
                 raise BrokenSnapshot(f"{beside.name}: its sha256 is not {beside.sha256}")
@@ -106,7 +107,7 @@ class DiskVersion:
             pass
 
     def close(self) -> None:
-        """The version may be removed."""
+        """Close the files. From now on the version may be removed."""
         self._stack.close()
 
     def __enter__(self) -> Self:

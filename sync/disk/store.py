@@ -1,4 +1,4 @@
-"""Weights versions on disk, as safetensors checkpoints: written whole or not at all, verified when they are read."""
+"""Weights versions on disk, as safetensors checkpoints."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 FILE_BYTES = 5 << 30
-"""Size of a safetensors file, as other writers of checkpoints have it."""
+"""Most bytes in a safetensors file. Other writers of checkpoints use the same size."""
 
 
 class SnapshotStore:
-    """A folder of versions, shared by any number of processes; see folder.py for what the filesystem must do.
+    """A folder of versions that any number of processes may share. folder.py says what the filesystem must do.
 
-    Guarantees: whatever process is killed whenever, `versions` names only whole versions; a version that is pinned, or
-    read by anybody, is not removed. Every wait ends after `lock_timeout_s`. All that goes wrong is a WeightSyncError.
+    Guarantees: whichever process is killed at any moment, `versions` names only whole versions. A version that is
+    pinned or being read is not removed. Every wait ends after `lock_timeout_s`. Every error is a WeightSyncError.
 
     Args:
-        folder: made by the first `save`.
-        keep: newest versions that `save` leaves; pinned ones are kept besides.
-        base: a model's folder, whose configuration and tokenizer files are copied into each version, so that it can
-            be loaded like any checkpoint.
+        folder: the first `save` makes it.
+        keep: number of newest versions that `save` keeps, besides pinned ones.
+        base: a model's folder. Its configuration and tokenizer files are copied into each version, so that any loader
+            can read it as a checkpoint.
         verify: read every new version back before it gets its name.
-        file_bytes: size of a safetensors file.
+        file_bytes: most bytes in a safetensors file.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class SnapshotStore:
         self._file_bytes = file_bytes
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Write a version, then remove old ones. Nothing is done if the same version is there with the same tensors.
+        """Write a version, then remove old ones. Does nothing if the version is there with the same tensors.
 
-        The buckets may be on a GPU; work queued on the caller's current stream is waited for. Blocks until all is on
-        disk: call it from a thread. Raises SnapshotConflict if the version is there with other tensors, SnapshotError
-        for what the filesystem refuses (nothing is left behind then), DigestMismatch if what was written is not what
-        the manifest says, InvalidField for a dtype that safetensors does not have.
+        The buckets may be on a GPU. Work that is queued on the caller's current stream is waited for. Blocks until all
+        is on disk, so call it from a thread. Raises SnapshotConflict if the version is there with other tensors,
+        SnapshotError if the filesystem refuses something (then nothing is left behind), DigestMismatch if a file does
+        not hold what the manifest says, and InvalidField for a dtype that safetensors does not have.
         """
         version = snapshot.manifest.version
         path = self._folder.path / folder_name(version)
@@ -68,7 +68,7 @@ class SnapshotStore:
         with disk_errors("writing", path), self._folder.draft(version) as draft:
             self._write(draft, snapshot)
             if not draft.publish() and not self._is_there(snapshot):
-                raise SnapshotError(f"{path} is in the way, and is no version")
+                raise SnapshotError(f"{path} is in the way, and is not a version")
         try:
             self._folder.collect(self._keep, spare=(version,))
         except WeightSyncError:
@@ -76,35 +76,35 @@ class SnapshotStore:
         return path
 
     def versions(self) -> list[int]:
-        """Whole ones, oldest first."""
+        """List the versions, oldest first."""
         return self._folder.versions()
 
     def load(self, version: int | None = None) -> DiskVersion:
-        """Open a version, by default the newest; to be closed, or used in a `with`.
+        """Open a version, by default the newest. Close it, or use it in a `with`.
 
         Raises NoSuchSnapshot, BrokenSnapshot or SnapshotError.
         """
         if version is None:
             found = self.versions()
             if not found:
-                raise NoSuchSnapshot(f"no version is in {self._folder.path}")
+                raise NoSuchSnapshot(f"there is no version in {self._folder.path}")
             version = found[-1]
         return DiskVersion(version, self._folder.path / folder_name(version), self._folder.reading(version))
 
     def pin(self, version: int) -> None:
-        """Keep a version whatever comes after it. Raises NoSuchSnapshot."""
+        """Keep a version whatever its age. Raises NoSuchSnapshot."""
         self._folder.pin(version)
 
     def unpin(self, version: int) -> None:
-        """The version may be removed."""
+        """Let the version be removed again."""
         self._folder.unpin(version)
 
     def pinned(self) -> set[int]:
-        """Versions that are kept whatever their age."""
+        """Return the pinned versions."""
         return self._folder.pinned()
 
     def collect(self) -> list[int]:
-        """Remove all but the newest `keep`, the pinned and those being read; returns what was removed."""
+        """Remove all versions but the newest `keep`, pinned ones and those being read. Returns the removed ones."""
         return self._folder.collect(self._keep)
 
     def _is_there(self, snapshot: Snapshot) -> bool:

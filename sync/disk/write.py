@@ -1,4 +1,4 @@
-"""Writing a version's files: from buckets on any device, flushed to disk, with no more than a chunk in between."""
+"""Writes a version's files from buckets on any device, chunk by chunk, and flushes them to disk."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .folder import Draft
 from .index import WEIGHT_MAP, Beside, FileEntry, Shard, SnapshotIndex, counts, is_ours, split, weight_map
 
 CHUNK = 64 << 20
-"""Bytes that are on their way from a GPU to the disk at a time."""
+"""Bytes of host memory through which a GPU's tensors go to disk."""
 _BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 
 
 def write_version(draft: Draft, snapshot: Snapshot, base: Path | None, file_bytes: int) -> None:
-    """Everything of a version into its draft, the index last. Raises OSError; InvalidField for an unknown dtype."""
+    """Write all files of a version into its draft, the index last. Raises OSError, and InvalidField for a dtype."""
     manifest = snapshot.manifest
     check_places(manifest)
     shards = split(manifest, counts(manifest, file_bytes))
@@ -47,7 +47,7 @@ def write_version(draft: Draft, snapshot: Snapshot, base: Path | None, file_byte
 
 
 def beside_weights(base: Path) -> list[Path]:
-    """Configuration and tokenizer files of a model's folder. Raises InvalidField if it is none."""
+    """Find configuration and tokenizer files of a model's folder. Raises InvalidField if there is no such folder."""
     if not base.is_dir():
         raise InvalidField("base", str(base), "a model's folder, with config.json and tokenizer files")
     return [
@@ -65,7 +65,7 @@ Put = Callable[[Any], None]
 
 
 def _write(path: Path, fill: Callable[[Put], None]) -> None:
-    """A new file, flushed to disk. `fill` gets a function that appends bytes."""
+    """Write a new file and flush it to disk. `fill` gets a function that appends bytes."""
     with open(path, "xb", buffering=0) as file:
 
         def put(content: Any) -> None:
@@ -85,14 +85,14 @@ def _write_shard(shard: Shard, snapshot: Snapshot, chunks: _Chunks, put: Put) ->
 
 
 class _Chunks:
-    """Bytes of flat uint8 tensors, in host memory. A GPU's go through one pinned buffer, on a stream of their own."""
+    """Copies flat uint8 tensors to host memory. A GPU's go through one pinned buffer, on a stream of its own."""
 
     def __init__(self) -> None:
         self._pinned: torch.Tensor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def of(self, flat: torch.Tensor) -> Iterator[memoryview]:
-        """Each must be used before the next is asked for."""
+        """Yield the bytes. A chunk is valid until the next one is asked for."""
         if flat.device.type == "cpu":
             yield memoryview(flat.numpy())
             return
@@ -101,7 +101,7 @@ class _Chunks:
         stream = self._streams.get(flat.device)
         if stream is None:
             stream = self._streams[flat.device] = torch.cuda.Stream(flat.device)
-            stream.wait_stream(torch.cuda.current_stream(flat.device))  # what fills the buckets may still be queued
+            stream.wait_stream(torch.cuda.current_stream(flat.device))  # the buckets' filling may still be queued
         for piece in flat.split(CHUNK):
             with torch.cuda.stream(stream):
                 self._pinned[: piece.numel()].copy_(piece, non_blocking=True)
@@ -110,7 +110,7 @@ class _Chunks:
 
 
 def _copy(source: Path, folder: Path) -> Beside:
-    """A copy and not a link: what is linked changes with its original."""
+    """Copy a file. A link would change with its original."""
     target = folder / source.name
     shutil.copyfile(source, target)
     content = target.read_bytes()

@@ -1,7 +1,7 @@
-"""What a trainer hands over, made plain: sharded parameters gathered, wrappers' names undone, the rest refused by name.
+"""Makes plain tensors of a trainer's: gathers sharded parameters, undoes wrappers' names, refuses the rest by name.
 
-FSDP2 (`fully_shard`) and tensor parallelism keep parameters as DTensors. Each is gathered by a collective of its own:
-every rank that holds a part of it has to come by, in the same order.
+FSDP2 (`fully_shard`) and tensor parallelism keep parameters as DTensors. Each is gathered by a collective of its own.
+So every rank that holds a part of it must take part, in the same order.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def strip_wrappers(name: str) -> str:
-    """A parameter's name without what wrappers add to it; for `PackedWeights(rename=...)`.
+    """Remove from a parameter's name what wrappers have added to it. For `PackedWeights(rename=...)`.
 
-    `torch.compile` puts "_orig_mod." where the compiled module is, activation checkpointing
-    "_checkpoint_wrapped_module.", DistributedDataParallel and DataParallel "module." in front. A model that has a child
-    of that name at its top needs a function of its own.
+    `torch.compile` adds "_orig_mod." where the compiled module is, and activation checkpointing adds
+    "_checkpoint_wrapped_module.". DistributedDataParallel and DataParallel add "module." in front. A model whose top
+    module has a child named "module" needs a function of its own.
 
     >>> strip_wrappers("_orig_mod.module.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
     'model.layers.0.mlp.up_proj.weight'
@@ -35,17 +35,17 @@ def strip_wrappers(name: str) -> str:
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether it is a DTensor. What defines it takes half a second to import; who has one has imported it already."""
+    """Whether it is a DTensor. Does not import the module of DTensors, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def gathered(tensor: Any) -> Any:
-    """`tensor`, or the whole of it if it is a DTensor (a collective); on the device where its mesh computes.
+    """Gather `tensor` if it is a DTensor (a collective), on the device where its mesh computes; else return it.
 
-    On CUDA it is ordered on the current stream, the host does not wait. Besides the result torch needs up to the same
-    memory once more while it gathers shards of unequal sizes. A DTensor that cannot be gathered comes back as it is:
-    one without storage, or one of a mesh that this rank is no part of.
+    On CUDA the gather is queued on the current stream, and the host does not wait. To gather shards of unequal sizes
+    torch needs the result's memory twice. A DTensor that has no storage, or whose mesh does not include this rank,
+    cannot be gathered and is returned as it is.
     """
     if type(tensor) in _PLAIN or not is_sharded(tensor):
         return tensor
@@ -58,10 +58,10 @@ def gathered(tensor: Any) -> Any:
 
 
 def plain(name: str, tensor: Any) -> torch.Tensor:
-    """A dense tensor with memory of its own kind. Raises InvalidField for whatever else a trainer might hold.
+    """Return a dense tensor. Raises InvalidField for anything else that a trainer may hold.
 
-    Only `torch.Tensor`, parameters, and subclasses that merely add attributes can be read as they are: FSDP1's flat
-    parameters, ShardedTensors, quantized and fake tensors are not what their name and shape say.
+    `torch.Tensor`, parameters, and subclasses that only add attributes are read as they are. FSDP1's flat parameters,
+    ShardedTensors, quantized and fake tensors are refused: their memory is not what name and shape say.
     """
     field = f"tensors[{name}]"
     if _FSDP1 in str(name) or getattr(tensor, "_is_flat_param", False):
@@ -70,7 +70,7 @@ def plain(name: str, tensor: Any) -> torch.Tensor:
     if kind not in _PLAIN:
         if not isinstance(tensor, torch.Tensor):
             raise InvalidField(field, kind.__name__, "dense torch tensors with storage")
-        if hasattr(tensor, "trigger_wait"):  # AsyncCollectiveTensor: the result of a collective that may be under way
+        if hasattr(tensor, "trigger_wait"):  # AsyncCollectiveTensor: its collective may be under way
             return plain(name, tensor.trigger_wait())
         if is_sharded(tensor):
             raise InvalidField(

@@ -1,7 +1,7 @@
-"""Which elements of an engine's parameters a list of writes covers, and which of them are written twice.
+"""Finds the elements of a parameter that a list of writes covers, and those that are written twice.
 
-A write is a box in the parameter's index space, so that 100,000 slices of a mixture of experts are compared by their
-corners and not element by element.
+A write is a box in the parameter's index space. So 100,000 slices of a mixture of experts are compared by their corners
+and not element by element.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Corners = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A stretch of one storage that an engine tensor covers without gaps. start, size: in elements.
+    """A stretch of one storage that an engine tensor covers without gaps.
 
-    parameter: whether it is one, and not a buffer.
+    start, size: in elements. parameter: whether the tensor is a parameter, and not a buffer.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Writes that do not overlap any more, so their order does not matter.
+    """Writes that do not overlap, so that their order does not matter.
 
-    kept: what is to be done; constant fills are cut to what no copy writes. superseded: copies that a later one
-    overwrites whole. covered: whether every element is written.
+    kept: the writes to do. Constant fills are cut to the elements that no copy writes. superseded: copies that a later
+    one overwrites whole. covered: whether every element is written.
     """
 
     kept: list[Write]
@@ -52,7 +52,7 @@ class Settled:
 
 
 def settle(region: Region, writes: Sequence[Write]) -> Settled:
-    """Raises PlanImpossible if one copy overwrites another in part, or writes something that is not a box."""
+    """Resolve overlaps between writes. Raises PlanImpossible for a copy that overlaps another in part, or is no box."""
     for write in writes:
         if write.destination.element_size() != region.tensor.element_size():
             raise PlanImpossible(f"{write.name} is written into {region.name} as {write.destination.dtype}")
@@ -93,7 +93,7 @@ def _settle(region: Region, canvas: list[tuple[int, int]], writes: list[Write], 
 
 
 def _clusters(canvas: list[tuple[int, int]], corners: Corners) -> list[npt.NDArray[np.intp]]:
-    """Numbers of the boxes that may overlap, in their order: those whose stretches of memory do."""
+    """Group the boxes whose stretches of memory overlap. Each group has the boxes' numbers, in order."""
     if not len(corners):
         return []
     strides = np.array([stride for _, stride in canvas], dtype=np.int64)
@@ -104,13 +104,13 @@ def _clusters(canvas: list[tuple[int, int]], corners: Corners) -> list[npt.NDArr
 
 
 def _dimensions(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """(extent, stride) of the dimensions with more than one element, largest stride first."""
+    """Return (extent, stride) of the dimensions with more than one element, largest stride first."""
     dims = [(extent, stride) for extent, stride in zip(tensor.shape, tensor.stride(), strict=True) if extent > 1]
     return sorted(dims, key=lambda dim: -dim[1]) or [(1, 1)]
 
 
 def _runs(view: torch.Tensor) -> list[tuple[int, int]]:
-    """(count, stride), smallest stride first, with dimensions merged that continue one another."""
+    """Return (count, stride), smallest stride first. Dimensions that continue one another are merged."""
     runs: list[tuple[int, int]] = []
     for extent, stride in reversed(_dimensions(view)):
         if runs and stride == runs[-1][0] * runs[-1][1]:
@@ -121,7 +121,7 @@ def _runs(view: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _box(view: torch.Tensor, start: int, canvas: list[tuple[int, int]]) -> Corners | None:
-    """[lower corner, upper corner) of `view` on a dense `canvas` that begins at element `start` of the storage."""
+    """Return [lower corner, upper corner) of `view` on a dense `canvas` that begins at element `start`."""
     place = view.storage_offset() - start
     low, extents = [], [1] * len(canvas)
     for _, stride in canvas:
@@ -137,7 +137,7 @@ def _box(view: torch.Tensor, start: int, canvas: list[tuple[int, int]]) -> Corne
             extent = canvas[index][0]
             if low[index] + left <= extent:
                 extents[index], left = left, 1
-            elif low[index] == 0 and left % extent == 0:  # runs through all of this dimension, on into the next
+            elif low[index] == 0 and left % extent == 0:  # fills this dimension and goes on into the next
                 extents[index], left, stride = extent, left // extent, stride * extent
             else:
                 return None
@@ -147,7 +147,7 @@ def _box(view: torch.Tensor, start: int, canvas: list[tuple[int, int]]) -> Corne
 
 
 def _subtract(box: Corners, others: Corners) -> list[Corners]:
-    """What is left of `box`, as boxes that do not overlap."""
+    """Return the rest of `box` without `others`, as boxes that do not overlap."""
     pieces = [box]
     for other in others:
         rest: list[Corners] = []
@@ -174,6 +174,6 @@ def _view(region: Region, canvas: list[tuple[int, int]], box: Corners) -> torch.
 
 
 def is_dense(view: torch.Tensor) -> bool:
-    """Whether `view` covers one stretch of memory without gaps or repeats, in whatever order of its dimensions."""
+    """Whether `view` covers one stretch of memory without gaps or repeats, whatever the order of its dimensions."""
     runs = _runs(view)
     return len(runs) == 1 and runs[0][1] == 1

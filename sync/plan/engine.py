@@ -1,4 +1,4 @@
-"""The tensors of an engine that a loader may write to, and where they are in memory."""
+"""The tensors of an engine that a loader may write to, and their places in memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .trace import PlanImpossible, Write, storage_key
 
 
 class EngineTensors:
-    """Parameters and buffers of a model. names: by the key of their storage; tied ones have their first name."""
+    """Parameters and buffers of a model. names: storage key -> name; tied tensors have their first name."""
 
     def __init__(self, model: Any) -> None:
-        """Raises PlanImpossible for parameters that are not plain memory or lie in one another."""
+        """Raises PlanImpossible for parameters that are not plain memory, or that overlap."""
         self._model = model
         self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         self.names: dict[int, str] = {}
@@ -41,7 +41,7 @@ class EngineTensors:
             raise PlanImpossible(f"{name} does not have a stretch of memory for itself")
 
     def sorted(self, writes: Iterable[Write]) -> Iterator[tuple[Region, list[Write]]]:
-        """Every region with its writes, in their order. Raises PlanImpossible for a write to none of them."""
+        """Yield every region with its writes, in order. Raises PlanImpossible for a write outside all regions."""
         starts: dict[int, list[int]] = {}
         for key, regions in self._regions.items():
             regions.sort(key=lambda region: region.bytes[0])
@@ -60,7 +60,7 @@ class EngineTensors:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """A block after which every parameter is the tensor it was; PlanImpossible if it had been replaced."""
+        """Restore every parameter at the end. Raises PlanImpossible if one had been replaced."""
         before = {name: parameter.data for name, parameter in self._parameters.items()}
         try:
             yield

@@ -1,8 +1,8 @@
 """One engine rank's side of a transfer: receive, verify, load, and send on to others."""
 
 from .from_disk import open_version
-from .layout import TIED, check_names, checkpoint_shapes
 from .lend import held_tensors, send_held
+from .names import TIED, check_names
 from .receiver import Receiver
 
-__all__ = ["TIED", "Receiver", "check_names", "checkpoint_shapes", "held_tensors", "open_version", "send_held"]
+__all__ = ["TIED", "Receiver", "check_names", "held_tensors", "open_version", "send_held"]

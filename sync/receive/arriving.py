@@ -15,7 +15,8 @@ import torch
 
 from ...messages.errors import TransferTimeout
 from ..wire import SLICE_S, Group, Queued, await_broadcasts, check_unbroken
-from .layout import Arrival, Loading
+from .loading import Loading
+from .verify import Arrival
 
 
 class Arriving:

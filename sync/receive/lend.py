@@ -22,7 +22,7 @@ from ..plan import CopyPlan, PlanImpossible
 from ..tensors import Place, dtype_named, short_turns, side_stream
 from ..transfer import TransferOrder, TransferReport
 from ..wire import Broadcaster, EpochKeys, join_store
-from .layout import TIED
+from .names import TIED
 from .receiver import Receiver
 
 log = logging.getLogger(__name__)

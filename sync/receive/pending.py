@@ -1,4 +1,4 @@
-"""A transfer between its two halves, and what an engine rank keeps from one transfer to the next."""
+"""A transfer that an engine rank takes part in, and the state that the rank keeps from one transfer to the next."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from ..plan import CopyPlan
 from ..tensors import Copies, Digester, Staging
 from ..transfer import Phase, TransferOrder, TransferReport
 from ..wire import Brief, EpochKeys, Group, Wire, fetch_brief, fetch_manifest
-from .layout import Arrival, Loading, Model, Shape, bucket_views, check_names, plan_for
+from .loading import Loading, Model, plan_for
+from .names import Shape, check_names
+from .verify import Arrival
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """A verified version that does not change for a while. plan: where its tensors are, if that is known.
+    """A verified version that does not change while it is lent. plan: says where its tensors are, if it was recorded.
 
-    buffers: to pack it into, flat uint8, each as long as the largest bucket.
+    buffers: flat uint8 tensors to pack it into, each as long as the largest bucket.
     """
 
     manifest: WeightManifest
@@ -38,9 +40,8 @@ class Lent:
 class Pending:
     """A transfer that this rank takes part in.
 
-    deadline: of time.monotonic. store: the connection to the sender's. group: None where none is needed. buckets: flat
-    uint8 tensors that hold the version, or a few to receive it into in turn. phase: where it is, for the report of a
-    failure.
+    deadline: of time.monotonic. store: a connection to the sender's. group: None if none is needed. buckets: flat
+    uint8 tensors that hold the version, or a few of them that are used in turn. phase: for the report of a failure.
     """
 
     kept: Kept
@@ -56,7 +57,7 @@ class Pending:
 
     @property
     def outline(self) -> WeightManifest:
-        """How the version lies in its buckets; the digests in it may be another version's."""
+        """The layout of the version. Its digests may be another version's."""
         return self.told.outline
 
     @property
@@ -72,11 +73,11 @@ class Pending:
             raise TransferTimeout(f"the sender is gone: {error}") from error
 
     def broken(self) -> Callable[[], str]:
-        """Asks why the transfer broke off; "" if it did not."""
+        """Return a function that says why the transfer broke off; "" if it did not."""
         return self.kept.wire.broken(self.store, self.order)
 
     def report(self, phase: Phase, **times: Any) -> TransferReport:
-        """The report of a transfer that went well up to `phase`."""
+        """Report success up to `phase`."""
         return TransferReport(
             ok=True,
             phase=phase,
@@ -88,15 +89,15 @@ class Pending:
 
 
 class Kept:
-    """Connections, memory, and what was worked out for the buffers, the layout and the model that were seen last.
+    """Connections, memory, and the checks and copies for the last buffers, layout and model.
 
-    memory: where versions are received, by device. told: the version that was announced last.
+    memory: device -> memory that receives versions. told: the version that was announced last.
     """
 
     def __init__(
         self, device: torch.device, rank: int, known: Mapping[str, Shape], staging: StagingPolicy, *, alone: bool
     ) -> None:
-        """See Receiver. known: shapes in the engine's checkpoint, by name; none if they are not known."""
+        """known: name -> shape in the engine's checkpoint; empty if unknown. Receiver describes the others."""
         self.device, self.rank, self.alone, self._known = device, rank, alone, known
         self.wire = Wire(device, rank)
         self.memory = {CPU: Staging(CPU, "on")}
@@ -107,10 +108,10 @@ class Kept:
         self._plan: tuple[Any, CopyPlan | None] | None = None
         self.stage(staging)
 
-    # --- what a transfer brings ------------------------------------------------------------------------------------
+    # --- the announced version -------------------------------------------------------------------------------------
 
     def hear(self, order: TransferOrder, store: Any, deadline: float) -> Brief:
-        """What the transfer brings: in brief, if it lies as the version before."""
+        """Fetch what the transfer brings: only the digests, if the layout is the last version's."""
         broken = self.wire.broken(store, order)
         brief = fetch_brief(store, order.epoch, deadline, broken)
         told = self.told.updated(brief) if self.told is not None and brief else None
@@ -120,7 +121,7 @@ class Kept:
         return told
 
     def told_of(self, manifest: WeightManifest) -> Brief:
-        """Raises DigestMismatch for tensors that are not the model's."""
+        """Check a manifest's names. Raises DigestMismatch for tensors that are not the model's."""
         if self._known:
             check_names({spec.name: spec.shape for spec in manifest.tensors}, self._known)
         return Brief.of(manifest)
@@ -128,13 +129,13 @@ class Kept:
     # --- memory and streams ----------------------------------------------------------------------------------------
 
     def stage(self, policy: StagingPolicy) -> None:
-        """From now on receive a version beside the one that serves, or not; host memory is always staged."""
+        """Set whether GPU memory receives a version beside the one that serves. Host memory always does."""
         if self.device != CPU:
             self.memory[self.device] = Staging(self.device, policy)
             self.drop_buffers()
 
     def drop_host_memory(self) -> None:
-        """Let go of staged host memory, where the engine is on a GPU and no other transfer needs it."""
+        """Free staged host memory if the engine is on a GPU: other transfers do not need it."""
         if self.device != CPU:
             self.memory[CPU].release()
             self.drop_buffers()
@@ -146,34 +147,36 @@ class Kept:
         return self._streams
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything that was queued."""
+        """Wait until the device has finished everything that was queued."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def on_device(self) -> Any:
-        """A context in which the engine's GPU is the current one: threads start on GPU 0."""
+        """Return a context in which the engine's GPU is the current one. Threads start on GPU 0."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
-    # --- worked out once -------------------------------------------------------------------------------------------
+    # --- set up once per layout ------------------------------------------------------------------------------------
 
     def arrival(self, pending: Pending) -> Arrival:
-        """Checks of what arrives in these buffers."""
+        """Return the checks of tensors that arrive in these buffers."""
         key = pending.told.layout, tuple(bucket.data_ptr() for bucket in pending.buckets)
         if self._arrival is None or self._arrival[0] != key:
-            self._arrival = key, Arrival(pending.outline, bucket_views(pending.outline, pending.buckets))
+            places = enumerate(pending.outline.bucket_nbytes)
+            views = [pending.buckets[index % len(pending.buckets)][:size] for index, size in places]
+            self._arrival = key, Arrival(pending.outline, views)
         return self._arrival[1]
 
     def knows(self, pending: Pending, model: Model) -> bool:
-        """Whether there is nothing to work out any more."""
+        """Whether everything is set up for these buffers and this model."""
         return self._loading is not None and self._loading[:2] == (self.arrival(pending), model)
 
     def compares_all(self, pending: Pending) -> bool:
-        """Whether these buffers were loaded before, and every tensor of them compared in the parameters then."""
+        """Whether these buffers were loaded before, and every tensor was then compared in the parameters."""
         loading = self._loading
         return loading is not None and loading[0] is self.arrival(pending) and loading[2].compares_all
 
     def loading(self, pending: Pending, model: Model) -> Loading:
-        """From these buffers into the model. Raises what `plan_for` raises."""
+        """Return what loads these buffers into the model. Raises what `plan_for` raises."""
         arrival = self.arrival(pending)
         if self._loading is None or not self.knows(pending, model):
             self._loading = arrival, model, Loading(model, self._plan_of(pending, model), arrival)
@@ -188,22 +191,22 @@ class Kept:
 
     @property
     def last_plan(self) -> CopyPlan | None:
-        """The copy plan of the last loading, if it could be recorded."""
+        """The copy plan of the last load, if it could be recorded."""
         return self._plan[1] if self._plan is not None else None
 
     def drop_loading(self) -> None:
-        """Half of its work may still be queued."""
+        """Forget a load that failed. A part of it may still be queued."""
         self._loading = None
 
     def drop_buffers(self) -> None:
-        """Let go of the buffers."""
+        """Forget all buffers."""
         self._arrival = self._loading = None
 
 
 @cache
 def warm_up(device: torch.device) -> None:
-    """Do once in a process what is slow the first time, while the old weights serve."""
-    importlib.import_module("torch._dynamo")  # seconds; torch wants it when the first copy plan is recorded
+    """Do once, while the old weights serve, everything that is slow the first time in a process."""
+    importlib.import_module("torch._dynamo")  # takes seconds; torch needs it to record a copy plan
     if device.type == "cuda":  # compiles the kernels
         sample = torch.zeros(1 << 20, dtype=torch.bfloat16, device=device)
         found, bad = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32)

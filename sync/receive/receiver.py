@@ -14,11 +14,12 @@ import torch
 
 from ...messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
 from ...messages.model import StagingPolicy
+from ..disk.checkpoint import checkpoint_shapes
 from ..plan import CopyPlan
 from ..tensors import short_turns
 from ..transfer import TransferOrder, TransferReport
 from ..wire import Brief
-from .layout import Model, checkpoint_shapes
+from .loading import Model
 from .pending import Kept, Lent, warm_up
 from .ways import Way, standing_way, way_of
 

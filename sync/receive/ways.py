@@ -1,9 +1,9 @@
-"""The ways in which a version arrives at an engine rank: one class each, chosen in `way_of` and nowhere else.
+"""The ways in which a version arrives at an engine rank. Each is a class; only `way_of` chooses one.
 
-Where memory permits, a version is *staged*: the first half of a transfer receives and verifies all of it, and the
+If there is enough memory, a version is *staged*: the first half of a transfer receives and verifies all of it, and the
 second half is a local copy. A transfer that fails then leaves the old weights as they were. Otherwise the second half
-receives bucket by bucket, and loads one while the next is on its way. A failure then may leave the weights half
-written, and the report says so.
+receives one bucket after the other, and loads each while the next one arrives. A failure may then leave the weights
+half written, and the report says so.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from ..transfer import TransferOrder
 from ..wire import Brief, EpochKeys, Group, await_key, fetch, is_group_for, open_handles
 from .arriving import Arriving
 from .from_disk import open_version, read_into
-from .layout import Loading
+from .loading import Loading
 from .pending import CPU, Kept, Pending
 
 
 class Way(Pending):
-    """One transfer at one rank. This base class has the second half of a version that is staged.
+    """One transfer at one rank. This base class has the second half for a staged version.
 
-    The first half calls `start`, `receive` and, where it is staged, `verify`; the second one calls `begin`, `check` and
-    `load`. `end` may come after any of them, `let_go` comes last. What they raise breaks the transfer off.
+    The first half calls `start`, `receive` and, if staged, `verify`. The second half calls `begin`, `check` and `load`.
+    `end` may be called after any of them, and `let_go` comes last. An error that they raise ends the transfer.
     """
 
     staged = True
     early = False
-    """Whether broadcasts are queued in the first half, as far as there are buffers."""
+    """Whether the first half queues broadcasts, as many as there are buffers for."""
     arriving: Arriving | None = None
-    """What is on its way."""
+    """The broadcasts, once they are queued."""
 
     # --- first half ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Have come what may come already."""
+        """Queue the broadcasts that may begin now."""
         if self.early:
             arriving = self.arriving = self._make_arriving()
             self.say_ready()
             arriving.queue_ahead()
 
     def restart(self) -> bool:
-        """As `start`, before the version's digests are known: they are heard of while buckets come.
+        """Do as `start` before the version's digests are known. They are fetched while buckets arrive.
 
-        False if nobody listens at the sender's store: another one may by now.
+        Returns False if nobody answers at the sender's store. Another sender may listen there by now.
         """
         layout, arriving = self.told.layout, self._make_arriving()
         try:
@@ -59,17 +59,17 @@ class Way(Pending):
         self.told = self.kept.hear(self.order, self.store, self.deadline)
         if self.told.layout != layout:
             raise DigestMismatch(
-                f"the version does not lie as the group's name says: {self.told.layout}, {self.order.group}"
+                f"the version's layout {self.told.layout} is not the one in its group's name {self.order.group}"
             )
         return True
 
     def receive(self) -> None:
-        """Receive the version, as far as this belongs into the first half."""
+        """Receive the version, or the part of it that belongs to the first half."""
 
     def verify(self) -> None:
-        """Compare what was staged with the trainer's digests."""
+        """Compare the staged version with the trainer's digests."""
         arrival = self.kept.arrival(self)
-        if self.arriving is None:  # else it was looked at while the next bucket was on its way
+        if self.arriving is None:  # else each bucket was digested while the next one arrived
             for index in range(len(self.buckets)):
                 arrival.queue(index)
         arrival.check(self.told.digests, finite=self.finite)
@@ -77,32 +77,32 @@ class Way(Pending):
     # --- second half -----------------------------------------------------------------------------------------------
 
     def begin(self, *, at_once: bool) -> None:
-        """Wait until loading may begin: no forward pass runs on the GPU. at_once: none does, and all is worked out."""
+        """Wait until no forward pass runs on the GPU. at_once: none does, and everything is set up."""
         self.kept.synchronize()
 
     def check(self, loading: Loading) -> None:
-        """The last look before the first parameter is written."""
+        """Check everything that can be checked before the first parameter is written."""
 
     def load(self, loading: Loading) -> None:
-        """Bring it into the model, and compare what the parameters hold."""
+        """Load the version into the model, and compare the parameters."""
         loading.load_all(self.told.digests if self.order.verify else None)
         self.kept.synchronize()
 
     # --- at any time -----------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Nothing is left on its way. A group in the midst of a transfer is of no use for the next."""
+        """End unfinished broadcasts, and leave their group: it is of no use for the next transfer."""
         if self.arriving is not None and not self.arriving.complete:
             self.arriving.abandon()
             self.kept.wire.drop_group()
 
     def let_go(self) -> None:
-        """Give back memory that is not kept for the next transfer."""
+        """Free memory that the next transfer does not need."""
 
     def _make_arriving(self) -> Arriving:
         assert self.group is not None
         arrival = self.kept.arrival(self)
-        # What is loaded as it comes cannot be refused before: to look once, in the parameters, is enough.
+        # A bucket that is loaded as it arrives cannot be refused before, so one look in the parameters is enough.
         twice = self.staged or not self.kept.compares_all(self)
         return Arriving(
             self.group,
@@ -116,7 +116,7 @@ class Way(Pending):
 
 
 class FromDisk(Way):
-    """Read from a folder into host memory; every tensor is verified as it is read."""
+    """Read from a folder into host memory. Every tensor is verified as it is read."""
 
     opened: DiskVersion | Checkpoint
 
@@ -126,10 +126,10 @@ class FromDisk(Way):
             read_into(self.opened, self.buckets, self._go_on)
 
     def verify(self) -> None:
-        """See Way: it was done with every tensor that was read."""
+        """See Way. `receive` has verified every tensor."""
 
     def let_go(self) -> None:
-        """See Way: no other transfer needs this host memory."""
+        """See Way. No other transfer needs this host memory."""
         self.kept.drop_host_memory()
 
     def _go_on(self) -> None:
@@ -140,15 +140,15 @@ class FromDisk(Way):
 
 
 class ByHandle(Way):
-    """The trainer's own buckets on the same GPU, opened by CUDA IPC."""
+    """Read from the trainer's own buckets on the same GPU, by CUDA IPC."""
 
     def let_go(self) -> None:
-        """See Way: another process's memory is not kept a moment longer than needed."""
+        """See Way. The trainer's memory is not kept open longer than needed."""
         self.kept.drop_buffers()
 
 
 class Staged(Way):
-    """Broadcast over gloo, one bucket after the other."""
+    """Receive over gloo, one bucket after the other."""
 
     def receive(self) -> None:
         assert self.group is not None
@@ -159,7 +159,7 @@ class Staged(Way):
 
 
 class StagedAhead(Way):
-    """Broadcast over NCCL: all buckets are queued at the start, and digested as they come."""
+    """Receive over NCCL. All broadcasts are queued at the start, and buckets are digested as they arrive."""
 
     early = True
 
@@ -170,7 +170,7 @@ class StagedAhead(Way):
 
 
 class AtOnce(Way):
-    """Received by the commit: nothing comes before every rank is ready."""
+    """Receive during the commit. Nothing arrives before every rank is ready."""
 
     staged = False
 
@@ -180,7 +180,7 @@ class AtOnce(Way):
         self._await_go()
 
     def load(self, loading: Loading) -> None:
-        """The broadcast of bucket i+1 is on its way while bucket i is checked, loaded and read back."""
+        """Check, load and read back bucket i while bucket i+1 arrives."""
         self.phase, order = "receive", self.order
         arriving = self.arriving = self.arriving or self._make_arriving()
         arriving.load(loading, readback=order.verify)
@@ -190,18 +190,18 @@ class AtOnce(Way):
             loading.check(self.told.digests, finite=self.finite and not arriving.looked_at)
 
     def _await_go(self) -> None:
-        """Until all are ready: what is queued before could be left with nothing to load but what the buffers had."""
+        """Wait until all ranks are ready. A load that began before could find nothing new in its buffers."""
         go = EpochKeys(self.order.epoch).go
         await_key(self.store, go, self.deadline, self.broken(), "word that all are ready")
 
 
 class AtOnceAhead(AtOnce):
-    """Over NCCL, into an engine of one rank: the first buckets come ahead of the commit."""
+    """Receive over NCCL, into an engine of one rank. The first buckets arrive before the commit."""
 
     early = True
 
     def receive(self) -> None:
-        """See Way: until the commit a thread watches what was queued."""
+        """See Way. Until the commit a thread watches the queued broadcasts."""
         assert self.arriving is not None
         self.arriving.watch()
 
@@ -210,7 +210,7 @@ class AtOnceAhead(AtOnce):
         self.phase = "receive"
         self.arriving.take()
         self._await_go()
-        if not at_once:  # else whoever synchronizes would wait for it without an end
+        if not at_once:  # else a synchronization would wait for it without a limit
             self.arriving.settle_ahead()
         self.phase = "load"
         if not at_once:
@@ -223,7 +223,7 @@ class AtOnceAhead(AtOnce):
 
 
 def way_of(kept: Kept, order: TransferOrder, deadline: float) -> Way:
-    """Meet the sender, learn what comes, and choose how. Raises WeightSyncError and its kinds, InvalidField."""
+    """Connect to the sender, fetch the manifest, and choose a way. Raises WeightSyncErrors and InvalidField."""
     if order.transport == "disk":
         opened = open_version(order.path, order.version)
         try:
@@ -247,9 +247,9 @@ def way_of(kept: Kept, order: TransferOrder, deadline: float) -> Way:
 
 
 def standing_way(kept: Kept, order: TransferOrder, deadline: float) -> Way | None:
-    """As `way_of`, if this rank stands in the order's group and knows the layout: then the sender is not asked first.
+    """Choose a way without asking the sender, if this rank is still in the order's group and knows the layout.
 
-    Its digests are not known yet: to be begun by `restart`.
+    The version's digests are not known yet, so begin it by `restart`. Returns None if the sender must be asked.
     """
     standing, told = kept.wire.standing(order), kept.told
     if order.transport != "nccl" or standing is None or told is None or not is_group_for(order.group, told.layout):
@@ -259,7 +259,7 @@ def standing_way(kept: Kept, order: TransferOrder, deadline: float) -> Way | Non
 
 
 def _by_group(kept: Kept, order: TransferOrder, deadline: float, told: Brief, sender: tuple[Any, Group]) -> Way:
-    """sender: its store and the group."""
+    """sender: its store, and the group with it."""
     nccl, sizes = order.transport == "nccl", told.outline.bucket_nbytes
     memory = kept.memory[kept.device if nccl else CPU]
     buckets: list[Any] | None = memory.whole(sizes)
@@ -268,7 +268,7 @@ def _by_group(kept: Kept, order: TransferOrder, deadline: float, told: Brief, se
         made = StagedAhead if nccl else Staged
     else:
         buckets = memory.rotating(sizes)
-        # Buckets do not come ahead of a drain, for which the sender's GPU would wait, nor beside the collectives of a
-        # tensor-parallel engine.
+        # No bucket arrives before a drain is over, because the sender's GPU would wait. None arrives beside the
+        # collectives of a tensor-parallel engine.
         made = AtOnceAhead if nccl and kept.alone and order.mode != "drain" else AtOnce
     return made(kept, order, deadline, sender[0], told, sender[1], buckets)

@@ -1,4 +1,4 @@
-"""One engine rank's connections to whoever sends: the last sender's rendezvous store, and the process group with it."""
+"""One engine rank's connections to the sender: its rendezvous store, and the process group."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CPU = torch.device("cpu")
 
 
 class Wire:
-    """Kept from one transfer to the next: while the members stay the same, there is nothing to set up.
+    """Store and group of the last transfer. The next one uses them again if sender and members are the same.
 
-    newest: the order that goes first; waits for any other's end. group: the standing one.
+    newest: the order that goes first. Waits for any other order end. group: the process group, if there is one.
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
@@ -31,18 +31,18 @@ class Wire:
         self._store: tuple[str, int, Any] | None = None
 
     def store(self, order: TransferOrder, deadline: float) -> Any:
-        """The sender's store. Raises TransferTimeout if it is not there by `deadline` (time.monotonic)."""
+        """Connect to the sender's store. Raises TransferTimeout if it is silent until `deadline` (time.monotonic)."""
         if self._store is None or self._store[:2] != (order.host, order.port) or lost(self._store[2]):
             overtaken = partial(self.overtaken, order)
             store = join_store(order.host, order.port, max(0.1, deadline - time.monotonic()), overtaken)
-            # A restarted sender knows nothing of a group, whatever its name; one that was only lost still does.
+            # A restarted sender does not know the group. A sender whose connection was lost still does.
             if self.group is not None and not store.check([here(self.group.name, self._as)]):
                 self.drop_group()
             self._store = order.host, order.port, store
         return self._store[2]
 
     def join(self, order: TransferOrder, store: Any, deadline: float) -> Group:
-        """The order's group. Raises TransferTimeout if the others are not there by then."""
+        """Join the order's group. Raises TransferTimeout if not all members are there by `deadline`."""
         if self.group is None or self.group.name != order.group:
             self.drop_group()
             self._as = order.rank_offset + self._rank
@@ -59,28 +59,27 @@ class Wire:
         return self.group
 
     def standing(self, order: TransferOrder) -> tuple[Any, Group] | None:
-        """The sender's store and the order's group, if both are there from the last transfer; the store is not asked
-        whether that sender still is."""
+        """Return the last transfer's store and group if the order has them too. The sender may be gone by now."""
         if self._store is None or self._store[:2] != (order.host, order.port) or self.group is None:
             return None
         return (self._store[2], self.group) if self.group.name == order.group else None
 
     def overtaken(self, order: TransferOrder) -> str:
-        """Why a transfer need not be waited for any more, seen from here."""
+        """Say why this rank need not wait for a transfer any more; "" if it must."""
         return "" if self.newest is order else "another transfer goes first"
 
     def broken(self, store: Any, order: TransferOrder) -> Callable[[], str]:
-        """Asks why the transfer need not be waited for, here or at the sender; "" if it is."""
+        """Return a function that says why nobody need wait for the transfer any more, here or at the sender; or ""."""
         there = why_broken(store, order.epoch)
         return lambda: self.overtaken(order) or there()
 
     def forget(self) -> None:
-        """Both, after a failure that may have left them in any state."""
+        """Drop store and group after a failure, which may have left them in any state."""
         self.drop_group()
         self._store = None
 
     def drop_group(self) -> None:
-        """Leave it; whatever is under way in it is ended."""
+        """Leave the group. This ends whatever is under way in it."""
         group, self.group = self.group, None
         if group is not None:
             group.abort()

@@ -1,7 +1,7 @@
-"""The rendezvous store: the trainer's TCPStore, through which the ranks of a transfer meet, and how to reach it.
+"""The rendezvous store: the trainer's TCPStore, through which the ranks of a transfer meet.
 
-torch's client waits for ever for a server that is there and does not answer, as one of a stopped process is: its
-timeouts are for keys, not for answers. `BoundedStore` makes its calls in a thread, which is left behind if need be.
+torch's client waits for ever if the server accepts connections and does not answer, as a stopped process does. Its
+timeouts are for keys, not for answers. So `BoundedStore` makes its calls in a thread that it can leave behind.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ...messages.model import WeightManifest
 
 T = TypeVar("T")
 ANSWER_S = 3.0
-"""The server is a thread that does nothing else and answers at once: who is silent for that long is gone."""
+"""A server that is silent for so many seconds counts as gone: its thread does nothing else and answers at once."""
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """What `work` returns or raises; TimeoutError if it takes longer. Then it goes on alone."""
+    """Return or raise what `work` does. Raises TimeoutError after `seconds`; `work` then goes on alone."""
     future = begin(work)
     try:
         return future.result(max(0.0, seconds))
@@ -42,7 +42,7 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def begin(work: Callable[[], T]) -> Future[T]:
-    """`work`, in a thread of its own that nobody has to wait for."""
+    """Run `work` in a thread of its own that nobody has to wait for."""
     future: Future[T] = Future()
     Thread(target=_run, args=(work, future), name="rolloutmq-store", daemon=True).start()
     return future
@@ -58,14 +58,14 @@ def _run(work: Callable[[], T], future: Future[T]) -> None:
 
 
 class BoundedStore:
-    """The calls of a TCPStore that a transfer needs. Each raises RuntimeError if the server does not answer."""
+    """Calls of a TCPStore, each of which raises RuntimeError if the server does not answer."""
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw
-        """The store itself, for torch to build groups with; its own calls are not bounded."""
+        """The TCPStore itself, for torch's groups. Its calls are not bounded."""
         self._silent = False
         self._turns: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        # One for all calls, and not one each: starting a thread takes longer than most calls. It ends with the store.
+        # One thread for all calls, because starting one takes longer than most calls. It ends with the store.
         Thread(target=_serve, args=(self._turns,), name="rolloutmq-store", daemon=True).start()
         weakref.finalize(self, self._turns.put, None)
 
@@ -73,11 +73,11 @@ class BoundedStore:
         self._call(partial(self.raw.set, key, value))
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """Return the value of a key that exists."""
         return bytes(self._call(partial(self.raw.get, key)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of them are there."""
+        """Whether all keys exist."""
         return bool(self._call(partial(self.raw.check, list(keys))))
 
     def delete_key(self, key: str) -> bool:
@@ -104,17 +104,17 @@ def _serve(turns: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> 
 
 
 SLICE_S = 0.5
-"""Now and then in a wait for another process it is asked whether it still makes sense."""
+"""Seconds between looks, in a wait for another process, whether the wait still makes sense."""
 
 FIRST_ATTEMPT_S = 1.0
 
 
 def own_address_towards(url: str) -> str:
-    """The IP address of this host that whoever serves `url` (a Redis URL) would see.
+    """Return this host's IP address as the server at `url` (a Redis URL) sees it.
 
-    A worker that reaches the same Redis reaches the trainer under it too, but for unusual networks: give the address
-    by hand there. "127.0.0.1" for a Redis on this host or on a unix socket. Raises RedisUnavailable for a host that is
-    unknown or that no route leads to.
+    Workers that reach the same Redis can usually reach the trainer under this address. Where they cannot, set `host`.
+    The address is "127.0.0.1" for a Redis on this host or on a unix socket. Raises RedisUnavailable if the host is
+    unknown or no route leads to it.
     """
     parts = urlsplit(url)
     if not parts.hostname or parts.scheme == "unix":
@@ -123,7 +123,7 @@ def own_address_towards(url: str) -> str:
     try:
         family, kind, proto, _, address = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:
-            probe.connect(address)  # a datagram socket: nothing is sent, the route alone is asked for
+            probe.connect(address)  # a datagram socket: this looks up the route and sends nothing
             own: str = probe.getsockname()[0]
     except OSError as error:
         raise RedisUnavailable(f"no way to {parts.hostname}:{port}: {error}") from error
@@ -131,14 +131,14 @@ def own_address_towards(url: str) -> str:
 
 
 def local_end(host: str) -> str:
-    """This host's address on the route to `host`."""
+    """Return this host's address on the route to `host`."""
     return own_address_towards(f"tcp://[{host}]:1" if ":" in host else f"tcp://{host}:1")
 
 
 def serve_store(host: str, port: int = 0) -> Any:
-    """The trainer's rendezvous store, listening on `port` (0: a free one, then `store.port`). Serves every epoch.
+    """Start the trainer's rendezvous store, which serves every epoch. port: 0 for a free one, see `store.port`.
 
-    Raises WeightSyncError if it cannot listen there, as on a port that another process has.
+    Raises WeightSyncError if it cannot listen there, for example because another process has the port.
     """
     try:
         return TCPStore(
@@ -149,14 +149,14 @@ def serve_store(host: str, port: int = 0) -> Any:
 
 
 def never() -> str:
-    """The answer of a transfer that is never broken off."""
+    """Say that a transfer is not broken off."""
     return ""
 
 
 def join_store(host: str, port: int, timeout_s: float, broken: Callable[[], str] = never) -> BoundedStore:
-    """A connection to a sender's store. Raises TransferTimeout if it is not there in time, or if `broken`."""
-    # Now and then a connection is never answered (seen with either of torch's servers), and the next one is at once. So
-    # there are several attempts, each twice as long as the one before: torch prints a stack for every one in vain.
+    """Connect to a sender's store. Raises TransferTimeout if it does not answer in time, or if `broken`."""
+    # Now and then torch's server never answers a connection, and answers the next one at once. So there are several
+    # attempts. Each lasts twice as long as the one before, because torch prints a stack for every failed one.
     deadline, attempt_s, why = time.monotonic() + timeout_s, FIRST_ATTEMPT_S, ""
     while not why:
         left = deadline - time.monotonic()
@@ -167,14 +167,14 @@ def join_store(host: str, port: int, timeout_s: float, broken: Callable[[], str]
         connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         try:
             return BoundedStore(_result(begin(connect), min(deadline, time.monotonic() + attempt_s), broken))
-        except (RuntimeError, OSError):  # TimeoutError, too: of a stopped process the port is open, and nobody answers
+        except (RuntimeError, OSError):  # also TimeoutError: a stopped process has an open port and does not answer
             attempt_s *= 2.0
             why = broken()
     raise TransferTimeout(f"no rendezvous store at {host}:{port}: {why}")
 
 
 def _result(connecting: Future[Any], until: float, broken: Callable[[], str]) -> Any:
-    """Its result. Raises TimeoutError at `until` (time.monotonic), or as soon as `broken` gives a reason."""
+    """Wait for the result. Raises TimeoutError at `until` (time.monotonic), or as soon as `broken` gives a reason."""
     while True:
         try:
             return connecting.result(max(0.0, min(SLICE_S, until - time.monotonic())))
@@ -184,13 +184,13 @@ def _result(connecting: Future[Any], until: float, broken: Callable[[], str]) ->
 
 
 class EpochKeys:
-    """Names in the store that belong to one transfer.
+    """Keys in the store that belong to one transfer.
 
-    manifest: the version's WeightManifest, encoded. brief: the version in brief, see brief.py; set before the manifest.
+    manifest: the version's WeightManifest, encoded. brief: see brief.py; set before the manifest.
     handles: CUDA IPC handles of the buckets, for engines on the trainer's own GPU.
-    broken: why the sender has given the transfer up; missing as long as it has not.
+    broken: why the sender has given the transfer up. It exists only then.
     over: set when every receiver of a peer's transfer has reported, or is given up.
-    go: set by the sender when every rank is ready: from here on receivers may give up what they have.
+    go: set by the sender when every rank is ready. From then on receivers may overwrite the weights that they have.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -199,12 +199,12 @@ class EpochKeys:
         self.broken, self.over, self.go = f"{prefix}/broken", f"{prefix}/over", f"{prefix}/go"
 
     def ready(self, rank: int) -> str:
-        """Set by `rank` when it waits for the first bucket, buffers and all."""
+        """The key that `rank` sets when it has its buffers and waits for the first bucket."""
         return f"{self._prefix}/ready/{rank}"
 
 
 def fetch(store: Any, key: str, deadline: float, broken: Callable[[], str], what: str) -> bytes:
-    """A value, once somebody has set it. Raises TransferTimeout at `deadline` (time.monotonic), or if `broken`."""
+    """Wait until a key is set, and return its value. Raises TransferTimeout at `deadline`, or if `broken`."""
     await_key(store, key, deadline, broken, what)
     try:
         return bytes(store.get(key))
@@ -213,10 +213,10 @@ def fetch(store: Any, key: str, deadline: float, broken: Callable[[], str], what
 
 
 def await_key(store: Any, key: str, deadline: float, broken: Callable[[], str], what: str) -> None:
-    """Wait until somebody has set it. Raises TransferTimeout at `deadline` (time.monotonic), or if `broken`."""
+    """Wait until a key is set. Raises TransferTimeout at `deadline` (time.monotonic), or if `broken`."""
     pause, look = 0.00005, time.monotonic() + SLICE_S
     try:
-        while not store.check([key]):  # a wait in the store could not be ended from here
+        while not store.check([key]):  # a wait inside the store could not be ended
             now = time.monotonic()
             if now >= deadline:
                 raise TransferTimeout(f"no {what} in time")
@@ -231,7 +231,7 @@ def await_key(store: Any, key: str, deadline: float, broken: Callable[[], str], 
 
 
 def fetch_brief(store: Any, epoch: int, deadline: float, broken: Callable[[], str] = never) -> bytes:
-    """The version in brief, once its manifest is there; nothing from a sender of an older release.
+    """Wait for the manifest, and return the version in brief; b"" from a sender of an older release.
 
     Raises TransferTimeout.
     """
@@ -249,7 +249,7 @@ def fetch_brief(store: Any, epoch: int, deadline: float, broken: Callable[[], st
 def fetch_manifest(
     store: Any, epoch: int, version: int, deadline: float, broken: Callable[[], str] = never
 ) -> WeightManifest:
-    """What the transfer brings. Raises TransferTimeout, or DigestMismatch if it is not `version`."""
+    """Wait for the manifest. Raises TransferTimeout, or DigestMismatch if it is not of `version`."""
     raw = fetch(store, EpochKeys(epoch).manifest, deadline, broken, f"manifest of version {version}")
     manifest = decode(raw, WeightManifest)
     if manifest.version != version:
@@ -258,7 +258,7 @@ def fetch_manifest(
 
 
 def lost(store: Any) -> bool:
-    """Whether nobody is at the other end any more: another sender may listen at the same address by now."""
+    """Whether the server is gone. Another sender may listen at the same address by now."""
     try:
         store.check(["anything"])
     except RuntimeError:
@@ -267,7 +267,7 @@ def lost(store: Any) -> bool:
 
 
 def why_broken(store: Any, epoch: int) -> Callable[[], str]:
-    """Asks the sender's store whether the transfer was given up; a sender that is gone has given it up, too."""
+    """Return a function that says why the sender has given the transfer up, or is gone; "" if neither."""
     key = EpochKeys(epoch).broken
 
     def ask() -> str:

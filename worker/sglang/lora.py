@@ -11,8 +11,7 @@ SGLang computes as one (q, k and v; gate and up) is made complete with zeros.
 from __future__ import annotations
 
 import pickle
-from functools import cache
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...messages.errors import EngineError, InvalidField
@@ -24,11 +23,13 @@ if TYPE_CHECKING:
     from ...sync.adapters import Adapter
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-Shapes = dict[str, tuple[int, ...]]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 async def load(manager: Any, adapter: Adapter, *, model: str, tp_size: int) -> None:
     """Load one version while requests run; nothing happens if it is there. Raises EngineError."""
+    from ...sync.disk.checkpoint import checkpoint_shapes  # noqa: PLC0415 – torch
+
     try:
         tensors = complete(adapter, checkpoint_shapes(model))
     except InvalidField as error:
@@ -67,18 +68,6 @@ async def unload(manager: Any, name: str, version: int) -> None:
     if not answer.success:
         raise EngineError(f"SGLang did not unload adapter {loaded}: {answer.error_message}")
     manager.lora_ref_cache.pop(loaded, None)  # else SGLang keeps it, to load it again from a path that it has not
-
-
-@cache
-def checkpoint_shapes(model: str) -> Shapes:
-    """Shape of every tensor in a local safetensors checkpoint; nothing if there is none to look at."""
-    from safetensors import safe_open  # noqa: PLC0415
-
-    shapes: Shapes = {}
-    for file in Path(model).glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes
 
 
 def complete(adapter: Adapter, shapes: Shapes) -> dict[str, torch.Tensor]:

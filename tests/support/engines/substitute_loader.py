@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rolloutmq.sync.receive.layout import Loading
+from rolloutmq.sync.receive.loading import Loading
 from rolloutmq.worker.sglang.inside.control import commit
 
 TAMPERED = 666

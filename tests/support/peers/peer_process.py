@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rolloutmq.sync.receive import layout
+from rolloutmq.sync.receive import loading, verify
 from rolloutmq.sync.receive.pending import Pending, warm_up
 from rolloutmq.sync.receive.receiver import Receiver
 from rolloutmq.sync.tensors.digester import digest
@@ -114,10 +114,10 @@ def watch(fault: Fault) -> None:
     watched(fault, Pending, "say_ready", "ready")
     watched(fault, group.GlooGroup, "broadcast", "broadcast")
     watched(fault, group.NcclGroup, "broadcast", "broadcast")
-    watched(fault, layout.Arrival, "queue", "arrived")
-    watched(fault, layout.Arrival, "check", "verify")
-    watched(fault, layout.Loading, "load", "load")
-    watched(fault, layout.Loading, "queue_readback", "readback")
+    watched(fault, verify.Arrival, "queue", "arrived")
+    watched(fault, verify.Arrival, "check", "verify")
+    watched(fault, loading.Loading, "load", "load")
+    watched(fault, loading.Loading, "queue_readback", "readback")
 
 
 def end_with_parent() -> None:

@@ -231,7 +231,7 @@ async def test_a_plain_checkpoint_is_loaded_and_broken_ones_are_refused(
         for path, why in (
             (bad, "first: has NaN or Inf"),
             (pickled, "may be a pickle"),
-            (tmp_path / "nowhere", "is no folder on this host"),
+            (tmp_path / "nowhere", "is not a folder on this host"),
             (tmp_path, "a snapshot, a safetensors checkpoint"),
         ):
             answer = (await control.load(str(path), 9))[running.id]
@@ -259,7 +259,7 @@ def test_formats_are_told_apart(tmp_path: Path) -> None:
     (other / "rolloutmq.json").touch()
     assert checkpoint_format(other) == "snapshot"
     renamed = other.rename(tmp_path / "mine")
-    with pytest.raises(InvalidField, match="v000000000012 or the like"):
+    with pytest.raises(InvalidField, match="a name like v000000000012"):
         checkpoint_format(renamed)
 
 
@@ -284,7 +284,7 @@ def test_a_weight_map_that_lies_is_refused(tmp_path: Path) -> None:
     for told, why in (
         ({"weight_map": {"a": "other.safetensors"}}, "names other.safetensors"),
         ({"weight_map": {"a": "../one.safetensors"}}, "which is not beside it"),
-        ([], "no map of tensors"),
+        ([], "not a map of tensors"),
     ):
         index.write_text(json.dumps(told))
         with pytest.raises(Exception, match=why):

@@ -13,9 +13,10 @@ from support.peers.peer_process import Linear, flip
 from support.peers.peers import SHAPES, Line, Sending, expected, version
 
 from rolloutmq.sync.packing.packing import PackedWeights
-from rolloutmq.sync.receive.layout import Arrival, Loading
+from rolloutmq.sync.receive.loading import Loading
 from rolloutmq.sync.receive.pending import CPU
 from rolloutmq.sync.receive.receiver import Receiver
+from rolloutmq.sync.receive.verify import Arrival
 from rolloutmq.sync.tensors.digester import digest
 from rolloutmq.sync.tensors.snapshot import Snapshot
 from rolloutmq.sync.tensors.staging import Staging

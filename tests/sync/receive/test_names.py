@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from rolloutmq.messages.errors import DigestMismatch
-from rolloutmq.sync.receive.layout import check_names, checkpoint_shapes
+from rolloutmq.sync.disk.checkpoint import checkpoint_shapes
+from rolloutmq.sync.receive.names import check_names
 
 
 def test_names_and_shapes_come_from_every_file_of_a_checkpoint(tmp_path: Path) -> None:

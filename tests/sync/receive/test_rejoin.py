@@ -109,7 +109,7 @@ def test_a_version_that_lies_otherwise_than_announced_is_refused(rank: Quick, mo
     monkeypatch.setattr(Kept, "hear", lied)
     report = rank.update(version(2))
     assert (report.ok, report.intact, report.phase) == (False, True, "rendezvous")
-    assert "does not lie as the group's name says" in report.error
+    assert "is not the one in its group's name" in report.error
     assert rank.bits() == before
     monkeypatch.undo()
 

@@ -18,9 +18,10 @@ import torch
 from ....messages.errors import DigestMismatch, EngineError, InvalidField, RolloutMQError, WeightSyncError
 from ....messages.model import TensorSpec
 from ....sync.disk import SnapshotStore
+from ....sync.disk.checkpoint import checkpoint_shapes
 from ....sync.packing import PackedWeights
 from ....sync.plan import CopyPlan
-from ....sync.receive import Receiver, checkpoint_shapes, held_tensors
+from ....sync.receive import Receiver, held_tensors
 from ....sync.tensors import digests, dtype_name, hex_of, length_term, look, side_stream
 from . import sharded
 from .scheduler import current
