@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from support.pools.late import (
-    AFTER_S,
     check_equal,
     is_waiting,
     joined,
@@ -28,6 +26,7 @@ from rolloutmq.ops.status import pool_state
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
+from rolloutmq.worker.weights.peer import Peer
 
 
 @pytest.fixture
@@ -168,8 +167,17 @@ async def test_a_trainer_that_comes_back_goes_first(redis_db: str, ledger: Ledge
 
 
 async def test_an_engine_that_cannot_send_says_why_and_is_left_alone_for_a_while(
-    redis_db: str, ledger: Ledger, caplog: pytest.LogCaptureFixture
+    redis_db: str, ledger: Ledger, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    look, looks = Peer._look, []
+
+    async def counted(self: Peer, worker_id: str, after_s: float) -> float:
+        wait_s = await look(self, worker_id, after_s)
+        looks.append(worker_id)
+        return wait_s
+
+    monkeypatch.setattr(Peer, "_look", counted)
+
     class Deaf(ScriptedEngine):
         asked = 0
 
@@ -178,25 +186,18 @@ async def test_an_engine_that_cannot_send_says_why_and_is_left_alone_for_a_while
             return TransferReport(ok=False, phase="load", error="PlanImpossible: the engine does not hold x whole")
 
     engine = Deaf()
-    async with joined(redis_db, engine=engine):
+    async with joined(redis_db, engine=engine) as peer:
         await publish_and_leave(redis_db, 1)
         async with joined(redis_db) as late:
             await eventually(lambda: engine.asked and any("x whole" in r.message for r in caplog.records))
             await eventually(lambda: is_waiting(ledger, late))
-            await quiet(lambda: engine.asked == 1, 3 * AFTER_S)
+            before = len(looks)
+            await eventually(lambda: looks[before:].count(peer.id) >= 2)  # it sees that somebody waits
+            assert engine.asked == 1
             async with joined(redis_db) as another, publisher(redis_db) as source:
                 assert another.worker._status().state == "syncing"
                 await publish(source, 2)
                 assert await serve(redis_db, 1) == {(2,)}
-
-
-async def quiet(condition: Callable[[], bool | Awaitable[bool]], seconds: float) -> None:
-    """It stays true."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while True:
-                assert condition()
-                await asyncio.sleep(0.01)  # between two looks
 
 
 async def test_a_worker_may_be_told_not_to_help(redis_db: str, ledger: Ledger) -> None:
