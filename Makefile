@@ -5,6 +5,8 @@ SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
   "$$name" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$name"; break; }; done)
 
+# Hundreds of processes import the same files; where this is set each would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
 # How many processes share the tests; each has a server of its own.
 PROCESSES ?= 2
 PYTEST_ALL = .venv/bin/python -m pytest -n $(PROCESSES) --dist loadfile

@@ -14,6 +14,7 @@ import redis
 
 from rolloutmq.ops.redis.embedded import BINARY_VARIABLE, EmbeddedRedis, wheel_server
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: its threads wait by spinning, and cores are shared
 pytest_plugins = ["support.parallel", "support.pools.fixtures", "support.engines.fixtures"]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does that to what it starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)

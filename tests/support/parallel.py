@@ -1,7 +1,7 @@
 """In which order tests run, and which of them in one process when there are several (`pytest -n 2`).
 
-A file stays in one process, with the servers of its fixtures. The tests whose process has an engine in it are all in
-one process, because that imports SGLang, and share its engine. What takes longest begins first: what begins last
+A file stays in one process, with the servers of its fixtures. The tests whose process imports SGLang are all in
+one process, and share its engine. What takes longest begins first: what begins last
 decides how long the other processes wait.
 """
 
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 ENGINES = "tests/worker/sglang/"
-IN_PROCESS = ("tests/worker/sglang/generation/", "tests/worker/sglang/weights/")
+POOLS = "tests/worker/sglang/pools/"
+"""Their engines are in processes of their own."""
 LONG = (
     "test_state_machine", "test_kills", "test_operations", "test_commands_serving", "test_cluster", "test_restart",
     "test_publish_faults", "test_skyrl_weights", "test_disk_crash", "test_torchrun",
@@ -27,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def rank(nodeid: str) -> int:
     """Of a test's file; the lowest begins first."""
     if nodeid.startswith(ENGINES):
-        return 0 if nodeid.startswith(IN_PROCESS) else 1
+        return 1 if nodeid.startswith(POOLS) else 0
     return 2 if nodeid.partition(".py")[0].endswith(LONG) else 3
 
 
@@ -45,7 +46,7 @@ def stage(item: pytest.Item) -> int:
 
 def unit(nodeid: str) -> str:
     """Tests of one unit run in one process."""
-    return ENGINES if nodeid.startswith(IN_PROCESS) else nodeid.partition("::")[0]
+    return nodeid.partition("::")[0] if rank(nodeid) else ENGINES
 
 
 class Xdist:

@@ -33,6 +33,7 @@ from rolloutmq.worker.cpu_support import prepare_transformers
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 PROMPT = list(range(5, 40))
+OPTIONS = ("--dtype", "bfloat16", "--max-running", "16", "--drain", "5")
 TOLERANCE = 0.02
 """Of a log-probability, between SGLang in bfloat16 and transformers in float32 on the same bfloat16 weights."""
 
@@ -52,11 +53,8 @@ def redis_url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def workers(model_dir: Path, redis_url: str) -> Iterator[list[WorkerProcess]]:
-    """Two workers, the second started as operators start it; the tests below use them up in order."""
-    options = ("--dtype", "bfloat16", "--max-running", "16", "--drain", "5")
-    started = [
-        WorkerProcess(model_dir, redis_url, model_dir.parent / f"{i}.log", *options, forked=i == 0) for i in range(2)
-    ]
+    """Two workers; the tests below use them up in order."""
+    started = [WorkerProcess(model_dir, redis_url, model_dir.parent / f"{i}.log", *OPTIONS) for i in range(2)]
     try:
         for worker in started:
             worker.wait_joined()
@@ -273,3 +271,18 @@ def test_sigterm_hands_back_what_does_not_fit_and_leaves_nothing_behind(
         assert (load.open_jobs, sum(load.queued)) == (8, 8)
     _, alive = psutil.wait_procs(family, timeout=5)
     assert [process.pid for process in alive if process.pid != os.getpid()] == []
+
+
+@pytest.mark.slow
+def test_a_worker_as_operators_start_it(model_dir: Path, redis_url: str) -> None:
+    """The other workers are forked from a process that has imported everything; this one is not."""
+    worker = WorkerProcess(model_dir, redis_url, model_dir.parent / "operator.log", *OPTIONS, forked=False)
+    try:
+        worker.wait_joined()
+        with BlockingRolloutClient(redis_url) as client:
+            assert [result.versions for result in client.wait(client.submit(greedy(4, n=2)), 60)] == [(0,)] * 2
+        family = worker.family()
+        assert worker.terminate(20) == 0
+        assert psutil.wait_procs(family, timeout=5)[1] == []
+    finally:
+        worker.kill()
