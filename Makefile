@@ -7,8 +7,8 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
 
 # Hundreds of processes import the same files; where this is set each would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
-# How many processes share the tests; each has a server of its own.
-PROCESSES ?= 2
+# How many processes share the tests, for two cores; each has a server of its own, and waits half of its time.
+PROCESSES ?= 4
 PYTEST_ALL = .venv/bin/python -m pytest -n $(PROCESSES) --dist loadfile
 EVERYWHERE = --ignore=tests/gpu --ignore=tests/chaos
 # What depends on the server: scripts, connections, deployments, and whoever speaks to it most.
@@ -19,7 +19,7 @@ SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --igno
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
 	@echo "make demo    the whole loop on this machine, without a GPU or a Redis; draws into out/"
-	@echo "make test    the tests: a real server, real SGLang on CPU (PYTEST='-k name' for some, PROCESSES=4 on more cores)"
+	@echo "make test    the tests: a real server, real SGLang on CPU (PYTEST='-k name' for some, PROCESSES=8 on more cores)"
 	@echo "make test-all    all that CI runs: the slow ones too, and what depends on the server on Redis 7 and 6.2"
 	@echo "make test-slow    of these the few that take longest"
 	@echo "make test-redis7, make test-redis62    of these what depends on the server, on the Redis 7 on PATH or on 6.2"

@@ -153,7 +153,7 @@ def test_samples_that_run_when_an_update_comes_say_which_weights_sampled_each_to
         client = stack.enter_context(BlockingRolloutClient(redis_url))
         if mode == "drain":
             publisher = stack.enter_context(WeightPublisher(redis_url, mode="drain", join_timeout_s=60.0))
-        job = client.submit(greedy(1200, n=12))
+        job = client.submit(greedy(700, n=12))
         while sum(worker.running for worker in client.workers()) < 12:
             pass
         publish(publisher, version, versions, expect=len(workers))
@@ -163,7 +163,7 @@ def test_samples_that_run_when_an_update_comes_say_which_weights_sampled_each_to
     assert [result.versions for result in results] == [crossed] * 12
     assert [result.versions for result in later] == [(version,)] * 4
     for result in results:
-        assert len(result.token_ids) == 1200
+        assert len(result.token_ids) == 700
     for result in (*results, *later):
         assert_greedy(result, versions)
 
