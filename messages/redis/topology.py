@@ -20,7 +20,7 @@ from redis.asyncio.sentinel import Sentinel
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
-from ..errors import RedisRefused
+from ..errors import InvalidField, RedisRefused
 from .answers import meaning, said
 from .keys import Keys
 from .retry import REPLY_TIMEOUT_S, RETRY_BUDGET_S, Once
@@ -125,7 +125,10 @@ def _text(value: Any) -> str:
 
 
 class _Plain(AbstractConnection):
-    """A connection that raises an exception for each meaning where redis-py raises ResponseError."""
+    """A connection that raises an exception for each meaning where redis-py raises ResponseError.
+
+    It raises InvalidField for text that cannot be sent, whichever call the text was given to.
+    """
 
     async def connect(self) -> None:
         # redis-py before 8 has the handshake outside its retries, where nothing else bounds it.
@@ -139,6 +142,12 @@ class _Plain(AbstractConnection):
         # A server that cannot save to disk refuses PING too, but its data can still be read.
         with suppress(RedisRefused):
             await super().check_health()  # type: ignore[no-untyped-call]
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        try:
+            return super().pack_command(*args)
+        except UnicodeEncodeError as error:
+            raise InvalidField("text", error.object, "characters that UTF-8 can encode, no lone surrogates") from None
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
         try:

@@ -11,10 +11,11 @@ from typing import Any, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ...messages.errors import InvalidField, RolloutMQError, WaitTimeout
 from ...messages.ids import new_id
-from ...messages.model import ChatMessage, GenerateJob, RolloutResult, TurnFields
+from ...messages.model import ChatMessage, GenerateJob, RolloutResult, TokenIds, TurnFields, as_invalid_field
 from ..core import ClientCore
 from ..inbox import Handle
 from .batch import Prompt, prompt_fields
@@ -35,11 +36,11 @@ class History:
     logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     versions: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
-    def given(self, ids: Sequence[int] | npt.NDArray[Any]) -> History:
+    def given(self, ids: npt.NDArray[np.int32]) -> History:
         """This history, followed by tokens that were not generated."""
         n = len(ids)
         logprobs = np.full(n, np.nan, np.float32)
-        return self._then(np.asarray(ids, np.int32), np.zeros(n, np.uint8), logprobs, np.full(n, GIVEN, np.int64))
+        return self._then(ids, np.zeros(n, np.uint8), logprobs, np.full(n, GIVEN, np.int64))
 
     def generated(self, result: RolloutResult) -> History:
         """This history, followed by a result."""
@@ -55,6 +56,17 @@ class History:
     def _then(self, *more: npt.NDArray[Any]) -> History:
         mine: tuple[npt.NDArray[Any], ...] = (self.ids, self.mask, self.logprobs, self.versions)
         return History(*(np.concatenate([one, new]) for one, new in zip(mine, more, strict=True)))
+
+
+_TOKEN_IDS: TypeAdapter[npt.NDArray[np.int32]] = TypeAdapter(TokenIds, config=ConfigDict(arbitrary_types_allowed=True))
+
+
+def _ids(name: str, value: Any) -> npt.NDArray[np.int32]:
+    """Token ids as a job takes them: checked when they are given, not in a later turn. Raises InvalidField."""
+    try:
+        return _TOKEN_IDS.validate_python(value)
+    except ValidationError as error:
+        raise InvalidField(name, value, as_invalid_field(error).allowed) from None
 
 
 class Session:
@@ -88,7 +100,7 @@ class Session:
         self._core, self._streams, self._fields = core, streams, fields
         self._chat = chat or system is not None
         self._opening = () if system is None else (ChatMessage(role="system", content=system),)
-        self._history = History().given([] if token_ids is None else token_ids)
+        self._history = History().given(_ids("token_ids", () if token_ids is None else token_ids))
         self._turn: str | None = None  # the job under way
         self._branches = itertools.count(1)
         self._closed = False
@@ -160,14 +172,17 @@ class Session:
                         await self._give_up(Handle(job.id, job.group, job.n))
 
     def give(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Append tokens that nobody generated, such as an observation. Raises RolloutMQError during a turn."""
+        """Append tokens that nobody generated, such as an observation.
+
+        Raises InvalidField, and RolloutMQError during a turn.
+        """
         self._check_idle()
-        self._history = self._history.given(token_ids)
+        self._history = self._history.given(_ids("token_ids", token_ids))
 
     def replace(self, start: int, token_ids: Sequence[int] | npt.NDArray[Any] = ()) -> None:
         """Replace the tokens from `start` on by given ones. Raises InvalidField, and RolloutMQError during a turn."""
         self._check_idle()
-        self._history = self._history.upto(self._place("start", start)).given(token_ids)
+        self._history = self._history.upto(self._place("start", start)).given(_ids("token_ids", token_ids))
 
     def branch(self, at: int | None = None) -> Session:
         """A new session that begins with the first `at` tokens of this one, or with all. Raises InvalidField."""
@@ -216,7 +231,7 @@ class Session:
         if not given and not len(history):
             raise InvalidField("prompt", prompt, "something to go on from: the session is empty")
         if not given or "token_ids" in given:
-            given = {"token_ids": np.concatenate([history, np.asarray(given.get("token_ids", ()), np.int32)])}
+            given = {"token_ids": np.concatenate([history, _ids("prompt", given.get("token_ids", ()))])}
         elif len(history):
             given["context_ids"] = history
         return GenerateJob.build(**fields | given)

@@ -47,8 +47,10 @@ class Decoder:
 
 def _ids(given: Ids | RolloutResult) -> list[int]:
     array = np.asarray(given.token_ids if isinstance(given, RolloutResult) else given)
-    if array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or int(array.min()) < 0)):
-        raise InvalidField("token_ids", given, "a flat sequence of token ids, none of them negative")
+    if array.ndim != 1 or (
+        array.size and (array.dtype.kind not in "iu" or not 0 <= array.min() <= array.max() < 1 << 31)
+    ):
+        raise InvalidField("token_ids", given, "a flat sequence of token ids, whole numbers from 0 to 2147483647")
     return [int(one) for one in array]
 
 

@@ -21,13 +21,16 @@ from ...messages.fetch import fetch
 from ...messages.model import MAX_MEDIUM_BYTES, ChatMessage, GenerateJob, MediaKind, Medium, as_invalid_field, mime_of
 
 Urls = Literal["client", "worker"]
+MAX_PATH = 4096
+"""The longest text that may name a file."""
 
 
 def medium(
     kind: MediaKind, source: Any, *, urls: Urls = "client", hosts: Collection[str] | None = None, timeout: float = 10.0
 ) -> Medium:
-    """One medium from bytes, a path (str or Path), a file:// , data: or http(s) URL, or a PIL image.
+    """One medium from bytes, base64 text, a path (str or Path), a file:// , data: or http(s) URL, or a PIL image.
 
+    A text is base64 if all of it is, and its bytes begin like a file of this kind. A text that names a file is a path.
     urls: who fetches http(s). "worker" needs workers that allow the host by --media-host.
     hosts: the hosts that the client may fetch from, private ones too. None allows every public one.
     timeout: seconds for one fetch. Raises InvalidField for a source that cannot be read, is larger than 16 MiB, or is
@@ -53,6 +56,8 @@ def _bytes_of(kind: MediaKind, source: Any) -> bytes:
         return bytes(source)
     if isinstance(source, str) and _scheme(source) == "data":
         return _data_url(source)
+    if isinstance(source, str) and (data := _base64(kind, source)) is not None:
+        return data
     if isinstance(source, str | Path):
         path = unquote(urlsplit(source).path) if isinstance(source, str) and _scheme(source) == "file" else source
         return _read(Path(path))
@@ -60,7 +65,17 @@ def _bytes_of(kind: MediaKind, source: Any) -> bytes:
         encoded = io.BytesIO()
         source.save(encoded, format="PNG")
         return encoded.getvalue()
-    raise InvalidField(kind, source, "bytes, a path, a data: or http(s) URL, or (images) something of PIL")
+    allowed = "bytes, a path, base64 text, a data: or http(s) URL, or (for images) an image of PIL"
+    raise InvalidField(kind, source, allowed)
+
+
+def _base64(kind: MediaKind, text: str) -> bytes | None:
+    """The bytes of a medium that is written as base64 text; None for another text, such as a path."""
+    try:
+        mime_of(kind, base64.b64decode(text[:64], validate=True), "")  # before the whole text is decoded
+    except (ValueError, InvalidField):
+        return None
+    return None if len(text) <= MAX_PATH and Path(text).is_file() else _decoded(text, text[:80])
 
 
 def _scheme(source: str) -> str:
@@ -98,7 +113,8 @@ def from_openai(
                     parts.append({"type": "text", "text": source})
                     continue
                 if written:
-                    source = _allowed(where, source, files)
+                    inline = _base64(kind, source)
+                    source = _allowed(where, source, files) if inline is None else inline
                 try:
                     found.append(medium(kind, source, urls=urls, hosts=hosts, timeout=timeout))
                 except InvalidField as error:
@@ -167,12 +183,16 @@ def _data_url(url: str) -> bytes:
     head, comma, data = url.partition(",")
     if not comma or not head.endswith(";base64"):
         raise InvalidField("url", url[:80], "data:<type>;base64,<data>")
+    return _decoded(data, url[:80])
+
+
+def _decoded(data: str, shown: str) -> bytes:
     if len(data) > MAX_MEDIUM_BYTES * 4 // 3 + 4:
-        raise InvalidField("url", url[:80], f"at most {MAX_MEDIUM_BYTES} bytes")
+        raise InvalidField("url", shown, f"at most {MAX_MEDIUM_BYTES} bytes")
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidField("url", url[:80], f"base64: {error}") from error
+        raise InvalidField("url", shown, f"base64: {error}") from error
 
 
 def _checked(kind: MediaKind, data: bytes, shown: str) -> Medium:

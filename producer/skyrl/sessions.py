@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ...messages.errors import InvalidField
 from ...messages.model import GenerateJob, RolloutResult
@@ -17,17 +17,54 @@ from .outputs import InferenceEngineOutput, request_id
 from .requests import InferenceEngineInput
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """The tokens of a conversation: `own`, (n,) int32, after those of `before`.
+
+    Requests that continue one another share what they have in common, so a turn costs the memory of its own tokens.
+    end: the number of tokens from the start of the conversation.
+    """
+
+    own: npt.NDArray[np.int32]
+    before: Tokens | None = field(default=None, repr=False)
+    end: int = 0
+
+    def then(self, ids: npt.NDArray[np.int32]) -> Tokens:
+        """These tokens, followed by `ids`."""
+        return Tokens(ids, self, self.end + len(ids))
+
+    def upto(self, end: int) -> Tokens:
+        """The first `end` tokens."""
+        last: Tokens = self
+        while last.before is not None and last.before.end >= end:
+            last = last.before
+        start = last.end - len(last.own)
+        return Tokens(last.own[: end - start], last.before, end)
+
+    def all(self) -> npt.NDArray[np.int32]:
+        """(end,) int32: the whole conversation."""
+        parts, part = [self.own], self.before
+        while part is not None:
+            parts.append(part.own)
+            part = part.before
+        return np.concatenate(parts[::-1])
+
+
+NOTHING = Tokens(np.empty(0, np.int32))
+
+
 @dataclass(slots=True)
 class SessionRequest:
     """One answered request.
 
-    prompt: ids of all tokens before `output`. output: the generated ids. parent: the request that it continues, None
-    for a first one. versions: the weights versions that sampled it. worker_id: the worker with the prefix in its cache.
+    prompt: all tokens before the generated ones. whole: with the generated ones. parent: the request that it continues,
+    None for a first one. versions: the weights versions that sampled it. worker_id: the worker with the prefix in its
+    cache.
     """
 
     rid: str
-    prompt: list[int]
-    output: list[int]
+    prompt: Tokens
+    whole: Tokens
     parent: str | None
     worker_id: str = ""
     versions: tuple[int, ...] = ()
@@ -38,7 +75,7 @@ class SessionRequest:
 class Prefix:
     """What a request continues. tokens: all tokens before its own. parent: the request that they belong to."""
 
-    tokens: list[int]
+    tokens: Tokens = NOTHING
     parent: str | None = None
     worker_id: str = ""
 
@@ -50,9 +87,9 @@ class SessionTree:
     every first request continues.
     """
 
-    def __init__(self, session_id: str, capacity: int, root: Sequence[int] = (), worker_id: str = "") -> None:
+    def __init__(self, session_id: str, capacity: int, root: Tokens = NOTHING, worker_id: str = "") -> None:
         self.session_id, self.capacity = session_id, capacity
-        self.root, self._root_worker = list(root), worker_id
+        self.root, self._root_worker = root, worker_id
         self.requests: dict[str, SessionRequest] = {}
 
     def prefix(
@@ -68,20 +105,18 @@ class SessionTree:
                 )
             if replace:
                 self.requests.clear()
-            return Prefix(list(self.root), None, self._root_worker)
+            return Prefix(self.root, None, self._root_worker)
         if rid not in self.requests:
             raise InvalidField("rid", rid, f"one that session {self.session_id!r} has answered and not replaced")
         request = self.requests[rid]
-        tokens = request.prompt if drop_previous_output else request.prompt + request.output
+        tokens = request.prompt if drop_previous_output else request.whole
         if offset is not None and offset != -1:
-            if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset <= len(tokens):
-                raise InvalidField("offset", offset, f"-1, or from 0 to {len(tokens)}, the tokens of request {rid}")
-            tokens = tokens[:offset]
+            if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset <= tokens.end:
+                raise InvalidField("offset", offset, f"-1, or from 0 to {tokens.end}, the tokens of request {rid}")
+            tokens = tokens.upto(offset)
         if replace:
-            for child in request.children:
-                self._forget(child)
-            request.children = []
-        return Prefix(list(tokens), rid, request.worker_id)
+            self._forget(request.children)
+        return Prefix(tokens, rid, request.worker_id)
 
     def add(self, request: SessionRequest) -> None:
         """Add an answered request. If its parent was replaced meanwhile, it is kept without a parent."""
@@ -100,9 +135,9 @@ class SessionTree:
         newest = self.newest()
         if offset != -1:
             prefix = self.prefix(newest.rid if newest else None, offset if newest else None)
-            if newest is None and offset > len(prefix.tokens):
-                raise InvalidField("offset", offset, f"-1, or from 0 to {len(prefix.tokens)}")
-            return SessionTree(session_id, self.capacity, prefix.tokens[:offset], prefix.worker_id)
+            if newest is None and not 0 <= offset <= prefix.tokens.end:
+                raise InvalidField("offset", offset, f"-1, or from 0 to {prefix.tokens.end}")
+            return SessionTree(session_id, self.capacity, prefix.tokens.upto(offset), prefix.worker_id)
         forked = SessionTree(session_id, self.capacity, self.root, self._root_worker)
         for rid, request in self.requests.items():
             forked.requests[rid] = dataclasses.replace(request, children=list(request.children))
@@ -115,8 +150,8 @@ class SessionTree:
                 "rid": request.rid,
                 "parent": request.parent,
                 "children": list(request.children),
-                "prompt_tokens": len(request.prompt),
-                "output_tokens": len(request.output),
+                "prompt_tokens": request.prompt.end,
+                "output_tokens": request.whole.end - request.prompt.end,
                 "worker_id": request.worker_id,
                 "weight_versions": [str(version) for version in request.versions],
             }
@@ -126,14 +161,15 @@ class SessionTree:
         return {
             "session_id": self.session_id,
             "capacity_of_str_len": self.capacity,
-            "tokens": len(newest.prompt) + len(newest.output) if newest else len(self.root),
+            "tokens": newest.whole.end if newest else self.root.end,
             "requests": requests,
         }
 
-    def _forget(self, rid: str) -> None:
-        request = self.requests.pop(rid, None)
-        for child in request.children if request is not None else ():
-            self._forget(child)
+    def _forget(self, rids: list[str]) -> None:
+        """Forget these requests and all that continue them. The list is empty afterwards."""
+        while rids:  # no recursion: a conversation may have thousands of turns
+            if (request := self.requests.pop(rids.pop(), None)) is not None:
+                rids += request.children
 
 
 class Sessions:
@@ -182,11 +218,13 @@ class Sessions:
         async with self._generation.begin() as call:
             batch = await self._generation.read(input_batch)
             prefix = tree.prefix(rid, offset, replace, drop_previous_output)
-            batch = dataclasses.replace(batch, jobs=[_behind(prefix, job, session_id) for job in batch.jobs])
+            prompts = [_prompt(prefix, job) for job in batch.jobs]
+            jobs = [_behind(prefix, *one, session_id) for one in zip(prompts, batch.jobs, strict=True)]
+            batch = dataclasses.replace(batch, jobs=jobs)
             found = await call.run(batch.jobs)
-        for job, samples in zip(batch.jobs, found, strict=True):
+        for job, prompt, samples in zip(batch.jobs, prompts, found, strict=True):
             for number, sample in enumerate(samples):
-                tree.add(_answered(job, number, sample, prefix))
+                tree.add(_answered(job, number, sample, prompt, prefix))
         return await self._generation.output(batch, found)
 
 
@@ -194,13 +232,16 @@ def _new_name() -> str:
     return f"session-{secrets.token_hex(8)}"
 
 
-def _behind(prefix: Prefix, job: GenerateJob, session_id: str) -> GenerateJob:
-    """The job with the session's tokens before its own. It prefers the worker that has them in its cache."""
-    update: dict[str, Any] = {}
+def _prompt(prefix: Prefix, job: GenerateJob) -> Tokens:
+    """The session's tokens, followed by the job's own."""
     if job.token_ids is None:
         raise InvalidField("image_data", "media beside a conversation", "ids with the model's own placeholders in them")
-    if prefix.tokens:
-        update["token_ids"] = np.concatenate([np.asarray(prefix.tokens, dtype=np.int32), job.token_ids])
+    return prefix.tokens.then(job.token_ids)
+
+
+def _behind(prefix: Prefix, prompt: Tokens, job: GenerateJob, session_id: str) -> GenerateJob:
+    """The job with the whole prompt. It prefers the worker that has the session's tokens in its cache."""
+    update: dict[str, Any] = {"token_ids": prompt.all()}
     if prefix.worker_id:
         update["prefer_worker"] = prefix.worker_id
     if len(session_id) <= 64:
@@ -208,12 +249,13 @@ def _behind(prefix: Prefix, job: GenerateJob, session_id: str) -> GenerateJob:
     return job.model_copy(update=update)
 
 
-def _answered(job: GenerateJob, number: int, sample: RolloutResult | None, prefix: Prefix) -> SessionRequest:
-    assert job.token_ids is not None
+def _answered(
+    job: GenerateJob, number: int, sample: RolloutResult | None, prompt: Tokens, prefix: Prefix
+) -> SessionRequest:
     return SessionRequest(
         request_id(job.id, number),
-        job.token_ids.tolist(),
-        sample.token_ids.tolist() if sample is not None else [],
+        prompt,
+        prompt.then(sample.token_ids) if sample is not None else prompt,
         prefix.parent,
         sample.worker_id if sample is not None else prefix.worker_id,
         sample.versions if sample is not None else (),

@@ -63,9 +63,11 @@ def _lists(field: str, value: Any, *, empty: bool = False) -> list[list[int]]:
     def ids(one: Any) -> list[int]:
         if not isinstance(one, list | tuple | np.ndarray) or (not len(one) and not empty):
             raise InvalidField(field, value, "a list of token ids, or a list of such lists; none empty")
-        found = [int(token) for token in one if isinstance(token, int | np.integer)]
+        found = [
+            int(it) for it in one if isinstance(it, int | np.integer) and type(it) is not bool and 0 <= it < 1 << 31
+        ]
         if len(found) != len(one):
-            raise InvalidField(field, value, "a list of token ids, or a list of such lists")
+            raise InvalidField(field, value, "a list of token ids (0 to 2147483647), or a list of such lists")
         return found
 
     if isinstance(value, str) or not hasattr(value, "__len__"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,6 +171,23 @@ async def test_bad_input_is_named(client: RolloutClient) -> None:
         await client.session(system="s").generate([1])
     with pytest.raises(InvalidField, match=r"prompt=1\.5"):
         await session.generate(1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ids", [[2.9], [-5], [1 << 31], [1 << 70], [True, False], [[1]], np.array([2.9]), ["1"], "ab"])
+async def test_what_is_no_token_id_is_refused_when_it_is_given(client: RolloutClient, ids: Any) -> None:
+    session = client.session(token_ids=[1, 2])
+    for field, act in (
+        ("token_ids", lambda: session.give(ids)),
+        ("token_ids", lambda: session.replace(1, ids)),
+        ("token_ids", lambda: client.session(token_ids=ids)),
+    ):
+        with pytest.raises(InvalidField) as caught:
+            act()
+        assert caught.value.field == field
+    if not isinstance(ids, str):
+        with pytest.raises(InvalidField, match="prompt="):
+            await session.generate(ids)
+    assert session.token_ids.tolist() == [1, 2]
 
 
 # --- many prompts at once --------------------------------------------------------------------------------------------

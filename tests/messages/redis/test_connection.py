@@ -10,7 +10,8 @@ import pytest
 import redis.exceptions
 from redis.asyncio.connection import SSLConnection
 
-from rolloutmq.messages.errors import ConfigError, RedisUnavailable
+from rolloutmq.messages import Broker
+from rolloutmq.messages.errors import ConfigError, InvalidField, RedisUnavailable
 from rolloutmq.messages.redis import RETRY_BUDGET_S, connection
 from rolloutmq.messages.redis.connection import connect, ping, redacted
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
@@ -184,3 +185,18 @@ async def test_a_blocking_read_is_not_sent_again(redis_server: EmbeddedRedis, cl
             # the next read opens a connection of its own accord
             await client.xadd("s", {"f": "v"})
             assert len(await reader.xread({"s": "0"}, block=1000)) == 1
+
+
+async def test_text_that_cannot_be_sent_is_named(client: redis.asyncio.Redis) -> None:
+    """Half a character, as a JSON text can have it."""
+    broker, half = Broker(client, "p"), "\ud800"
+    for act in (
+        lambda: broker.cancel([half]),
+        lambda: broker.stop([half]),
+        lambda: broker.cancel_client("c", half),
+        lambda: broker.open_jobs(half),
+        lambda: broker.submitted([half]),
+    ):
+        with pytest.raises(InvalidField, match=r"ud800.*: characters that UTF-8 can encode"):
+            await act()  # type: ignore[no-untyped-call]
+    assert (await broker.load()).open_jobs == 0  # the connection is as good as before

@@ -51,7 +51,7 @@ def test_ids_arrays_and_results_become_text(model: Path) -> None:
     assert decoder.decode_many([done, [], ids(model)]) == [TEXT, "", TEXT]
 
 
-@pytest.mark.parametrize("wrong", [[[1, 2]], [-1], [0.5], "abc"])
+@pytest.mark.parametrize("wrong", [[[1, 2]], [-1], [0.5], [1 << 40], "abc"])
 def test_what_are_no_ids_is_refused_by_name(model: Path, wrong: Any) -> None:
     with pytest.raises(InvalidField, match="token_ids"):
         Decoder(model).decode(wrong)

@@ -91,6 +91,25 @@ def test_an_image_may_be_bytes_a_path_a_data_url_or_of_pil(tmp_path: Path) -> No
     assert medium("video", MP4).mime == "video/mp4"
 
 
+def test_a_text_may_be_base64(tmp_path: Path) -> None:
+    """As SGLang and SkyRL take it. A JPEG's begins with /9j/, like a path."""
+    jpeg = b"\xff\xd8\xff\xe0" + bytes(5000)
+    for kind, data in (("image", PNG), ("image", jpeg), ("video", MP4), ("audio", wav())):
+        text = base64.b64encode(data).decode()
+        assert medium(kind, text).data == data  # type: ignore[arg-type]
+        part = {"type": kind, kind: text}
+        _, (found,) = from_openai([{"role": "user", "content": [part]}])  # no path, so `files` need not allow it
+        assert found.data == data
+    file = tmp_path / "Qk12"  # base64, too: of two bytes that a bitmap begins with
+    file.write_bytes(PNG)
+    with contextlib.chdir(tmp_path):
+        assert medium("image", "Qk12").data == PNG
+    with pytest.raises(InvalidField, match=f"at most {MAX_MEDIUM_BYTES} bytes"):
+        medium("image", base64.b64encode(PNG + bytes(MAX_MEDIUM_BYTES)).decode())
+    with pytest.raises(InvalidField, match="base64"):
+        medium("image", base64.b64encode(jpeg).decode() + "?")
+
+
 @pytest.mark.parametrize(
     ("kind", "source", "why"),
     [

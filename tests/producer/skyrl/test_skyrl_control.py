@@ -247,8 +247,9 @@ async def test_decoding(redis_db: str) -> None:
         assert await it.decode([[1, 0, 2], []]) == ["1 2", ""]
         assert await it.decode([1, 0, 2], skip_special_tokens=False) == ["1 0 2"]
         assert await it.decode(np.array([1, 2])) == [Numbers().decode([1, 2])]
-        with pytest.raises(InvalidField, match="token_ids="):
-            await it.decode("text")
+        for wrong in ("text", [[-1]], [1 << 40], [True]):
+            with pytest.raises(InvalidField, match="token_ids="):
+                await it.decode(wrong)  # type: ignore[arg-type]
 
 
 async def test_adapters(redis_db: str, tmp_path: Path) -> None:

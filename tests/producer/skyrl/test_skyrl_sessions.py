@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 from support.pools.pool import worker
 from support.pools.skyrl import check_output, engine
 
 from rolloutmq.messages import InvalidField
 from rolloutmq.producer.skyrl import InferenceEngineOutput, SkyRLEngine
+from rolloutmq.producer.skyrl.sessions import SessionRequest, SessionTree
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 TOKENS = 4
@@ -95,6 +97,29 @@ async def test_append_branch_replace_and_drop(redis_db: str) -> None:
         assert [entry["rid"] for entry in info["requests"]] == [rid(again)]
         assert info["requests"][0]["prompt_tokens"] == 1
         assert info["requests"][0]["output_tokens"] == TOKENS
+
+
+def test_a_long_conversation_costs_each_token_once_and_can_be_replaced() -> None:
+    turns, own = 1500, np.arange(7, dtype=np.int32)
+    tree = SessionTree("s", 8192)
+    parent, said = None, []
+    for number in range(turns):
+        prefix = tree.prefix(parent)
+        prompt = prefix.tokens.then(own)
+        said += [*own, number]
+        parent = str(number)
+        tree.add(SessionRequest(parent, prompt, prompt.then(np.array([number], np.int32)), prefix.parent))
+    newest = tree.newest()
+    assert newest is not None
+    assert newest.whole.all().tolist() == said
+    assert all(newest.whole.upto(end).all().tolist() == said[:end] for end in (0, 1, 7, 8, 9, len(said) - 1, len(said)))
+    parts = {id(part): part for one in tree.requests.values() for part in (one.prompt, one.whole)}
+    assert sum(len(part.own) for part in parts.values()) == len(said)
+    assert tree.info()["tokens"] == len(said)
+    assert tree.fork("t").prefix(parent).tokens.all().tolist() == said
+    assert tree.prefix("0", replace=True).tokens.end == 8
+    assert [*tree.requests] == ["0"]
+    assert newest.whole.all().tolist() == said  # of a request that was under way when its parent was replaced
 
 
 async def test_every_sample_is_a_branch(redis_db: str) -> None:
