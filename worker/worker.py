@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import time
+from functools import partial
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -25,6 +26,7 @@ from .generation import Generation
 from .jobs import HeldJob, HeldJobs, Run, admit_all, as_result
 from .keeper import EngineKeeper
 from .lease import Checkpoints, ClaimLoop, Deadlines, Handback, Membership, Outbox, Streaming
+from .loops import Loop, undisturbed
 from .text import Tokenizer
 from .weights import Peer, Snapshots, WeightFollower
 
@@ -105,7 +107,7 @@ class Worker:
         try:
             await ping(redis)
             await self._keeper.start(self._draining)
-            async with beside(self._commands.run()):
+            async with beside(undisturbed(self._commands.run)):
                 while not self._draining.is_set():
                     await self._incarnation(redis, listener, waker)
         finally:
@@ -134,28 +136,29 @@ class Worker:
         log.info("joined pool %s as %s", self.config.pool, self.worker_id)
         try:
             async with asyncio.TaskGroup() as tasks:
-                taking = [
-                    tasks.create_task(self._claims.run()),
-                    tasks.create_task(self._follower.run(self.worker_id, self._poke)),
-                    tasks.create_task(self._keeper.run(lease, self._follower, self._claims, self._service.restarted)),
-                    tasks.create_task(self._peer.run(self.worker_id)),
+                taking: list[Loop] = [
+                    self._claims.run,
+                    partial(self._follower.run, self.worker_id, self._poke),
+                    partial(self._keeper.run, lease, self._follower, self._claims, self._service.restarted),
+                    partial(self._peer.run, self.worker_id),
                 ]
-                giving = [
-                    tasks.create_task(membership.run(self._status, self._on_beat)),
-                    tasks.create_task(self._outbox.run(lease)),
-                    tasks.create_task(self._checkpoints.run(lease)),
-                    tasks.create_task(self._streaming.run(lease)),
-                    tasks.create_task(self._deadlines.run(lease)),
-                    tasks.create_task(bell.listen(self._on_ring)),
+                giving: list[Loop] = [
+                    partial(membership.run, self._status, self._on_beat),
+                    partial(self._outbox.run, lease),
+                    partial(self._checkpoints.run, lease),
+                    partial(self._streaming.run, lease),
+                    partial(self._deadlines.run, lease),
+                    partial(bell.listen, self._on_ring),
                 ]
+                running = [tasks.create_task(undisturbed(loop)) for loop in [*taking, *giving]]
                 await self._draining.wait()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(LEAVE_S, self._drain_s / 2)):
                         await self._claims.settled()
-                for task in taking:
+                for task in running[: len(taking)]:
                     task.cancel()
                 await self._leave(lease)
-                for task in giving:
+                for task in running:
                     task.cancel()
         except BaseExceptionGroup as group:
             fatal = group.split(LeaseLost)[1]

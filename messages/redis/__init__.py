@@ -4,6 +4,7 @@ from .answers import told_as_ours
 from .bell import Bell, Ring
 from .connection import DEFAULT_URL, PoolRedis, connect, default_url, ping
 from .keys import Keys
+from .raw import name_once, text, whole
 from .retry import RETRY_BUDGET_S
 from .url import Durability, first_node_url, parse, redacted
 
@@ -18,8 +19,11 @@ __all__ = [
     "connect",
     "default_url",
     "first_node_url",
+    "name_once",
     "parse",
     "ping",
     "redacted",
+    "text",
     "told_as_ours",
+    "whole",
 ]

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from .keys import Keys
+from .raw import name_once, text
 
 Ring = dict[str, str]
 BLOCK_MS = 20_000
@@ -36,15 +37,28 @@ class Bell:
 
     async def open(self) -> None:
         """Skip all earlier rings."""
-        newest = await self._redis.xrevrange(self._key, count=1)
-        self._last = newest[0][0].decode() if newest else "0"
+        self._last = await self._newest()
+
+    async def _newest(self) -> str:
+        try:
+            entries = await self._redis.xrevrange(self._key, count=1)
+        except ResponseError as error:  # something else under its name: the next script that rings puts that aside
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            name_once(f"{self._key}: {error}")
+            return "0"
+        return entries[0][0].decode() if entries else "0"
 
     async def listen(self, on_ring: Callable[[Ring], None] | None = None) -> None:
         """Call `on_ring` for each ring and wake every `wait`, until cancelled."""
         while True:
             try:
                 answer = await self._redis.xread({self._key: self._last}, count=256, block=BLOCK_MS)
-            except (RedisError, OSError):
+                if not answer and _order(await self._newest()) < _order(self._last):
+                    self._last = "0"  # a stream that began again: nothing harms a listener that hears it twice
+            except (RedisError, OSError) as error:
+                if isinstance(error, ResponseError):
+                    name_once(f"{self._key}: {error}")
                 self._rung.set()  # a ring may have been missed, so everybody looks
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -54,7 +68,7 @@ class Bell:
             self._last = entries[-1][0].decode()
             for _, fields in entries:
                 if on_ring is not None:
-                    on_ring({name.decode(): value.decode(errors="replace") for name, value in fields.items()})
+                    on_ring({text(name): text(value) for name, value in fields.items()})
             self._rung.set()
 
     def quiet(self) -> None:
@@ -73,3 +87,7 @@ class Bell:
     def ring_here(self) -> None:
         """Wake every `wait` in this process only."""
         self._rung.set()
+
+
+def _order(entry_id: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in entry_id.split("-"))

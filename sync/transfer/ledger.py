@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 from ...messages.codec import decode, encode
 from ...messages.errors import InvalidField, MessageError, WeightSyncError
 from ...messages.model import NCCL_AGREED, NCCL_CTAS, WeightAnnouncement
-from ...messages.redis import Keys
+from ...messages.redis import Keys, name_once, text, whole
 from ...messages.scripts import Scripts, calls
 from .order import TransferReport
 
@@ -86,21 +86,24 @@ class Ledger:
 
     async def committed(self) -> int:
         """Newest committed version; 0 before the first, which is the model as workers load it from disk."""
-        return int(await self.redis.hget(self.keys.weights, "committed") or 0)
+        return await self._number("committed")
 
     async def newest(self) -> int:
         """Newest version that was ever announced, whatever became of it; 0 before the first."""
         found = await self.redis.hmget(self.keys.weights, "committed", "highest")
-        return max(int(number or 0) for number in found)
+        return max(whole(number, "weights: committed or highest") for number in found)
 
     async def committed_digest(self) -> tuple[int, str]:
         """Newest committed version, and what `manifest_digest` says of its tensors; "" if that was not told."""
         version, digest = await self.redis.hmget(self.keys.weights, "committed", "digest")
-        return int(version or 0), (digest or b"").decode()
+        return whole(version, "weights: committed"), text(digest)
 
     async def open_epoch(self) -> int:
         """Number of the transfer under way, 0 for none."""
-        return int(await self.redis.hget(self.keys.weights, "open") or 0)
+        return await self._number("open")
+
+    async def _number(self, field: str) -> int:
+        return whole(await self.redis.hget(self.keys.weights, field), f"weights: {field}")
 
     async def new_epoch(self) -> int:
         """A number no other transfer of this pool has. A re-sent increment only skips one."""
@@ -111,13 +114,16 @@ class Ledger:
         raw = await self.redis.hgetall(self.keys.epoch(number))
         if b"m" not in raw:
             return None
-        fields: dict[str, Any] = {name.decode(): value for name, value in raw.items()}
+        fields: dict[str, Any] = {text(name): value for name, value in raw.items()}
+        if (state := text(fields.get("st"))) not in get_args(EpochState):
+            name_once(f"transfer {number}: its state is {state[:80]!r}: it counts as closed")
+            state = "closed"
         return Epoch(
-            state=fields["st"].decode(),
+            state=cast(EpochState, state),
             announcement=decode(fields["m"], WeightAnnouncement),
             joins=_joins(fields),
             reports={name[7:]: _report(value) for name, value in fields.items() if name.startswith("report:")},
-            by=fields.get("by", b"").decode(),
+            by=text(fields.get("by")),
         )
 
     async def announce(self, announcement: WeightAnnouncement) -> None:
@@ -171,22 +177,22 @@ class Ledger:
     async def adapters(self) -> dict[str, int]:
         """The pool's LoRA adapters: name -> newest committed version."""
         raw = await self.redis.hgetall(self.keys.weights)
-        return {name[8:].decode(): int(version) for name, version in raw.items() if name.startswith(b"adapter:")}
+        found = {text(name): whole(version, f"weights: {text(name)}") for name, version in raw.items()}
+        return {name[8:]: version for name, version in found.items() if name.startswith("adapter:")}
 
     async def newest_adapters(self) -> dict[str, int]:
         """The same, but the newest version that was ever announced of each, whatever became of it."""
         raw = await self.redis.hgetall(self.keys.weights)
         newest: dict[str, int] = {}
         for key, version in raw.items():
-            kind, colon, name = key.decode().partition(":")
+            kind, colon, name = text(key).partition(":")
             if colon and kind in {"adapter", "highest"}:
-                newest[name] = max(newest.get(name, 0), int(version))
+                newest[name] = max(newest.get(name, 0), whole(version, f"weights: {text(key)}"))
         return newest
 
     async def version_state(self, version: int | str) -> str:
         """announced, committed, failed, given (by an operator's command), or "" if unknown; see `Keys.version`."""
-        state = await self.redis.hget(self.keys.version(version), "st")
-        return state.decode() if state else ""
+        return text(await self.redis.hget(self.keys.version(version), "st"))
 
     async def want(self, worker_id: str, version: int, adapter: str = "") -> None:
         """Ask for a transfer: this worker has only `version`, of the weights or of an adapter."""
@@ -199,15 +205,15 @@ class Ledger:
     async def wanted(self) -> dict[str, int]:
         """Workers that wait for a transfer, and the version each has."""
         raw = await self.redis.hgetall(self.keys.wanted)
-        return {worker.decode(): int(version) for worker, version in raw.items() if b"@" not in worker}
+        return {text(worker): whole(version, "wanted") for worker, version in raw.items() if b"@" not in worker}
 
     async def wanted_adapters(self) -> dict[str, dict[str, int]]:
         """Adapter -> the workers that wait for a transfer of it, and the version each has; 0 for none."""
         found: dict[str, dict[str, int]] = {}
         for wish, version in (await self.redis.hgetall(self.keys.wanted)).items():
-            adapter, at, worker = wish.decode().partition("@")
+            adapter, at, worker = text(wish).partition("@")
             if at:
-                found.setdefault(adapter, {})[worker] = int(version)
+                found.setdefault(adapter, {})[worker] = whole(version, "wanted")
         return found
 
     async def behind(self, version: int) -> set[str]:
@@ -219,7 +225,7 @@ class Ledger:
         """Workers whose lease has not run out, by Redis' clock."""
         seconds, micros = await self.redis.time()
         now = seconds * 1000 + micros // 1000
-        return {worker.decode() for worker in await self.redis.zrangebyscore(self.keys.workers, now, "+inf")}
+        return {text(worker) for worker in await self.redis.zrangebyscore(self.keys.workers, now, "+inf")}
 
 
 def _what(announcement: WeightAnnouncement) -> int | str:
@@ -327,7 +333,7 @@ class LedgerView:
 
     async def _transfers(self) -> AsyncIterator[TransferRecord]:
         """Newest first, until a page of numbers has none: older ones are forgotten."""
-        newest = int(await self._ledger.redis.hget(self._ledger.keys.weights, "epochs") or 0)
+        newest = whole(await self._ledger.redis.hget(self._ledger.keys.weights, "epochs"))
         missing = 0
         for number in range(newest, max(0, newest - FARTHEST), -1):
             try:
@@ -345,7 +351,7 @@ class LedgerView:
         raw = await self._ledger.redis.hgetall(self._ledger.keys.version(version))
         return VersionRecord(
             version=version,
-            state=raw.get(b"st", b"").decode(),
+            state=text(raw.get(b"st")),
             announced_at=_seconds(raw.get(b"at")),
             ended_at=_seconds(raw.get(b"closed")),
             transfers=tuple(transfers),
@@ -353,4 +359,4 @@ class LedgerView:
 
 
 def _seconds(millis: bytes | None) -> float | None:
-    return int(millis) / 1000 if millis else None
+    return whole(millis) / 1000 if millis else None

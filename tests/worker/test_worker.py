@@ -248,7 +248,7 @@ async def test_a_drain_in_the_middle_of_a_claim_burns_nothing(
     one = job(sampling=SLOW)
     claiming = asyncio.Event()
 
-    async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=1), drain_s=0.5) as running:
+    async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=1), drain_s=2.0) as running:
         lease = running.worker._lease
         assert lease is not None
         claim = lease.claim

@@ -7,8 +7,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from redis.exceptions import RedisError
-
 from ...messages.broker import Beat, Lease
 from ...messages.errors import LeaseLost
 from ...messages.model import WorkerStatus
@@ -50,7 +48,9 @@ class Membership:
                 async with asyncio.timeout(self._until - time.monotonic()):
                     await on_beat(beat)
                     await self._reap()
-            except (RedisError, OSError, TimeoutError) as error:
+            except LeaseLost:
+                raise
+            except Exception as error:  # whatever it is, the lease is over in time
                 log.warning("no heartbeat: %s", error or "Redis does not answer")
             now = time.monotonic()
             if now >= self._until:

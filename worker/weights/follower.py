@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 
 from ...messages.errors import EngineDead, EngineError, InvalidField, MessageError, TransferTimeout
 from ...messages.model import WeightAnnouncement
+from ...messages.redis import name_once
 from ...sync.transfer import Epoch, Join, Ledger, TransferOrder, TransferReport, through_outage
 from ..engine import Engine
 from ..gate import Gate, WeightsTurn, set_within
@@ -138,7 +139,7 @@ class WeightFollower:
                 if self._may_touch():
                     await self.adapters.keep_up(worker_id)
             except (RedisError, OSError, MessageError) as error:
-                log.warning("the weights ledger cannot be read: %s", error)
+                name_once(f"the weights ledger cannot be read: {error}")
             await set_within(self._poked, LOOK_S)
 
     async def _look_into(self, number: int, worker_id: str) -> bool:
