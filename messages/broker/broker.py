@@ -16,6 +16,7 @@ from ..errors import InvalidField, MessageError, PoolBusy, RedisRefused
 from ..model import PRIORITIES, GenerateJob, JobFailure, WorkerStatus
 from ..redis import Keys
 from ..scripts import Scripts, calls
+from .raw import text, whole
 
 BATCH_JOBS = 512
 BATCH_BYTES = 4 << 20
@@ -119,19 +120,19 @@ class Broker:
                     raise
                 raise PoolBusy(f"pool {self.keys.pool}: {refused}", states, "memory") from refused
             if len(answer) >= 5 and answer[-5] == b"BUSY":
-                states.extend(state.decode() for state in answer[:-5])
+                states.extend(text(state) for state in answer[:-5])
                 raise self._busy(answer[-4:], states)
-            states.extend(state.decode() for state in answer)
+            states.extend(text(state) for state in answer)
         return states
 
     def _busy(self, why: Sequence[Any], states: list[str]) -> PoolBusy:
         reason, caps = why[0].decode(), self.caps
-        text = {
+        limit = {
             "jobs": f"{why[1]} jobs are open, at most {caps.jobs}",
             "bytes": f"open jobs and results not taken yet hold {why[2]} bytes, at most {caps.nbytes}",
             "unread": f"this client has not taken {why[3]} bytes of results, at most {caps.unread}: take some first",
         }[reason]
-        return PoolBusy(f"pool {self.keys.pool}: {text}", states, reason)
+        return PoolBusy(f"pool {self.keys.pool}: {limit}", states, reason)
 
     def _batches(self, jobs: Sequence[Job]) -> Iterator[list[calls.Submission]]:
         batch: list[calls.Submission] = []
@@ -169,7 +170,7 @@ class Broker:
         states: list[str] = []
         for start in range(0, len(job_ids), BATCH_JOBS):
             answer = await self._scripts.run(calls.cancel(cause, *job_ids[start : start + BATCH_JOBS]))
-            states += [state.decode() for state in answer]
+            states += [text(state) for state in answer]
         return states
 
     async def stop(self, job_ids: Sequence[str], cause: str = "stopped before it ran") -> list[str]:
@@ -182,7 +183,7 @@ class Broker:
         states: list[str] = []
         for start in range(0, len(job_ids), BATCH_JOBS):
             answer = await self._scripts.run(calls.stop(cause, *job_ids[start : start + BATCH_JOBS]))
-            states += [state.decode() for state in answer]
+            states += [text(state) for state in answer]
         return states
 
     async def cancel_client(
@@ -204,11 +205,11 @@ class Broker:
 
     async def open_jobs(self, client_id: str) -> dict[str, str]:
         """A client's queued and running jobs, each with its group."""
-        ids = [job.decode() for job in await self.redis.smembers(self.keys.client(client_id))]
+        ids = [text(job) for job in await self.redis.smembers(self.keys.client(client_id))]
         groups: list[bytes | None] = []
         for start in range(0, len(ids), BATCH_JOBS):
             groups += await self._each([self.keys.job(job_id) for job_id in ids[start : start + BATCH_JOBS]], "G")
-        return {job: group.decode() if group else job for job, group in zip(ids, groups, strict=True)}
+        return {job: text(group) or job for job, group in zip(ids, groups, strict=True)}
 
     async def submitted(self, job_ids: Iterable[str]) -> dict[str, GenerateJob]:
         """Of these, the generation jobs that are still open, as they were submitted; not those over SHORT_BYTES."""
@@ -216,7 +217,7 @@ class Broker:
         for start in range(0, len(ids), SHORT_JOBS):
             keys = [self.keys.job(job_id) for job_id in ids[start : start + SHORT_JOBS]]
             sizes = await self._each(keys, "z")
-            short = [key for key, size in zip(keys, sizes, strict=True) if int(size or 0) <= SHORT_BYTES]
+            short = [key for key, size in zip(keys, sizes, strict=True) if whole(size) <= SHORT_BYTES]
             for payload in filter(None, await self._each(short, "p")):
                 with contextlib.suppress(MessageError):  # a task, or written by a newer version
                     job = decode(payload, GenerateJob)
@@ -258,7 +259,7 @@ class Broker:
         reader: Any = redis
         answer = await reader.xread({self.keys.news(client_id): after}, count=NEWS_COUNT, block=block_ms)
         entries: list[tuple[bytes, dict[bytes, bytes]]] = answer[0][1] if answer else []
-        jobs = frozenset(fields.get(b"j", b"").decode() for _, fields in entries)
+        jobs = frozenset(text(fields.get(b"j")) for _, fields in entries)
         return News(entries[-1][0].decode() if entries else after, jobs, len(entries) >= NEWS_COUNT)
 
     async def read_pieces(self, job_id: str, wanted: Mapping[int, int]) -> dict[int, list[bytes]]:
@@ -292,7 +293,7 @@ class Broker:
     async def unread(self) -> dict[str, int]:
         """Bytes of results that wait to be taken, by client."""
         found = await self.redis.hgetall(self.keys.unread)
-        return {client.decode(): int(nbytes) for client, nbytes in found.items()}
+        return {text(client): whole(nbytes) for client, nbytes in found.items()}
 
     async def drop_replies(self, client_id: str) -> int:
         """Throw away the outcomes of a client that will not come back. Returns how many there were."""
@@ -313,7 +314,7 @@ class Broker:
             *counts, suspects, counters = await pipe.execute()
 
         def count(name: str) -> int:
-            return int(counters.get(name.encode(), 0))
+            return whole(counters.get(name.encode()))
 
         return PoolLoad(
             queued=tuple(counts[i] + counts[i + 1] for i in range(0, len(counts), 2)),
@@ -330,7 +331,7 @@ class Broker:
 
     async def workers(self) -> list[WorkerStatus]:
         """Workers that hold a lease, as of their last heartbeat. A status that cannot be decoded is left out."""
-        ids = [worker.decode() for worker in await self.redis.zrange(self.keys.workers, 0, -1)]
+        ids = [text(worker) for worker in await self.redis.zrange(self.keys.workers, 0, -1)]
         if not ids:
             return []
         async with self.redis.pipeline(transaction=False) as pipe:
@@ -359,13 +360,13 @@ def _counted(fields: dict[bytes, bytes]) -> int:
 
 
 def _outcome(fields: dict[bytes, bytes]) -> Result | JobFailure:
-    job_id = fields.get(b"j", b"").decode(errors="replace")
+    job_id = text(fields.get(b"j"))
     if b"m" in fields:
         try:
             return decode_one_of(fields[b"m"], RESULTS)
         except MessageError as error:
             return JobFailure(job_id=job_id, outcome="dead", cause="a result cannot be read", error=str(error))
-    raw: dict[str, Any] = {name: fields.get(short, b"").decode(errors="replace") for name, short in _FAILURE.items()}
+    raw: dict[str, Any] = {name: text(fields.get(short)) for name, short in _FAILURE.items()}
     try:
         return JobFailure(job_id=job_id, **raw)
     except ValidationError as error:

@@ -22,6 +22,7 @@ from ..ids import new_id
 from ..model import Command, CommandReply
 from ..redis import Keys
 from ..scripts import Scripts, calls
+from .raw import text
 
 ANSWERS_TTL_S = 600
 """How long answers are kept after the first one."""
@@ -65,7 +66,7 @@ class CommandSender:
         deadline = time.monotonic() + timeout_s
         lasts_ms = max(1, round(timeout_s * 1000))
         roster = await self._scripts.run(calls.command(command.id, worker_id, encode(command), lasts_ms))
-        return Sent(command, tuple(sorted(worker.decode() for worker in roster)), deadline)
+        return Sent(command, tuple(sorted(text(worker) for worker in roster)), deadline)
 
     async def answers(self, sent: Sent) -> dict[str, CommandReply]:
         """Answers by worker. Returns when all have answered, at the deadline, or when the others have been gone for a
@@ -87,7 +88,7 @@ class CommandSender:
         return await self._read(key, sent) if sent.workers else {}
 
     async def _read(self, key: str, sent: Sent) -> dict[str, CommandReply]:
-        raw = {worker.decode(): frame for worker, frame in (await self._redis.hgetall(key)).items()}
+        raw = {text(worker): frame for worker, frame in (await self._redis.hgetall(key)).items()}
         return {worker: _reply(sent.command.id, worker, raw[worker]) for worker in sent.workers if worker in raw}
 
     async def gone(self, workers: Sequence[str]) -> set[str]:
@@ -95,7 +96,7 @@ class CommandSender:
         seconds, micros = await self._redis.time()
         now = seconds * 1000 + micros // 1000
         alive = await self._redis.zrangebyscore(self.keys.workers, now, "+inf")
-        return set(workers) - {worker.decode() for worker in alive}
+        return set(workers) - {text(worker) for worker in alive}
 
 
 class CommandBox:
@@ -129,9 +130,9 @@ class CommandBox:
 
     def failure(self, command_id: str, error: BaseException) -> CommandReply:
         """The answer that reports an error."""
-        text = (str(error) or type(error).__name__).encode(errors="replace").decode()  # names of files can be any bytes
+        said = (str(error) or type(error).__name__).encode(errors="replace").decode()  # names of files can be any bytes
         return CommandReply(
-            id=command_id, worker_id=self.worker_id, ok=False, kind=type(error).__name__[:64], error=text[:8192]
+            id=command_id, worker_id=self.worker_id, ok=False, kind=type(error).__name__[:64], error=said[:8192]
         )
 
 
@@ -139,5 +140,5 @@ def _reply(command_id: str, worker_id: str, frame: bytes) -> CommandReply:
     try:
         return decode(frame, CommandReply)
     except MessageError as error:
-        text = f"its answer cannot be read: {error}"
-        return CommandReply(id=command_id, worker_id=worker_id, ok=False, kind=type(error).__name__, error=text)
+        said = f"its answer cannot be read: {error}"
+        return CommandReply(id=command_id, worker_id=worker_id, ok=False, kind=type(error).__name__, error=said)

@@ -13,7 +13,11 @@ from ..errors import LeaseLost
 from ..model import PRIORITIES, Partial, WorkerStatus
 from ..redis import Keys
 from ..scripts import Scripts, calls
+from .raw import text, whole
 
+REAPED = 256
+"""One call of `reap` is about at most so many jobs and workers."""
+REAPS = 64
 MAX_CALL_TOKENS = 1 << 19
 """Most tokens, with their logprobs 4 MiB, in one call of checkpoint or release. Callers send more in batches."""
 
@@ -175,10 +179,19 @@ class Lease:
         """Unregister. Returns how many jobs the worker still holds. At 0 it is gone."""
         return int(await self._scripts.run(calls.leave(self.worker_id)))
 
-    async def reap(self, max_lost: int, budget: int = 256) -> tuple[int, int, int, int]:
-        """Take back the jobs of dead workers. Returns (requeued, dead-lettered, expired, workers removed)."""
-        requeued, dead, expired, removed = await self._scripts.run(calls.reap(max_lost, budget))
-        return requeued, dead, expired, removed
+    async def reap(self, max_lost: int, budget: int = REAPED, most_calls: int = REAPS) -> tuple[int, int, int, int]:
+        """Take back the jobs of all dead workers. Returns (requeued, dead-lettered, expired, workers removed).
+
+        One call of Redis is about at most `budget` jobs and workers, so that Redis is never busy for long. Calls
+        follow each other until nothing is left to do, at most `most_calls`.
+        """
+        totals = [0, 0, 0, 0]
+        for _ in range(most_calls):
+            *counts, more = await self._scripts.run(calls.reap(max_lost, budget))
+            totals = [total + count for total, count in zip(totals, counts, strict=True)]
+            if not more:
+                break
+        return totals[0], totals[1], totals[2], totals[3]
 
     async def attempts(self, job_ids: Sequence[str]) -> dict[str, int]:
         """The current attempt of each job, 0 for a job that Redis does not have."""
@@ -186,11 +199,11 @@ class Lease:
             for job_id in job_ids:
                 pipe.hget(self.keys.job(job_id), "a")
             found = await pipe.execute()
-        return {job_id: int(attempt or 0) for job_id, attempt in zip(job_ids, found, strict=True)}
+        return {job_id: whole(attempt) for job_id, attempt in zip(job_ids, found, strict=True)}
 
     async def held(self) -> frozenset[str]:
         """Ids of the jobs Redis has under this worker's name."""
-        return frozenset(job.decode() for job in await self.redis.smembers(self.keys.held(self.worker_id)))
+        return frozenset(text(job) for job in await self.redis.smembers(self.keys.held(self.worker_id)))
 
 
 def _claim(raw: list[Any]) -> Claim:

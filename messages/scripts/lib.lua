@@ -11,6 +11,9 @@
 --   k<i>, k<i>.1, k<i>.2, … the saved pieces of unfinished sample i, in order   kk there is such a field
 local prefix = ARGV[1]
 local load_key = KEYS[1]
+local LAST_ID = '18446744073709551615-18446744073709551615'
+local ASIDE_TTL_S = 86400      -- how long a key is kept that was set aside
+local ASIDE_ENTRIES = 1024
 local TOMBSTONE_S = 3600       -- how long an id is remembered after its job ended
 local DEAD_LETTERS = 10000     -- the newest are kept; their clients have the outcome in any case
 local REPLY_TTL_S = 604800     -- an absent client's results are kept a week after the last one
@@ -19,6 +22,54 @@ local CLASSES = 3              -- the number of priorities
 local NEWS = 256               -- about how many notices of new pieces are kept for a client, and for how long
 local NEWS_TTL_S = 60
 
+local server = redis
+
+-- Make `key` usable again for a command that was refused because of what somebody had put there. A key of a wrong type
+-- is renamed to aside:<name>, and counts as empty from then on. So is a stream with the highest id there is, to which
+-- nothing can be added; its entries, up to ASIDE_ENTRIES, are put into a new one. A counter begins at 0.
+local function mend(why, command, key, field)
+  local wrong_type, full = string.find(why, 'WRONGTYPE', 1, true), string.find(why, 'exhausted', 1, true)
+  if command == 'HINCRBY' and not wrong_type then server.call('HDEL', key, field) end
+  local aside = prefix .. 'aside:' .. string.sub(key, #prefix + 1)
+  if not (wrong_type or full) or server.pcall('RENAME', key, aside).err then return end
+  server.call('EXPIRE', aside, ASIDE_TTL_S)
+  server.pcall('HINCRBY', load_key, 'aside', 1)
+  for _, entry in ipairs(full and server.call('XRANGE', aside, '-', '(' .. LAST_ID, 'COUNT', ASIDE_ENTRIES) or {}) do
+    server.pcall('XADD', key, entry[1], unpack(entry[2]))
+  end
+end
+
+-- What one party has put into Redis stops nobody else: a command that meets it is given a second time, see mend.
+local redis = {pcall = server.pcall, call = function(...)
+  local answer = server.pcall(...)
+  if type(answer) ~= 'table' or not answer.err then return answer end
+  mend(answer.err, ...)
+  return server.call(...)
+end}
+
+-- Run `f`. Returns true and its answer, or false and why one party's data is in its way. Raises what Redis refuses for
+-- reasons of its own (memory, disk, permissions): that is not about this entry.
+local function attempt(f, ...)
+  local fine, answer = pcall(f, ...)
+  if fine then return true, answer end
+  local why = type(answer) == 'table' and answer.err or tostring(answer)
+  for _, cause in ipairs({'WRONGTYPE', 'exhausted', 'not an integer', 'overflow', 'attempt to ', 'bad argument', 'must be'}) do
+    if string.find(why, cause, 1, true) then return false, why end
+  end
+  error(answer, 0)
+end
+
+-- A number as all numbers of a record are written, or nil: digits, few enough for Lua to be exact.
+local function whole(text)
+  return text and #text <= 15 and string.match(text, '^%d+$') and tonumber(text) or nil
+end
+
+-- What a counter says; 0 if it says no whole number.
+local function counted(text)
+  local number = tonumber(text) or 0
+  return number % 1 == 0 and math.abs(number) < 1e15 and number or 0
+end
+
 local function now_ms()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
@@ -26,14 +77,20 @@ end
 
 local function job_key(id) return prefix .. 'job:' .. id end
 local function held_key(worker) return prefix .. 'held:' .. worker end
-local function queue_key(class) return prefix .. 'queue:' .. class end
+-- Raises for what is no class; a record may say anything.
+local function key_of_class(name, class)
+  local number = tonumber(class)
+  if not number or number < 0 or number >= CLASSES then error('a class must be a number below ' .. CLASSES) end
+  return prefix .. name .. class
+end
+local function queue_key(class) return key_of_class('queue:', class) end
 -- SET of a client's open jobs.
 local function client_key(client) return prefix .. 'client:' .. client end
 -- ZSET of jobs that need newer weights, or another adapter, than the workers that looked at them had. The score is the
 -- version that a job needs; for an adapter, ADAPTER times its number in the pool is added. A worker may take one range
 -- of scores for its weights, and one for each of its adapters. Jobs that prefer a worker wait here for it too, at minus
 -- that worker's number. ZSET `prefers` says until when.
-local function later_key(class) return prefix .. 'later:' .. class end
+local function later_key(class) return key_of_class('later:', class) end
 -- LIST of jobs on their last chance. Each runs alone on its worker. If it kills engines, no other job is lost with it.
 -- If another job does, this one is not lost.
 local suspects_key = prefix .. 'suspects'
@@ -71,7 +128,7 @@ end
 
 -- Clear the counter of a client whose reply stream is empty or has expired.
 local function nothing_unread(client)
-  local left = tonumber(redis.call('HGET', prefix .. 'unread', client)) or 0
+  local left = counted(redis.call('HGET', prefix .. 'unread', client))
   redis.call('HDEL', prefix .. 'unread', client)
   if left ~= 0 then redis.call('HINCRBY', load_key, 'unread', -left) end
 end
@@ -81,35 +138,57 @@ end
 local function bury_record(id, outcome, owner, f)
   local key = job_key(id)
   if owner then redis.call('SREM', held_key(owner), id) end
-  redis.call('SREM', client_key(f.y), id)
+  if f.y then redis.call('SREM', client_key(f.y), id) end
   if f.e then redis.call('ZREM', prefix .. 'deadlines', id) end
-  if f.v or f.g or f.l or f.P then redis.call('ZREM', later_key(f.q), id) end
+  if f.v or f.g or f.l or f.P then
+    attempt(function() redis.call('ZREM', later_key(f.q), id) end)
+  end
   if f.P then redis.call('ZREM', prefers_key, id) end
   redis.call('DEL', key)
   redis.call('HSET', key, 'st', outcome)
   redis.call('EXPIRE', key, TOMBSTONE_S)
 end
 
--- End job `id` with an outcome other than "done", and tell the client on its reply stream.
+-- Put an outcome on a client's reply stream, where it counts for `bytes`.
+local function reply_to(client, bytes, ...)
+  local reply = prefix .. 'reply:' .. client
+  redis.call('XADD', reply, '*', ...)
+  redis.call('EXPIRE', reply, REPLY_TTL_S)
+  count_unread(client, ENTRY_BYTES + bytes)
+end
+
+-- End job `id` with an outcome other than "done", and tell the client on its reply stream. Ends a job with a damaged
+-- record too; the client is told if the record says who it is and its reply stream can be written.
 local function fail(id, outcome, cause, host, err)
   local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g', 'G', 'l', 'P')
-  local reply = prefix .. 'reply:' .. r[1]
-  redis.call('XADD', reply, '*', 'j', id, 'o', outcome, 'c', cause, 'h', host, 'e', err,
-             'a', r[2] or '0', 'd', r[3] or '0', 'G', r[11] or id)
-  redis.call('EXPIRE', reply, REPLY_TTL_S)
-  count_unread(r[1], ENTRY_BYTES + #cause + #host + #err)
-  bury_record(id, outcome, r[5] == 'r' and r[4] or nil,
+  if r[1] then
+    attempt(reply_to, r[1], #cause + #host + #err, 'j', id, 'o', outcome, 'c', cause, 'h', host, 'e', err,
+            'a', r[2] or '0', 'd', r[3] or '0', 'G', r[11] or id)
+  end
+  bury_record(id, outcome, r[4] or nil,
               {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12], P = r[13]})
   redis.call('HINCRBY', load_key, 'jobs', -1)
-  redis.call('HINCRBY', load_key, 'bytes', -(tonumber(r[6]) or 0))
+  redis.call('HINCRBY', load_key, 'bytes', -(whole(r[6]) or 0))
   redis.call('HINCRBY', load_key, outcome, 1)
 end
 
 local function dead_letter(id, cause, host, err)
   local f = redis.call('HMGET', job_key(id), 'p', 'a')
   redis.call('XADD', prefix .. 'dead', 'MAXLEN', '~', DEAD_LETTERS, '*', 'id', id, 'cause', cause, 'host', host, 'error', err,
-             'attempts', f[2] or '0', 'at', now_ms(), 'payload', f[1])
+             'attempts', f[2] or '0', 'at', now_ms(), 'payload', f[1] or '')
   fail(id, 'dead', cause, host, err)
+end
+
+-- End a job whose record, or whose client's reply stream, nobody can use.
+local function give_up(id, why)
+  dead_letter(id, 'what Redis has of it is damaged', '', why)
+end
+
+-- Run `f` for job `id`, one of several of a call. The job ends if what Redis has of it is in the way; then returns nil.
+local function alone(id, f, ...)
+  local fine, answer = attempt(f, ...)
+  if fine then return answer end
+  give_up(id, answer)
 end
 
 -- Cancel job `id` if it is open. Returns the state it was in, false if it is unknown.
@@ -151,14 +230,16 @@ local function save_partial(key, sample, piece, bytes)
   return 'ok'
 end
 
--- Jobs stop waiting for a worker that is gone at the next end_preferences.
+-- Jobs stop waiting for a worker that is gone at the next end_preferences. Returns how many.
 local function no_longer_preferred(worker)
-  local number = redis.call('HGET', prefix .. 'worker:' .. worker, 'number')
+  local number, found = whole(redis.call('HGET', prefix .. 'worker:' .. worker, 'number')), 0
   for class = 0, number and CLASSES - 1 or -1 do
     for _, id in ipairs(redis.call('ZRANGEBYSCORE', later_key(class), -number, -number, 'LIMIT', 0, 1024)) do
       redis.call('ZADD', prefers_key, 0, id)
+      found = found + 1
     end
   end
+  return found
 end
 
 -- Move jobs whose time to wait for a preferred worker is over to the front of their queues, at most `budget`. Returns
@@ -169,7 +250,11 @@ local function end_preferences(now, budget)
     local id = ids[i]
     local f = redis.call('HMGET', job_key(id), 'st', 'q')
     redis.call('ZREM', prefers_key, id)
-    if f[1] == 'q' and redis.call('ZREM', later_key(f[2]), id) == 1 then redis.call('LPUSH', queue_key(f[2]), id) end
+    if f[1] == 'q' then
+      alone(id, function()
+        if redis.call('ZREM', later_key(f[2]), id) == 1 then redis.call('LPUSH', queue_key(f[2]), id) end
+      end)
+    end
   end
   return #ids
 end
@@ -177,14 +262,15 @@ end
 -- Put a running job back at the front of its queue, without an owner, or among the suspects on its last chance.
 local function requeue(id, owner, max_lost)
   local key = job_key(id)
-  local lost = tonumber(redis.call('HGET', key, 'c')) or 0
+  local f = redis.call('HMGET', key, 'c', 'q')
+  local lost, queue = tonumber(f[1]) or 0, queue_key(f[2])
   redis.call('HDEL', key, 'w')
   redis.call('HSET', key, 'st', 'q')
   redis.call('SREM', held_key(owner), id)
   if lost > 0 and lost >= max_lost - 1 then
     redis.call('RPUSH', suspects_key, id)
   else
-    redis.call('LPUSH', queue_key(redis.call('HGET', key, 'q')), id)
+    redis.call('LPUSH', queue, id)
   end
 end
 
@@ -193,23 +279,23 @@ local function want_field(worker, adapter)
   return (adapter or '') ~= '' and adapter .. '@' .. worker or worker
 end
 
--- Delete all requests of a worker that is gone.
-local function forget_wants(worker)
-  local key = prefix .. 'wanted'
-  redis.call('HDEL', key, worker)
-  local wanted = redis.call('HGETALL', key)
-  for i = 1, #wanted, 2 do
-    if string.match(wanted[i], '@(.*)$') == worker then redis.call('HDEL', key, wanted[i]) end
-  end
-end
-
--- Remove a worker that holds no job from the pool.
+-- Remove a worker that holds no job from the pool. Its wants are left, see forget_wants. Returns how many jobs waited
+-- for it.
 local function forget_worker(worker)
   redis.call('ZREM', prefix .. 'workers', worker)
-  no_longer_preferred(worker)
+  local waited = no_longer_preferred(worker)
   redis.call('DEL', prefix .. 'worker:' .. worker)
-  forget_wants(worker)
   ring('kind', 'worker', 'id', worker)
+  return waited
+end
+
+-- Delete all requests of workers that are gone. gone: id -> true.
+local function forget_wants(gone)
+  local key = prefix .. 'wanted'
+  local wanted = redis.call('HGETALL', key)
+  for i = 1, #wanted, 2 do
+    if gone[string.match(wanted[i], '@(.*)$') or wanted[i]] then redis.call('HDEL', key, wanted[i]) end
+  end
 end
 
 -- Whether `worker` holds job `id` in this attempt.
@@ -224,9 +310,9 @@ local function end_overdue(now, budget)
   local expired, running = 0, {}
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'deadlines', '-inf', now, 'LIMIT', 0, math.max(budget, 0))) do
     local f = redis.call('HMGET', job_key(id), 'st', 'e')
-    if not f[2] then
+    if not whole(f[2]) or (f[1] ~= 'q' and f[1] ~= 'r') then
       redis.call('ZREM', prefix .. 'deadlines', id)
-    elseif f[1] == 'q' or tonumber(f[2]) + 1000 <= now then
+    elseif f[1] == 'q' or whole(f[2]) + 1000 <= now then
       fail(id, 'expired', f[1] == 'q' and 'its deadline passed in the queue' or 'its deadline passed while it was running',
            '', '')
       if f[1] == 'r' then running[#running + 1] = id end

@@ -12,9 +12,6 @@ from ...messages.errors import LeaseLost
 from ...messages.model import WorkerStatus
 
 log = logging.getLogger(__name__)
-REAPED = 256
-REAPS = 64
-"""With one heartbeat at most so many calls for so many jobs each."""
 
 
 class Membership:
@@ -58,16 +55,8 @@ class Membership:
             await asyncio.sleep(min(max(0.0, sent + self._beat_s - now), self._until - now))
 
     async def _reap(self) -> None:
-        # One call does a bounded amount, so that Redis is never busy for long. All of it must be done now.
-        for _ in range(REAPS):
-            requeued, dead, expired, removed = await self.lease.reap(self._max_lost, REAPED)
-            if requeued or dead or expired or removed:
-                log.info(
-                    "reaped %d workers: %d jobs requeued, %d dead-lettered, %d expired",
-                    removed,
-                    requeued,
-                    dead,
-                    expired,
-                )
-            if requeued + dead + expired < REAPED:
-                return
+        requeued, dead, expired, removed = await self.lease.reap(self._max_lost)
+        if requeued or dead or expired or removed:
+            log.info(
+                "reaped %d workers: %d jobs requeued, %d dead-lettered, %d expired", removed, requeued, dead, expired
+            )

@@ -6,4 +6,5 @@ local key, field = prefix .. 'command:' .. ARGV[2], 'w:' .. ARGV[3]
 local by = redis.call('HGET', key, field)
 if not by or (by ~= '' and by ~= ARGV[4]) then return {} end
 if by == '' then redis.call('HSET', key, field, ARGV[4]) end
-return {redis.call('HGET', key, 'm'), redis.call('PTTL', key)}
+local command = redis.call('HGET', key, 'm')
+return command and {command, redis.call('PTTL', key)} or {}

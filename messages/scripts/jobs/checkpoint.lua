@@ -4,7 +4,7 @@
 -- Returns per piece: ok, fenced, or gap (see save_partial).
 -- The client finds a notice in its `news`, and the piece here. News is short, and nobody needs to read it.
 local worker, states = ARGV[2], {}
-for i = 3, #ARGV, 6 do
+local function save(i)
   local id, sample, number, bytes = ARGV[i], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
   local key, state = job_key(id), 'fenced'
   if owns(id, worker, ARGV[i + 1]) then
@@ -15,6 +15,7 @@ for i = 3, #ARGV, 6 do
       redis.call('EXPIRE', news, NEWS_TTL_S)
     end
   end
-  states[#states + 1] = state
+  return state
 end
+for i = 3, #ARGV, 6 do states[#states + 1] = alone(ARGV[i], save, i) or 'fenced' end
 return states

@@ -20,10 +20,16 @@ if not alive(worker, now) then return {'NOLEASE'} end
 
 local ADAPTER = 1099511627776  -- 2^40; weights versions above it count as it
 
-local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w', 'l', 'P', 'x'}
-local function record(id)
-  local f = redis.pcall('HMGET', job_key(id), unpack(FIELDS))
-  return f.err and {} or f                     -- something else under this name: no job
+local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w', 'l', 'P', 'x', 'y', 'q'}
+local function record(id) return redis.call('HMGET', job_key(id), unpack(FIELDS)) end
+
+-- The first field of an open job's record that is not what enqueue writes, or nil.
+local function damaged(f)
+  local fields = {p = f[1], a = whole(f[2]) or false, t = whole(f[3]) or false, e = not f[4] or whole(f[4]) or false,
+                  d = whole(f[5]) or false, n = whole(f[7]) or false, y = f[15], q = f[16]}
+  for name, fine in pairs(fields) do
+    if not fine then return name end
+  end
 end
 
 local given, bytes = {}, 0
@@ -32,8 +38,10 @@ local function hand_over(id, f)
   if f[8] or tonumber(f[5]) > 0 then
     local all = redis.call('HGETALL', job_key(id))
     for i = 1, #all, 2 do
-      local kind = string.match(all[i], '^([sk])%d')
-      if kind then
+      -- s<sample>, k<sample> and k<sample>.<number>; what else there may be is nobody's progress.
+      local kind, sample, number = string.match(all[i], '^([sk])(%d+)%.?(%d*)$')
+      if kind and whole(sample) and whole(sample) < tonumber(f[7]) and (number == '' or (kind == 'k' and whole(number)))
+        and string.sub(all[i], -1) ~= '.' then
         local content = kind == 'k' and all[i + 1] or ''
         append(progress, all[i], content)
         bytes = bytes + #content
@@ -47,15 +55,15 @@ end
 
 local last = redis.call('HMGET', worker_key, 'claim', 'ids', 'alone', 'number')
 if last[1] == number then
-  for id in string.gmatch(last[2], '%x+') do
+  for id in string.gmatch(last[2] or '', '%x+') do
     local f = record(id)
-    if f[6] == 'r' and f[11] == worker then hand_over(id, f) end
+    if f[6] == 'r' and f[11] == worker and not damaged(f) then hand_over(id, f) end
   end
   return given
 end
-if tonumber(last[1] or 0) > tonumber(number) then return given end
+if (tonumber(last[1]) or 0) > tonumber(number) then return given end
 
-local committed = tonumber(redis.call('HGET', prefix .. 'weights', 'committed')) or 0
+local committed = whole(redis.call('HGET', prefix .. 'weights', 'committed')) or 0
 local ids, jobs, samples, looked = {}, 0, 0, 0
 
 local function version_needed(v, g)
@@ -64,13 +72,13 @@ end
 
 -- Scores in `later` that this worker can serve: {from, to} each.
 local has, ranges = {}, {{0, math.min(version, ADAPTER - 1)}}
-local function number_of(adapter) return tonumber(redis.call('HGET', prefix .. 'weights', 'number:' .. adapter)) end
+local function number_of(adapter) return whole(redis.call('HGET', prefix .. 'weights', 'number:' .. adapter)) end
 for i = 8, #ARGV - 1, 2 do
   has[ARGV[i]] = tonumber(ARGV[i + 1])
   local number = number_of(ARGV[i])
   if number then ranges[#ranges + 1] = {ADAPTER * number, ADAPTER * number + has[ARGV[i]]} end
 end
-if last[4] then ranges[#ranges + 1] = {-last[4], -last[4]} end   -- what prefers this worker
+if whole(last[4]) then ranges[#ranges + 1] = {-last[4], -last[4]} end   -- what prefers this worker
 
 -- Where in `later` a job waits that this worker cannot run; nil for one that it can. An adapter that the pool has no
 -- version of keeps nobody waiting: the worker finds that out, and ends the job.
@@ -79,7 +87,7 @@ local function score_of(v, g, l)
   if version < needs then return math.min(needs, ADAPTER - 1) end
   if not l then return nil end
   local adapter, least = string.match(l, '^(.+)@(%d+)$')
-  least = math.max(1, tonumber(least))
+  least = math.max(1, least + 0)               -- raises for what is no adapter's version
   local number = (has[adapter] or 0) < least and number_of(adapter)
   return number and ADAPTER * number + math.min(least, ADAPTER - 1) or nil
 end
@@ -88,10 +96,10 @@ end
 -- claimed and its time is not over. That worker has a number from then on, which is the score minus itself.
 local function leave_to_preferred(id, preference, attempt, accepted, later)
   local ms, other = string.match(preference, '^(%d+)@(.+)$')
-  local until_ms = tonumber(accepted) + tonumber(ms)
+  local until_ms = tonumber(accepted) + (whole(ms) or 0)
   if other == worker or attempt ~= '0' or until_ms <= now or not alive(other, now) then return false end
   local its_key = prefix .. 'worker:' .. other
-  local its_number = redis.call('HGET', its_key, 'number')
+  local its_number = whole(redis.call('HGET', its_key, 'number'))
   if not its_number then
     its_number = redis.call('HINCRBY', load_key, 'numbers', 1)
     redis.call('HSET', its_key, 'number', its_number)
@@ -102,11 +110,15 @@ local function leave_to_preferred(id, preference, attempt, accepted, later)
   return true
 end
 
+local ENDED = {r = true, done = true, cancelled = true, expired = true, dead = true}
+
 -- What becomes of an id that was taken from a queue.
-local function consider(id, later)
-  looked = looked + 1
+local function settle(id, later)
+  if not string.match(id, '^%x+$') then return end       -- nobody submitted that
   local f = record(id)
-  if f[6] ~= 'q' then return end               -- it was cancelled or expired while queued
+  if ENDED[f[6]] or not (f[6] or f[1]) then return end   -- it was cancelled or expired while queued
+  local wrong = f[6] ~= 'q' and 'st' or damaged(f)
+  if wrong then return give_up(id, 'field ' .. wrong .. ' of its record is missing or no such thing') end
   if f[13] then redis.call('ZREM', prefers_key, id) end
   local score = not f[14] and score_of(f[9], f[10], f[12])   -- what only has to be ended needs no weights
   if f[4] and tonumber(f[4]) <= now then
@@ -122,6 +134,10 @@ local function consider(id, later)
     ids[#ids + 1] = id
     hand_over(id, f)
   end
+end
+local function consider(id, later)
+  looked = looked + 1
+  alone(id, settle, id, later)
 end
 
 local function remember()
@@ -142,8 +158,14 @@ local function next_suspect()
     local f = redis.call('HMGET', job_key(id), 'st', 'v', 'g', 'q', 'l', 'x')
     if f[1] ~= 'q' then
       redis.call('LREM', suspects_key, 1, id)
-    elseif f[6] or not score_of(f[2], f[3], f[5]) then
-      return id, f[4]
+    else
+      local fine, score = attempt(score_of, f[2], f[3], f[5])
+      if not fine or not whole(f[4]) or whole(f[4]) >= classes then
+        redis.call('LREM', suspects_key, 1, id)
+        give_up(id, 'its class or its adapter is no such thing')
+      elseif f[6] or not score then
+        return id, f[4]
+      end
     end
   end
 end
@@ -186,7 +208,7 @@ end
 -- Highest class first, but nobody starves: `owed<class>` counts the jobs of higher classes that went past a waiting one.
 local taken, owed = {}, {}
 for class = classes - 1, 1, -1 do
-  owed[class] = tonumber(redis.call('HGET', load_key, 'owed' .. class)) or 0
+  owed[class] = whole(redis.call('HGET', load_key, 'owed' .. class)) or 0
   taken[class] = owed[class] >= SHARE and take(class, math.floor(owed[class] / SHARE)) or 0
 end
 local function adapter_job_waits(class)

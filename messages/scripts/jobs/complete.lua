@@ -1,11 +1,12 @@
 -- Publish finished samples, each exactly once, and close jobs whose samples are all published.
 -- ARGV: prefix, worker, *samples (job_id, attempt, sample, payload)
 -- Returns per sample: ok, again (this very sample was published before), or fenced (not this worker's attempt any more,
--- or a sample that the job does not have).
+-- or a sample that the job does not have; or the job was dead-lettered here, because its record or its client's reply
+-- stream cannot be used).
 local worker = ARGV[2]
 local states, unread = {}, {}
 local done_jobs, done_bytes = 0, 0
-for i = 3, #ARGV, 4 do
+local function publish(i)
   local id, attempt, sample = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local key = job_key(id)
   local f = redis.call('HMGET', key, 'st', 'w', 'a', 'd', 'n', 'y', 's' .. sample, 'z', 'e', 'q', 'v', 'g', 'P')
@@ -17,21 +18,22 @@ for i = 3, #ARGV, 4 do
     state = 'fenced'
   else
     local client, result = f[6], ARGV[i + 3]
-    local done = tonumber(f[4]) + 1
-    local last = done == tonumber(f[5])
+    local done, nbytes = whole(f[4]) + 1, whole(f[8]) + 0
+    local last = done == whole(f[5])
     -- l marks the job's last result: a client that has forgotten which ones it took before still knows when to stop.
     redis.call('XADD', prefix .. 'reply:' .. client, '*', 'j', id, 's', sample, 'm', result, 'l', last and 1 or 0)
     unread[client] = (unread[client] or 0) + ENTRY_BYTES + #result
     if last then
       bury_record(id, 'done', worker, {y = client, e = f[9], q = f[10], v = f[11], g = f[12], P = f[13]})
-      done_jobs, done_bytes = done_jobs + 1, done_bytes + tonumber(f[8])
+      done_jobs, done_bytes = done_jobs + 1, done_bytes + nbytes
     else
       redis.call('HSET', key, 's' .. sample, 1, 'd', done)
       drop_partials(key, sample)
     end
   end
-  states[#states + 1] = state
+  return state
 end
+for i = 3, #ARGV, 4 do states[#states + 1] = alone(ARGV[i], publish, i) or 'fenced' end
 for client, bytes in pairs(unread) do
   redis.call('EXPIRE', prefix .. 'reply:' .. client, REPLY_TTL_S)
   count_unread(client, bytes)

@@ -14,14 +14,14 @@ if letter ~= '' and #redis.call('XRANGE', prefix .. 'dead', letter, letter) == 0
   return {redis.call('HGET', job_key(ARGV[6]), 'st') or 'gone'}
 end
 local load = redis.call('HMGET', load_key, 'jobs', 'bytes', 'unread')
-local jobs, open_bytes, all_unread = tonumber(load[1]) or 0, tonumber(load[2]) or 0, tonumber(load[3]) or 0
+local jobs, open_bytes, all_unread = counted(load[1]), counted(load[2]), counted(load[3])
 local accepted, bytes = 0, 0
 local now = now_ms()
 local states, unread, waiting = {}, {}, {}
 
 -- Why a job may not come in now, or nil. One job is let into an empty pool whatever its size: it would never fit later.
 local function misfit(size, class, client)
-  unread[client] = unread[client] or tonumber(redis.call('HGET', prefix .. 'unread', client)) or 0
+  unread[client] = unread[client] or counted(redis.call('HGET', prefix .. 'unread', client))
   waiting[class] = waiting[class] or redis.call('LLEN', queue_key(class))
   if unread[client] > max_unread then return 'unread' end
   -- Jobs cancelled while queued are not open, but their ids are in the queue until somebody comes across them.

@@ -6,8 +6,7 @@
 -- Returns per job: ok, dead or fenced.
 local worker, max_lost = ARGV[2], tonumber(ARGV[3])
 local states, i = {}, 4
-while i <= #ARGV do
-  local id, attempt, lost, partials = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
+local function give_back(id, attempt, lost, partials)
   local state = owns(id, worker, attempt) and 'ok' or 'fenced'
   if redis.call('EXISTS', job_key(id)) == 0 then redis.call('SREM', held_key(worker), id) end   -- evicted, or deleted
   if state == 'ok' then
@@ -23,7 +22,11 @@ while i <= #ARGV do
       wake()
     end
   end
-  states[#states + 1] = state
+  return state
+end
+while i <= #ARGV do
+  local id, partials = ARGV[i], tonumber(ARGV[i + 3])
+  states[#states + 1] = alone(id, give_back, id, ARGV[i + 1], tonumber(ARGV[i + 2]), partials) or 'dead'
   i = i + 4 + 3 * partials
 end
 return states

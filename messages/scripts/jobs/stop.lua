@@ -5,8 +5,7 @@
 -- cause: the reason shown for a cancellation.
 -- Returns per job: ok, unbegun (it was cancelled), the state in which it had already ended, or unknown.
 local states, running, queued = {}, {}, false
-for i = 3, #ARGV do
-  local id = ARGV[i]
+local function stop(id)
   local key = job_key(id)
   local f = redis.call('HMGET', key, 'st', 'kk', 'q', 'd')
   local state = f[1] or 'unknown'
@@ -24,7 +23,12 @@ for i = 3, #ARGV do
     end
     state = 'ok'
   end
-  states[#states + 1] = state
+  return state
+end
+for i = 3, #ARGV do
+  local fine, state = attempt(stop, ARGV[i])
+  if not fine then fail(ARGV[i], 'dead', 'what Redis has of it is damaged', '', state) end
+  states[#states + 1] = fine and state or 'dead'
 end
 if #running > 0 then ring('kind', 'stop', 'ids', table.concat(running, ' ')) end
 if queued then wake() end

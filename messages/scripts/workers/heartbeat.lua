@@ -10,4 +10,4 @@ redis.call('ZADD', workers, now_ms() + tonumber(ARGV[3]), worker)
 redis.call('HSET', key, 'status', ARGV[4])
 if ARGV[5] == '1' then ring('kind', 'worker', 'id', worker) end
 local weights = redis.call('HMGET', prefix .. 'weights', 'committed', 'open')
-return {'OK', redis.call('SCARD', held_key(worker)), tonumber(weights[1]) or 0, tonumber(weights[2]) or 0}
+return {'OK', redis.call('SCARD', held_key(worker)), whole(weights[1]) or 0, whole(weights[2]) or 0}

@@ -1,42 +1,54 @@
 -- Take back the jobs of dead workers and end overdue jobs, a bounded number per call.
 -- ARGV: prefix, max_lost, most
--- max_lost: leases that a job may lose. most: jobs that one call takes back.
--- Returns {requeued, dead-lettered, expired, workers removed}
-local max_lost, budget = tonumber(ARGV[2]), tonumber(ARGV[3])
-local now = now_ms()
-local requeued, dead, removed = 0, 0, 0
-for _, worker in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'workers', '-inf', now, 'LIMIT', 0, 8)) do
-  local ids = redis.pcall('SRANDMEMBER', held_key(worker), budget)
-  if ids.err then                                   -- something else under this name
-    redis.call('DEL', held_key(worker))
-    ids = {}
+-- max_lost: leases that a job may lose. most: jobs and workers, together, that one call is concerned with.
+-- Returns {requeued, dead-lettered, expired, workers removed, 1 if there is more to do}
+local max_lost, most = tonumber(ARGV[2]), tonumber(ARGV[3])
+local MAX_BYTES = 8388608     -- of payloads of dead letters, after which one call takes back no further job
+local now, left, bytes = now_ms(), most, 0
+local requeued, dead, removed, gone = 0, 0, 0, {}
+
+-- Returns whether the job goes back; its record is damaged if not.
+local function take_back(id, worker)
+  local f = redis.call('HMGET', job_key(id), 'st', 'w', 'z')
+  if f[1] ~= 'r' or f[2] ~= worker then
+    redis.call('SREM', held_key(worker), id)        -- its record was evicted or deleted by hand
+  elseif redis.call('HINCRBY', job_key(id), 'c', 1) >= max_lost then
+    local lost = redis.call('HGET', job_key(id), 'c')
+    dead_letter(id, 'its worker was lost ' .. lost .. ' times', worker, '')
+    dead, bytes = dead + 1, bytes + (whole(f[3]) or 0)
+  else
+    requeue(id, worker, max_lost)
+    requeued = requeued + 1
   end
+end
+
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'workers', '-inf', now, 'LIMIT', 0, most)) do
+  if left <= 0 or bytes >= MAX_BYTES then break end
+  local ids = redis.call('SRANDMEMBER', held_key(worker), left)
   -- Oldest to the front: ids are time-ordered and requeue pushes to the left.
   table.sort(ids, function(a, b) return a > b end)
   for _, id in ipairs(ids) do
-    local f = redis.call('HMGET', job_key(id), 'st', 'w')
-    if f[1] ~= 'r' or f[2] ~= worker then
-      redis.call('SREM', held_key(worker), id)      -- its record was evicted or deleted by hand
-    elseif redis.call('HINCRBY', job_key(id), 'c', 1) >= max_lost then
-      local lost = redis.call('HGET', job_key(id), 'c')
-      dead_letter(id, 'its worker was lost ' .. lost .. ' times', worker, '')
+    if bytes >= MAX_BYTES then break end
+    if not attempt(take_back, id, worker) then
+      give_up(id, 'its worker was lost, and its record is no record of a job')
+      redis.call('SREM', held_key(worker), id)
       dead = dead + 1
-    else
-      requeue(id, worker, max_lost)
-      requeued = requeued + 1
     end
-    budget = budget - 1
+    left = left - 1
   end
+  left = left - 1
   if redis.call('SCARD', held_key(worker)) == 0 then
-    forget_worker(worker)
+    left = left - forget_worker(worker)
     removed = removed + 1
+    gone[worker] = true
   end
-  if budget <= 0 then break end
 end
-local expired = end_overdue(now, budget)
-local undecided = end_preferences(now, budget)
+if removed > 0 then forget_wants(gone) end
+local expired = end_overdue(now, left)
+local undecided = end_preferences(now, left - expired)
 -- Check one reply stream per call. If it has expired unread, its bytes are no longer counted.
 local client = redis.call('HRANDFIELD', prefix .. 'unread')
 if client and redis.call('EXISTS', prefix .. 'reply:' .. client) == 0 then nothing_unread(client) end
 if requeued + undecided > 0 then wake() end
-return {requeued, dead, expired, removed}
+local more = (left - expired - undecided <= 0 or bytes >= MAX_BYTES) and 1 or 0
+return {requeued, dead, expired, removed, more}

@@ -19,7 +19,8 @@ client: exists only while it names open jobs."""
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of key: `name` is all of it, or its beginning where it ends with ':'. type: as Redis' TYPE says it."""
+    """A kind of key: `name` is all of it, or its beginning where it ends with ':'. type: as Redis' TYPE says it, "" for
+    what a script set aside because it was of a wrong type."""
 
     name: str
     type: str
@@ -57,6 +58,7 @@ KINDS = (
     Kind("wanted", "hash", "fixed"),
     Kind("version:", "hash", "ttl"),
     Kind("epoch:", "hash", "ttl"),
+    Kind("aside:", "", "ttl"),
     Kind("command:", "hash", "ttl"),
     Kind("answers:", "hash", "ttl"),
 )
@@ -89,6 +91,8 @@ def judge_key(facts: KeyFacts) -> list[Finding]:
     if kind is None:
         ttl = "without a TTL" if facts.ttl_ms < 0 else f"with a TTL of {facts.ttl_ms} ms"
         wrong = ("unknown_key", f"a {facts.type} {ttl} that no part of a pool writes")
+    elif not kind.type:
+        wrong = ("set_aside", f"a {facts.type} that was in the way; it is kept for a day")
     elif facts.type != kind.type:
         wrong = ("wrong_type", f"a {facts.type}, should be a {kind.type}")
     elif kind.life == "ttl" and facts.ttl_ms < 0:

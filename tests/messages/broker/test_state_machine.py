@@ -56,7 +56,7 @@ LIES = {
     "any weights will do": ("claim", "version < needs then", "false then"),
     "an ended id is a new job": ("enqueue", "if not state then", "if state ~= 'q' and state ~= 'r' then"),
     "all groups are one": ("cancel_client", "group == '' or", "true or"),
-    "an old claim gets new jobs": ("claim", "tonumber(last[1] or 0) > tonumber(number)", "false"),
+    "an old claim gets new jobs": ("claim", "(tonumber(last[1]) or 0) > tonumber(number)", "false"),
     "a piece is kept after a gap": (
         "lib",
         "number > 0 and redis.call('HEXISTS', key, piece_field(sample, number - 1)) == 0",
@@ -78,7 +78,7 @@ LIES = {
     "a transfer opens again": ("announce", "state and state ~= 'joining'", "false"),
     "a preference is for ever": ("claim", "until_ms <= now", "false"),
     "a preference is for every attempt": ("claim", "attempt ~= '0'", "false"),
-    "nobody ends a preference": ("reap", "undecided = end_preferences(now, budget)", "undecided = 0"),
+    "nobody ends a preference": ("reap", "undecided = end_preferences(now, left - expired)", "undecided = 0"),
     "a worker that is gone is waited for": ("lib", "redis.call('ZADD', prefers_key, 0, id)", ""),
     "an ended job is still left to a worker": ("lib", "if f.P then redis.call('ZREM', prefers_key, id) end", ""),
     "the preferred worker looks in vain": ("claim", "ranges[#ranges + 1] = {-last[4], -last[4]}", "last[4] = nil"),

@@ -153,10 +153,13 @@ class WorkerRules(ClientRules):
         answer, second = self.send("reap", self.model.max_lost, budget, again=again and budget == 256 and not expired)
         after, lists = self.look(), self.lists()
         requeued = dead = removed = 0
+        left = budget  # for jobs and workers together
         for worker in sorted(worker for worker, over in self.model.workers.items() if over):
+            if left <= 0:
+                break
             held = self.state[f"held:{worker}"]
             taken = held - after[f"held:{worker}"]
-            assert len(taken) == min(budget, len(held))
+            assert len(taken) == min(left, len(held))
             for id in sorted(taken, reverse=True):
                 job = self.model.jobs.get(id)
                 if job is None or job.owner != worker:
@@ -166,18 +169,22 @@ class WorkerRules(ClientRules):
                 else:
                     requeued += 1
                     self.put_back(job, lists)
-            budget -= len(taken)
+            left -= len(taken) + 1
             if taken == held:
                 self.model.workers.pop(worker)
                 removed += 1
-            if budget <= 0:
-                break
-        assert answer == [requeued, dead, self.ended_overdue(budget), removed]
+                number = self.state[f"worker:{worker}"].get("number", "")
+                waits = [score for cls in range(CLASSES) for score in self.state[f"later:{cls}"].values()]
+                left -= waits.count(-float(number)) if number else 0
+        expired_now = self.ended_overdue(left)
+        left -= expired_now
         waits = {id: 0 if self.model.gone(id) else score for id, score in self.state["prefers"].items()}
         over = sorted((score, id) for id, score in waits.items() if self.model.jobs[id].lapsed)
-        for _, id in reversed([one for one in over if self.model.jobs[one[1]].open][: max(0, budget)]):
+        undecided = [one for one in over if self.model.jobs[one[1]].open][: max(0, left)]
+        for _, id in reversed(undecided):
             self.put_back(self.model.jobs[id], lists)
-        assert second in (None, [0, 0, 0, 0])
+        assert answer == [requeued, dead, expired_now, removed, int(left - len(undecided) <= 0)]
+        assert second in (None, [0, 0, 0, 0, 0])
         # One client per call whose stream has expired is not counted any more, whichever it is.
         gone = [client for client, n in self.model.unread.items() if n and client not in after["unread"]]
         assert len(gone) <= 1
