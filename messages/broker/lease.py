@@ -17,7 +17,7 @@ from .raw import text, whole
 
 REAPED = 256
 """One call of `reap` is about at most so many jobs and workers."""
-REAPS = 64
+REAPS = 256
 MAX_CALL_TOKENS = 1 << 19
 """Most tokens, with their logprobs 4 MiB, in one call of checkpoint or release. Callers send more in batches."""
 

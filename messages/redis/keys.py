@@ -101,6 +101,10 @@ class Keys:
         """HASH worker id -> its answer to a command."""
         return f"{self.prefix}answers:{command_id}"
 
+    def aside(self, name: str) -> str:
+        """What was under that name, without the prefix, and in the way: of a wrong type, or a full stream. With a TTL."""
+        return f"{self.prefix}aside:{name}"
+
     workers = _Key()
     """ZSET worker id -> lease end, Redis milliseconds."""
     deadlines = _Key()

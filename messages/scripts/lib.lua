@@ -138,7 +138,9 @@ end
 local function bury_record(id, outcome, owner, f)
   local key = job_key(id)
   if owner then redis.call('SREM', held_key(owner), id) end
-  if f.y then redis.call('SREM', client_key(f.y), id) end
+  if f.y then
+    redis.call('SREM', client_key(f.y), id)
+  end
   if f.e then redis.call('ZREM', prefix .. 'deadlines', id) end
   if f.v or f.g or f.l or f.P then
     attempt(function() redis.call('ZREM', later_key(f.q), id) end)
