@@ -102,7 +102,7 @@ class Keys:
         return f"{self.prefix}answers:{command_id}"
 
     def aside(self, name: str) -> str:
-        """What was under that name, without the prefix, and in the way: of a wrong type, or a full stream. With a TTL."""
+        """What had that name (without the prefix) and was in the way: of a wrong type, or a full stream. With a TTL."""
         return f"{self.prefix}aside:{name}"
 
     workers = _Key()
