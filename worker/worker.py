@@ -47,7 +47,7 @@ class Worker:
         self._engine, self._tokenizer = engine, tokenizer
         self._host = socket.gethostname()
         self._held = HeldJobs()
-        self._outbox = Outbox(self._published)
+        self._outbox = Outbox(self._published, self._unpublishable)
         self._generation = Generation(
             engine,
             config.capacity,
@@ -257,6 +257,10 @@ class Worker:
         else:
             self._held.published(finished.job_id, finished.attempt, finished.sample)
         self._poke()
+
+    def _unpublishable(self, finished: Finished, error: Exception) -> None:
+        if self._held.get(finished.job_id, finished.attempt) is not None:
+            self._bury(finished.job_id, finished.attempt, "cannot be published", error)
 
     def _bury(self, job_id: str, attempt: int, cause: str, error: Exception) -> None:
         self._drop(job_id)

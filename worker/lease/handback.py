@@ -10,11 +10,13 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from ...messages.broker import Broker, Lease, Release
+from ...messages.redis import name_once
 from ..jobs import HeldJob, HeldJobs
-from .saving import batches
+from .batches import batches, each, is_about_data
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.2
+LONGEST_S = 10.0
 
 
 class Handback:
@@ -50,8 +52,7 @@ class Handback:
         try:
             for held in jobs:
                 self._held.drop(held.id)
-            for batch in batches(releases, _tokens):
-                await lease.release(batch, self._max_lost)
+            await self._send(lease, releases)
         finally:
             self._leaving -= ids
 
@@ -88,8 +89,14 @@ class Handback:
         if strays := self._strays & before:
             log.warning("%d jobs are held here that nobody works on: giving them back", len(strays))
             attempts = await lease.attempts(sorted(strays))
-            for batch in batches([Release(job_id, attempt) for job_id, attempt in attempts.items()], _tokens):
-                await lease.release(batch, self._max_lost)
+            await self._send(lease, [Release(job_id, attempt) for job_id, attempt in attempts.items()])
+
+    async def _send(self, lease: Lease, releases: list[Release]) -> None:
+        async def send(batch: list[Release]) -> None:
+            await lease.release(batch, self._max_lost)
+
+        for batch in batches(releases, _tokens):
+            await each(batch, send, _stays)
 
     def try_elsewhere(self, lease: Lease, held: HeldJob, ready: Callable[[str], Awaitable[None]]) -> None:
         """Let another worker try a job that failed here. `ready` returns when its finished samples are published."""
@@ -112,11 +119,15 @@ class Handback:
 
         Otherwise nobody would get the job while this worker renews its lease. A lost lease takes the job along.
         """
+        pause_s = RETRY_S
         while lease is self._current():
             try:
                 await tell()
-            except (RedisError, OSError):
-                await asyncio.sleep(RETRY_S)
+            except (RedisError, OSError) as error:
+                if is_about_data(error):  # what is in its way may be there for long
+                    name_once(str(error))
+                    pause_s = min(2 * pause_s, LONGEST_S)
+                await asyncio.sleep(pause_s)
             else:
                 return
 
@@ -124,6 +135,10 @@ class Handback:
         task = asyncio.create_task(work)
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
+
+
+def _stays(release: Release, error: Exception) -> None:
+    log.warning("job %s cannot be given back: %s", release.job_id, error)
 
 
 def _tokens(release: Release) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 
 from redis.exceptions import RedisError
 
 from ...messages.broker import Finished, Lease
+from .batches import MAX_BATCH, each
 
-MAX_BATCH = 256
 MAX_BYTES = 4 << 20
 RETRY_S = 0.2
 
@@ -19,11 +20,14 @@ RETRY_S = 0.2
 class Outbox:
     """Keeps finished samples until Redis has them or they are fenced.
 
-    on_published(finished, state): called once per sample with "ok", "again" or "fenced".
+    on_published(finished, state): called once per sample with "ok", "again" or "fenced". on_failed(finished, error):
+    called instead for a sample that Redis cannot take because of what it has of its job or client.
     """
 
-    def __init__(self, on_published: Callable[[Finished, str], None]) -> None:
-        self._on_published = on_published
+    def __init__(
+        self, on_published: Callable[[Finished, str], None], on_failed: Callable[[Finished, Exception], None]
+    ) -> None:
+        self._on_published, self._on_failed = on_published, on_failed
         self._ready: deque[Finished] = deque()
         self._more = asyncio.Event()
         self._published = asyncio.Event()
@@ -66,13 +70,21 @@ class Outbox:
                 self._more.clear()
                 continue
             try:
-                states = await lease.complete(batch)
+                await each(batch, partial(self._send, lease), self._give_up)
             except (RedisError, OSError):
                 await asyncio.sleep(RETRY_S)
-                continue
-            for finished, state in zip(batch, states, strict=True):
-                # clear() may have come between; then the batch is not at the head any more.
-                if self._ready and self._ready[0] is finished:
-                    self._ready.popleft()
-                self._on_published(finished, state)
             self._published.set()
+
+    async def _send(self, lease: Lease, batch: list[Finished]) -> None:
+        for finished, state in zip(batch, await lease.complete(batch), strict=True):
+            self._take_out(finished)
+            self._on_published(finished, state)
+
+    def _give_up(self, finished: Finished, error: Exception) -> None:
+        self._take_out(finished)
+        self._on_failed(finished, error)
+
+    def _take_out(self, finished: Finished) -> None:
+        # clear() may have come between; then it is not at the head any more.
+        if self._ready and self._ready[0] is finished:
+            self._ready.popleft()

@@ -8,22 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from redis.exceptions import RedisError
 
-from ...messages.broker import MAX_CALL_TOKENS, Lease, Piece
+from ...messages.broker import Lease, Piece
 from ...messages.model import GenerateJob
 from ..engine import Progress
 from ..jobs import HeldJob, HeldJobs, Run, SampleRun
 from ..text import SampleStream
+from .batches import batches, each
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-MAX_BATCH = 256
 EVERY_S = 0.05
 """Seconds between two looks at what the engine has: the tokens that came meanwhile are one piece."""
 MOST_PIECES = 512
@@ -120,27 +118,20 @@ def _tokens(saved: tuple[Run, Piece]) -> int:
     return len(saved[1].partial.token_ids)
 
 
-def batches(items: Iterable[T], tokens_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """`items` in lists that are small enough for one call to Redis."""
-    batch: list[T] = []
-    tokens = 0
-    for item in items:
-        batch.append(item)
-        tokens += tokens_of(item)
-        if len(batch) >= MAX_BATCH or tokens >= MAX_CALL_TOKENS:
-            yield batch
-            batch, tokens = [], 0
-    if batch:
-        yield batch
-
-
 async def save(lease: Lease, batch: Sequence[tuple[Run, Piece]], on_fenced: Callable[[str, int], None]) -> None:
     """Save one piece of each of these samples. Raises RedisError or OSError; then it may be done again."""
-    states = await lease.checkpoint([piece for _, piece in batch])
-    for (sample, piece), state in zip(batch, states, strict=True):
-        if state == "ok":
-            sample.keep_saved(piece)
-        elif state == "gap":
-            sample.save_anew()
-        else:
-            on_fenced(piece.job_id, piece.attempt)
+
+    async def send(some: Sequence[tuple[Run, Piece]]) -> None:
+        states = await lease.checkpoint([piece for _, piece in some])
+        for (sample, piece), state in zip(some, states, strict=True):
+            if state == "ok":
+                sample.keep_saved(piece)
+            elif state == "gap":
+                sample.save_anew()
+            else:
+                on_fenced(piece.job_id, piece.attempt)
+
+    def leave(one: tuple[Run, Piece], _: Exception) -> None:
+        one[0].saved_at = time.monotonic()  # not tried again at once
+
+    await each(list(batch), send, leave)

@@ -1,0 +1,95 @@
+"""One entry that a script cannot write keeps no other back: results, checkpoints and jobs that are handed back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from redis.exceptions import BusyLoadingError, ReadOnlyError, RedisError, ResponseError
+from support.pools.pool import eventually, wait_replies, worker
+from support.specimens.messages import SHORT, job
+
+from rolloutmq.messages import Broker, JobFailure, Lease, RedisRefused, SamplingParams
+from rolloutmq.messages.errors import RedisUnavailable
+from rolloutmq.worker.lease.batches import each, is_about_data
+from rolloutmq.worker.scripted.engine import ScriptedEngine
+
+IN_THE_WAY = "ERR The stream has exhausted the last possible ID script: 1f, on @user_script:40."
+
+
+@pytest.mark.parametrize(
+    ("error", "about_data"),
+    [
+        (ResponseError(IN_THE_WAY), True),
+        (ResponseError("WRONGTYPE Operation against a key script: 1f, on @user_script:40."), True),
+        (ResponseError("ERR Error running script (call to f_1f): @user_script:1: WRONGTYPE"), True),
+        (ResponseError("BUSY Redis is busy running a script. You can only call SCRIPT KILL or @user_script"), False),
+        (ResponseError("ERR max number of clients reached"), False),
+        (ReadOnlyError("READONLY script: 1f, on @user_script:40."), False),
+        (BusyLoadingError("Redis is loading"), False),
+        (RedisRefused("Redis takes no writes", "memory"), False),
+        (RedisUnavailable("no answer"), False),
+        (OSError("gone"), False),
+    ],
+)
+def test_what_is_about_one_entry_and_what_about_the_server(error: RedisError | OSError, about_data: bool) -> None:
+    assert is_about_data(error) == about_data
+
+
+async def test_of_a_batch_only_the_entries_that_fail_alone_are_left_and_order_is_kept() -> None:
+    sent, left = list[int](), list[int]()
+
+    async def send(batch: list[int]) -> None:
+        if set(batch) & {2, 5}:
+            raise ResponseError(IN_THE_WAY)
+        sent.extend(batch)
+
+    await each([1, 2, 3, 4, 5], send, lambda entry, error: left.append(entry))
+    assert (sent, left) == ([1, 3, 4], [2, 5])
+
+
+def in_the_way(monkeypatch: pytest.MonkeyPatch, call: str, job_id: str) -> None:
+    """Redis cannot do `call` for this job."""
+    original = getattr(Lease, call)
+
+    async def broken(self: Lease, entries: Any, *more: Any) -> Any:
+        if any(one.job_id == job_id for one in entries):
+            raise ResponseError(IN_THE_WAY)
+        return await original(self, entries, *more)
+
+    monkeypatch.setattr(Lease, call, broken)
+
+
+async def test_a_result_that_cannot_be_published_ends_its_job_and_all_others_are_published(
+    redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = job(sampling=SHORT), [job(sampling=SHORT, n=2) for _ in range(4)]
+    in_the_way(monkeypatch, "complete", bad.id)
+    await broker.enqueue([good[0], bad, *good[1:]])
+    async with worker(redis_db) as running:
+        found = [reply.outcome for reply in await wait_replies(broker, 9)]
+        await eventually(lambda: not running.worker._outbox.jobs() and not len(running.worker._held))
+    (failure,) = [one for one in found if isinstance(one, JobFailure)]
+    assert (failure.job_id, failure.cause) == (bad.id, "cannot be published")
+    assert "exhausted" in failure.error
+
+
+async def test_a_checkpoint_that_cannot_be_saved_keeps_no_other_from_being_saved(
+    redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = (job(sampling=SamplingParams(max_new_tokens=1000)) for _ in range(2))
+    in_the_way(monkeypatch, "checkpoint", bad.id)
+    await broker.enqueue([bad, good])
+    async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=100.0), checkpoint_s=0.1, drain_s=0.0):
+        await eventually(lambda: broker.redis.hexists(broker.keys.job(good.id), "k0"))
+
+
+async def test_a_job_that_cannot_be_given_back_keeps_no_other(
+    redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = (job(sampling=SamplingParams(max_new_tokens=1000)) for _ in range(2))
+    in_the_way(monkeypatch, "release", bad.id)
+    await broker.enqueue([bad, good])
+    async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=1.0), drain_s=0.0) as running:
+        await eventually(lambda: running.worker._generation.running == 2)
+    assert sum((await broker.load()).queued) == 1

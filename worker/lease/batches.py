@@ -1,0 +1,58 @@
+"""Batches for one call to Redis, and what one entry of a batch that cannot be written means for the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import TypeVar
+
+from redis.exceptions import RedisError, ResponseError
+
+from ...messages.broker import MAX_CALL_TOKENS
+from ...messages.redis import name_once
+
+T = TypeVar("T")
+MAX_BATCH = 256
+_SCRIPT = re.compile(r"(?!BUSY).*(user_script|Error running script)", re.DOTALL)
+
+
+def batches(items: Iterable[T], tokens_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """`items` in lists that are small enough for one call to Redis."""
+    batch: list[T] = []
+    tokens = 0
+    for item in items:
+        batch.append(item)
+        tokens += tokens_of(item)
+        if len(batch) >= MAX_BATCH or tokens >= MAX_CALL_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+    if batch:
+        yield batch
+
+
+def is_about_data(error: RedisError | OSError) -> bool:
+    """Whether a script failed at something that it found in Redis, so that it fails again with the same entry.
+
+    False for a Redis that is away, busy, full, or refuses all writes.
+    """
+    return type(error) is ResponseError and _SCRIPT.match(str(error)) is not None
+
+
+async def each(
+    entries: list[T], send: Callable[[list[T]], Awaitable[None]], leave: Callable[[T, Exception], None]
+) -> None:
+    """Send a batch. If something in Redis is in its way, send each entry alone, and `leave` those that still fail.
+
+    Raises RedisError or OSError if Redis takes none of them.
+    """
+    try:
+        await send(entries)
+    except (RedisError, OSError) as error:
+        if not is_about_data(error):
+            raise
+        if len(entries) == 1:
+            name_once(str(error))
+            leave(entries[0], error)
+            return
+        for entry in entries:
+            await each([entry], send, leave)
