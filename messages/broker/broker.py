@@ -14,9 +14,8 @@ from redis.asyncio import Redis
 from ..codec import MAX_MESSAGE_BYTES, RESULTS, Job, Result, decode, decode_one_of, encode
 from ..errors import InvalidField, MessageError, PoolBusy, RedisRefused
 from ..model import PRIORITIES, GenerateJob, JobFailure, WorkerStatus
-from ..redis import Keys
+from ..redis import Keys, text, whole
 from ..scripts import Scripts, calls
-from .raw import text, whole
 
 BATCH_JOBS = 512
 BATCH_BYTES = 4 << 20

@@ -20,9 +20,8 @@ from ..codec import decode, encode
 from ..errors import InvalidField, MessageError
 from ..ids import new_id
 from ..model import Command, CommandReply
-from ..redis import Keys
+from ..redis import Keys, text
 from ..scripts import Scripts, calls
-from .raw import text
 
 ANSWERS_TTL_S = 600
 """How long answers are kept after the first one."""

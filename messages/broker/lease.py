@@ -11,9 +11,8 @@ from redis.asyncio import Redis
 from ..codec import Result, encode
 from ..errors import LeaseLost
 from ..model import PRIORITIES, Partial, WorkerStatus
-from ..redis import Keys
+from ..redis import Keys, text, whole
 from ..scripts import Scripts, calls
-from .raw import text, whole
 
 REAPED = 256
 """One call of `reap` is about at most so many jobs and workers."""
