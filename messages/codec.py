@@ -6,7 +6,14 @@
     bytes 3… msgpack map, str keys; arrays of tokens and logprobs as packed little-endian bin;
              a field that nobody set is left out, so a changed default needs a new major version
 
-Decoding trusts no length, creates nothing but plain data, and raises only subclasses of MessageError.
+Decoding trusts no length, creates nothing but plain data, and raises only subclasses of MessageError. Whatever is in a
+frame, it costs time and memory in proportion to its size:
+
+    keys        text, or the token ids of a logit bias. Arrays become lists, which have no hash, so no sender can choose
+                keys that collide.
+    containers  each has a largest size, and all of them together hold at most MAX_ELEMENTS.
+    depth       msgpack stops at 1,024 levels; a field of free data (`model.base.PlainObject`) at MAX_DEPTH.
+    errors      validation of an array ends at its first wrong element (`model.base.Items`).
 """
 
 from __future__ import annotations
@@ -52,7 +59,11 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_STR = 8 << 20
 MAX_BIN = 16 << 20
 MAX_ITEMS = 1 << 17
-MAX_MAPS = MAX_ITEMS + 1024
+MAX_KEYS = 1 << 14
+MAX_ELEMENTS = 1 << 21
+"""Elements of all arrays and maps together, where each array and map counts as one more."""
+_TEXT = frozenset({str})
+_TOKEN_IDS = frozenset({int})
 
 KINDS: dict[int, type[Message]] = {
     cls.KIND: cls
@@ -65,12 +76,21 @@ def encode(message: Message) -> bytes:
     """The message as a frame. Raises InvalidField if it is larger than a decoder accepts or is no plain data."""
     try:
         body: bytes = msgpack.packb(message.model_dump(exclude_unset=True, exclude_none=True), use_bin_type=True)
-    except (OverflowError, TypeError, ValueError) as error:
-        # An integer over 64 bits, an object in free parameters, or nesting without end.
-        raise InvalidField(type(message).__name__, str(error), "plain data, integers of 64 bits") from None
+    except (OverflowError, TypeError, ValueError):
+        raise _unsendable(message) from None
     if len(body) + HEADER > MAX_MESSAGE_BYTES:
         raise InvalidField(type(message).__name__, f"{len(body)} bytes", f"at most {MAX_MESSAGE_BYTES} bytes encoded")
     return bytes((MAJOR, MINOR, message.KIND)) + body
+
+
+def _unsendable(message: Message) -> InvalidField:
+    """The error for the field that msgpack does not take: an integer over 64 bits, or half a character."""
+    for name, value in message.model_dump(exclude_unset=True, exclude_none=True).items():
+        try:
+            msgpack.packb(value)
+        except (OverflowError, TypeError, ValueError):
+            return InvalidField(name, value, "plain data, integers of 64 bits")
+    return InvalidField(type(message).__name__, "a message", "plain data, integers of 64 bits")
 
 
 def decode(data: bytes, expect: type[M]) -> M:
@@ -104,31 +124,36 @@ def decode_one_of(data: bytes, expected: Sequence[type[M]]) -> M:
 
 
 def _unpack(body: bytes, expect: type[Message]) -> dict[str, Any]:
-    maps = 0
+    room = MAX_ELEMENTS
+    has_ids = expect is GenerateJob and b"logit_bias" in body  # the one map whose keys are token ids
 
-    def count(fields: dict[Any, Any]) -> dict[Any, Any]:
-        nonlocal maps
-        maps += 1
-        if maps > MAX_MAPS:  # an empty map is one byte in the frame and 64 in memory
-            raise ValueError(f"more than {MAX_MAPS} maps")
-        return fields
+    def look(items: Any) -> Any:
+        nonlocal room
+        room -= 1 + len(items)
+        if room < 0:  # an empty map is one byte in the frame and 64 in memory
+            raise ValueError(f"more than {MAX_ELEMENTS} elements")
+        if type(items) is dict and not (_TEXT.issuperset(kinds := {*map(type, items)}) or kinds == _TOKEN_IDS):
+            raise ValueError("a key that is not text")
+        return items
 
+    long = len(body) > MAX_ELEMENTS  # an element takes at least one byte
     try:
         fields = msgpack.unpackb(
             body,
             raw=False,
-            use_list=False,
-            object_hook=count,
-            strict_map_key=False,  # logit_bias is keyed by token id; the models check every key
+            use_list=True,  # a tuple would be a key whose hash the sender can choose
+            list_hook=look if long else None,
+            object_hook=look if long or has_ids else None,
+            strict_map_key=not has_ids,
             max_str_len=MAX_STR,
             max_bin_len=MAX_BIN,
             max_array_len=MAX_ITEMS,
-            max_map_len=MAX_ITEMS,
+            max_map_len=MAX_KEYS,
             max_ext_len=0,
         )
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
         # ValueError covers ExtraData, FormatError, StackError and every length limit; TypeError an unhashable key.
         raise MalformedMessage(f"{expect.__name__} is not valid msgpack: {error or type(error).__name__}") from None
-    if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
+    if not isinstance(fields, dict) or not _TEXT.issuperset(map(type, fields)):
         raise MalformedMessage(f"{expect.__name__} is not a map of named fields")
     return fields

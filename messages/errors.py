@@ -5,6 +5,8 @@ An error about a value names the field, the value and what is allowed, so the te
 
 from __future__ import annotations
 
+import reprlib
+
 from redis.exceptions import ConnectionError, RedisError, ResponseError
 
 
@@ -31,19 +33,28 @@ class InvalidField(MessageError):
     """A field has a value that is not allowed."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        try:
-            shown = repr(value)
-        except RecursionError:
-            shown = f"<{type(value).__name__}, nested too deep to show>"
-        if len(shown) > 120:
-            shown = shown[:117] + "..."
-        super().__init__(f"{field}={shown}: {allowed}")
+        super().__init__(f"{field}={_short(value)}: {allowed}")
         self.field = field
         self.value = value
         self.allowed = allowed
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.field, self.value, self.allowed))
+
+
+def _short(value: object) -> str:
+    """The value in at most 120 characters. It may be of any size, and nested to any depth."""
+    try:
+        shown = _SHORT.repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        shown = f"<{type(value).__name__}, too large to show>"
+    return shown if len(shown) <= 120 else shown[:117] + "..."
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 4
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxfrozenset = 40
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 120
 
 
 class FeatureUnavailable(InvalidField):

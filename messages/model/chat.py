@@ -5,26 +5,15 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 
-from .base import Name, Record
+from .base import Items, Name, PlainObject, Record
 
 MAX_TEXT = 8 << 20
 MAX_CALLS = 128
 """The most tool calls in one turn."""
 MAX_TOOL_NAME = 128
 MediaKind = Literal["image", "video", "audio"]
-
-
-def _lists(value: Any) -> Any:
-    """The value with lists in place of the tuples that the codec returns."""
-    if isinstance(value, dict):
-        return {name: _lists(one) for name, one in value.items()}
-    return [_lists(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-JsonObject = Annotated[dict[str, Any], BeforeValidator(_lists)]
-"""A JSON object. It is equal before and after a trip over the wire."""
 
 
 class TextPart(Record):
@@ -51,7 +40,7 @@ def _text_or_parts(value: Any) -> str:
 Content = (
     Annotated[
         Annotated[Annotated[str, Field(max_length=MAX_TEXT)], Tag("text")]
-        | Annotated[Annotated[tuple[Part, ...], Field(min_length=1, max_length=1024)], Tag("parts")],
+        | Annotated[Annotated[Items[Part], Field(min_length=1, max_length=1024)], Tag("parts")],
         Discriminator(_text_or_parts),
     ]
     | None
@@ -62,7 +51,7 @@ class FunctionCall(Record):
     """arguments: a JSON object, either as text (OpenAI's form) or as a mapping."""
 
     name: str = Field(min_length=1, max_length=MAX_TOOL_NAME)
-    arguments: str | JsonObject = "{}"
+    arguments: str | PlainObject = "{}"
 
     def rendered(self) -> dict[str, Any]:
         """The call for a chat template. Most templates want the arguments as an object."""
@@ -94,7 +83,7 @@ class ChatMessage(Record):
     """
 
     role: Name
-    tool_calls: tuple[ChatToolCall, ...] = Field(default=(), max_length=MAX_CALLS)
+    tool_calls: Items[ChatToolCall] = Field(default=(), max_length=MAX_CALLS)
     content: Content = Field(default=None, validate_default=True)
     tool_call_id: str | None = Field(default=None, max_length=128)
     name: str | None = Field(default=None, max_length=128)

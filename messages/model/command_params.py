@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import InvalidField
-from .base import Name, as_invalid_field
+from .base import Int, Name, as_invalid_field
 
 PauseMode = Literal["finish", "abort", "retract", "in_place"]
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache", "cuda_graph")
 ProfileActivity = Literal["CPU", "GPU", "MEM"]
-Version = Annotated[int, Field(ge=0, le=10**12 - 1)]
+Version = Annotated[Int, Field(ge=0, le=10**12 - 1)]
 Folder = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^/")]
 """An absolute path on the worker's host."""
 Url = Annotated[str, Field(max_length=4096, pattern=r"^([a-z][a-z0-9+.-]*://.*)?$")]
@@ -111,7 +111,7 @@ class SetVersionParams(Params):
 class AuditParams(Params):
     """Compare every bit of the engines' weights with the trainer's digests. Exit code 1 for any finding."""
 
-    names: int = Field(default=20, ge=1, le=10_000, description="At most so many tensors are named for each finding.")
+    names: Int = Field(default=20, ge=1, le=10_000, description="At most so many tensors are named for each finding.")
 
 
 class SaveParams(Params):
@@ -139,7 +139,7 @@ class LoadAdapterParams(Params):
     """Load a LoRA adapter from the workers' disks."""
 
     name: Name = Field(description="What jobs call it.")
-    version: int = Field(ge=1, lt=1 << 40, description="Its version, at least 1.")
+    version: Int = Field(ge=1, lt=1 << 40, description="Its version, at least 1.")
     path: Folder = Field(description="Absolute folder with PEFT's adapter_config.json and adapter_model.safetensors.")
     pinned: bool = Field(default=True, description="Keep it when a newer version of it comes.")
 
@@ -148,7 +148,7 @@ class UnloadAdapterParams(Params):
     """Take a LoRA adapter out of the engines."""
 
     name: Name = Field(description="What jobs call it.")
-    version: int | None = Field(default=None, ge=1, lt=1 << 40, description="Default: all of them.")
+    version: Int | None = Field(default=None, ge=1, lt=1 << 40, description="Default: all of them.")
 
 
 class StartProfileParams(Params):
@@ -158,14 +158,14 @@ class StartProfileParams(Params):
     activities: tuple[ProfileActivity, ...] = Field(
         default=(), max_length=3, description="CPU, GPU or MEM; repeatable. Default: what the device has."
     )
-    steps: int | None = Field(default=None, ge=1, description="Stop by itself after so many forward passes.")
+    steps: Int | None = Field(default=None, ge=1, description="Stop by itself after so many forward passes.")
 
 
 class StopProfileParams(Params):
     """End a profile; its files stay on the worker's host."""
 
     upload: Url = Field(default="", description=_UPLOAD)
-    fetch_bytes: int = Field(
+    fetch_bytes: Int = Field(
         default=0, ge=0, le=8 << 20, description="So many bytes of traces come with the answer, whole files."
     )
 

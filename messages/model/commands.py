@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from .base import Message
+from .base import Message, PlainObject
 
 MAX_TIMEOUT_S = 86400.0
 
@@ -26,7 +26,7 @@ class Command(Message):
     id: CommandId
     action: ActionName
     worker_id: str = Field(default="", max_length=256)
-    params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    params: PlainObject = Field(default_factory=dict, max_length=64)
     timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
 
 
@@ -41,6 +41,6 @@ class CommandReply(Message):
     id: CommandId
     worker_id: str
     ok: bool
-    result: dict[str, Any] = Field(default_factory=dict)
+    result: PlainObject = Field(default_factory=dict)
     kind: str = Field(default="", max_length=64)
     error: str = Field(default="", max_length=8192)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from .base import Metadata, Name, Submitted, TokenIds, exactly_one
+from .base import MAX_METADATA_ITEMS, Int, Items, Metadata, Name, Submitted, TokenIds, exactly_one
 from .chat import ChatMessage
 from .media import MAX_MEDIA, Medium, check_media
 from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
@@ -18,7 +18,6 @@ from .tools import Tool
 Priority = Literal["high", "normal", "low"]
 PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
 MAX_SAMPLES = 4096
-MAX_METADATA_ITEMS = 64
 Ids = Sequence[int] | npt.NDArray[Any]
 """Token ids as callers pass them."""
 
@@ -112,29 +111,29 @@ class GenerateJob(Submitted):
     reply_to: str = Field(default="", max_length=128)
     token_ids: TokenIds | None = None
     text: str | None = Field(default=None, max_length=8 << 20)
-    messages: tuple[ChatMessage, ...] | None = Field(default=None, min_length=1, max_length=4096)
-    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    messages: Items[ChatMessage] | None = Field(default=None, min_length=1, max_length=4096)
+    n: Int = Field(default=1, ge=1, le=MAX_SAMPLES)
     sampling: SamplingParams = SamplingParams()
     group_id: str = Field(default="", max_length=128)
     priority: Priority = "normal"
     deadline_s: float | None = Field(default=None, gt=0, le=30 * 86400.0)
-    min_version: int = Field(default=0, ge=0)
-    max_staleness: int | None = Field(default=None, ge=0)
+    min_version: Int = Field(default=0, ge=0)
+    max_staleness: Int | None = Field(default=None, ge=0)
     session_id: Name | None = None
     context_ids: TokenIds | None = None
     prefer_worker: str | None = Field(default=None, min_length=1, max_length=256)
     prefer_s: float = Field(default=2.0, gt=0, le=60.0)
     lora: Name | None = None
-    min_adapter_version: int = Field(default=0, ge=0)
+    min_adapter_version: Int = Field(default=0, ge=0)
     logprobs: LogprobOptions = LogprobOptions()
     stream: bool = False
     hidden_states: Literal["none", "last", "all"] = "none"
     routed_experts: bool = False
-    logit_processors: tuple[LogitProcessor, ...] = Field(default=(), max_length=16)
-    seed: int | None = Field(default=None, ge=0, lt=1 << 63)
+    logit_processors: Items[LogitProcessor] = Field(default=(), max_length=16)
+    seed: Int | None = Field(default=None, ge=0, lt=1 << 63)
     trace_id: str | None = Field(default=None, max_length=64)
-    media: tuple[Medium, ...] = Field(default=(), max_length=MAX_MEDIA)
-    tools: tuple[Tool, ...] = Field(default=(), max_length=256)
+    media: Items[Medium] = Field(default=(), max_length=MAX_MEDIA)
+    tools: Items[Tool] = Field(default=(), max_length=256)
     tool_parser: Name = "json"
     metadata: Metadata = Field(default_factory=dict, max_length=MAX_METADATA_ITEMS)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, StrictInt, model_validator
 
-from .base import Arrays, Floats, Message, Metadata, Record, TokenIds
+from .base import Arrays, Floats, Items, Message, Metadata, Record, TokenIds
 from .tools import ToolCall
 
 
 class Segment(NamedTuple):
     """`tokens` consecutive tokens, all sampled with weights `version`."""
 
-    version: Annotated[int, Field(ge=0)]
-    tokens: Annotated[int, Field(ge=1)]
+    version: Annotated[StrictInt, Field(ge=0)]
+    tokens: Annotated[StrictInt, Field(ge=1)]
 
 
 def join_segments(segments: Iterable[Segment]) -> list[Segment]:
@@ -121,27 +121,27 @@ class RolloutResult(_Tokens):
     ok: ClassVar[bool] = True
 
     job_id: str
-    sample: int = Field(ge=0)
-    n: int = Field(ge=1)
+    sample: StrictInt = Field(ge=0)
+    n: StrictInt = Field(ge=1)
     group_id: str
     token_ids: TokenIds
     logprobs: Floats | None = None
     finish_reason: Literal["stop", "length", "abort"]
-    matched_stop: int | str | tuple[int, ...] | None = None
-    segments: tuple[Segment, ...] = ()
+    matched_stop: StrictInt | str | Items[StrictInt] | None = None
+    segments: Items[Segment] = ()
     adapter: str | None = None
-    adapter_version: int | None = Field(default=None, ge=0)
-    adapter_segments: tuple[Segment, ...] | None = None
+    adapter_version: StrictInt | None = Field(default=None, ge=0)
+    adapter_segments: Items[Segment] | None = None
     worker_id: str
-    attempt: int = Field(ge=1)
+    attempt: StrictInt = Field(ge=1)
     prompt_ids: TokenIds | None = None
     text: str | None = None
-    cached_tokens: int = Field(default=0, ge=0)
+    cached_tokens: StrictInt = Field(default=0, ge=0)
     session_id: str | None = None
     logprob_kind: Literal["raw", "scaled"] = "raw"
     token_arrays: Arrays = Field(default_factory=dict)
     arrays: Arrays = Field(default_factory=dict)
-    tool_calls: tuple[ToolCall, ...] = Field(default=(), max_length=128)
+    tool_calls: Items[ToolCall] = Field(default=(), max_length=128)
     timings: Timings = Timings()
     fingerprint: dict[str, str] = Field(default_factory=dict, max_length=32)
     metadata: Metadata = Field(default_factory=dict)
@@ -211,11 +211,11 @@ class Partial(_Tokens):
 
     KIND: ClassVar[int] = 3
 
-    start: int = Field(default=0, ge=0)
+    start: StrictInt = Field(default=0, ge=0)
     token_ids: TokenIds
     logprobs: Floats
-    segments: tuple[Segment, ...]
-    adapter_segments: tuple[Segment, ...] | None = None
+    segments: Items[Segment]
+    adapter_segments: Items[Segment] | None = None
     token_arrays: Arrays = Field(default_factory=dict)
     arrays: Arrays = Field(default_factory=dict)
     text: str | None = None

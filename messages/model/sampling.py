@@ -9,12 +9,25 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from .base import MAX_TOKENS, Name, Record
+from .base import MAX_TOKENS, Int, Items, Name, PlainObject, Record
 
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = Annotated[Int, Field(ge=0)]
 GRAMMARS = ("json_schema", "regex", "ebnf")
 MAX_BIAS = 10_000.0
 """This is more than any logit. A bias close to infinity would turn every probability into NaN."""
+
+
+MAX_RANGES = 1 << 21
+"""Characters in all ranges of all expressions. Python's compiler looks at each of them, twice where case is ignored."""
+
+
+def _in_ranges(parsed: Any) -> int:
+    """The number of characters in all ranges of a parsed expression."""
+    if not isinstance(parsed, _parser.SubPattern | list | tuple):
+        return 0
+    if isinstance(parsed, tuple) and len(parsed) == 2 and parsed[0] is _parser.RANGE:
+        return int(parsed[1][1] - parsed[1][0] + 1)
+    return sum(map(_in_ranges, parsed))
 
 
 class SamplingParams(Record):
@@ -36,19 +49,19 @@ class SamplingParams(Record):
         there is another one.
     """
 
-    max_new_tokens: int = Field(default=128, ge=1, le=MAX_TOKENS)
-    min_new_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
+    max_new_tokens: Int = Field(default=128, ge=1, le=MAX_TOKENS)
+    min_new_tokens: Int = Field(default=0, ge=0, le=MAX_TOKENS)
     temperature: float = Field(default=1.0, ge=0.0, le=100.0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=-1, ge=-1, le=1 << 30)
+    top_k: Int = Field(default=-1, ge=-1, le=1 << 30)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=2.0)  # logits are divided by it, and stay finite
-    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=64)
-    stop: tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...] = Field(default=(), max_length=32)
-    stop_regex: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(default=(), max_length=32)
-    stop_token_sequences: tuple[Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=256)], ...] = Field(
+    stop_token_ids: Items[TokenId] = Field(default=(), max_length=64)
+    stop: Items[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default=(), max_length=32)
+    stop_regex: Items[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default=(), max_length=32)
+    stop_token_sequences: Items[Annotated[Items[TokenId], Field(min_length=1, max_length=256)]] = Field(
         default=(), max_length=32
     )
     include_stop: bool = True
@@ -70,11 +83,15 @@ class SamplingParams(Record):
     @field_validator("stop_regex")
     @classmethod
     def _stop_regex_is_one(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        left = MAX_RANGES
         for expression in value:
             try:
-                re.compile(expression)
                 # This does not run the expression: for some that takes forever, even on an empty text.
-                empty = _parser.parse(expression).getwidth()[0] == 0
+                parsed = _parser.parse(expression)
+                if (left := left - _in_ranges(parsed)) < 0:
+                    raise ValueError(f"ranges of more than {MAX_RANGES} characters in all expressions together")
+                re.compile(expression)
+                empty = parsed.getwidth()[0] == 0
             except (re.error, RecursionError, OverflowError) as error:
                 raise ValueError(f"{expression!r} is not a regular expression: {error}") from None
             if empty:
@@ -122,9 +139,9 @@ class LogprobOptions(Record):
     """
 
     sampled: bool = True
-    top: int = Field(default=0, ge=0, le=64)
+    top: Int = Field(default=0, ge=0, le=64)
     prompt: bool = False
-    token_ids: tuple[TokenId, ...] = Field(default=(), max_length=1024)
+    token_ids: Items[TokenId] = Field(default=(), max_length=1024)
     kind: Literal["raw", "scaled"] = "raw"
 
 
@@ -132,4 +149,4 @@ class LogitProcessor(Record):
     """A logit processor by the name under which the worker has it. Code never travels."""
 
     name: Name
-    params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    params: PlainObject = Field(default_factory=dict, max_length=64)

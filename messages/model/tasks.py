@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, StrictInt, model_validator
 
-from .base import Floats, Message, Metadata, Submitted, TokenIds, exactly_one
+from .base import MAX_METADATA_ITEMS, Floats, Int, Items, Message, Metadata, Submitted, TokenIds, exactly_one
 from .chat import MAX_TEXT, ChatMessage
-from .jobs import MAX_METADATA_ITEMS, MAX_SAMPLES, Priority
+from .jobs import MAX_SAMPLES, Priority
 from .results import Timings
 
-Conversation = Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=4096)]
+Conversation = Annotated[Items[ChatMessage], Field(min_length=1, max_length=4096)]
 
 
 class TaskJob(Submitted):
@@ -29,8 +29,8 @@ class TaskJob(Submitted):
     group_id: str = Field(default="", max_length=128)
     priority: Priority = "normal"
     deadline_s: float | None = Field(default=None, gt=0, le=30 * 86400.0)
-    min_version: int = Field(default=0, ge=0)
-    max_staleness: int | None = Field(default=None, ge=0)
+    min_version: Int = Field(default=0, ge=0)
+    max_staleness: Int | None = Field(default=None, ge=0)
     trace_id: str | None = Field(default=None, max_length=64)
     metadata: Metadata = Field(default_factory=dict, max_length=MAX_METADATA_ITEMS)
 
@@ -77,21 +77,21 @@ class TaskResult(Message):
     ok: ClassVar[bool] = True
 
     job_id: str
-    sample: int = Field(ge=0)
-    n: int = Field(ge=1)
+    sample: StrictInt = Field(ge=0)
+    n: StrictInt = Field(ge=1)
     group_id: str
-    version: int = Field(ge=0)
-    tokens: int = Field(ge=0)
+    version: StrictInt = Field(ge=0)
+    tokens: StrictInt = Field(ge=0)
     worker_id: str
-    attempt: int = Field(ge=1)
+    attempt: StrictInt = Field(ge=1)
     timings: Timings = Timings()
     fingerprint: dict[str, str] = Field(default_factory=dict, max_length=32)
     metadata: Metadata = Field(default_factory=dict)
     trace_id: str | None = None
 
 
-Texts = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=MAX_TEXT)], ...], Field(min_length=1)]
-Inputs = Annotated[tuple[TokenIds, ...], Field(min_length=1)]
+Texts = Annotated[Items[Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]], Field(min_length=1)]
+Inputs = Annotated[Items[TokenIds], Field(min_length=1)]
 
 
 def _none_empty(name: str, inputs: tuple[TokenIds, ...] | None) -> None:
@@ -108,7 +108,7 @@ class PoolingJob(TaskJob):
 
     token_ids: Inputs | None = None
     texts: Texts | None = None
-    conversations: Annotated[tuple[Conversation, ...], Field(min_length=1)] | None = None
+    conversations: Annotated[Items[Conversation], Field(min_length=1)] | None = None
 
     @property
     def n(self) -> int:
@@ -133,7 +133,7 @@ class EmbedJob(PoolingJob):
     KIND: ClassVar[int] = 32
     task: ClassVar[Literal["embed", "reward", "score"]] = "embed"
 
-    dimensions: int | None = Field(default=None, ge=1, le=1 << 16)
+    dimensions: Int | None = Field(default=None, ge=1, le=1 << 16)
     normalize: bool = True
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .base import Record
-from .chat import MAX_TOOL_NAME, ChatToolCall, FunctionCall, JsonObject
+from .base import PlainObject, Record, plain
+from .chat import MAX_TOOL_NAME, ChatToolCall, FunctionCall
 
 FORMATS: Mapping[str, str] = {"json": "qwen25", "xml": "qwen3_coder", "function": "pythonic"}
 """Syntax -> the parser of SGLang that reads it: `<tool_call>{"name": …}</tool_call>`,
@@ -21,7 +21,7 @@ class ToolFunction(Record):
 
     name: str = Field(min_length=1, max_length=MAX_TOOL_NAME, pattern=r"^[A-Za-z0-9_.-]+$")
     description: str = Field(default="", max_length=16384)
-    parameters: JsonObject = Field(default_factory=lambda: {"type": "object", "properties": {}}, max_length=64)
+    parameters: PlainObject = Field(default_factory=lambda: {"type": "object", "properties": {}}, max_length=64)
     strict: bool | None = None
 
 
@@ -46,7 +46,7 @@ class ToolCall(Record):
 
     id: str = Field(max_length=128)
     name: str | None = Field(default=None, max_length=MAX_TOOL_NAME)
-    arguments: JsonObject | None = None
+    arguments: PlainObject | None = None
     error: str | None = None
     text: str | None = None
 
@@ -94,25 +94,12 @@ def why_invalid(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-MAX_DEPTH = 64
-"""The deepest nesting of arguments, because both sides walk through them recursively."""
-
-
-def why_unsendable(value: Any, depth: int = 0) -> str | None:
-    """Why no message can hold a value made from JSON, None if one can. JSON allows integers of any size, halves of
-    characters and endless nesting."""
-    if depth > MAX_DEPTH:
-        return f"nested deeper than {MAX_DEPTH}"
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return f"{value[:80]!r} has half a character"
-    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-        return "an integer over 64 bits"
-    elif isinstance(value, dict | list):
-        inside = [*value, *value.values()] if isinstance(value, dict) else value
-        return next((why for one in inside if (why := why_unsendable(one, depth + 1)) is not None), None)
+def why_unsendable(value: Any) -> str | None:
+    """Why no message can hold a value, None if one can."""
+    try:
+        plain(value)
+    except ValueError as error:
+        return str(error)
     return None
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictInt
 
-from .base import Message, Record
+from .base import Items, Message, Record
 
 UpdateMode = Literal["resume", "in_place", "drain"]
 Transport = Literal["gloo", "nccl", "ipc", "disk"]
@@ -34,10 +34,10 @@ class TensorSpec(Record):
 
     name: str = Field(min_length=1, max_length=512)
     dtype: str = Field(max_length=32)
-    shape: tuple[Annotated[int, Field(ge=0)], ...] = Field(max_length=16)
-    bucket: int = Field(ge=0)
-    offset: int = Field(ge=0)
-    nbytes: int = Field(ge=0)
+    shape: Items[Annotated[StrictInt, Field(ge=0)]] = Field(max_length=16)
+    bucket: StrictInt = Field(ge=0)
+    offset: StrictInt = Field(ge=0)
+    nbytes: StrictInt = Field(ge=0)
     digest: str = Field(pattern=r"^[0-9a-f]{16}$")
 
 
@@ -46,9 +46,9 @@ class WeightManifest(Message):
 
     KIND: ClassVar[int] = 4
 
-    version: int = Field(ge=0)
-    bucket_nbytes: tuple[Annotated[int, Field(ge=0)], ...]
-    tensors: tuple[TensorSpec, ...] = Field(max_length=1 << 17)
+    version: StrictInt = Field(ge=0)
+    bucket_nbytes: Items[Annotated[StrictInt, Field(ge=0)]]
+    tensors: Items[TensorSpec] = Field(max_length=1 << 17)
 
     @property
     def nbytes(self) -> int:
@@ -84,19 +84,19 @@ class WeightAnnouncement(Message):
 
     KIND: ClassVar[int] = 5
 
-    version: int = Field(ge=0)
-    epoch: int = Field(ge=1)
+    version: StrictInt = Field(ge=0)
+    epoch: StrictInt = Field(ge=1)
     mode: UpdateMode = "resume"
     backend: Literal["gloo", "nccl"] = "gloo"
     nonfinite: NonFinitePolicy = "refuse"
     verify: bool = True
     host: str
-    port: int = Field(ge=1, le=65535)
+    port: StrictInt = Field(ge=1, le=65535)
     catch_up: bool = False
-    join_timeout_s: float = Field(gt=0)
-    transfer_timeout_s: float = Field(gt=0)
-    roster: dict[str, int] = Field(default_factory=dict)
-    world_size: int = Field(default=0, ge=0)
+    join_timeout_s: float = Field(gt=0, allow_inf_nan=False)
+    transfer_timeout_s: float = Field(gt=0, allow_inf_nan=False)
+    roster: dict[str, StrictInt] = Field(default_factory=dict)
+    world_size: StrictInt = Field(default=0, ge=0)
     group: str = Field(default="", max_length=64)
     adapter: str = Field(default="", max_length=128, pattern=r"^[A-Za-z0-9_.:/-]*$")
     stock: bool = False

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictInt
 
-from .base import Message, Record
+from .base import Items, Message, Record
 
 WorkerState = Literal["starting", "syncing", "serving", "updating", "paused", "draining", "quarantined"]
 
@@ -24,22 +24,22 @@ class WorkerStatus(Message):
 
     worker_id: str
     host: str
-    pid: int
+    pid: StrictInt
     state: WorkerState
-    version: int = Field(ge=0)
+    version: StrictInt = Field(ge=0)
     model: str = ""
     engine: str = ""
     device: str = ""
-    tp_size: int = Field(default=1, ge=1)
-    ep_size: int = Field(default=1, ge=1)
-    features: tuple[Annotated[str, Field(max_length=64)], ...] = Field(default=(), max_length=128)
-    max_running: int = Field(default=1, ge=1)
-    running: int = Field(default=0, ge=0)
-    held: int = Field(default=0, ge=0)
-    generated_tokens: int = Field(default=0, ge=0)
-    finished_samples: int = Field(default=0, ge=0)
-    refused_publishes: int = Field(default=0, ge=0)
-    engine_restarts: int = Field(default=0, ge=0)
+    tp_size: StrictInt = Field(default=1, ge=1)
+    ep_size: StrictInt = Field(default=1, ge=1)
+    features: Items[Annotated[str, Field(max_length=64)]] = Field(default=(), max_length=128)
+    max_running: StrictInt = Field(default=1, ge=1)
+    running: StrictInt = Field(default=0, ge=0)
+    held: StrictInt = Field(default=0, ge=0)
+    generated_tokens: StrictInt = Field(default=0, ge=0)
+    finished_samples: StrictInt = Field(default=0, ge=0)
+    refused_publishes: StrictInt = Field(default=0, ge=0)
+    engine_restarts: StrictInt = Field(default=0, ge=0)
     started_at: float = 0.0
 
 

@@ -15,7 +15,6 @@ from support.specimens.messages import ID, job, result, specimens
 from rolloutmq.messages import (
     GenerateJob,
     InvalidField,
-    LogitProcessor,
     MalformedMessage,
     MessageError,
     Partial,
@@ -229,12 +228,16 @@ def test_construction_names_the_field_too() -> None:
         {"metadata": {"a": 1 << 70}},
         {"min_version": 1 << 70},
         {"sampling": SamplingParams(stop_token_ids=(1 << 70,))},
-        {"logit_processors": (LogitProcessor(name="x", params={"a": object()}),)},
+        {"seed": 1 << 70},
+        {"logit_processors": ({"name": "x", "params": {"a": object()}},)},
+        {"logit_processors": ({"name": "x", "params": {"a": 1 << 70}},)},
+        {"logit_processors": ({"name": "x", "params": {"a": {1: 2}}},)},
     ],
 )
-def test_what_cannot_travel_is_refused_by_encode(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidField):
-        encode(job(**fields))
+def test_what_cannot_travel_is_refused_under_its_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidField) as refused:
+        encode(GenerateJob.build(token_ids=[1], **fields))
+    assert refused.value.field.startswith(next(iter(fields)))
 
 
 def test_a_message_no_decoder_would_accept_is_not_encoded() -> None:
