@@ -12,8 +12,9 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
+from pydantic import Field, TypeAdapter, ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -26,6 +27,8 @@ from .order import TransferReport
 
 T = TypeVar("T")
 REDIS_RETRY_S = 0.2
+MAX_RANKS = 4096
+"""Processes of one engine. A world that a stranger's number made larger could not be announced."""
 REMEMBER_S = 7 * 86400
 """How long versions and epochs stay in the ledger."""
 
@@ -56,11 +59,14 @@ class Join:
     group: the process group it is still in, "" for none. nccl: its settings that all ranks of a group must share.
     """
 
-    ranks: int
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     cuda: bool = False
-    gpu: str = ""
-    group: str = ""
-    nccl: str = field(default_factory=nccl_settings)
+    gpu: Annotated[str, Field(max_length=128)] = ""
+    group: Annotated[str, Field(max_length=64)] = ""
+    nccl: Annotated[str, Field(max_length=1024)] = field(default_factory=nccl_settings)
+
+
+_JOIN = TypeAdapter(Join)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,11 +244,8 @@ def _joins(fields: dict[str, Any]) -> dict[str, Join]:
     for name, value in fields.items():
         if name.startswith("join:"):
             try:
-                raw = json.loads(value)
-                joins[name[5:]] = Join(
-                    int(raw["ranks"]), bool(raw["cuda"]), str(raw["gpu"]), str(raw["group"]), str(raw["nccl"])
-                )
-            except (ValueError, TypeError, KeyError):  # one strange worker does not stop the others
+                joins[name[5:]] = _JOIN.validate_json(value, strict=True)
+            except ValidationError:  # one strange worker does not stop the others
                 continue
     return joins
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from ...messages.errors import InvalidField, MalformedMessage
-from ...messages.model import NonFinitePolicy, Transport, UpdateMode, WeightAnnouncement
+from ...messages.model import NonFinitePolicy, Transport, UpdateMode, WeightAnnouncement, as_invalid_field
 from .settings import STOCK_GONE
 
 Phase = Literal["rendezvous", "receive", "verify", "load", "ready", "staged", "done"]
@@ -129,12 +131,9 @@ class TransferReport:
     def from_json(cls, text: str) -> TransferReport:
         """Unknown fields are dropped. Raises MalformedMessage for what is no report."""
         try:
-            raw = json.loads(text)
-            report = cls(**{name.name: raw[name.name] for name in fields(cls) if name.name in raw})
-            if not (isinstance(report.ok, bool) and isinstance(report.intact, bool)):
-                raise ValueError(f"ok={report.ok!r}, intact={report.intact!r}")
-            if report.phase not in get_args(Phase) or not isinstance(report.switched, dict):
-                raise ValueError(f"phase={report.phase!r}")
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise MalformedMessage(f"a transfer report cannot be read: {error}") from None
-        return report
+            return _REPORT.validate_json(text, strict=True)
+        except ValidationError as error:
+            raise MalformedMessage(f"a transfer report cannot be read: {as_invalid_field(error)}") from None
+
+
+_REPORT = TypeAdapter(TransferReport)

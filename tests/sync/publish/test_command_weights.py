@@ -173,7 +173,7 @@ async def test_an_audit_names_what_is_wrong_and_where(redis_db: str, control: Po
             one.engine.weights["first"][3] = 77.0
         found = await control.audit()
         assert not found.clean
-        assert found.answers[one.id].result["wrong"] == ("first",)
+        assert found.answers[one.id].result["wrong"] == ["first"]
         assert found.answers[other.id].result["clean"]
         assert found.apart == (tuple(sorted((one.id, other.id))),)
         with torch.no_grad():

@@ -170,7 +170,7 @@ async def test_what_runs_when_the_engine_goes_to_sleep_comes_back_when_it_wakes(
     async with worker(redis_db, engine=engine, max_running=3, prefetch=3) as running:
         jobs = await busy(broker, running)
         answer = (await control.sleep()).check()[running.id]
-        assert answer.result["asleep"] == ("cuda_graph", "kv_cache", "weights")
+        assert answer.result["asleep"] == ["cuda_graph", "kv_cache", "weights"]
         more = job(sampling=SHORT)
         await broker.enqueue([more])
         assert (await control.sleep())[running.id].kind == "RequestRefused"
