@@ -257,7 +257,7 @@ async def test_an_engine_that_dies_frozen_or_asleep_comes_up_awake_and_a_pause_s
         running.engine.kill()
         await eventually(lambda: running.engine.starts == 2 and not running.worker._keeper.dead.is_set())
         told = (await control.version()).results[running.id]
-        assert (told["asleep"], told["holds"]) == ((), ())
+        assert (told["asleep"], told["holds"]) == ([], [])
         assert told["paused"] == ("abort" if state == "in_place" else "")
         (await control.resume()).check()
         await all_done(broker, jobs)
