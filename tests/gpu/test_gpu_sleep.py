@@ -51,7 +51,7 @@ async def _sleep_and_wake(pool: Pool, model: Path, keeps: bool) -> None:
     # Everything, with a request in flight.
     flying = await pool.fly(LONG)
     asleep = await pool.tell(pool.control.sleep())
-    assert asleep["asleep"] == ("cuda_graph", "kv_cache", "weights")
+    assert asleep["asleep"] == ["cuda_graph", "kv_cache", "weights"]
     assert free() - before > GIVEN_UP * kv
     assert "asleep already" in await pool.why_not(pool.control.sleep(["kv_cache"]))
     assert "come first" in await pool.why_not(pool.control.wake(["kv_cache"]))

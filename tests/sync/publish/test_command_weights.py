@@ -97,7 +97,7 @@ async def test_an_update_while_asleep_waits_until_the_weights_are_awake_and_goes
         if running.worker._service._sleep.asleep:
             assert running.worker._generation.running == 0
             woken = (await control.wake(second, worker_id=running.id)).check()[running.id].result
-        assert (await control.version(worker_id=running.id)).results[running.id]["asleep"] == ()
+        assert (await control.version(worker_id=running.id)).results[running.id]["asleep"] == []
         for result in await outcomes(broker, 3):
             assert set(result.versions) <= {1, 2}
             assert result.versions[-1] == 2
@@ -180,7 +180,7 @@ async def test_an_audit_names_what_is_wrong_and_where(redis_db: str, control: Po
             one.engine.weights["first"][3] = float("nan")
             one.engine.weights = {**one.engine.weights, "fourth": torch.zeros(2, 2)}
         result = (await control.audit()).answers[one.id].result
-        assert (result["nonfinite"], result["zero"]) == (("first",), ("fourth",))
+        assert (result["nonfinite"], result["zero"]) == (["first"], ["fourth"])
         await control.pause("finish", worker_id=other.id)
         (await control.set_version(9, worker_id=other.id)).check()
         assert not (await control.audit(worker_id=other.id)).answers[other.id].result["compared"]
@@ -336,11 +336,11 @@ async def test_adapters_come_from_a_folder_stay_while_they_are_used_or_pinned_an
     folder = str(peft(tmp_path / "adapter"))
     engine = ScriptedEngine(tokens_per_s=200.0, lora=True)
     async with worker(redis_db, engine=engine) as running:
-        assert (await control.adapters()).results[running.id] == {"enabled": True, "adapters": {}, "pinned": ()}
+        assert (await control.adapters()).results[running.id] == {"enabled": True, "adapters": {}, "pinned": []}
         (await control.load_adapter("a", 1, folder)).check()
         (await control.load_adapter("a", 2, folder, pinned=False)).check()
         listed = (await control.adapters()).results[running.id]
-        assert (listed["adapters"], listed["pinned"]) == ({"a": (1, 2)}, ("a@1",))
+        assert (listed["adapters"], listed["pinned"]) == ({"a": [1, 2]}, ["a@1"])
         assert load_file(Path(folder) / "adapter_model.safetensors").keys() == engine.loaded["a", 2].tensors.keys()
         using = job(lora="a", sampling=SamplingParams(max_new_tokens=100))
         await broker.enqueue([using])

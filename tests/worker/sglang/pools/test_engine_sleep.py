@@ -59,7 +59,7 @@ async def _scenario(pool: Pool, memory: StandIn, tensors: dict[str, Any], folder
 
     # The model from disk: woken weights are not what they were, and are read again before anything is sampled.
     flying = await pool.fly(LONG)
-    assert (await pool.tell(pool.control.sleep()))["asleep"] == ("cuda_graph", "kv_cache", "weights")
+    assert (await pool.tell(pool.control.sleep()))["asleep"] == ["cuda_graph", "kv_cache", "weights"]
     assert pool.worker._generation.running == 0
     woken = await pool.tell(pool.control.wake())
     assert (woken["intact"], woken["stale"], woken["version"]) == (False, False, 0)
