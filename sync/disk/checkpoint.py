@@ -21,7 +21,7 @@ from ...messages.model import BUCKET_BYTES, TensorSpec, WeightManifest
 from ..tensors import PlacePlanner, digest, hex_of, look
 from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
 from .folder import INDEX
-from .index import WEIGHT_MAP
+from .index import DTYPES, WEIGHT_MAP
 
 CheckpointFormat = Literal["snapshot", "snapshots", "safetensors", "sharded"]
 VERSION_FOLDER = re.compile(r"v([0-9]{12})")
@@ -31,13 +31,21 @@ _PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 
 
 @cache
-def checkpoint_shapes(model: str) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of the tensors in a local safetensors checkpoint, by name. Empty if `model` is not such a folder."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def checkpoint_tensors(model: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    """Read dtypes and shapes of a local safetensors checkpoint, by name. Empty if `model` is not such a folder."""
+    names = {theirs: ours for ours, (theirs, _) in DTYPES.items()}
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in Path(model).glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes
+            for name in tensors.keys():  # noqa: SIM118 – it is no mapping
+                tensor = tensors.get_slice(name)
+                found[name] = names.get(tensor.get_dtype(), ""), tuple(tensor.get_shape())
+    return found
+
+
+def checkpoint_shapes(model: str) -> Mapping[str, tuple[int, ...]]:
+    """Read only the shapes."""
+    return {name: shape for name, (_, shape) in checkpoint_tensors(model).items()}
 
 
 def checkpoint_format(path: str | Path) -> CheckpointFormat:

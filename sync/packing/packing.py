@@ -9,7 +9,7 @@ import torch
 
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.model import BUCKET_BYTES, Keep, WeightManifest
-from ..tensors import LONGEST_NAME, Place, PlacePlanner, Places, Snapshot, hex_of
+from ..tensors import LONGEST_NAME, Place, PlacePlanner, Places, Snapshot, dtype_named, hex_of
 from .buckets import Buckets
 from .gather import gathered, is_sharded, plain
 
@@ -36,6 +36,8 @@ class PackedWeights:
             bus needs, on the current stream. "auto": on the device as long as 10% of its memory stay free and all
             CUDA tensors are on one; else on the host.
         rename: the name under which a tensor is sent, or None for one that is not; see `strip_wrappers`.
+        dtype: torch's name of the dtype that floats of 16 bits and more are rounded to before they are digested and
+            sent; None leaves every tensor as it is.
         leader: False on ranks that only take part in the gathers: nothing is copied, `snapshot` is not for them.
         like: `places` of an earlier version, so that what is the same is not worked out and checked again.
 
@@ -52,10 +54,12 @@ class PackedWeights:
         *,
         keep: Keep = "auto",
         rename: Callable[[str], str | None] | None = None,
+        dtype: str | None = None,
         leader: bool = True,
         like: Places | None = None,
     ) -> None:
         self.version = version
+        self._dtype = None if dtype is None else dtype_named(dtype)
         planner = PlacePlanner(bucket_bytes, like)
         self._buckets = Buckets(keep, planner.expected()) if leader else None
         # Inference tensors could not be sent: a broadcast counts as a change of them.
@@ -107,6 +111,8 @@ class PackedWeights:
         outside = is_sharded(tensor) and not tensor.is_meta  # of the mesh: nothing that only the lead needs
         if self._buckets is not None or not outside:
             tensor = plain(given, tensor)
+            if self._dtype is not None and tensor.is_floating_point() and tensor.itemsize > 1:  # else it has scales
+                tensor = tensor.to(self._dtype)
         place = planner.place(name, tensor)
         if self._buckets is None:
             return pending

@@ -127,8 +127,9 @@ class WeightPublisher:
         """Copy `tensors` and send them as `version`, in the background.
 
         tensors: (name, tensor) pairs under the names the model's checkpoint has (`model.named_parameters()` of a
-            Hugging Face model, through `unfuse_experts` if it is a mixture of experts; see `rename`), any device, any
-            strided dtype, DTensors too. All of the model's weights, every time. On a distributed trainer every rank
+            Hugging Face model, through `unfuse_experts` if it is a mixture of experts; see `rename`), any device,
+            DTensors too, in dtypes that the engine takes (see `SyncSettings.dtype`). All of the model's weights, every
+            time. On a distributed trainer every rank
             calls it, with the same names in the same order.
         version: higher than every one before.
 
@@ -142,6 +143,7 @@ class WeightPublisher:
             self._settings.bucket_bytes,
             keep=self._settings.keep,
             rename=self._rename,
+            dtype=self._settings.dtype,
             leader=self._leader,
             like=self._like,
         )

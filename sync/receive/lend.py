@@ -19,10 +19,10 @@ from ...messages.errors import TransferTimeout, WeightSyncError
 from ...messages.model import WeightAnnouncement, WeightManifest
 from ..packing import fill
 from ..plan import CopyPlan, PlanImpossible
-from ..tensors import Place, dtype_named, short_turns, side_stream
+from ..tensors import Place, dtype_named, short_turns, side_stream, values_of
 from ..transfer import TransferOrder, TransferReport
 from ..wire import Broadcaster, EpochKeys, join_store
-from .names import TIED
+from .names import TIED, Dropped
 from .receiver import Receiver
 
 log = logging.getLogger(__name__)
@@ -38,12 +38,13 @@ class Held:
         """manifest: of the version that was received. tensors: by name, without tied ones that the engine holds under
         another name. buffers: flat uint8, each at least as long as the largest bucket.
 
-        Raises WeightSyncError naming a tensor of the manifest that is not there.
+        Raises WeightSyncError, which names a tensor of the manifest that is not there, or not under another name.
         """
         kept = [spec for spec in manifest.tensors if spec.name in tensors]
-        lost = sorted({spec.name for spec in manifest.tensors} - tensors.keys() - TIED)
-        if lost:
+        lost = sorted({spec.name for spec in manifest.tensors} - tensors.keys())
+        if set(lost) - TIED:
             raise WeightSyncError(f"the engine does not keep {lost[0]}, so it cannot hand it on ({len(lost)} tensors)")
+        Dropped(manifest.tensors, lost).check(values_of([spec.digest for spec in manifest.tensors]))
         self.manifest = WeightManifest.build(
             version=manifest.version, bucket_nbytes=manifest.bucket_nbytes, tensors=tuple(kept)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -11,10 +11,13 @@ import torch
 from ...messages.errors import DigestMismatch
 from ...messages.model import WeightManifest
 from ..plan import CopyPlan, PlanImpossible
-from .names import TIED
+from ..tensors import dtype_named
+from .names import HEAD, TIED, Dropped, Shape, check_dtype, is_tied, loses_nothing
 from .verify import Arrival, Readback
 
 log = logging.getLogger(__name__)
+Known = Mapping[str, tuple[str, Shape]]
+"""Dtypes and shapes in the engine's checkpoint, by name; empty if they are not known."""
 
 
 class Model(Protocol):
@@ -29,9 +32,13 @@ class Model(Protocol):
 class Loading:
     """Loads one layout of buckets into one model. Worked out once, and used by every update with that layout."""
 
-    def __init__(self, model: Model, plan: CopyPlan | None, arrival: Arrival) -> None:
-        """plan: of `plan_for`; None to call `load_weights`. arrival: of the buckets to load from."""
+    def __init__(self, model: Model, plan: CopyPlan | None, arrival: Arrival, known: Known) -> None:
+        """plan, known: see `plan_for`; without a plan `load_weights` is called. arrival: of the buckets to load from.
+
+        Raises DigestMismatch for a tensor that the model has no use for.
+        """
         self._model = model
+        self.dropped = Dropped([spec for spec, _ in arrival.views], _dropped(model, plan, arrival, known))
         self._by_bucket: list[list[tuple[str, torch.Tensor]]] = [[] for _ in arrival.buckets]
         for spec, view in arrival.views:
             self._by_bucket[spec.bucket].append((spec.name, view))
@@ -82,25 +89,27 @@ class Loading:
             self._readback.check(expected, finite=finite)
 
 
-def plan_for(model: Model, manifest: WeightManifest, known: frozenset[str], *, must: bool = False) -> CopyPlan | None:
+def plan_for(model: Model, manifest: WeightManifest, known: Known, *, must: bool = False) -> CopyPlan | None:
     """Record the copies that load this layout into `model`. Returns None if they cannot be recorded.
 
-    known: names in the model's checkpoint, if they are known. The model's loader may skip some of them.
+    known: of the model's checkpoint. The model's loader may skip some of its tensors.
     must: whether another layout could be recorded with this model. If this one cannot, it is refused.
 
     Must run where nothing else uses the model, and does not change it. Raises DigestMismatch if a tensor would be
-    ignored, or a parameter would keep its old values: SGLang only logs such names.
+    ignored or converted with a loss, or a parameter would keep its old values: SGLang only logs such names.
     """
     if not hasattr(model, "named_parameters"):
+        _check_without_plan(model, manifest, known)
         return None
     try:
         plan = CopyPlan.trace(model, manifest.tensors)
     except PlanImpossible as reason:
         if must:
             raise DigestMismatch(f"not the tensors of this model: {reason}") from reason
+        _check_without_plan(model, manifest, known)
         log.info("tensors are loaded one by one, and not read back: %s", reason)
         return None
-    unused = sorted(set(plan.unused) - known - TIED)
+    unused = sorted(set(plan.unused) - known.keys() - TIED)
     what = []
     if unused:
         what.append(f"unknown {unused[:3]}")
@@ -108,4 +117,32 @@ def plan_for(model: Model, manifest: WeightManifest, known: frozenset[str], *, m
         what.append(f"missing for {sorted(plan.missing)[:3]}")
     if what:
         raise DigestMismatch(f"not the tensors of this model: {', '.join(what)}")
+    for name, copies in plan.copies.items():
+        for copy in copies:
+            check_dtype(name, copy.source.dtype, copy.destination.dtype, known.get(name, ("",))[0])
     return plan
+
+
+def _check_without_plan(model: Model, manifest: WeightManifest, known: Known) -> None:
+    """Check what a plan would show: a missing head, and dtypes, which the engine's checkpoint or parameters tell."""
+    parameters = dict(model.named_parameters()) if hasattr(model, "named_parameters") else {}
+    sent = {spec.name for spec in manifest.tensors}
+    if HEAD not in sent and HEAD in known.keys() | parameters.keys() and not is_tied(model):
+        raise DigestMismatch(f"not the tensors of this model: missing ['{HEAD}']")
+    floats = {parameter.dtype for parameter in parameters.values()}
+    for spec in manifest.tensors:
+        stored = known.get(spec.name, ("",))[0]
+        held = {dtype_named(stored)} if stored else floats
+        dtype = dtype_named(spec.dtype)
+        if dtype is not None and held and not any(one is not None and loses_nothing(dtype, one) for one in held):
+            check_dtype(spec.name, dtype, next(iter(held)), stored)
+
+
+def _dropped(model: Model, plan: CopyPlan | None, arrival: Arrival, known: Known) -> list[str]:
+    """Name the tensors that the model does not store because it is tied."""
+    if plan is not None:
+        heads = [name for name in plan.unused if name.endswith(HEAD)]
+        return heads + [name for name in plan.superseded if name not in plan.copies]
+    tied = is_tied(model)
+    sent = [spec.name for spec, _ in arrival.views]
+    return [HEAD] if HEAD in sent and (tied or (tied is None and known and HEAD not in known)) else []

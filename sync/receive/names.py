@@ -1,12 +1,18 @@
-"""Whether the tensors of a version are the ones of an engine's model: names and shapes."""
+"""Whether the tensors of a version are the ones of an engine's model: names, shapes, dtypes, and tied embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from ...messages.errors import DigestMismatch
+from ...messages.model import TensorSpec
+from ..tensors import dtype_name, hex_of
 
-TIED = frozenset({"lm_head.weight"})
+HEAD = "lm_head.weight"
+TIED = frozenset({HEAD})
 """Tensors that a model with tied embeddings holds under another name."""
 Shape = tuple[int, ...]
 
@@ -24,3 +30,66 @@ def check_names(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> Non
     for name, shape in sent.items():
         if expected.get(name, shape) != shape:
             raise DigestMismatch(f"tensor {name}: shape {shape}, the model's is {expected[name]}")
+
+
+def check_dtype(name: str, sent: torch.dtype, held: torch.dtype, stored: str) -> None:
+    """Refuse a conversion that loses something and that nobody declared. Raises DigestMismatch.
+
+    sent, held: the tensor's dtypes in the version and in the engine. stored: its dtype in the engine's own checkpoint,
+    which the engine has converted before, or "". float32 may become bfloat16: whoever runs an engine in bfloat16 says
+    what a trainer's float32 weights are rounded to. No other rounding and no change of kind is taken for granted.
+    """
+    if stored == dtype_name(sent) or (sent, held) == (torch.float32, torch.bfloat16) or loses_nothing(sent, held):
+        return
+    expected = dtype_name(held)
+    how = f"; WeightPublisher(dtype={expected!r}) rounds it" if _kind(sent) == _kind(held) == "float" else ""
+    raise DigestMismatch(f"tensor {name}: dtype {dtype_name(sent)}, the model expects {expected}{how}")
+
+
+def loses_nothing(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether `target` is of the same kind as `source` and has all of its values."""
+    try:
+        return source == target or (_kind(source) == _kind(target) and torch.promote_types(source, target) == target)
+    except RuntimeError:  # torch promotes neither 8-bit floats nor wide unsigned integers
+        return False
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return "bool"
+    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
+
+
+def is_tied(model: Any) -> bool | None:
+    """Whether the model's configuration ties its embeddings; None if it does not say."""
+    config = getattr(model, "config", None)
+    for each in (config, getattr(config, "text_config", None)):
+        if isinstance(tied := getattr(each, "tie_word_embeddings", None), bool):
+            return tied
+    return None
+
+
+class Dropped:
+    """Tensors of a layout that the engine does not store: it uses others for them, so they must have the same bits."""
+
+    def __init__(self, specs: Sequence[TensorSpec], dropped: Iterable[str]) -> None:
+        """Raises DigestMismatch if no other tensor of the layout has the dtype and shape of a dropped one."""
+        self._specs, names = specs, set(dropped)
+        self._twins: list[tuple[int, list[int]]] = []
+        for index, spec in enumerate(specs):
+            if spec.name not in names:
+                continue
+            like = (spec.dtype, spec.shape)
+            twins = [n for n, one in enumerate(specs) if one.name not in names and (one.dtype, one.shape) == like]
+            if not twins:
+                raise DigestMismatch(f"tensor {spec.name}: the model has no use for it")
+            self._twins.append((index, twins))
+
+    def check(self, digests: torch.Tensor) -> None:
+        """Compare them. Raises DigestMismatch. digests: (tensors,) int64 on the CPU, the version's."""
+        for index, twins in self._twins:
+            if not (digests[twins] == digests[index]).any():
+                mine, others = hex_of(digests[index : index + 1])[0], hex_of(digests[twins])
+                told = ", ".join(f"{self._specs[n].name} ({value})" for n, value in zip(twins, others, strict=True))
+                name = self._specs[index].name
+                raise DigestMismatch(f"tensor {name}: digest {mine}, but the model is tied and uses {told} for it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,8 +17,8 @@ from ..plan import CopyPlan
 from ..tensors import Copies, Digester, Staging
 from ..transfer import Phase, TransferOrder, TransferReport
 from ..wire import Brief, EpochKeys, Group, Wire, fetch_brief, fetch_manifest
-from .loading import Loading, Model, plan_for
-from .names import Shape, check_names
+from .loading import Known, Loading, Model, plan_for
+from .names import check_names
 from .verify import Arrival
 
 CPU = torch.device("cpu")
@@ -94,10 +94,8 @@ class Kept:
     memory: device -> memory that receives versions. told: the version that was announced last.
     """
 
-    def __init__(
-        self, device: torch.device, rank: int, known: Mapping[str, Shape], staging: StagingPolicy, *, alone: bool
-    ) -> None:
-        """known: name -> shape in the engine's checkpoint; empty if unknown. Receiver describes the others."""
+    def __init__(self, device: torch.device, rank: int, known: Known, staging: StagingPolicy, *, alone: bool) -> None:
+        """known: of the engine's checkpoint. Receiver describes the others."""
         self.device, self.rank, self.alone, self._known = device, rank, alone, known
         self.wire = Wire(device, rank)
         self.memory = {CPU: Staging(CPU, "on")}
@@ -123,7 +121,8 @@ class Kept:
     def told_of(self, manifest: WeightManifest) -> Brief:
         """Check a manifest's names. Raises DigestMismatch for tensors that are not the model's."""
         if self._known:
-            check_names({spec.name: spec.shape for spec in manifest.tensors}, self._known)
+            expected = {name: shape for name, (_, shape) in self._known.items()}
+            check_names({spec.name: spec.shape for spec in manifest.tensors}, expected)
         return Brief.of(manifest)
 
     # --- memory and streams ----------------------------------------------------------------------------------------
@@ -179,14 +178,14 @@ class Kept:
         """Return what loads these buffers into the model. Raises what `plan_for` raises."""
         arrival = self.arrival(pending)
         if self._loading is None or not self.knows(pending, model):
-            self._loading = arrival, model, Loading(model, self._plan_of(pending, model), arrival)
+            self._loading = arrival, model, Loading(model, self._plan_of(pending, model), arrival, self._known)
         return self._loading[2]
 
     def _plan_of(self, pending: Pending, model: Model) -> CopyPlan | None:
         key = pending.told.layout, id(model)
         if self._plan is None or self._plan[0] != key:
             before = self._plan is not None and self._plan[1] is not None
-            self._plan = key, plan_for(model, pending.outline, frozenset(self._known), must=before)
+            self._plan = key, plan_for(model, pending.outline, self._known, must=before)
         return self._plan[1]
 
     @property

@@ -14,7 +14,7 @@ import torch
 
 from ...messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
 from ...messages.model import StagingPolicy
-from ..disk.checkpoint import checkpoint_shapes
+from ..disk.checkpoint import checkpoint_tensors
 from ..plan import CopyPlan
 from ..tensors import short_turns
 from ..transfer import TransferOrder, TransferReport
@@ -42,7 +42,7 @@ class Receiver:
         alone: bool = True,
     ) -> None:
         self.device, self.rank = device, rank
-        known = checkpoint_shapes(model_dir) if model_dir else {}
+        known = checkpoint_tensors(model_dir) if model_dir else {}
         self.kept = Kept(device, rank, known, staging, alone=alone)
         self._pending: Way | None = None  # prepared
         self._under_way: Way | None = None  # to be ended before the next one, if nobody commits it
@@ -117,6 +117,7 @@ class Receiver:
             if time.monotonic() >= way.deadline:  # the sender has closed it, and may have let go of its buffers
                 raise TransferTimeout("the time for this transfer is over")
             loading = kept.loading(way, model)
+            loading.dropped.check(way.told.digests)
             way.check(loading)
             intact, self._held = False, None
             way.load(loading)

@@ -17,6 +17,7 @@ STOCK_GONE = (
 ANNOUNCED = {"mode", "join_timeout_s", "transfer_timeout_s", "verify", "nonfinite"}
 """Settings that receivers are told in the announcement."""
 HIGHEST_PORT = 65535
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class SyncOptions(TypedDict, total=False):
@@ -29,6 +30,7 @@ class SyncOptions(TypedDict, total=False):
     transfer_timeout_s: float
     bucket_bytes: int
     keep: Keep
+    dtype: Dtype | None
     nonfinite: NonFinitePolicy
     gpu_direct: bool
     verify: bool
@@ -58,6 +60,9 @@ class SyncSettings(BaseModel):
     keep: Keep = "auto"
     """Where the copy of a version lives until the next one: 'device' (as much GPU memory as the weights), 'host'
     (pinned memory), or 'auto' (the device while 10% of its memory stay free)."""
+    dtype: Dtype | None = None
+    """Floats are rounded to this dtype before they are digested and sent; None sends them as they are. A worker refuses
+    a tensor that its engine would have to convert with a loss, unless float32 becomes bfloat16."""
     nonfinite: NonFinitePolicy = "refuse"
     """'refuse' sends no version with NaN or Inf in it, and no worker loads one; 'allow' does."""
     gpu_direct: bool = True
