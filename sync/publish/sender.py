@@ -98,13 +98,12 @@ class Sender:
         return result
 
     async def send(self, snapshot: Snapshot) -> TransferResult:
-        """Send a new version to every live worker. It is retained, unless no worker could take it."""
-        before, self._retained = self._retained, snapshot
+        """Send a new version to every live worker. It is retained if it is committed."""
         self._stopped = ""
         self._patience.forget()
         result = await self._send(snapshot, None)
-        if not result.committed and before is not None:
-            self._retained = before
+        if result.committed:
+            self._retained = snapshot
         return result
 
     def stop(self, why: str) -> None:

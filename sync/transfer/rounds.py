@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -10,6 +11,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
+
+from redis.exceptions import RedisError
 
 from ...messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
 from ...messages.model import WeightAnnouncement
@@ -84,7 +87,7 @@ class TransferSource(Protocol):
         """End the `send` under way."""
 
     async def clean(self, announcement: WeightAnnouncement) -> None:
-        """The transfer is over."""
+        """Forget what receivers were offered: the transfer is over, or was never announced."""
 
 
 class Transfer:
@@ -128,27 +131,43 @@ class Transfer:
         )
         if self._adapter:  # an unset field does not travel
             announcement = announcement.model_copy(update={"adapter": self._adapter})
-        if not await source.announce(ledger, announcement):
-            return None
-        joins = await self._joins(announcement, expected)
-        announcement = self._seal(announcement, joins)
-        self.roster = tuple(announcement.roster)
-        await ledger.seal(announcement)
-        failures = dict.fromkeys(
-            expected - joins.keys(),
-            self._given_up or self._stopped or "did not answer the announcement in time",
-        )
-        result = TransferResult(committed=not expected, failures=failures)
-        if joins:
-            result = await self._carry_out(announcement, failures)
-        # Workers may serve the version by now, so Redis is told even if it is away for a while.
-        close = partial(ledger.close, announcement, result.committed, source.digest)
-        await through_outage(close, time.monotonic() + CLOSE_S)
-        await source.clean(announcement)
+        self._told = announcement
+        try:
+            if not await source.announce(ledger, announcement):
+                return None
+            result = await self._announced(announcement, expected)
+        finally:  # whatever happens, nothing of the version stays in the sender's store
+            await source.clean(self._told)
         if result.failures:
             of = f" of adapter {self._adapter}" if self._adapter else ""
             log.warning("version %s%s: %s", announcement.version, of, result.failures)
         return result
+
+    async def _announced(self, announcement: WeightAnnouncement, expected: AbstractSet[str]) -> TransferResult:
+        """Settle who takes part, have it sent, hear the reports, close."""
+        try:
+            result = await self._result(announcement, expected)
+        except Exception:
+            with contextlib.suppress(RedisError, OSError, WeightSyncError):  # else those that joined wait for the seal
+                await self._ledger.close(announcement, committed=False)
+            raise
+        # Workers may serve the version by now, so Redis is told even if it is away for a while.
+        close = partial(self._ledger.close, announcement, result.committed, self._source.digest)
+        await through_outage(close, time.monotonic() + CLOSE_S)
+        return result
+
+    async def _result(self, announcement: WeightAnnouncement, expected: AbstractSet[str]) -> TransferResult:
+        joins = await self._joins(announcement, expected)
+        self._told = announcement = self._seal(announcement, joins)
+        self.roster = tuple(announcement.roster)
+        await self._ledger.seal(announcement)
+        failures = dict.fromkeys(
+            expected - joins.keys(),
+            self._given_up or self._stopped or "did not answer the announcement in time",
+        )
+        if joins:
+            return await self._carry_out(announcement, failures)
+        return TransferResult(committed=not expected, failures=failures)
 
     def _seal(self, announcement: WeightAnnouncement, joins: dict[str, Join]) -> WeightAnnouncement:
         """Who is which rank of which group, over what."""

@@ -149,8 +149,12 @@ class WeightFollower:
         async with self.turn.take("a weight transfer"):
             if not self._may_touch():  # the engine went to sleep, or died, before the turn came
                 return False
-            self._seen_epoch = number
-            await self._take_part(number, worker_id)
+            before, self._seen_epoch = self._seen_epoch, number
+            try:
+                await self._take_part(number, worker_id)
+            except (RedisError, OSError):
+                self._seen_epoch = before  # looked into again: the sender may still wait for this worker
+                raise
         return True
 
     async def _take_part(self, number: int, worker_id: str) -> None:
@@ -205,31 +209,40 @@ class WeightFollower:
 
     async def _receive_and_load(self, order: TransferOrder) -> TransferReport:
         preparing = self._prepare(order)
-        while not preparing.done():
-            self._poked.clear()
-            if await self._ledger_is_done_with(order.epoch):
-                if preparing.done():
-                    break
-                preparing.cancel()  # the engine gives it up when it is told to prepare something else
-                over = f"{TransferTimeout.__name__}: the transfer was over before it was here"  # may be repeated
-                return TransferReport(ok=False, phase="rendezvous", error=over)
-            await set_within(self._poked, LOOK_S)
+        if not await self._first(preparing, order):
+            # The engine gives it up when it is told to prepare something else.
+            return _over("the transfer was over before it was here")
         report = await preparing
         return await self._commit(order) if report.ok else report
 
-    async def _ledger_is_done_with(self, number: int) -> bool:
-        with suppress(RedisError, OSError):
-            return await self._ledger.open_epoch() != number
-        return False
+    async def _first(self, work: asyncio.Future[Any], order: TransferOrder) -> bool:
+        """Wait for `work`; or cancel it and return False as soon as the ledger is done with the transfer."""
+        watching = asyncio.create_task(self._ledger_is_done_with(order))
+        try:
+            await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+        if not work.done():
+            work.cancel()
+        return work.done()
+
+    async def _ledger_is_done_with(self, order: TransferOrder) -> None:
+        """Return when it is. What is read from disk, with a number below 0, is not in the ledger."""
+        while True:
+            self._poked.clear()
+            with suppress(RedisError, OSError):
+                if order.epoch > 0 and await self._ledger.open_epoch() != order.epoch:
+                    return
+            await set_within(self._poked, LOOK_S)
 
     async def _commit(self, order: TransferOrder) -> TransferReport:
-        async with self._standing_still(order) as still:
-            if not still:
-                late = "what was running did not end in the time the trainer gives"
-                return TransferReport(ok=False, phase="load", error=late)
-            if order.epoch > 0 and await self._ledger_is_done_with(order.epoch):  # below 0: read from disk
-                over = f"{TransferTimeout.__name__}: the transfer was over before it was loaded"
-                return TransferReport(ok=False, phase="rendezvous", error=over)
+        if order.epoch > 0:
+            with suppress(RedisError, OSError):  # asked now: nobody waits for Redis while generation stands still
+                if await self._ledger.open_epoch() != order.epoch:
+                    return _over("the transfer was over before it was loaded")
+        async with self._standing_still(order) as why_not:
+            if why_not is not None:
+                return why_not
             self.updating = True
             try:
                 return await self._load(order)
@@ -255,17 +268,24 @@ class WeightFollower:
         return report
 
     @asynccontextmanager
-    async def _standing_still(self, order: TransferOrder) -> AsyncIterator[bool]:
-        """Bring generation into the state that the update's mode needs. False if that took too long."""
+    async def _standing_still(self, order: TransferOrder) -> AsyncIterator[TransferReport | None]:
+        """Bring generation into the state that the update's mode needs. Gives a report if that was not possible."""
         if order.mode == "in_place" and not self.quarantined:
             async with self._generation.in_flight.switching():
-                yield True
+                yield None
         elif order.mode == "drain":
             with self._generation.gate.holder("update"):
-                yield await self._generation.in_flight.idle(order.drain_s)
+                idle = asyncio.create_task(self._generation.in_flight.idle(order.drain_s))
+                if not await self._first(idle, order):
+                    yield _over("the transfer was over before it was loaded")
+                elif idle.result():
+                    yield None
+                else:
+                    late = "what was running did not end in the time the trainer gives"
+                    yield TransferReport(ok=False, phase="load", error=late)
         else:
             async with self._generation.in_flight.quiet():
-                yield True
+                yield None
 
     async def _ask(self, half: Coroutine[Any, Any, TransferReport], order: TransferOrder) -> TransferReport:
         """Await half an update. The engine keeps the order's own deadline; this one finds an engine that is stuck."""
@@ -353,3 +373,8 @@ class WeightFollower:
                     return epoch
             await set_within(self._poked, min(LOOK_S, max(0.001, deadline - time.monotonic())))
         return None
+
+
+def _over(why: str) -> TransferReport:
+    """The report of a transfer that the sender has ended, or that another one has replaced. It may be repeated."""
+    return TransferReport(ok=False, phase="rendezvous", error=f"{TransferTimeout.__name__}: {why}")

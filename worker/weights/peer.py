@@ -215,9 +215,15 @@ class _Lender:
         """See TransferSource. The engine and the receivers look at this key."""
         if self._store is not None and self._keys is not None and not self._said:
             self._said = True  # the first reason is the true one
-            self._store.set(self._keys.broken, why[:500])
+            self._tell(self._keys.broken, why[:500])
 
     async def clean(self, announcement: WeightAnnouncement) -> None:
         """See TransferSource: the engine may leave the group now."""
         self._said = True
-        self._store.set(self._keys.over, "1")
+        self._tell(self._keys.over, "1")
+
+    def _tell(self, key: str, value: str) -> None:
+        try:
+            self._store.set(key, value)
+        except RuntimeError as error:  # torch's; engine and receivers go by their own deadlines
+            log.warning("the transfer of version %s: its store does not answer: %s", self.version, error)
