@@ -18,31 +18,33 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from . import ledger, scenarios
+from . import ledger, sabotage, scenarios
 from .context import Chaos
 from .oracle import Terms
 from .scenario import ALL, Scenario
 
 OUT = Path("out")
-FINISH_S = 60.0
 
 
-async def run(scenario: Scenario, seed: str, keep: bool) -> dict[str, Any]:
+async def run(scenario: Scenario, seed: str, keep: bool, minutes: float = 0.0) -> dict[str, Any]:
     """One scenario from an empty Redis to the oracle's word."""
     directory = (OUT / "chaos" / scenario.name).absolute()  # processes run elsewhere
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     began = time.monotonic()
-    chaos = Chaos(scenario.name, seed, directory, scenario.lease_s, scenario.config)
+    settings = {"lease_s": scenario.lease_s, "config": scenario.config, "bent": scenario.bent}
+    chaos = Chaos(scenario.name, seed, directory, **settings)
     chaos.terms = Terms(lossless=scenario.lossless)
+    chaos.minutes = minutes
+    timeout_s = scenario.timeout_s + (60 * minutes + 120 if scenario.lasts else 0)
     try:
         async with chaos:
             try:
-                async with asyncio.timeout(scenario.timeout_s):
+                async with asyncio.timeout(timeout_s):
                     await scenario.body(chaos)
             except Exception as error:
                 _note(chaos, error)
-            async with asyncio.timeout(FINISH_S):
+            async with asyncio.timeout(scenario.finish_s):
                 await chaos.finish()
     except Exception as error:
         _note(chaos, error)
@@ -78,6 +80,7 @@ def _figures(chaos: Chaos, scenario: Scenario, seconds: float) -> dict[str, Any]
         "published": kinds.count("publish"),
         "received": len(chaos.received),
         "handed_again": verdict.handed_again,
+        "unlogged": verdict.unlogged,
         "violations": [f"({rule}) {text}" for rule, text in verdict.violations],
     } | chaos.notes
 
@@ -123,10 +126,12 @@ def main() -> int:
     parser.add_argument("--seed", default="", help="what every random choice follows from (default: a new one)")
     parser.add_argument("--only", default="", help="beginnings of names, comma-separated")
     parser.add_argument("--runs", type=int, default=1, help="how often each, with seeds seed, seed.1, seed.2, …")
-    parser.add_argument("--fast", action="store_true", help="without those that start SGLang")
+    parser.add_argument("--fast", action="store_true", help="without those that start SGLang or take minutes")
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long the kill matrix goes on")
     parser.add_argument("--keep", action="store_true", help="keep ledgers and logs of runs without a fault, too")
     parser.add_argument("--list", action="store_true", help="only name the scenarios")
     options = parser.parse_args()
+    sabotage.adopt()
     scenarios.load()
     if options.list:
         print("\n".join(ALL))
@@ -141,7 +146,7 @@ def main() -> int:
     for again in range(options.runs):
         seed = base if again == 0 else f"{base}.{again}"
         for scenario in choose(options.only, options.fast):
-            figures = asyncio.run(run(scenario, seed, options.keep))
+            figures = asyncio.run(run(scenario, seed, options.keep, options.minutes))
             print(line(scenario.name, figures), flush=True)
             for violation in figures["violations"][:5]:
                 print(f"       {violation}")

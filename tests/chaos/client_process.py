@@ -2,7 +2,8 @@
 
     python -m chaos.client_process REDIS_URL CLIENT_ID JOBS_FILE JOURNAL_DIR RUN '{"clock_s": 3600, …}'
 
-On stdout a line of JSON each: {"submitted": jobs}, {"taken": outcomes so far}, {"finished": outcomes}.
+On stdout a line of JSON each: {"submitted": jobs}, {"taken": outcomes so far}, {"finished": outcomes}, and
+{"told": error} if the client raises one; the exit code is 3 then.
 """
 
 from __future__ import annotations
@@ -40,7 +41,15 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     url, client_id, jobs_file, journal_dir, run, options = sys.argv[1:]
     habits.adopt(habits.Options(**json.loads(options)), tell)
-    asyncio.run(work(url, client_id, Path(jobs_file).read_text().splitlines(), Path(journal_dir), run))
+    from rolloutmq.messages.errors import RolloutMQError, WaitTimeout  # noqa: PLC0415
+
+    try:
+        asyncio.run(work(url, client_id, Path(jobs_file).read_text().splitlines(), Path(journal_dir), run))
+    except WaitTimeout:
+        raise
+    except RolloutMQError as error:
+        tell(told=f"{type(error).__name__}: {error}")
+        sys.exit(3)
 
 
 if __name__ == "__main__":

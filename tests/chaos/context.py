@@ -21,8 +21,9 @@ from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from . import aof, journal, ledger
 from .baseline import Rest, judge_rest, look
 from .habits import Options
+from .host import HostRedis
 from .oracle import Terms, Verdict, judge
-from .processes import ClientProcess, WorkerProcess
+from .processes import BlockingProcess, ClientProcess, Spoken, WorkerProcess
 from .proxy import Proxy
 
 POOL = "chaos"
@@ -41,19 +42,30 @@ class Chaos:
     """One scenario's world. Random choices come from `rng` alone, which the seed and the scenario's name determine.
 
     lease_s: of every worker here. recovered_s: how long it took, where that has a meaning; `budget_s` is what it may.
-    notes: more figures for out/chaos.json.
+    notes: more figures for out/chaos.json. minutes: how long a scenario that `lasts` goes on.
     """
 
-    def __init__(self, name: str, seed: str, directory: Path, lease_s: float, config: dict[str, str] | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        seed: str,
+        directory: Path,
+        *,
+        lease_s: float,
+        config: dict[str, str] | None = None,
+        bent: bool = False,
+    ) -> None:
         self.name, self.directory, self.lease_s = name, directory, lease_s
         self.rng = random.Random(f"{seed}:{name}")
         self.data = directory / "redis"
-        self.redis = EmbeddedRedis(appendonly=True, directory=self.data, config=aof.SETTINGS | (config or {}))
+        server = HostRedis if bent else EmbeddedRedis
+        self.redis = server(appendonly=True, directory=self.data, config=aof.SETTINGS | (config or {}))
         self.terms = Terms()
         self.verdict = Verdict()
         self.workers: list[WorkerProcess] = []
-        self.clients: list[ClientProcess] = []
+        self.clients: list[Spoken] = []
         self.notes: dict[str, Any] = {}
+        self.minutes = 0.0
         self.prompts: dict[str, list[int]] = {}
         self.recovered_s: float | None = None
         self.budget_s: float | None = None
@@ -114,12 +126,24 @@ class Chaos:
         self, jobs: Sequence[GenerateJob], client_id: str, run: str, options: Options | None = None
     ) -> ClientProcess:
         """A client in a process of its own, under way. run: its name in the journal, another one each time."""
-        file = self.directory / f"jobs-{client_id}.jsonl"
-        file.write_text("\n".join(_plain(job) for job in jobs))
+        file = self._jobs_file(jobs, run)
         where = (self.redis.url, client_id, str(file), str(self.directory / "journal"), run)
         process = await ClientProcess.launch(self.directory / f"client-{run}.log", *where, options=options)
         self.clients.append(process)
         return process
+
+    async def blocking_process(self, jobs: Sequence[GenerateJob], client_id: str) -> BlockingProcess:
+        """A plain loop with the blocking client, in a process of its own."""
+        file = self._jobs_file(jobs, client_id)
+        where = (self.redis.url, client_id, str(file), str(self.directory / "journal"), client_id)
+        process = await BlockingProcess.start("blocking_process", self.directory / f"client-{client_id}.log", *where)
+        self.clients.append(process)
+        return process
+
+    def _jobs_file(self, jobs: Sequence[GenerateJob], name: str) -> Path:
+        file = self.directory / f"jobs-{name}.jsonl"
+        file.write_text("\n".join(_plain(job) for job in jobs))
+        return file
 
     async def proxy(self) -> Proxy:
         """In front of this scenario's Redis, until its end."""
@@ -128,6 +152,12 @@ class Chaos:
     def ends_with(self, end: Callable[[], None]) -> None:
         """Something to stop when the scenario is over."""
         self._stack.callback(end)
+
+    @property
+    def host(self) -> HostRedis:
+        """The server of a scenario that is `bent`."""
+        assert isinstance(self.redis, HostRedis)
+        return self.redis
 
     @asynccontextmanager
     async def broker(self, url: str | None = None) -> AsyncIterator[Broker]:
@@ -212,6 +242,11 @@ class Trainer:
         """Write down that `submit` returned for these."""
         for job in jobs:
             self._book.submitted(job, self.client.client_id)
+
+    def received(self, outcomes: Iterable[Any]) -> None:
+        """Write down what a call of the client returned."""
+        for outcome in outcomes:
+            self._book.received(outcome, self.client.client_id)
 
     async def take(self, count: int | None = None) -> list[Any]:
         """Outcomes as they come, until nothing is outstanding or `count` have been taken.

@@ -7,9 +7,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
+
+from . import sabotage
 
 Tell = Callable[..., None]
 POISON = 666
@@ -21,6 +23,7 @@ class Options:
     """config: fields of WorkerConfig. tokens_per_s: of the scripted engine. clock_s: how far the wall clock is off.
     poison: what a poisoned prompt does, "process" (it dies) or "engine". sleepwalk: does not watch its own lease.
     torch: imported before it joins; that takes seconds in which no lease is renewed.
+    tools: it reads tool calls in Python's syntax, without SGLang.
     minor, major: the version of messages it writes; a newer minor one with a field that nobody knows.
     """
 
@@ -30,12 +33,14 @@ class Options:
     poison: str = ""
     sleepwalk: bool = False
     torch: bool = False
+    tools: bool = False
     minor: int | None = None
     major: int | None = None
 
 
 def adopt(options: Options, tell: Tell) -> None:
     """Become what the options say. Before the package's worker and client are imported."""
+    sabotage.adopt()
     if options.clock_s:
         right = time.time
         time.time = lambda: right() + options.clock_s
@@ -44,6 +49,8 @@ def adopt(options: Options, tell: Tell) -> None:
     if options.torch:
         import_module("torch")
     _count_refusals(tell)
+    if options.tools:
+        _without_sglang()
     if options.sleepwalk:
         _sleepwalk()
 
@@ -88,6 +95,13 @@ def _count_refusals(tell: Tell) -> None:
     Lease.complete = complete  # type: ignore[method-assign]
 
 
+def _without_sglang() -> None:
+    """Calls in Python's syntax are read by our own code; SGLang is only asked which parsers there are."""
+    from rolloutmq.worker.text import tool_calls  # noqa: PLC0415
+
+    tool_calls.check_parser = lambda name: None
+
+
 def _sleepwalk() -> None:
     """It believes in its lease, whatever its clock or Redis says, until a publish of its is refused: the script alone
     stands between it and the results."""
@@ -130,6 +144,11 @@ def engine(options: Options, tell: Tell) -> Any:
     from rolloutmq.worker.scripted.engine import ScriptedEngine  # noqa: PLC0415
 
     class Engine(ScriptedEngine):
+        @property
+        def info(self) -> Any:
+            info = super().info
+            return replace(info, features=info.features | {"tools"}) if options.tools else info
+
         async def generate(self, request: Any) -> Any:
             if options.poison and request.token_ids[0] == POISON:
                 if options.poison == "process":
@@ -142,15 +161,15 @@ def engine(options: Options, tell: Tell) -> Any:
 
 
 class EightTokens:
-    """A tokenizer for which every text, whatever its length, is eight tokens."""
+    """A tokenizer for which every text, whatever its length, is eight tokens; what is generated calls a tool."""
 
-    def encode(self, text: str) -> Any:
+    def encode(self, text: str, **_how: Any) -> Any:
         import numpy as np  # noqa: PLC0415
 
         return np.arange(8, dtype=np.int32)
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> Any:
+    def encode_chat(self, messages: list[dict[str, str]], **_how: Any) -> Any:
         return self.encode("")
 
-    def decode(self, token_ids: Any) -> str:
-        return f"{len(token_ids)} tokens"
+    def decode(self, token_ids: Any, **_how: Any) -> str:
+        return f"[look(at={len(token_ids)})]"

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolloutmq.messages import GenerateJob, JobFailure, RolloutResult
+from rolloutmq.messages import GenerateJob, JobFailure, RolloutResult, encode
+from rolloutmq.messages.model import TaskResult
 
 FAILURE = -1
 
@@ -50,9 +51,9 @@ class Journal:
         prompt = 0 if job.token_ids is None else len(job.token_ids)
         self._write({"submitted": {"job": job.id, "n": job.n, "prompt": prompt, "client": client}})
 
-    def received(self, outcome: RolloutResult | JobFailure, client: str) -> None:
-        sample = outcome.sample if isinstance(outcome, RolloutResult) else FAILURE
-        how = "ok" if isinstance(outcome, RolloutResult) else outcome.outcome
+    def received(self, outcome: RolloutResult | TaskResult | JobFailure, client: str) -> None:
+        failed = isinstance(outcome, JobFailure)
+        sample, how = (FAILURE, outcome.outcome) if failed else (outcome.sample, "ok")
         line = {"client": client, "run": self.run, "job": outcome.job_id, "sample": sample, "outcome": how}
         self._write({"received": line | {"digest": digest(outcome)}})
 
@@ -63,10 +64,12 @@ class Journal:
         self._file.close()
 
 
-def digest(outcome: RolloutResult | JobFailure) -> str:
+def digest(outcome: RolloutResult | TaskResult | JobFailure) -> str:
     """Of what was generated, and where; empty for a failure."""
     if isinstance(outcome, JobFailure):
         return ""
+    if isinstance(outcome, TaskResult):
+        return hashlib.blake2b(encode(outcome), digest_size=8).hexdigest()
     told = f"{outcome.segments}{outcome.attempt}{outcome.worker_id}".encode()
     return hashlib.blake2b(outcome.token_ids.tobytes() + told, digest_size=8).hexdigest()
 

@@ -64,7 +64,7 @@ class _Teller:
         name = command[0].upper()
         if len(command) < 2 or not command[1].startswith(self.prefix):
             return
-        key = command[1][len(self.prefix) :].decode()
+        key = _text(command[1][len(self.prefix) :])
         family, _, rest = key.partition(":")
         if family == "job":
             self._record(name, rest, command[2:])
@@ -79,17 +79,17 @@ class _Teller:
     def _say(self, kind: Kind, job: str = "", **fields: object) -> None:
         record = self.records.get(job, {})
         said: dict[str, object] = {
-            "worker": record.get(b"w", b"").decode(),
-            "attempt": int(record.get(b"a", b"0")),
-            "state": record.get(b"st", b"").decode(),
-            "client": record.get(b"y", b"").decode(),
-            "n": int(record.get(b"n", b"0")),
+            "worker": _text(record.get(b"w", b"")),
+            "attempt": _number(record.get(b"a", b"")),
+            "state": _text(record.get(b"st", b"")),
+            "client": _text(record.get(b"y", b"")),
+            "n": _number(record.get(b"n", b"")),
         }
         self.events.append(Event(len(self.events), kind, job, **(said | fields)))  # type: ignore[arg-type]
 
     def _record(self, name: bytes, job: str, args: list[bytes]) -> None:
         record = self.records.setdefault(job, {})
-        was = record.get(b"st", b"").decode()
+        was = _text(record.get(b"st", b""))
         if name in {b"DEL", b"UNLINK"}:
             self.records[job] = {b"_was": record.get(b"st", b""), b"_w": record.get(b"w", b"")} | {
                 name: record[name] for name in (b"y", b"n", b"a") if name in record
@@ -102,36 +102,44 @@ class _Teller:
         elif name == b"HSET":
             changed = dict(zip(args[::2], args[1::2], strict=True))
             record.update(changed)
-            self._changed(job, changed, was or record.pop(b"_was", b"").decode())
+            self._changed(job, changed, was or _text(record.pop(b"_was", b"")))
 
     def _changed(self, job: str, changed: dict[bytes, bytes], was: str) -> None:
-        state = changed.get(b"st", b"").decode()
+        state = _text(changed.get(b"st", b""))
         if b"p" in changed and b"t" in changed:
-            self._say("accept", job, was=was, payload=changed[b"p"], at_ms=int(changed.get(b"t", b"0")))
+            self._say("accept", job, was=was, payload=changed[b"p"], at_ms=_number(changed.get(b"t", b"")))
         elif state == "r":
             self._say("claim", job, was=was)
         elif state == "q":
             self._say("requeue", job, was=was)
         elif state in ENDED:
-            self._say("terminal", job, was=was, outcome=state, worker=self.records[job].get(b"_w", b"").decode())
+            self._say("terminal", job, was=was, outcome=state, worker=_text(self.records[job].get(b"_w", b"")))
 
     def _entry(self, family: str, rest: str, args: list[bytes]) -> None:
         at = next(i for i, word in enumerate(args) if _is_entry_id(word))
         entry, fields = args[at].decode(), dict(zip(args[at + 1 :: 2], args[at + 2 :: 2], strict=True))
         at_ms = int(entry.split("-")[0])
-        job = fields.get(b"j", b"").decode(errors="replace")
+        job = _text(fields.get(b"j", b""))
         if family == "reply" and b"m" in fields:
-            number = fields.get(b"s", b"")
-            sample = int(number) if number.isdigit() else -1  # a scenario writes garbage, too
+            sample = _number(fields.get(b"s", b""), -1)
             self._say("publish", job, client=rest, entry=entry, sample=sample, payload=fields[b"m"], at_ms=at_ms)
         elif family == "reply":
-            outcome, cause = (fields.get(name, b"").decode(errors="replace") for name in (b"o", b"c"))
+            outcome, cause = (_text(fields.get(name, b"")) for name in (b"o", b"c"))
             self._say("failure", job, client=rest, entry=entry, outcome=outcome, cause=cause, at_ms=at_ms)
         elif family == "dead":
-            cause, host = fields[b"cause"].decode(), fields[b"host"].decode()
-            self._say("letter", fields[b"id"].decode(), entry=entry, cause=cause, host=host, at_ms=at_ms)
+            cause, host = _text(fields[b"cause"]), _text(fields[b"host"])
+            self._say("letter", _text(fields[b"id"]), entry=entry, cause=cause, host=host, at_ms=at_ms)
         else:
             self._say("clock", at_ms=at_ms)
+
+
+def _text(value: bytes) -> str:
+    """Scenarios write garbage, too."""
+    return value.decode(errors="replace")
+
+
+def _number(value: bytes, otherwise: int = 0) -> int:
+    return int(value) if value.isdigit() else otherwise
 
 
 def _is_entry_id(word: bytes) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from support.pools.pool import check_scripted
 
 from rolloutmq.messages import RolloutResult
-from rolloutmq.messages.codec import decode
+from rolloutmq.messages.codec import RESULTS, Result, decode_one_of
 from rolloutmq.messages.errors import MessageError
 
 from .journal import FAILURE, Received, Submitted, digest
@@ -33,6 +33,7 @@ class Verdict:
     fenced_published: int = 0
     leaked_keys: int = 0
     handed_again: int = 0
+    unlogged: int = 0
 
     def complain(self, rule: str, text: str) -> None:
         self.violations.append((rule, text))
@@ -44,17 +45,23 @@ class Terms:
 
     scripted: tokens can be checked against their position and version.
     unreadable: jobs whose replies were made unreadable on purpose.
+    tampered: jobs whose records were, which may end in any way, and whose counters may be off.
     forgotten: accepted jobs that the server is known to have lost are counted and not complained about.
     lossless: no worker died here, so no job may be counted as lost.
     unread: clients that never came back for their results.
+    giving_up: clients that cancel calls: what those had asked for need not be handed to them.
+    rewound: the server came back with an older state, and clients may have been handed what is in no log (`unlogged`).
     elsewhere: what a server that is gone had published.
     """
 
     scripted: bool = True
     unreadable: frozenset[str] = frozenset()
+    tampered: frozenset[str] = frozenset()
     forgotten: bool = False
     lossless: bool = False
     unread: frozenset[str] = frozenset()
+    giving_up: frozenset[str] = frozenset()
+    rewound: bool = False
     elsewhere: frozenset[tuple[str, int, str]] = frozenset()
 
 
@@ -66,10 +73,12 @@ def judge(
     verdict = Verdict()
     prompts = {job.job: job.prompt for job in submitted}
     outcomes = _outcomes(events, submitted, verdict, terms)
-    _fencing(events, verdict)
-    published = _results(events, prompts, verdict, terms)
+    sound = [event for event in events if event.job not in terms.tampered]
+    _fencing(sound, verdict)
+    published = _results(sound, prompts, verdict, terms)
     _reception(outcomes, published, received, verdict, terms)
-    _acknowledged(events, verdict)
+    if not terms.rewound:
+        _acknowledged(events, verdict)
     losses = [event.job for event in events if event.kind == "lost"]
     if terms.lossless and losses:
         verdict.complain("a", f"jobs were counted as lost, though no worker died: {losses}")
@@ -94,7 +103,7 @@ def _outcomes(
                 verdict.complain("a", f"job {job.job} was accepted and the server knows nothing of it")
     due: dict[tuple[str, int], str] = {}
     for job_id, story in by_job.items():
-        if job_id not in terms.unreadable:
+        if job_id not in terms.unreadable | terms.tampered:
             _one_job(job_id, story, due, verdict)
     return due
 
@@ -159,7 +168,7 @@ def _fencing(events: list[Event], verdict: Verdict) -> None:
             attempts[event.job] = event.attempt
         elif event.kind == "publish":
             try:
-                result = decode(event.payload, RolloutResult)
+                result = _result(event)
             except MessageError:
                 continue  # put there by hand; whoever reads it finds out
             if event.state != "r":
@@ -172,6 +181,11 @@ def _fencing(events: list[Event], verdict: Verdict) -> None:
                     f"job {event.job} was published by {result.worker_id} in attempt {result.attempt}; "
                     f"it belonged to {event.worker} in attempt {event.attempt}",
                 )
+
+
+def _result(event: Event) -> Result:
+    result: Result = decode_one_of(event.payload, RESULTS)
+    return result
 
 
 # --- (c) which weights ------------------------------------------------------------------------------------------------
@@ -189,13 +203,14 @@ def _results(
         if event.kind != "publish":
             continue
         try:
-            result = decode(event.payload, RolloutResult)
+            result = _result(event)
         except MessageError:
             continue
         digests[event.job, event.sample] = digest(result)
         if (result.job_id, result.sample) != (event.job, event.sample):
             verdict.complain("c", f"published as {event.job}/{event.sample} was {result.job_id}/{result.sample}")
-        _one_result(result, prompts.get(event.job, -1), newest, verdict, terms)
+        if isinstance(result, RolloutResult):
+            _one_result(result, prompts.get(event.job, -1), newest, verdict, terms)
     return digests
 
 
@@ -232,13 +247,16 @@ def _reception(
     handed = {(got.client, got.job, got.sample) for got in received}
     verdict.handed_again = len(runs) - len(handed)
     for (job, sample), client in due.items():
-        if client not in terms.unread and (client, job, sample) not in handed and job not in terms.unreadable:
+        excused = terms.unread | terms.giving_up
+        if client not in excused and (client, job, sample) not in handed and job not in terms.unreadable:
             verdict.lost += 1
             verdict.complain("a", f"{client} was never handed {job}/{sample}")
     for got in received:
         if got.job in terms.unreadable or (got.job, got.sample, got.digest) in terms.elsewhere:
             continue
-        if (got.job, got.sample) not in due:
+        if terms.rewound and published.get((got.job, got.sample)) != got.digest:
+            verdict.unlogged += 1
+        elif (got.job, got.sample) not in due:
             verdict.complain("a", f"{got.client} was handed {got.job}/{got.sample}, which nobody published")
         elif got.sample != FAILURE and published.get((got.job, got.sample)) != got.digest:
             verdict.complain(
@@ -260,6 +278,5 @@ def handed_out(events: Iterable[Event]) -> frozenset[tuple[str, int, str]]:
     found = {(event.job, FAILURE, "") for event in events if event.kind == "failure"}
     for event in events:
         if event.kind == "publish":
-            result = decode(event.payload, RolloutResult)
-            found.add((event.job, event.sample, digest(result)))
+            found.add((event.job, event.sample, digest(_result(event))))
     return frozenset(found)

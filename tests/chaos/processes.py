@@ -108,6 +108,14 @@ class WorkerProcess(Spoken):
         return await self.ended(timeout)
 
 
+class MatrixProcess(Spoken):
+    """A trainer of the kill matrix; see matrix_process.py."""
+
+
+class BlockingProcess(Spoken):
+    """A plain loop with the blocking client; see blocking_process.py."""
+
+
 class ClientProcess(Spoken):
     """A trainer's client that submits jobs and takes all there is."""
 

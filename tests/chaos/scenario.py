@@ -15,7 +15,8 @@ class Scenario:
     """One scenario.
 
     lease_s: of its workers. config: more settings of its Redis. lossless: no worker dies in it, no lease ends.
-    slow: needs SGLang. timeout_s: at most.
+    slow: needs SGLang, or minutes. timeout_s: at most. finish_s: at most, for draining and judging.
+    bent: its Redis is a HostRedis. lasts: its body goes on for as many minutes as the command line says.
     """
 
     name: str
@@ -25,6 +26,9 @@ class Scenario:
     lossless: bool = False
     slow: bool = False
     timeout_s: float = 60.0
+    finish_s: float = 60.0
+    bent: bool = False
+    lasts: bool = False
 
 
 ALL: dict[str, Scenario] = {}

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from importlib import import_module
 
-FILES = ("deaths", "network", "servers", "failover", "trouble", "clients", "drains", "weights", "sglang")
+FILES = (
+    "deaths",
+    "network",
+    "servers",
+    "disks",
+    "failover",
+    "matrix",
+    "soak",
+    "trouble",
+    "clients",
+    "drains",
+    "weights",
+    "sglang",
+)
 
 
 def load() -> None:

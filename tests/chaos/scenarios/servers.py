@@ -17,7 +17,7 @@ async def kill_redis(chaos: Chaos) -> None:
     """SIGKILL of the server under load, three times, each time it starts again from its append-only file."""
     await chaos.start_workers(2, max_running=64, tokens_per_s=100)
     async with chaos.client() as trainer:
-        submitting = asyncio.create_task(_submit_batches(chaos, trainer, 30))
+        submitting = asyncio.create_task(submit_batches(chaos, trainer, 30))
         for _ in range(3):
             await trainer.take_at_least(chaos.rng.randint(30, 90))
             chaos.redis.kill()
@@ -34,7 +34,7 @@ async def freeze_redis(chaos: Chaos) -> None:
     """The server answers nobody for two leases: every worker gives its own up, and no job is lost between them."""
     await chaos.start_workers(2, max_running=64, tokens_per_s=40)
     async with chaos.client() as trainer:
-        submitting = asyncio.create_task(_submit_batches(chaos, trainer, 20))
+        submitting = asyncio.create_task(submit_batches(chaos, trainer, 20))
         await trainer.take_at_least(chaos.rng.randint(10, 60))
         os.kill(chaos.redis.pid, signal.SIGSTOP)
         at = time.monotonic()
@@ -47,7 +47,8 @@ async def freeze_redis(chaos: Chaos) -> None:
         chaos.expect(any(one.attempt > 1 for one in taken), "no lease ended: the freeze was for nothing")
 
 
-async def _submit_batches(chaos: Chaos, trainer: Trainer, batches: int) -> None:
+async def submit_batches(chaos: Chaos, trainer: Trainer, batches: int) -> None:
+    """Submit 8 jobs at a time, whatever becomes of the server meanwhile."""
     for _ in range(batches):
         await submit_until_accepted(trainer, chaos.jobs(8, n=chaos.rng.randint(1, 4), tokens=chaos.rng.randint(5, 60)))
         await asyncio.sleep(0.05)  # the pace of this trainer

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine.worker_process import WorkerProcess as SGLangProcess
+from support.pools.worker_process import WorkerProcess as SGLangProcess
 
 from rolloutmq import GenerateJob, SamplingParams
 from rolloutmq.messages import Broker
@@ -68,7 +68,7 @@ async def _start(chaos: Chaos, model: Path, count: int) -> list[Served]:
     started = []
     for number in range(count):
         log = chaos.directory / f"sglang-{number}.log"
-        process = await asyncio.to_thread(SGLangProcess, model, chaos.redis.url, log, *OPTIONS)
+        process = await asyncio.to_thread(SGLangProcess, model, chaos.redis.url, log, *OPTIONS, forked=False)
         started.append(process)
     await asyncio.gather(*(asyncio.to_thread(process.wait_joined) for process in started))
     return [Served(process) for process in started]
