@@ -252,9 +252,9 @@ def _reception(
             verdict.lost += 1
             verdict.complain("a", f"{client} was never handed {job}/{sample}")
     for got in received:
-        if got.job in terms.unreadable or (got.job, got.sample, got.digest) in terms.elsewhere:
+        if got.job in terms.unreadable | terms.tampered or (got.job, got.sample, got.digest) in terms.elsewhere:
             continue
-        if terms.rewound and published.get((got.job, got.sample)) != got.digest:
+        if terms.rewound and published.get((got.job, got.sample), "") != got.digest:
             verdict.unlogged += 1
         elif (got.job, got.sample) not in due:
             verdict.complain("a", f"{got.client} was handed {got.job}/{got.sample}, which nobody published")

@@ -46,8 +46,8 @@ def _script(script: str, pattern: str, instead: str) -> Callable[[], None]:
 SABOTAGES: dict[str, Sabotage] = {
     "the owner is not checked": Sabotage(
         _script("complete", r"or f\[2\] ~= worker or f\[3\] ~= attempt\n", "\n"),
-        "kill_matrix",
-        "it belonged to",
+        "freeze_worker_past_lease",
+        "it belonged to|was published in state",
     ),
     "a tombstone without TTL": Sabotage(
         _script("lib", r"redis.call\('EXPIRE', key, TOMBSTONE_S\)", ""), "kill_matrix", "no TTL, and not on the list"

@@ -6,6 +6,8 @@ from importlib import import_module
 
 FILES = (
     "deaths",
+    "crowds",
+    "garbage",
     "network",
     "servers",
     "disks",

@@ -16,6 +16,7 @@ from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 from .. import aof, ledger
 from ..context import POOL, Chaos, Trainer, until
+from ..host import HostRedis
 from ..oracle import Terms, handed_out
 from ..proxy import Proxy
 from ..scenario import scenario
@@ -30,10 +31,10 @@ async def with_wait(chaos: Chaos) -> None:
     """With `min_replicas=1` everything that was accepted or published has been on the replica: nothing is lost."""
     proxy = await chaos.proxy()
     url = f"{proxy.url}?min_replicas=1"
-    pair = await _replica(chaos)
+    pair = await make_replica(chaos)
     await chaos.start_workers(2, url, max_running=32, tokens_per_s=100)
     async with chaos.client(url) as trainer:
-        await _fail_over(chaos, proxy, trainer, pair)
+        await fail_over(chaos, proxy, trainer, pair)
         await trainer.take()
 
 
@@ -42,21 +43,31 @@ async def without_wait(chaos: Chaos) -> None:
     """Without it, what the replica had not seen is lost: `lost` counts the accepted jobs. All others end exactly once,
     and nothing is handed to the client twice."""
     proxy = await chaos.proxy()
-    pair = await _replica(chaos)
+    pair = await make_replica(chaos)
     await chaos.start_workers(2, proxy.url, max_running=32, tokens_per_s=100)
     async with chaos.client(proxy.url, patience=2 * chaos.lease_s + 2) as trainer:
-        await _fail_over(chaos, proxy, trainer, pair)
+        await fail_over(chaos, proxy, trainer, pair)
         chaos.terms = replace(chaos.terms, forgotten=True)
         with contextlib.suppress(WaitTimeout):  # it waits for jobs that nobody knows any more
             await trainer.take()
         chaos.notes["repeats_kept_back"] = trainer.client.repeats
 
 
-async def _replica(chaos: Chaos, name: str = "replica") -> tuple[EmbeddedRedis, Proxy]:
-    """A replica of this scenario's server, in step with it, and the network between the two."""
+async def make_replica(chaos: Chaos, name: str = "replica", clock_s: float = 0.0) -> tuple[EmbeddedRedis, Proxy]:
+    """A replica of this scenario's server, in step with it, and the network between the two.
+
+    clock_s: by how much its host's clock is off.
+    """
     link = await chaos.proxy()
     settings = aof.SETTINGS | PRIMARY | {"replicaof": f"127.0.0.1 {link.port}"}
-    replica = EmbeddedRedis(appendonly=True, directory=chaos.directory / name, config=settings)
+    (chaos.directory / name).mkdir()
+    data = chaos.directory / name / "redis"
+    replica: EmbeddedRedis
+    if clock_s:
+        replica = HostRedis(directory=data, appendonly=True, config=settings)
+        replica.clock_s = clock_s
+    else:
+        replica = EmbeddedRedis(directory=data, appendonly=True, config=settings)
     await asyncio.to_thread(replica.start)
     chaos.ends_with(replica.stop)
     async with connect(replica.url) as db:
@@ -69,7 +80,8 @@ async def _in_step(db: Any) -> bool:
     return link["master_link_status"] == "up" and not rewriting["aof_rewrite_in_progress"]
 
 
-async def _fail_over(chaos: Chaos, proxy: Proxy, trainer: Trainer, pair: tuple[EmbeddedRedis, Proxy]) -> None:
+async def fail_over(chaos: Chaos, proxy: Proxy, trainer: Trainer, pair: tuple[EmbeddedRedis, Proxy]) -> None:
+    """The primary dies while its replica is behind; the replica is promoted, and gets a replica of its own."""
     primary, log = chaos.redis, chaos.data
     replica, link = pair
     await trainer.submit(chaos.jobs(100, n=2, tokens=20))
@@ -88,10 +100,10 @@ async def _fail_over(chaos: Chaos, proxy: Proxy, trainer: Trainer, pair: tuple[E
     async with connect(replica.url) as db:
         await db.execute_command("REPLICAOF", "NO", "ONE")
     chaos.terms = Terms(elsewhere=handed_out(ledger.tell(aof.read_commands(log), Keys(POOL).prefix)))
-    chaos.redis, chaos.data = replica, chaos.directory / "replica"
+    chaos.redis, chaos.data = replica, chaos.directory / "replica" / "redis"
     proxy.repoint(replica.port)
     proxy.refuse(False)
-    await _replica(chaos, "next")  # who asks for a replica's word needs one again
+    await make_replica(chaos, "next")  # who asks for a replica's word needs one again
     await trainer.take_at_least(1)
     chaos.recovered_s = time.monotonic() - at
     await submitting
