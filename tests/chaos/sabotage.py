@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 VARIABLE = "CHAOS_SABOTAGE"
 
@@ -43,7 +45,50 @@ def _script(script: str, pattern: str, instead: str) -> Callable[[], None]:
     return take_out
 
 
+def _replaced(module: str, name: str, instead: object) -> Callable[[], None]:
+    """Something else under this name of a module of the package."""
+
+    def take_out() -> None:
+        found = import_module(f"rolloutmq.{module}")
+        assert hasattr(found, name), f"{module} has no {name} any more: find another way to take it out"
+        setattr(found, name, instead)
+
+    return take_out
+
+
+def _all(*take_outs: Callable[[], None]) -> Callable[[], None]:
+    """Several safeguards against the same."""
+    return lambda: [one() for one in take_outs] and None
+
+
+async def _whole_batch(batch: list[Any], send: Callable[[list[Any]], Awaitable[None]], _give_up: object) -> None:
+    await send(batch)
+
+
 SABOTAGES: dict[str, Sabotage] = {
+    "eight dead workers a call": Sabotage(
+        _script("reap", r"'LIMIT', 0, most\)", "'LIMIT', 0, 8)"), "five_hundred_workers_die", "recovered after"
+    ),
+    "nothing is set aside, no entry is isolated": Sabotage(
+        _all(
+            _script("lib", r"  mend\(answer\.err, \.\.\.\)\n", ""),
+            _script("lib", r"local fine, answer = pcall\(f, \.\.\.\)", "local fine, answer = true, f(...)"),
+            _replaced("worker.lease.outbox", "each", _whole_batch),
+        ),
+        "reply_stream_that_takes_nothing",
+        "not within|WaitTimeout",
+    ),
+    "a damaged record is given to a worker": Sabotage(
+        _script("claim", r"if not fine then return name end", ""), "garbage_in_records", "."
+    ),
+    "the bell is read as UTF-8": Sabotage(
+        _all(
+            _replaced("messages.redis.bell", "text", bytes.decode),
+            _replaced("worker.worker", "undisturbed", lambda loop: loop()),
+        ),
+        "garbage_in_the_pools_keys",
+        "a worker ended|exit codes",
+    ),
     "the owner is not checked": Sabotage(
         _script("complete", r"or f\[2\] ~= worker or f\[3\] ~= attempt\n", "\n"),
         "freeze_worker_past_lease",

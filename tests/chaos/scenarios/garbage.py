@@ -30,20 +30,24 @@ async def records(chaos: Chaos) -> None:
     """Every field of a job's record is spoilt or gone, or the record is something else: while the job waits, while it
     runs, and while its worker dies. The sound jobs beside them end as if nothing were."""
     options = {"max_running": 256, "prefetch": 0}
-    async with chaos.client() as trainer, chaos.broker() as broker:
+    async with chaos.client(patience=12.0) as trainer, chaos.broker() as broker:
         waiting = await _spoilt(chaos, broker, tokens=10)
         await trainer.submit(chaos.jobs(8, tokens=10))
         victim = await chaos.worker(tokens_per_s=40, **options)
         await trainer.take()
         held = await _enqueue(chaos, broker, len(list(_spoilers(chaos))), tokens=400)
-        await trainer.submit(chaos.jobs(24, tokens=80))
-        await until(lambda: _holds(broker, victim.id, held), what="the worker to run the jobs that are to be spoilt")
+        sound = chaos.jobs(24, tokens=200)
+        await trainer.submit(sound)
+        everything = [*held, *(job.id for job in sound)]
+        await until(lambda: _holds(broker, victim.id, everything), what="the worker to hold the jobs to be spoilt")
         await _spoil(chaos, broker, held)
         heirs = await chaos.start_workers(2, tokens_per_s=400, **options)
         await chaos.died(victim)
         await trainer.take()
         await trainer.submit(chaos.jobs(24, tokens=10))
         await trainer.take()
+        await until(lambda: _none_queued(broker), what="every job to be looked at")
+        await broker.redis.delete(broker.keys.later[1])  # whoever spoils a job's version lets it wait
         await _set_aside(chaos, broker, [*waiting, *held])
     chaos.expect(all(len(one.all("joined")) == 1 for one in heirs), "a worker lost its lease over garbage")
     chaos.expect(all(one.alive for one in heirs), "a worker ended over garbage")
@@ -88,6 +92,10 @@ async def _holds(broker: Broker, worker: str, ids: list[str]) -> bool:
     return {job_id.encode() for job_id in ids} <= held
 
 
+async def _none_queued(broker: Broker) -> bool:
+    return not await broker.redis.exists(*broker.keys.queues, broker.keys.suspects)
+
+
 async def _set_aside(chaos: Chaos, broker: Broker, ids: list[str]) -> None:
     """None of these goes round and round."""
     for job_id in ids:
@@ -101,7 +109,7 @@ async def _set_aside(chaos: Chaos, broker: Broker, ids: list[str]) -> None:
 async def pools(chaos: Chaos) -> None:
     """On the bell, in the weights' keys, in the indexes and on a client's stream: workers and client serve on."""
     workers = await chaos.start_workers(2, max_running=32, tokens_per_s=200)
-    async with chaos.client() as trainer, chaos.broker() as broker:
+    async with chaos.client(patience=12.0) as trainer, chaos.broker() as broker:
         await trainer.submit(chaos.jobs(24, n=2, tokens=40))
         await running(broker, 8)
         strangers = {chaos.job().id for _ in range(3)}
@@ -113,7 +121,18 @@ async def pools(chaos: Chaos) -> None:
         await trainer.submit(chaos.jobs(24, n=2, tokens=10))
         taken = await trainer.take()
         chaos.expect(all(one.ok for one in taken if one.job_id not in strangers), "a sound job failed")
-        for key in ("deadlines", "prefers", "wanted", "suspects", "later:1", "queue:1", "epoch:7", "weights"):
+        for key in (
+            "deadlines",
+            "prefers",
+            "wanted",
+            "suspects",
+            "later:1",
+            "queue:1",
+            "epoch:7",
+            "weights",
+            "worker:ghost",
+            "held:ghost",
+        ):
             await broker.redis.delete(f"{broker.keys.prefix}{key}")
     chaos.expect(all(len(one.all("joined")) == 1 for one in workers), "a worker lost its lease over garbage")
     chaos.expect(all(one.alive for one in workers), "a worker ended over garbage")
@@ -168,7 +187,7 @@ async def full_stream(chaos: Chaos) -> None:
         "no-number": ("HSET", "unread", "no-number", "x"),
     }
     worker = await chaos.worker(max_running=64, tokens_per_s=400)
-    async with chaos.client() as trainer, chaos.broker() as broker:
+    async with chaos.client(patience=12.0) as trainer, chaos.broker() as broker:
         broken: list[GenerateJob] = []
         for client, (name, key, *arguments) in spoiling.items():
             jobs = [*chaos.jobs(4, n=2, tokens=20, reply_to=client), chaos.job(n=2, tokens=20, reply_to=client)]
