@@ -16,8 +16,8 @@ TAMPERED_BYTES = 4096
 BELL_MOST = 700
 """The bell is trimmed to about 512 entries, by whole nodes of the stream."""
 
-STAYS = frozenset({"bell", "load", "dead", "weights"})
-"""Keys without a TTL that stay: the bell, the counters, dead letters (the newest 10,000), the newest version."""
+STAYS = frozenset({"bell", "load", "dead", "weights", "clock"})
+"""Keys without a TTL that stay: bell, counters, dead letters (the newest 10,000), newest weights, the pool's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,13 @@ async def look(redis: Redis, prefix: str) -> Rest:
     async for key in db.scan_iter(count=1000):
         kind = await db.type(key)
         if kind in sizes:
-            found[key.decode().removeprefix(prefix)] = Size(kind.decode(), await sizes[kind](key), await db.pttl(key))
+            name = key.decode(errors="replace").removeprefix(prefix)  # scenarios write garbage, too
+            found[name] = Size(kind.decode(), await sizes[kind](key), await db.pttl(key))
     counters = await db.hgetall(f"{prefix}load")
-    return Rest(found, {name.decode(): int(value) for name, value in counters.items() if value.lstrip(b"-").isdigit()})
+    return Rest(
+        found,
+        {name.decode(errors="replace"): int(value) for name, value in counters.items() if value.lstrip(b"-").isdigit()},
+    )
 
 
 def judge_rest(before: Rest, after: Rest, events: list[Event], verdict: Verdict, terms: Terms | None = None) -> None:

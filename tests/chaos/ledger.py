@@ -70,6 +70,9 @@ class _Teller:
             self._record(name, rest, command[2:])
         elif name == b"XADD":
             self._entry(family, rest, command[2:])
+        elif name == b"HSET" and family == "clock":
+            self.lease_ms = 0  # leases end by the pool's clock; here is what Redis' own clock says
+            self._say("clock", at_ms=_number(dict(zip(command[2::2], command[3::2], strict=True)).get(b"seen", b"")))
         elif name == b"ZADD" and family == "workers" and self.lease_ms:
             self._say("clock", at_ms=int(float(command[2])) - self.lease_ms)
         elif name == b"XDEL" and family == "reply":
