@@ -23,17 +23,16 @@ from .commands import Commands, Service, beside, worker_commands
 from .config import WorkerConfig
 from .engine import AdapterMissing, Engine
 from .generation import Generation
-from .jobs import HeldJob, HeldJobs, Run, admit_all, as_result
+from .jobs import HeldJob, HeldJobs, MustFetch, Run, admit_all, admit_fetched, as_result
 from .keeper import EngineKeeper
 from .lease import Checkpoints, ClaimLoop, Deadlines, Handback, Membership, Outbox, Streaming
+from .leaving import LEAVE_S, Leaving, left
 from .loops import Loop, undisturbed
 from .text import Tokenizer
 from .weights import Peer, Snapshots, WeightFollower
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.2
-LEAVE_S = 2.0
-"""Of the drain budget this much is kept for handing back what did not finish."""
 
 
 class Worker:
@@ -73,6 +72,7 @@ class Worker:
             handback=self._handback,
             most=config.engine_restarts,
         )
+        self._leaving = Leaving(self._generation, self._held, self._outbox, self._handback)
         self._service = Service(engine, self._generation, self._handback, self._outbox, poke=self._poke)
         self._commands: Commands | None = None
         self._box: CommandBox | None = None
@@ -152,12 +152,14 @@ class Worker:
                 ]
                 running = [tasks.create_task(undisturbed(loop)) for loop in [*taking, *giving]]
                 await self._draining.wait()
+                deadline = time.monotonic() + max(LEAVE_S, self._drain_s)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(LEAVE_S, self._drain_s / 2)):
-                        await self._claims.settled()
+                    async with asyncio.timeout(left(deadline) / 2):
+                        await self._claims.settled(slow=False)
+                slow = self._claims.aside
                 for task in running[: len(taking)]:
                     task.cancel()
-                await self._leave(lease)
+                await self._leaving.leave(lease, deadline, slow, self._service.lift)
                 for task in running:
                     task.cancel()
         except BaseExceptionGroup as group:
@@ -171,29 +173,6 @@ class Worker:
                 # Until Python 3.13 a TaskGroup drops a cancellation that comes as one of its tasks fails. One that it
                 # makes itself as its block is left stays counted: then the worker is draining, and ends anyway.
                 raise asyncio.CancelledError from None
-
-    async def _leave(self, lease: Lease) -> None:
-        """Finish what fits into the budget, hand back the rest with its partials, unregister."""
-        await self._service.lift()
-        deadline = time.monotonic() + self._drain_s
-        self._generation.gate.holder("drain").acquire()
-        fits = max(0.0, self._drain_s - LEAVE_S)
-        log.info("draining: %d samples run, %d jobs are held", self._generation.running, len(self._held))
-        busy = self._outbox.jobs()
-        waiting = [held for held in self._held if not any(sample.leg for sample in held.samples.values())]
-        try:
-            async with asyncio.timeout(max(0.5, self._drain_s)):
-                await self._handback.release(lease, [held for held in waiting if held.id not in busy])
-            if not await self._generation.in_flight.idle(fits):
-                await self._generation.in_flight.interrupt(LEAVE_S)
-            async with asyncio.timeout(max(0.5, deadline - time.monotonic())):
-                await self._outbox.flushed()
-                await self._handback.settled()
-                await self._handback.release(lease, list(self._held))
-                if left := await lease.leave():
-                    log.warning("%d jobs stay here until the lease runs out", left)
-        except (RedisError, OSError, TimeoutError) as error:
-            log.warning("left without a word, the lease will run out: %s", error or "out of time")
 
     def _forget_everything(self) -> None:
         for held in self._held:
@@ -209,31 +188,52 @@ class Worker:
         up = self._service.serves and self._follower.in_service and not self._keeper.dead.is_set()
         if self._draining.is_set() or not up:
             return 0
-        return min(self.config.capacity, self._generation.slots.limit) - self._held.unpublished
+        # Slow media of some jobs keep no others from being claimed, as long as they are fewer than a full worker.
+        slow = sum(claim.n - len(claim.published) for claim in self._claims.aside) if self._claims is not None else 0
+        full = min(self.config.capacity, self._generation.slots.limit)
+        return full - self._held.unpublished - max(0, slow - self.config.capacity)
 
     def _serves(self) -> tuple[int, dict[str, int]]:
         return self._generation.version, self._engine.info.adapters.current()
 
     async def _admit(self, claims: list[Claim]) -> None:
+        assert self._claims is not None
         missing: list[tuple[Claim, AdapterMissing]] = []
-        async for claim, admitted in admit_all(claims, self._engine.info, self._tokenizer, self.config.media_hosts):
-            if isinstance(admitted, HeldJob):
-                self._held.add(admitted)
-                self._deadlines.look(admitted.deadline)
-                self._streaming.add(admitted, self._tokenizer.decode)
-                self._generation.add(admitted.samples.values(), end=claim.ending)
+        async for claim, admitted in admit_all(claims, self._engine.info, self._tokenizer):
+            if isinstance(admitted, MustFetch):
+                self._claims.admit_aside(claim, self._admit_fetched(claim, admitted))
             elif isinstance(admitted, AdapterMissing):
                 missing.append((claim, admitted))
             else:
-                kind = "refused" if isinstance(admitted, RequestRefused) else "not readable"
-                self._bury(claim.job_id, claim.attempt, kind, admitted)
+                self._hold(claim, admitted)
+        for claim, lacks in missing:  # last: Redis is asked, and may not answer
+            await self._refuse_or_release(claim, lacks)
+
+    async def _admit_fetched(self, claim: Claim, later: MustFetch) -> None:
+        hosts = self.config.media_hosts
+        admitted = await admit_fetched(claim, later, self._engine.info, self._tokenizer, hosts)
+        if isinstance(admitted, AdapterMissing):
+            await self._refuse_or_release(claim, admitted)
+        else:
+            self._hold(claim, admitted)
+
+    def _hold(self, claim: Claim, admitted: HeldJob | Exception) -> None:
+        if isinstance(admitted, HeldJob):
+            self._held.add(admitted)
+            self._deadlines.look(admitted.deadline)
+            self._streaming.add(admitted, self._tokenizer.decode)
+            self._generation.add(admitted.samples.values(), end=claim.ending)
+        else:
+            kind = "refused" if isinstance(admitted, RequestRefused) else "not readable"
+            self._bury(claim.job_id, claim.attempt, kind, admitted)
+
+    async def _refuse_or_release(self, claim: Claim, lacks: AdapterMissing) -> None:
         assert self._follower is not None
         assert self._lease is not None
-        for claim, lacks in missing:  # last: Redis is asked, and may not answer
-            if (refusal := await self._follower.adapters.refusal(lacks.adapter)) is not None:
-                self._bury(claim.job_id, claim.attempt, "refused", refusal)
-            else:  # published since the claim
-                await self._lease.release([Release(claim.job_id, claim.attempt)], self.config.max_lost)
+        if (refusal := await self._follower.adapters.refusal(lacks.adapter)) is not None:
+            self._bury(claim.job_id, claim.attempt, "refused", refusal)
+        else:  # published since the claim
+            await self._lease.release([Release(claim.job_id, claim.attempt)], self.config.max_lost)
 
     def _finished(self, sample: Run) -> None:
         self._keeper.it_works()
@@ -273,6 +273,8 @@ class Worker:
             self._drop(job_id)
 
     def _drop(self, job_id: str) -> None:
+        if self._claims is not None:
+            self._claims.drop(job_id)
         if self._held.drop(job_id) is not None:
             self._generation.in_flight.abort_dropped()
             self._poke()
@@ -298,7 +300,8 @@ class Worker:
     def _known(self) -> set[str] | None:
         if self._claims is None or self._claims.under_way:
             return None
-        return {held.id for held in self._held} | self._outbox.jobs()
+        slow = {claim.job_id for claim in self._claims.aside}
+        return {held.id for held in self._held} | self._outbox.jobs() | slow
 
     def _on_ring(self, ring: Ring) -> None:
         kind = ring.get("kind")

@@ -2,9 +2,20 @@
 
 from . import media
 from .held import HeldJob, HeldJobs, as_result
-from .intake import admit_all
+from .intake import MustFetch, admit_all, admit_fetched
 from .legs import Leg
 from .sample import SampleRun
 from .task import Run
 
-__all__ = ["HeldJob", "HeldJobs", "Leg", "Run", "SampleRun", "admit_all", "as_result", "media"]
+__all__ = [
+    "HeldJob",
+    "HeldJobs",
+    "Leg",
+    "MustFetch",
+    "Run",
+    "SampleRun",
+    "admit_all",
+    "admit_fetched",
+    "as_result",
+    "media",
+]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -28,77 +30,66 @@ SMALL = 64 << 10
 """Bytes of a payload that may be decoded on the event loop."""
 FETCHES = 16
 """Jobs whose media are fetched at the same time."""
+_FETCHERS = ThreadPoolExecutor(FETCHES, "rolloutmq-fetch")
+_TOKENIZING = threading.Lock()
+"""A tokenizer is not safe in several threads."""
 Ids = npt.NDArray[np.int32]
 Admitted = tuple[Claim, HeldJob | Exception]
 
 
-async def admit_all(
-    claims: list[Claim], info: EngineInfo, tokenizer: Tokenizer, media_hosts: frozenset[str] = frozenset()
-) -> AsyncIterator[Admitted]:
-    """Each claim with its job, or with the error that keeps it from running, as soon as that is known.
+class MustFetch(Exception):
+    """The job's media are somewhere else; `admit_fetched` goes on with it. since: when it was claimed."""
+
+    def __init__(self, job: GenerateJob, since: float) -> None:
+        self.job, self.since = job, since
+
+
+async def admit_all(claims: list[Claim], info: EngineInfo, tokenizer: Tokenizer) -> AsyncIterator[Admitted]:
+    """Each claim with its job, or with the error that keeps it from running, or with MustFetch.
 
     Tokenising, and the first import of a tokenizer, may take seconds, so a thread does it and not the loop that renews
-    the lease. Small jobs that bring their tokens are admitted on the spot: a thread would cost more. Media are fetched
-    last, those of several jobs at the same time, so that no job waits for another's.
+    the lease. Small jobs that bring their tokens are admitted on the spot: a thread would cost more.
     """
-    slow, fetching, since = [], [], time.monotonic()
+    slow, since = [], time.monotonic()
     for claim in claims:
         _, found = _try_admit(claim, info, None, since) if len(claim.payload) <= SMALL else (claim, _Later())
-        if not isinstance(found, _Later):
-            yield claim, found
-        elif found.fetched_for is not None:
-            fetching.append((claim, found.fetched_for))
-        else:
+        if isinstance(found, _Later):
             slow.append(claim)
+        else:
+            yield claim, found
     if slow:
-        tried = await asyncio.to_thread(lambda: [_try_admit(claim, info, tokenizer, since) for claim in slow])
-        for claim, found in tried:
-            if isinstance(found, _Later) and found.fetched_for is not None:
-                fetching.append((claim, found.fetched_for))
-            else:
-                yield claim, found
-    if fetching:
-        async for admitted in _admit_fetched(fetching, info, tokenizer, media_hosts, since):
-            yield admitted
+        for tried in await asyncio.to_thread(lambda: [_try_admit(claim, info, tokenizer, since) for claim in slow]):
+            yield tried
 
 
-async def _admit_fetched(
-    fetching: list[tuple[Claim, GenerateJob]],
-    info: EngineInfo,
-    tokenizer: Tokenizer,
-    media_hosts: frozenset[str],
-    since: float,
-) -> AsyncIterator[Admitted]:
-    threads = ThreadPoolExecutor(min(FETCHES, len(fetching)), "rolloutmq-fetch")
-    try:
-        tries = [threads.submit(_fetch, claim, job, media_hosts) for claim, job in fetching]
-        for done in asyncio.as_completed([asyncio.wrap_future(one) for one in tries]):
-            claim, media = await done
-            if isinstance(media, Exception):
-                yield claim, media
-            else:  # one after the other: a tokenizer is not safe in several threads
-                yield await asyncio.to_thread(_try_admit, claim, info, tokenizer, since, media)
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
+async def admit_fetched(
+    claim: Claim, later: MustFetch, info: EngineInfo, tokenizer: Tokenizer, media_hosts: frozenset[str] = frozenset()
+) -> HeldJob | Exception:
+    """Fetch the job's media and admit it. A slow address takes FETCH_S; at most FETCHES jobs are fetched at once."""
+    media = await asyncio.get_running_loop().run_in_executor(_FETCHERS, _fetch, claim, later.job, media_hosts)
+    if isinstance(media, Exception):
+        return media
+    return (await asyncio.to_thread(_try_admit, claim, info, tokenizer, later.since, media))[1]
 
 
-def _fetch(claim: Claim, job: GenerateJob, hosts: frozenset[str]) -> tuple[Claim, tuple[Medium, ...] | Exception]:
+def _fetch(claim: Claim, job: GenerateJob, hosts: frozenset[str]) -> tuple[Medium, ...] | Exception:
     """The media of a job, fetched, or the error that keeps it from running. Blocks."""
     try:
-        return claim, with_media_here(job, hosts).media
+        return with_media_here(job, hosts).media
     except RequestRefused as error:
-        return claim, error
+        return error
     except Exception as error:
         log.exception("media of job %s could not be fetched", claim.job_id)
-        return claim, error
+        return error
 
 
 def _try_admit(
     claim: Claim, info: EngineInfo, tokenizer: Tokenizer | None, since: float, media: tuple[Medium, ...] | None = None
 ) -> Admitted:
     try:
-        return claim, admit(claim, info, tokenizer, media, since)
-    except (MessageError, RequestRefused, _Later) as error:
+        with _TOKENIZING if tokenizer is not None else nullcontext():
+            return claim, admit(claim, info, tokenizer, media, since)
+    except (MessageError, RequestRefused, MustFetch, _Later) as error:
         return claim, error
     except Exception as error:  # a tokenizer can raise anything; the job is named, its neighbours go on
         log.exception("job %s could not be admitted", claim.job_id)
@@ -106,10 +97,7 @@ def _try_admit(
 
 
 class _Later(Exception):
-    """The job needs a tokenizer, and this try had none; or its media must be fetched (fetched_for is the job then)."""
-
-    def __init__(self, fetched_for: GenerateJob | None = None) -> None:
-        self.fetched_for = fetched_for
+    """The job needs a tokenizer, and this try had none."""
 
 
 def admit(
@@ -146,7 +134,7 @@ def admit(
     if job.tools:
         _check_tools(job, tokenizer)
     if job.media and not claim.ending:
-        job = held.job = _with_media(job, media)
+        job = held.job = _with_media(job, media, time.monotonic() if since is None else since)
     prompt = _prompt(job, tokenizer)
     room = info.context_length - len(prompt)
     if job.sampling.max_new_tokens > room and not claim.ending:
@@ -173,11 +161,11 @@ def _check(job: GenerateJob, info: EngineInfo) -> None:
         raise RequestRefused(f"{', '.join(missing)}: not supported by {info.name} {info.version} on this worker")
 
 
-def _with_media(job: GenerateJob, fetched: tuple[Medium, ...] | None) -> GenerateJob:
+def _with_media(job: GenerateJob, fetched: tuple[Medium, ...] | None, since: float) -> GenerateJob:
     if not must_fetch(job):
         return with_media_here(job, ())
     if fetched is None:
-        raise _Later(job)
+        raise MustFetch(job, since)
     return job.model_copy(update={"media": fetched})
 
 

@@ -10,7 +10,7 @@ from ...messages.fetch import fetch
 from ...messages.model import MAX_MEDIUM_BYTES, GenerateJob, Medium, check_media, mime_of
 
 FETCH_S = 10.0
-"""Seconds for all URLs of a job: nothing more is claimed meanwhile."""
+"""Seconds for all URLs of a job."""
 
 
 def must_fetch(job: GenerateJob) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -38,6 +40,7 @@ class ClaimLoop:
         self._tokens = [lease.keys.token(lease.worker_id), lease.keys.wake]
         self._changed = asyncio.Event()
         self._taking = asyncio.Lock()
+        self._aside: dict[str, tuple[Claim, asyncio.Task[None]]] = {}
 
     def poke(self) -> None:
         """There may be room, or different weights, now."""
@@ -45,13 +48,42 @@ class ClaimLoop:
 
     @property
     def under_way(self) -> bool:
-        """Whether a claim may have given jobs that are not admitted yet."""
+        """Whether a claim may have given jobs that are neither admitted nor `aside` yet."""
         return self._taking.locked()
 
-    async def settled(self) -> None:
-        """Return when the jobs of a claim under way are admitted. While `room` is 0 no other claim follows."""
+    @property
+    def aside(self) -> list[Claim]:
+        """Claimed jobs whose admission takes its time beside further claims."""
+        return [claim for claim, _ in self._aside.values()]
+
+    def admit_aside(self, claim: Claim, admission: Coroutine[Any, Any, None]) -> None:
+        """Run a job's slow admission beside further claims. It has ended when the job is not `aside` any more."""
+        self.drop(claim.job_id)  # of an earlier claim, which a failover of Redis has lost
+        task = asyncio.create_task(admission)
+        self._aside[claim.job_id] = claim, task
+        task.add_done_callback(partial(self._admitted, claim.job_id))
+
+    def _admitted(self, job_id: str, task: asyncio.Task[None]) -> None:
+        if self._aside.get(job_id, (None, None))[1] is task:
+            del self._aside[job_id]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("job %s could not be admitted; it is given back", job_id, exc_info=error)
+        self.poke()
+
+    def drop(self, job_id: str) -> None:
+        """Do not admit a job that is `aside`: it is not wanted any more."""
+        if job_id in self._aside:
+            self._aside.pop(job_id)[1].cancel()
+
+    async def settled(self, *, slow: bool = True) -> None:
+        """Return when all claimed jobs are admitted; those that are `aside` only count if `slow`.
+
+        While `room` is 0 no other claim follows.
+        """
         async with self._taking:
             pass
+        if slow and self._aside:
+            await asyncio.wait([task for _, task in self._aside.values()])
 
     async def run(self) -> None:
         """Claim until cancelled. Raises LeaseLost."""
@@ -83,7 +115,7 @@ class ClaimLoop:
                 if wake.done():
                     wake = None
         finally:
-            for task in (wake, changed):
+            for task in (wake, changed, *(task for _, task in self._aside.values())):
                 if task is not None:
                     task.cancel()
 

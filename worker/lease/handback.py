@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from ...messages.broker import Broker, Lease, Release
+from ...messages.broker import Broker, Claim, Lease, Release
 from ...messages.redis import name_once
 from ..jobs import HeldJob, HeldJobs
 from .batches import batches, each, is_about_data
@@ -55,6 +55,10 @@ class Handback:
             await self._send(lease, releases)
         finally:
             self._leaving -= ids
+
+    async def release_claims(self, lease: Lease, claims: list[Claim]) -> None:
+        """Give back jobs that were claimed and not begun."""
+        await self._send(lease, [Release(claim.job_id, claim.attempt) for claim in claims])
 
     async def release_all(self, busy: set[str]) -> None:
         """Give back every held job but those in `busy`, as `release` does."""
