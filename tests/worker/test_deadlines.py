@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from support.pools.pool import eventually, worker
 from support.specimens.messages import tokens
@@ -9,6 +11,7 @@ from support.specimens.messages import tokens
 from rolloutmq import JobFailed, RolloutClient, SamplingParams
 from rolloutmq.messages.broker.lease import Lease
 from rolloutmq.messages.errors import RedisUnavailable
+from rolloutmq.worker.lease import Membership
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 from rolloutmq.worker.worker import Worker
 
@@ -58,3 +61,23 @@ async def test_the_slots_are_free_even_if_redis_cannot_be_told(
         with pytest.raises(JobFailed, match="expired"):
             await client.wait(job)
         assert (await client.load()).expired == 1
+
+
+async def test_no_late_job_waits_until_redis_has_been_told_of_another(
+    redis_db: str, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    async def frozen(self: Lease, job_id: str, *_: object) -> bool:
+        told.append(job_id)
+        await asyncio.Event().wait()
+        return False
+
+    monkeypatch.setattr(Lease, "expire", frozen)
+    monkeypatch.setattr(Membership, "run", no_news)
+    engine = slow()
+    async with worker(redis_db, engine=engine, drain_s=0.0):
+        await client.submit(tokens(sampling=LONG, deadline_s=0.2))
+        await client.submit(tokens(sampling=LONG, deadline_s=0.4))
+        await eventually(lambda: len(told) == 2)
+        await eventually(lambda: not engine._running)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from redis.exceptions import RedisError
 
 from ...messages.broker import Lease
-from ..jobs import HeldJobs
+from ..jobs import HeldJob, HeldJobs
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +22,7 @@ class Deadlines:
         self._held, self._drop = held, drop
         self._next: float | None = None
         self._sooner = asyncio.Event()
+        self._telling: set[asyncio.Task[None]] = set()
 
     def look(self, deadline: float | None) -> None:
         """Watch a new job's deadline, which is on the monotonic clock."""
@@ -44,7 +45,12 @@ class Deadlines:
             now = time.monotonic()
             for held in [one for one in self._held if one.deadline is not None and one.deadline <= now]:
                 self._drop(held.id)
-                try:
-                    await lease.expire(held.id, held.claim.attempt)
-                except (RedisError, OSError) as error:
-                    log.warning("job %s is past its deadline, and Redis could not be told: %s", held.id, error)
+                telling = asyncio.create_task(self._tell(lease, held))  # others may be late before Redis has answered
+                self._telling.add(telling)
+                telling.add_done_callback(self._telling.discard)
+
+    async def _tell(self, lease: Lease, held: HeldJob) -> None:
+        try:
+            await lease.expire(held.id, held.claim.attempt)
+        except (RedisError, OSError) as error:
+            log.warning("job %s is past its deadline, and Redis could not be told: %s", held.id, error)

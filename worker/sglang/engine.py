@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ...messages.errors import EngineDead, EngineError, RequestRefused
+from ...messages.errors import EngineDead, EngineError, RequestRefused, RolloutMQError
 from ...sync.transfer import TransferOrder, TransferReport
 from ..engine import (
     NOTHING_MORE,
@@ -67,18 +67,20 @@ class SGLangEngine:
             if self._run.alive:
                 raise EngineError("the engine is already running")
             await self.close()
-        self._run = SGLangRun(self.config, self._weight_loader)
+        self._processors.load_own()
+        run = SGLangRun(self.config, self._weight_loader)
+        info = await run.open()  # leaves nothing behind if it fails
+        self._run = run
         try:
-            self._processors.load_own()
-            info = await self._run.open()
-            manager = self._run.manager
-            self._info = replace(info, features=features(self.config, manager, info.device))
-            self._shapes = self._run.engine.shapes()
+            self._info = replace(info, features=features(self.config, run.manager, info.device))
+            self._shapes = run.engine.shapes()
             if self.config.task == "reward":
-                await clear_head(manager, self.config.model, self.config.tp_size)
-        except BaseException:
-            self._run = None
-            raise
+                await clear_head(run.manager, self.config.model, self.config.tp_size)
+        except BaseException as error:
+            await self.close()  # or nothing could be started in this process any more
+            if isinstance(error, RolloutMQError) or not isinstance(error, Exception):
+                raise
+            raise EngineError(f"SGLang started {self.config.model!r}, which cannot be used: {error}") from error
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """See the protocol."""
