@@ -14,7 +14,7 @@ from functools import partial
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from ..messages.broker import Beat, Claim, CommandBox, Finished, Lease, Release
+from ..messages.broker import Beat, Claim, CommandBox, Finished, Lease, Release, Witness
 from ..messages.errors import EngineError, LeaseLost, RequestRefused
 from ..messages.model import WorkerState, WorkerStatus
 from ..messages.redis import Bell, Ring, connect, ping
@@ -63,6 +63,7 @@ class Worker:
         self._peer: Peer | None = None
         self._claims: ClaimLoop | None = None
         self._lease: Lease | None = None
+        self._witness = Witness()
         self._draining = asyncio.Event()
         self._keeper = EngineKeeper(
             engine,
@@ -120,7 +121,7 @@ class Worker:
         assert self._follower is not None
         self.worker_id = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
         self._box = CommandBox(redis, self.config.pool, self.worker_id)
-        self._lease = lease = Lease(redis, self.config.pool, self.worker_id, self.config.lease_s)
+        self._lease = lease = Lease(redis, self.config.pool, self.worker_id, self.config.lease_s, self._witness)
         self._claims = self._service.claims = ClaimLoop(lease, waker, self._room, self._serves, self._admit)
         membership = Membership(lease, self.config.beat_s, self.config.max_lost)
         bell = Bell(listener, self.config.pool)

@@ -4,6 +4,7 @@ from .broker import BATCH_BYTES, ENTRY_BYTES, PIECES_COUNT, Broker, Caps, PoolLo
 from .command_channel import CommandBox, CommandSender
 from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
 from .lease import MAX_CALL_TOKENS, Beat, Claim, Finished, Lease, Piece, Release
+from .witness import Witness, living_workers
 
 __all__ = [
     "BATCH_BYTES",
@@ -26,5 +27,7 @@ __all__ = [
     "Receipt",
     "Release",
     "Reply",
+    "Witness",
+    "living_workers",
     "successor",
 ]

@@ -16,6 +16,7 @@ from ..errors import InvalidField, MessageError, PoolBusy, RedisRefused
 from ..model import PRIORITIES, GenerateJob, JobFailure, WorkerStatus
 from ..redis import Keys, text, whole
 from ..scripts import Scripts, calls
+from .witness import Witness
 
 BATCH_JOBS = 512
 BATCH_BYTES = 4 << 20
@@ -99,6 +100,7 @@ class Broker:
         self.keys = Keys(pool)
         self.caps = caps or Caps()
         self._scripts = Scripts(redis, self.keys)
+        self._witness = Witness()
 
     async def enqueue(self, jobs: Sequence[Job], letter: str = "") -> list[str]:
         """Accept `jobs` in order. Returns "new" for each, or the state of an earlier submission under the same id:
@@ -231,7 +233,10 @@ class Broker:
 
     async def end_overdue(self, budget: int = 256) -> int:
         """End jobs past their deadline. Returns how many. Workers do this too, but a pool may have no worker."""
-        return int(await self._scripts.run(calls.overdue(budget)))
+        asked_at = self._witness.now()
+        ended, clock = await self._scripts.run(calls.overdue(budget, *self._witness.says()))
+        self._witness.hears(clock, asked_at)
+        return int(ended)
 
     async def read_replies(
         self, client_id: str, after: str, *, count: int = 256, block_ms: int | None = None, redis: Redis | None = None

@@ -22,6 +22,7 @@ from ..ids import new_id
 from ..model import Command, CommandReply
 from ..redis import Keys, text
 from ..scripts import Scripts, calls
+from .witness import living_workers
 
 ANSWERS_TTL_S = 600
 """How long answers are kept after the first one."""
@@ -92,10 +93,7 @@ class CommandSender:
 
     async def gone(self, workers: Sequence[str]) -> set[str]:
         """Which of these workers have left or lost their lease."""
-        seconds, micros = await self._redis.time()
-        now = seconds * 1000 + micros // 1000
-        alive = await self._redis.zrangebyscore(self.keys.workers, now, "+inf")
-        return set(workers) - {text(worker) for worker in alive}
+        return set(workers) - await living_workers(self._redis, self.keys)
 
 
 class CommandBox:

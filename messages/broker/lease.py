@@ -13,6 +13,7 @@ from ..errors import LeaseLost
 from ..model import PRIORITIES, Partial, WorkerStatus
 from ..redis import Keys, text, whole
 from ..scripts import Scripts, calls
+from .witness import Witness
 
 REAPED = 256
 """One call of `reap` is about at most so many jobs and workers."""
@@ -98,7 +99,10 @@ class Release:
 class Lease:
     """One incarnation of a worker. It ends with LeaseLost: the worker joins again under a new id."""
 
-    def __init__(self, redis: Redis, pool: str, worker_id: str, lease_s: float = 10.0) -> None:
+    def __init__(
+        self, redis: Redis, pool: str, worker_id: str, lease_s: float = 10.0, witness: Witness | None = None
+    ) -> None:
+        """witness: of the process' earlier leases in the same pool."""
         # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
         self.redis: Any = redis
         self.keys = Keys(pool)
@@ -106,6 +110,7 @@ class Lease:
         self.lease_s = lease_s
         self._scripts = Scripts(redis, self.keys)
         self._claims = 0
+        self._witness = witness or Witness()
 
     async def join(self, status: WorkerStatus) -> Beat:
         """Register. From then on the worker may claim. Each beat renews the lease for `lease_s` seconds."""
@@ -116,11 +121,14 @@ class Lease:
         return await self._beat(status, join=False)
 
     async def _beat(self, status: WorkerStatus, join: bool) -> Beat:
-        lease_ms = round(self.lease_s * 1000)
-        answer = await self._scripts.run(calls.heartbeat(self.worker_id, lease_ms, encode(status), int(join)))
+        lease_ms, asked_at, witnessed = round(self.lease_s * 1000), self._witness.now(), self._witness.says()
+        call = calls.heartbeat(self.worker_id, lease_ms, encode(status), int(join), *witnessed)
+        answer = await self._scripts.run(call)
         if answer[0] == b"FENCED":
             raise LeaseLost(f"worker {self.worker_id} was not heard of for {self.lease_s} s")
-        return Beat(*answer[1:])
+        *told, clock = answer[1:]
+        self._witness.hears(clock, asked_at)
+        return Beat(*told)
 
     async def claim(
         self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None
@@ -186,7 +194,7 @@ class Lease:
         """
         totals = [0, 0, 0, 0]
         for _ in range(most_calls):
-            *counts, more = await self._scripts.run(calls.reap(max_lost, budget))
+            *counts, more = await self._scripts.run(calls.reap(max_lost, budget, *self._witness.says()))
             totals = [total + count for total, count in zip(totals, counts, strict=True)]
             if not more:
                 break

@@ -55,11 +55,11 @@ class Keys:
         return tuple(f"{self.prefix}later:{index}" for index in range(len(PRIORITIES)))
 
     prefers = _Key()
-    """ZSET job id -> Redis milliseconds until which the job, in `later`, waits for the worker that it prefers."""
+    """ZSET job id -> time of the pool's clock until which the job, in `later`, waits for the worker that it prefers."""
     suspects = _Key()
     """LIST of job ids on their last chance. Each of them runs alone."""
     ward = _Key()
-    """STRING with a TTL: the worker that runs suspects now."""
+    """STRING with a TTL, <ms>@<worker id>: the worker that runs suspects, until then by the pool's clock."""
 
     def job(self, job_id: str) -> str:
         """HASH, the record of a job: payload, state, owner, attempt, published samples, partials."""
@@ -106,9 +106,11 @@ class Keys:
         return f"{self.prefix}aside:{name}"
 
     workers = _Key()
-    """ZSET worker id -> lease end, Redis milliseconds."""
+    """ZSET worker id -> lease end, by the pool's clock."""
     deadlines = _Key()
-    """ZSET job id -> deadline, Redis milliseconds."""
+    """ZSET job id -> deadline, by the pool's clock."""
+    clock = _Key()
+    """HASH, the pool's clock in milliseconds: what was witnessed of it, what nobody watched. See scripts/lib.lua."""
     load = _Key()
     """HASH of counters: jobs and bytes open now, unread bytes, turns owed to lower classes, and totals."""
     unread = _Key()

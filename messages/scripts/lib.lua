@@ -70,9 +70,66 @@ local function counted(text)
   return number % 1 == 0 and math.abs(number) < 1e15 and number or 0
 end
 
-local function now_ms()
+-- Redis' own clock. For people, and for what nobody watched: it may be stepped, and is another host's after a failover.
+local function redis_ms()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+-- The pool's clock, HASH <prefix>clock, in ms. It neither steps nor jumps: only a witness moves it, who has counted by
+-- its own monotonic clock since it last heard of it. Redis' clock bounds that, so a witness that is too fast does no harm.
+-- One that is too slow does none either, as long as there is another: the clock is where the furthest witness says.
+--   at     what was witnessed, beginning with Redis' time. Leases follow it.
+--   seen   Redis' time at that moment. A step back moves it; so does a step forward that a witness contradicts.
+--   slept  what passed while nobody was there to watch, as Redis' clock told it. Deadlines follow at + slept.
+--   until  the last lease ends then
+--   gap    what Redis' clock says has passed before somebody came who had not been there, though others may have been:
+--          it is slept if one of these saw it pass (they heard of `at` up to gap_at), or if none of their leases, up to
+--          gap_end, is left; and it never was if one of them comes and did not see it.
+local clock_key = prefix .. 'clock'
+local UNWITNESSED_MS = 2000    -- so much is believed of Redis' clock without a witness
+local STEP_MS = 15000          -- longer than the oldest copy of a call that may arrive: a difference beyond is a step
+
+local the_clock
+local function clock()
+  if not the_clock then
+    local c = redis.call('HMGET', clock_key, 'at', 'slept', 'seen')
+    local at, slept, seen, redis_now = whole(c[1]), whole(c[2]) or 0, whole(c[3]), redis_ms()
+    local since = at and seen and math.max(0, math.min(redis_now - seen, 1000)) or 0
+    -- leases, deadlines: what is certain to have passed. now: with what has probably passed since then, 1 s at most.
+    the_clock = at and {leases = at, deadlines = at + slept, now = at + slept + since}
+      or {leases = 0, deadlines = 0, now = redis_now}
+  end
+  return the_clock
+end
+
+-- Move the clock on. heard, passed: what the caller last heard of `at`, nil if nothing, and the ms since then.
+local function tick(heard, passed)
+  local c = redis.call('HMGET', clock_key, 'at', 'seen', 'slept', 'gap', 'gap_at', 'gap_end', 'until')
+  local redis_now, witnessed = redis_ms(), heard and passed and heard + passed
+  local at, seen, slept, gap = whole(c[1]) or witnessed or redis_now, whole(c[2]) or redis_now, whole(c[3]) or 0, whole(c[4]) or 0
+  local gap_at, gap_end = whole(c[5]) or 0, whole(c[6]) or 0
+  if redis_now < seen then seen = redis_now end
+  local beat = redis_now - seen
+  if gap > 0 and (not witnessed or heard > gap_at) then
+    if at >= gap_end then slept, gap = slept + gap, 0 end
+  elseif gap > 0 then
+    slept, gap = slept + math.min(gap, math.max(0, witnessed - at - beat)), 0
+  end
+  if witnessed then
+    local on = math.max(0, math.min(beat, witnessed - at))
+    at, seen = at + on, seen + on
+    if on > 0 and beat - on > STEP_MS then seen = redis_now end
+  elseif beat <= UNWITNESSED_MS then
+    at, seen = at + beat, redis_now
+  else
+    -- 1 ms later, to tell who heard of the clock before the gap from who hears of it from now on.
+    gap, gap_at, gap_end, at, seen = gap + beat, at, whole(c[7]) or 0, at + 1, redis_now
+    if at > gap_end then slept, gap = slept + gap, 0 end
+  end
+  redis.call('HSET', clock_key, 'at', at, 'seen', seen, 'slept', slept, 'gap', gap, 'gap_at', gap_at, 'gap_end', gap_end)
+  the_clock = nil
+  return at
 end
 
 local function job_key(id) return prefix .. 'job:' .. id end
@@ -111,9 +168,9 @@ local function append(list, ...)
 end
 
 -- Whether this worker holds a lease.
-local function alive(worker, now)
+local function alive(worker)
   local lease = redis.call('ZSCORE', prefix .. 'workers', worker)
-  return lease and tonumber(lease) > now
+  return lease and tonumber(lease) > clock().leases
 end
 
 local function ring(...)
@@ -177,7 +234,7 @@ end
 local function dead_letter(id, cause, host, err)
   local f = redis.call('HMGET', job_key(id), 'p', 'a')
   redis.call('XADD', prefix .. 'dead', 'MAXLEN', '~', DEAD_LETTERS, '*', 'id', id, 'cause', cause, 'host', host, 'error', err,
-             'attempts', f[2] or '0', 'at', now_ms(), 'payload', f[1] or '')
+             'attempts', f[2] or '0', 'at', redis_ms(), 'payload', f[1] or '')
   fail(id, 'dead', cause, host, err)
 end
 
@@ -246,8 +303,8 @@ end
 
 -- Move jobs whose time to wait for a preferred worker is over to the front of their queues, at most `budget`. Returns
 -- how many.
-local function end_preferences(now, budget)
-  local ids = redis.call('ZRANGEBYSCORE', prefers_key, '-inf', now, 'LIMIT', 0, math.max(budget, 0))
+local function end_preferences(budget)
+  local ids = redis.call('ZRANGEBYSCORE', prefers_key, '-inf', clock().deadlines, 'LIMIT', 0, math.max(budget, 0))
   for i = #ids, 1, -1 do
     local id = ids[i]
     local f = redis.call('HMGET', job_key(id), 'st', 'q')
@@ -308,8 +365,8 @@ end
 
 -- End jobs that are past their deadline, at most `budget`. The worker stops a running one. If it has not done so after a
 -- second, no worker will, and the job ends here. Returns how many were ended.
-local function end_overdue(now, budget)
-  local expired, running = 0, {}
+local function end_overdue(budget)
+  local expired, running, now = 0, {}, clock().deadlines
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'deadlines', '-inf', now, 'LIMIT', 0, math.max(budget, 0))) do
     local f = redis.call('HMGET', job_key(id), 'st', 'e')
     if not whole(f[2]) or (f[1] ~= 'q' and f[1] ~= 'r') then

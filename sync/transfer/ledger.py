@@ -18,6 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from ...messages.broker import living_workers
 from ...messages.codec import decode, encode
 from ...messages.errors import InvalidField, MessageError, WeightSyncError
 from ...messages.model import NCCL_AGREED, NCCL_CTAS, WeightAnnouncement
@@ -228,10 +229,8 @@ class Ledger:
         return waiting & await self.live_workers() if waiting else set()
 
     async def live_workers(self) -> set[str]:
-        """Workers whose lease has not run out, by Redis' clock."""
-        seconds, micros = await self.redis.time()
-        now = seconds * 1000 + micros // 1000
-        return {text(worker) for worker in await self.redis.zrangebyscore(self.keys.workers, now, "+inf")}
+        """Workers whose lease has not run out."""
+        return await living_workers(self.redis, self.keys)
 
 
 def _what(announcement: WeightAnnouncement) -> int | str:

@@ -11,11 +11,11 @@ if #known > 0 then -- sent again, after its reply was lost
   end
   return roster
 end
-for _, worker in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'workers', now_ms(), '+inf')) do
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'workers', '(' .. clock().leases, '+inf')) do
   if ARGV[3] == '' or ARGV[3] == worker then roster[#roster + 1] = worker end
 end
 if #roster == 0 then return roster end
-redis.call('HSET', key, 'm', ARGV[4])
+redis.call('HSET', key, 'm', ARGV[4], 'until', clock().now + tonumber(ARGV[5]))
 for _, worker in ipairs(roster) do redis.call('HSET', key, 'w:' .. worker, '') end
 redis.call('PEXPIRE', key, ARGV[5])
 ring('kind', 'command', 'worker', ARGV[3], 'id', ARGV[2])

@@ -13,10 +13,10 @@ local max_jobs, max_samples, version, classes = tonumber(ARGV[4]), tonumber(ARGV
 local SCAN = 64               -- entries one claim looks at beyond what it takes
 local MAX_BYTES = 8388608     -- of payloads and partials, after which one claim takes no further job
 local WARD_MS = 10000         -- somebody else may have the turn when its ward has not claimed for so long
+local WARD_TTL_S = 7200       -- by Redis' clock, and only so that nothing is left in a pool without workers
 local SHARE = 8               -- a class gets its turn when this many jobs of higher ones went past it
-local now = now_ms()
 local worker_key = prefix .. 'worker:' .. worker
-if not alive(worker, now) then return {'NOLEASE'} end
+if not alive(worker) then return {'NOLEASE'} end
 
 local ADAPTER = 1099511627776  -- 2^40; weights versions above it count as it
 
@@ -49,8 +49,8 @@ local function hand_over(id, f)
     end
   end
   bytes = bytes + #f[1]
-  local left = f[4] and tostring(tonumber(f[4]) - now) or ''
-  append(given, id, f[2], f[7], tostring(now - tonumber(f[3])), left, f[1], progress)
+  local left = f[4] and tostring(tonumber(f[4]) - clock().now) or ''
+  append(given, id, f[2], f[7], tostring(math.max(0, clock().now - tonumber(f[3]))), left, f[1], progress)
 end
 
 local last = redis.call('HMGET', worker_key, 'claim', 'ids', 'alone', 'number')
@@ -97,7 +97,7 @@ end
 local function leave_to_preferred(id, preference, attempt, accepted, later)
   local ms, other = string.match(preference, '^(%d+)@(.+)$')
   local until_ms = tonumber(accepted) + (whole(ms) or 0)
-  if other == worker or attempt ~= '0' or until_ms <= now or not alive(other, now) then return false end
+  if other == worker or attempt ~= '0' or until_ms <= clock().deadlines or not alive(other) then return false end
   local its_key = prefix .. 'worker:' .. other
   local its_number = whole(redis.call('HGET', its_key, 'number'))
   if not its_number then
@@ -121,7 +121,7 @@ local function settle(id, later)
   if wrong then return give_up(id, 'field ' .. wrong .. ' of its record is missing or no such thing') end
   if f[13] then redis.call('ZREM', prefers_key, id) end
   local score = not f[14] and score_of(f[9], f[10], f[12])   -- what only has to be ended needs no weights
-  if f[4] and tonumber(f[4]) <= now then
+  if f[4] and tonumber(f[4]) <= clock().deadlines then
     fail(id, 'expired', 'its deadline passed in the queue', '', '')
   elseif score then
     redis.call('ZADD', later, score, id)       -- out of the way of those behind it
@@ -146,9 +146,16 @@ local function remember()
 end
 
 -- One worker at a time is the ward for suspects: it lets what it holds run out, then takes them one by one.
-local ward, alone = prefix .. 'ward', last[3]
-if alone and redis.call('SISMEMBER', held_key(worker), alone) == 1 then
-  if redis.call('GET', ward) == worker then redis.call('PEXPIRE', ward, WARD_MS) end
+local ward_key, alone_with = prefix .. 'ward', last[3]
+local function ward()
+  local until_ms, holder = string.match(redis.call('GET', ward_key) or '', '^(%d+)@(.*)$')
+  return whole(until_ms) and whole(until_ms) > clock().leases and holder or nil
+end
+local function be_ward()
+  redis.call('SET', ward_key, clock().leases + WARD_MS .. '@' .. worker, 'EX', WARD_TTL_S)
+end
+if alone_with and redis.call('SISMEMBER', held_key(worker), alone_with) == 1 then
+  if ward() == worker then be_ward() end
   return remember()
 end
 
@@ -172,8 +179,8 @@ end
 
 if redis.call('LLEN', suspects_key) > 0 then
   local id, class = next_suspect()
-  if id and (redis.call('GET', ward) == worker or redis.call('SET', ward, worker, 'NX', 'PX', WARD_MS)) then
-    redis.call('PEXPIRE', ward, WARD_MS)
+  if id and (ward() or worker) == worker then
+    be_ward()
     while id and redis.call('SCARD', held_key(worker)) == 0 do
       redis.call('LREM', suspects_key, 1, id)
       consider(id, later_key(class))

@@ -16,7 +16,7 @@ end
 local load = redis.call('HMGET', load_key, 'jobs', 'bytes', 'unread')
 local jobs, open_bytes, all_unread = counted(load[1]), counted(load[2]), counted(load[3])
 local accepted, bytes = 0, 0
-local now = now_ms()
+local now = clock().now
 local states, unread, waiting = {}, {}, {}
 
 -- Why a job may not come in now, or nil. One job is let into an empty pool whatever its size: it would never fit later.

@@ -9,7 +9,7 @@ if redis.call('HGET', version, 'st') == 'given' then return 'given' end
 redis.call('HSET', key, 'm', ARGV[4], 'st', 'joining')
 redis.call('EXPIRE', key, ARGV[5])
 redis.call('HSET', prefix .. 'weights', 'open', ARGV[2])
-if not redis.call('HGET', version, 'st') then redis.call('HSET', version, 'st', 'announced', 'at', now_ms()) end
+if not redis.call('HGET', version, 'st') then redis.call('HSET', version, 'st', 'announced', 'at', redis_ms()) end
 redis.call('EXPIRE', version, ARGV[5])
 -- A number that was announced is never given to other tensors: some worker may have them under it, committed or not.
 local weights, name, number = prefix .. 'weights', string.match(ARGV[3], '^(.*)@(%d+)$')

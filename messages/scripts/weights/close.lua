@@ -10,7 +10,7 @@ if redis.call('HGET', weights, 'open') == ARGV[2] then redis.call('HSET', weight
 local version = prefix .. 'version:' .. ARGV[3]
 local before = redis.call('HMGET', version, 'st', 'epoch')
 if before[1] ~= 'committed' and (before[1] ~= ARGV[4] or before[2] ~= ARGV[2]) then
-  redis.call('HSET', version, 'st', ARGV[4], 'epoch', ARGV[2], 'closed', now_ms())
+  redis.call('HSET', version, 'st', ARGV[4], 'epoch', ARGV[2], 'closed', redis_ms())
 end
 redis.call('EXPIRE', version, ARGV[5])
 local adapter, number = string.match(ARGV[3], '^(.+)@(%d+)$')

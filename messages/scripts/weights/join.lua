@@ -9,7 +9,7 @@ if state ~= 'joining' then
   if state == 'sealed' and redis.call('HGET', key, 'join:' .. ARGV[3]) == ARGV[4] then return 'ok' end
   return state or 'unknown'
 end
-if not alive(ARGV[3], now_ms()) then return 'nolease' end
+if not alive(ARGV[3]) then return 'nolease' end
 redis.call('HSET', key, 'join:' .. ARGV[3], ARGV[4])
 ring('kind', 'join', 'epoch', ARGV[2])
 return 'ok'

@@ -5,7 +5,7 @@ local weights, key, number = prefix .. 'weights', prefix .. 'version:' .. ARGV[2
 if redis.call('HGET', key, 'by') == ARGV[3] then return 0 end
 local highest = tonumber(redis.call('HGET', weights, 'highest')) or 0
 if number <= highest then return highest end
-redis.call('HSET', key, 'st', 'given', 'by', ARGV[3], 'at', now_ms())
+redis.call('HSET', key, 'st', 'given', 'by', ARGV[3], 'at', redis_ms())
 redis.call('EXPIRE', key, ARGV[4])
 redis.call('HSET', weights, 'highest', number)
 return 0

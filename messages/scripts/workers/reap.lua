@@ -1,10 +1,11 @@
 -- Take back the jobs of dead workers and end overdue jobs, a bounded number per call.
--- ARGV: prefix, max_lost, most
--- max_lost: leases that a job may lose. most: jobs and workers, together, that one call is concerned with.
+-- ARGV: prefix, max_lost, most, heard, passed
+-- max_lost: leases that a job may lose. most: jobs and workers, together, that one call is concerned with. heard, passed:
+-- what the caller witnessed, see tick.
 -- Returns {requeued, dead-lettered, expired, workers removed, 1 if there is more to do}
 local max_lost, most = tonumber(ARGV[2]), tonumber(ARGV[3])
 local MAX_BYTES = 8388608     -- of payloads of dead letters, after which one call takes back no further job
-local now, left, bytes = now_ms(), most, 0
+local now, left, bytes = tick(whole(ARGV[4]), whole(ARGV[5])), most, 0
 local requeued, dead, removed, gone = 0, 0, 0, {}
 
 -- Returns whether the job goes back; its record is damaged if not.
@@ -44,8 +45,8 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'workers', '-inf',
   end
 end
 if removed > 0 then forget_wants(gone) end
-local expired = end_overdue(now, left)
-local undecided = end_preferences(now, left - expired)
+local expired = end_overdue(left)
+local undecided = end_preferences(left - expired)
 -- Check one reply stream per call. If it has expired unread, its bytes are no longer counted.
 local client = redis.call('HRANDFIELD', prefix .. 'unread')
 if client and redis.call('EXISTS', prefix .. 'reply:' .. client) == 0 then nothing_unread(client) end

@@ -43,6 +43,7 @@ KINDS = (
     Kind("client:", "set", "client", index=True),
     Kind("deadlines", "zset", "fixed", index=True),
     Kind("workers", "zset", "fixed"),
+    Kind("clock", "hash", "fixed"),
     Kind("worker:", "hash", "worker"),
     Kind("ward", "string", "ttl"),
     Kind("mark", "string", "ttl"),

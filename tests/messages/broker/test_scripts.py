@@ -22,9 +22,9 @@ from rolloutmq.sync.transfer.order import TransferReport
 ELSEWHERE = ("lib", "audit_", "dead_page")
 """Scripts that only read, and the one that is tried with the dead letters."""
 ALL = {path.stem for path in FOLDER.rglob("*.lua") if not path.name.startswith(ELSEWHERE)}
-SAYS_LOOK = ("bell", "wake", "news:client")
-LASTING = {"load", "bell", "weights", "dead"}
-"""The only keys that may outlive everything: counters, the bounded bell, the newest version, dead letters."""
+SAYS_LOOK = ("bell", "wake", "news:client", "clock")
+LASTING = {"load", "bell", "weights", "dead", "clock"}
+"""The only keys that may outlive everything: counters, bounded bell, newest version, dead letters, clock."""
 
 
 async def lifecycle(  # noqa: PLR0915 – a life is one story

@@ -70,15 +70,15 @@ LIES = {
         "",
     ),
     "ended suspects stay": ("claim", "redis.call('LREM', suspects_key, 1, id)\n    elseif", "elseif"),
-    "a ward's turn is not renewed": ("claim", "== worker then redis.call('PEXPIRE', ward, WARD_MS) end", "then end"),
+    "a ward's turn is not renewed": ("claim", "if ward() == worker then be_ward() end", ""),
     "ended ids fill a queue": ("enqueue", "waiting[class] >= 2 * max_jobs and looks > 0", "false"),
     "a failure is of no group": ("lib", "'G', r[11] or id", "'G', id"),
     "a stray is taken from its worker": ("reap", "f[1] ~= 'r' or f[2] ~= worker", "f[1] ~= 'r'"),
     "a job without a record stays held": ("release", "redis.call('EXISTS', job_key(id)) == 0", "false"),
     "a transfer opens again": ("announce", "state and state ~= 'joining'", "false"),
-    "a preference is for ever": ("claim", "until_ms <= now", "false"),
+    "a preference is for ever": ("claim", "until_ms <= clock().deadlines", "false"),
     "a preference is for every attempt": ("claim", "attempt ~= '0'", "false"),
-    "nobody ends a preference": ("reap", "undecided = end_preferences(now, left - expired)", "undecided = 0"),
+    "nobody ends a preference": ("reap", "undecided = end_preferences(left - expired)", "undecided = 0"),
     "a worker that is gone is waited for": ("lib", "redis.call('ZADD', prefers_key, 0, id)", ""),
     "an ended job is still left to a worker": ("lib", "if f.P then redis.call('ZREM', prefers_key, id) end", ""),
     "the preferred worker looks in vain": ("claim", "ranges[#ranges + 1] = {-last[4], -last[4]}", "last[4] = nil"),
@@ -115,7 +115,8 @@ class PoolMachine(WorkerRules):
     @rule()
     def ward_ages(self) -> None:
         """And the ward claims, as it does all the time."""
-        self.redis.pexpire(f"{PREFIX}ward", WARD_MS // 2)
+        until = int(self.state["clock"]["at"]) + WARD_MS // 2
+        self.redis.set(f"{PREFIX}ward", f"{until}@{self.state['ward']}", keepttl=True)
         self.state = self.look()
         if self.state["ward"] in self.model.workers:
             self.take(Claiming(self.state["ward"], 2, 9, 3))
@@ -198,7 +199,7 @@ class PoolMachine(WorkerRules):
         assert self.call("leave", worker) == 0
         del self.model.workers[worker]
         state = self.look()
-        assert {key for key, ttl in state.ttl.items() if ttl == -1} <= {"load", "bell", "weights", "dead"}
+        assert {key for key, ttl in state.ttl.items() if ttl == -1} <= {"load", "bell", "weights", "dead", "clock"}
 
 
 @pytest.fixture

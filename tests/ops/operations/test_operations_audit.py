@@ -50,7 +50,7 @@ class Pool:
         (claim,) = await other.claim(1, 9, 0)
         await other.release([Release(claim.job_id, 1, lost=True)], 2)
         await other.leave()
-        await self.db.set(self.keys.ward, "nobody", px=600_000)
+        await self.db.set(self.keys.ward, f"{10**14}@nobody", px=600_000)
         await self.broker.enqueue([self.done, self.running])
         await lease.claim(2, 9, 0)
         await lease.complete([Finished(self.done.id, 1, 0, result(self.done))])

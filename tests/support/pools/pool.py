@@ -36,7 +36,7 @@ async def eventually(condition: Callable[[], Any], timeout: float = 10.0, what: 
         await asyncio.sleep(0.005)
 
 
-async def dump(redis: Redis, skip: tuple[str, ...] = ("bell", "wake")) -> dict[str, Any]:
+async def dump(redis: Redis, skip: tuple[str, ...] = ("bell", "wake", "clock")) -> dict[str, Any]:
     """Every key and its content, apart from keys that end with `skip` and the times until leases end."""
     read = {
         b"hash": redis.hgetall,

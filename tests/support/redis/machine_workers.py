@@ -50,8 +50,8 @@ class WorkerRules(ClientRules):
         self.incarnations += 1
         worker = f"w{self.incarnations}"
         answer, second = self.send("heartbeat", worker, HOUR_MS, "status", 1, again=again)
-        assert answer == ["OK", 0, self.model.committed, 0]
-        assert second in (None, answer)
+        assert answer[:4] == ["OK", 0, self.model.committed, 0]
+        assert second is None or second[:4] == answer[:4]
         self.model.workers[worker] = False
         self.claims[worker] = 0
 
@@ -63,7 +63,7 @@ class WorkerRules(ClientRules):
         if worker not in self.model.workers:
             assert answer == ["FENCED"]
             return
-        assert answer == ["OK", len(self.model.held(worker)), self.model.committed, 0]
+        assert answer[:4] == ["OK", len(self.model.held(worker)), self.model.committed, 0]
         self.model.workers[worker] = False
 
     @precondition(lambda self: self.model.workers)

@@ -108,11 +108,16 @@ class State:
             "stream": lambda found: {id: dict(zip(flat[::2], flat[1::2], strict=True)) for id, flat in found},
             "string": str,
         }
-        return cls({key: shape[kind](content) for key, kind, _, content in raw}, {key: ttl for key, _, ttl, _ in raw})
+        keys = {key: shape[kind](content) for key, kind, _, content in raw}
+        ttl = {key: ttl for key, _, ttl, _ in raw}
+        if "ward" in keys:  # its turn ends by the pool's clock
+            until, _, keys["ward"] = keys["ward"].partition("@")
+            ttl["ward"] = int(until) - int(keys["clock"]["at"])
+        return cls(keys, ttl)
 
     def stable(self) -> dict[str, Any]:
         """What a script sent a second time must leave as it is: all but ends of leases and what only says 'look'."""
-        look = ("bell", "wake", "token", "news", "workers")
+        look = ("bell", "wake", "token", "news", "workers", "clock")
         quiet = {key: found for key, found in self.keys.items() if key.partition(":")[0] not in look}
         return quiet | {"workers": set(self["workers"])}
 
@@ -129,7 +134,7 @@ class State:
         return {key[len(kind) + 1 :]: found for key, found in self.keys.items() if key.startswith(kind + ":")}
 
 
-LASTING = {"load", "bell", "weights", "dead", "workers", "deadlines", "unread", "suspects", "prefers"}
+LASTING = {"clock", "load", "bell", "weights", "dead", "workers", "deadlines", "unread", "suspects", "prefers"}
 LASTING_KINDS = {"queue", "later", "held", "client", "worker"}
 FLEETING_KINDS = {"reply", "version", "epoch", "news", "token"}
 
