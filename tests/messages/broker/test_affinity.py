@@ -11,6 +11,7 @@ from support.specimens.messages import job, tokens
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, GenerateJob, InvalidField, Lease, Release
+from rolloutmq.worker.lease import claims
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
@@ -157,8 +158,11 @@ async def test_a_suspect_prefers_nobody(broker: Broker, joined: Any, expire_leas
     assert await ids(await joined("w4")) == [mine.id]
 
 
-async def test_an_idle_worker_is_woken(redis_db: str, client: RolloutClient, broker: Broker) -> None:
-    """Neither of the two waits for its own second look: whoever takes the token passes the job on."""
+async def test_an_idle_worker_is_woken(
+    redis_db: str, client: RolloutClient, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of the two looks again by itself in this test: whoever takes the token passes the job on."""
+    monkeypatch.setattr(claims, "WAKE_S", 25)
     async with worker(redis_db) as one, worker(redis_db) as other:
         for turn in range(20):
             chosen = (one, other)[turn % 2]

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.exceptions
 from redis.asyncio.connection import SSLConnection
+from support.pools.pool import pauses
 
 from rolloutmq.messages import Broker
 from rolloutmq.messages.errors import ConfigError, InvalidField, RedisUnavailable
@@ -34,7 +35,9 @@ async def test_bytes_over_tcp_and_unix_socket(redis_server: EmbeddedRedis) -> No
             await client.delete("s")
 
 
-async def test_database_and_credentials_come_from_the_url(redis_server: EmbeddedRedis) -> None:
+async def test_database_and_credentials_come_from_the_url(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with connect(redis_server.url) as admin:
         await admin.execute_command("ACL", "SETUSER", "eve", "on", ">p@ss/word", "~*", "+@all")
         base = f"redis://eve:p%40ss%2Fword@127.0.0.1:{redis_server.port}"
@@ -43,8 +46,10 @@ async def test_database_and_credentials_come_from_the_url(redis_server: Embedded
         async with connect(redis_server.url.replace("/0", "/3")) as client:
             assert await client.get("k") == b"v"
         async with connect(base.replace("p%40ss", "wrong")) as client:
+            made = pauses(monkeypatch)
             with pytest.raises(RedisUnavailable, match="refused these credentials"):
                 await ping(client)
+            assert made == [], "refused is refused: nothing is tried again"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from support.pools.pool import check_scripted, short_retries, worker
+from support.pools.pool import check_scripted, pauses, short_retries, worker
 from support.redis.deployments import FAST_SYNC, follow, plain, replicated, sentinel, soon
 from support.specimens.messages import tokens
 
@@ -49,8 +49,10 @@ async def test_sentinels_and_servers_have_passwords_of_their_own(pair: Pair, mon
             with pytest.raises(RedisUnavailable, match=r"no sentinel names a primary of 'main': 127\.0\.0\.1"):
                 await ping(client)
         async with connect(f"redis+sentinel://:wrong@127.0.0.1:{port}/main?sentinel_password=watch") as client:
+            made = pauses(monkeypatch)
             with pytest.raises(RedisUnavailable, match="refused these credentials"):
                 await ping(client)
+            assert made == []
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.pools.pool import short_retries, worker
+from support.pools.pool import pauses, short_retries, worker
 from support.redis.deployments import Certificates, NoTls, tls_server
 from support.specimens.messages import tokens
 
@@ -42,7 +42,7 @@ def strict_port(certificates: Certificates, port: int) -> Iterator[int]:
 
 
 async def refused(url: str, complaint: str) -> None:
-    """Told as RedisUnavailable, without trying for seconds what cannot get better."""
+    """Told as RedisUnavailable."""
     async with connect(url) as client:
         with pytest.raises(RedisUnavailable, match=complaint):
             await ping(client)
@@ -55,16 +55,24 @@ async def test_a_pool_through_tls(port: int, certificates: Certificates) -> None
         assert len([one async for one in client.results(10)]) == 20
 
 
-async def test_an_authority_that_is_not_trusted(port: int, certificates: Certificates, tmp_path: Path) -> None:
+async def test_an_authority_that_is_not_trusted(
+    port: int, certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = pauses(monkeypatch)
     await refused(f"rediss://localhost:{port}", "CERTIFICATE_VERIFY_FAILED")
     other = Certificates.make(tmp_path)
     await refused(f"rediss://localhost:{port}?ssl_ca_certs={other.ca}", "CERTIFICATE_VERIFY_FAILED")
+    assert made == [], "another attempt could not help"
 
 
-async def test_the_name_has_to_be_the_servers(port: int, certificates: Certificates) -> None:
+async def test_the_name_has_to_be_the_servers(
+    port: int, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = pauses(monkeypatch)
     with tls_server(certificates, certificates.elsewhere) as elsewhere:
         url = f"rediss://localhost:{elsewhere}?ssl_ca_certs={certificates.ca}"
         await refused(url, "Hostname mismatch.*localhost")
+        assert made == []
         async with connect(url + "&ssl_check_hostname=false") as client:
             await ping(client)
 

@@ -113,6 +113,19 @@ def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundedRetry, "__init__", init)
 
 
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that are made between two attempts from now on, in seconds."""
+    made: list[float] = []
+    sleep = asyncio.sleep
+
+    async def paused(seconds: float) -> None:
+        made.append(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr("rolloutmq.messages.redis.retry.asyncio.sleep", paused)
+    return made
+
+
 class Running:
     """A worker on this event loop. `stop` drains it; `crash` is what a SIGKILL looks like from outside."""
 

@@ -26,6 +26,7 @@ async def channel(tmp_path: Path) -> AsyncIterator[Channel]:
     made = Channel(str(tmp_path))
     yield made
     made.close()
+    await eventually(lambda: not _served(), what="the threads that serve its connections to end")
 
 
 async def test_a_commit_is_answered_by_its_own_report(channel: Channel) -> None:
@@ -38,10 +39,17 @@ async def test_a_commit_is_answered_by_its_own_report(channel: Channel) -> None:
     assert await later == TORN
 
 
-async def test_who_asks_for_a_commit_that_never_was_is_not_kept(channel: Channel) -> None:
-    ControlServer(channel.folder, 0, Receiver(torch.device("cpu")))
+async def test_who_asks_for_a_commit_that_never_was_is_not_kept(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, before = ControlServer(channel.folder, 0, Receiver(torch.device("cpu"))), _served()
+    waited: list[float] = []
+    monkeypatch.setattr(server._posted, "wait", waited.append)  # returns at once: the time is over
     with pytest.raises(EngineError, match="rank 0 does not answer"):
-        await channel.ask(0, {"committed": "never", "timeout_s": 0.2})
+        await channel.ask(0, {"committed": "never", "timeout_s": 60.0})
+    assert len(waited) == 1
+    assert 0 < waited[0] <= 60.0, "the time that the question gives, and no longer"
+    await eventually(lambda: _served() == before)
 
 
 async def test_nobody_listens(channel: Channel) -> None:
