@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         SamplingParams,
         Segment,
         WaitTimeout,
+        WrongProcess,
         new_id,
     )
     from .messages.dialects import job_fields
@@ -81,6 +82,7 @@ __all__ = [
     "SkyRLEngine",
     "WaitTimeout",
     "WeightPublisher",
+    "WrongProcess",
     "job_fields",
     "new_id",
     "strip_wrappers",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         UnsupportedVersion,
         WaitTimeout,
         WeightSyncError,
+        WrongProcess,
     )
     from .ids import new_id
     from .model import (
@@ -98,6 +99,7 @@ __all__ = [
     "WeightManifest",
     "WeightSyncError",
     "WorkerStatus",
+    "WrongProcess",
     "connect",
     "decode",
     "encode",

@@ -5,6 +5,7 @@ An error about a value names the field, the value and what is allowed, so the te
 
 from __future__ import annotations
 
+import os
 import reprlib
 
 from redis.exceptions import ConnectionError, RedisError, ResponseError
@@ -150,6 +151,21 @@ class ConfigError(RolloutMQError):
 class RedisUnavailable(RolloutMQError, ConnectionError):
     """No redis-server could be reached or started, or the server was not ready in time: it loads, is a replica, or its
     cluster is reorganising. Repeating the call later is safe."""
+
+
+class WrongProcess(RolloutMQError):
+    """A client is used in a forked child of the process that made it. Make a new client there.
+
+    A forked child has none of the threads, and shares the sockets with its parent: what it sent would mix with the
+    parent's commands.
+    """
+
+    def __init__(self, what: str, pid: int) -> None:
+        super().__init__(f"{what} belongs to process {pid}, and this is process {os.getpid()}: make a new one here")
+        self.what, self.pid = what, pid
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.what, self.pid))
 
 
 class RedisRefused(RolloutMQError, ResponseError):

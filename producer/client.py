@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, Self, Unpack, cast
+from typing import Any, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from ..messages.broker import Broker, Caps, PoolLoad
-from ..messages.errors import InvalidField, PoolBusy, RolloutMQError, WaitTimeout
+from ..messages.errors import RolloutMQError
 from ..messages.model import (
     GenerateJob,
     JobFields,
@@ -23,14 +23,13 @@ from ..messages.model import (
     TurnFields,
     WorkerStatus,
 )
-from .calls import Delta, Prompt, Session, Streams, as_jobs, generate, tasks
+from .calls import Delta, Groups, Mapped, Prompt, Results, Session, Streams, as_jobs, generate, tasks
 from .control import PoolControl
 from .core import ClientCore
-from .inbox import Group, Handle, JobHandle, Outcome, as_group
+from .inbox import Group, Handle, JobHandle, Outcome
 
 __all__ = ["Group", "JobHandle", "Outcome", "RolloutClient"]
 MAX_OUTSTANDING = 1 << 18
-RETRY_S = 0.2
 
 
 class RolloutClient:
@@ -96,7 +95,7 @@ class RolloutClient:
     @property
     def repeats(self) -> int:
         """Outcomes that came again and that this client kept to itself: 0 unless a failover lost acknowledgements."""
-        return self._core.reader.repeats
+        return self._core.inboxes.repeats
 
     async def open(self) -> Self:
         """Connect. Raises RedisUnavailable. `async with` does it too, and so does the first call that needs it."""
@@ -180,32 +179,19 @@ class RolloutClient:
         """Jobs not fully handed out yet."""
         return self._core.inbox.jobs
 
-    async def results(self, timeout: float | None = None) -> AsyncIterator[Outcome]:
+    def results(self, timeout: float | None = None) -> AsyncIterator[Outcome]:
         """Outcomes as they arrive, until nothing is outstanding. Raises WaitTimeout if none comes for `timeout` s.
 
         Coming back for the next outcome acknowledges the one before. After `break` or an error the last one is not
         acknowledged: only a client that starts again under the same id gets it once more. Use `wait` for single jobs.
+        What a session, a stream or `generate` has under way is theirs: it is neither given nor waited for here. A wait
+        for the next outcome that is cancelled or times out has taken nothing, and the loop can go on.
         """
-        core, inbox = self._core, self._core.inbox
-        while True:
-            await core.until(lambda: len(inbox) > 0 or not inbox.jobs, timeout)
-            reply = inbox.take_next()
-            if reply is None:
-                return
-            yield cast(Outcome, reply.outcome)  # tasks are in the other inbox
-            core.reader.ack([reply])
+        return Results(self._core, timeout)
 
-    async def groups(self, timeout: float | None = None) -> AsyncIterator[Group]:
-        """Groups as they become complete, until nothing is outstanding. Times out and acknowledges like `results`."""
-        core, inbox = self._core, self._core.inbox
-        while True:
-            await core.until(lambda: inbox.full_group() is not None or not inbox.jobs, timeout)
-            group_id = inbox.full_group()
-            if group_id is None:
-                return
-            replies = inbox.take_group(group_id)
-            yield as_group(group_id, replies)
-            core.reader.ack(replies)
+    def groups(self, timeout: float | None = None) -> AsyncIterator[Group]:
+        """Groups as they become complete, until nothing is outstanding. In all else like `results`."""
+        return Groups(self._core, timeout)
 
     async def wait(self, job: Handle, timeout: float | None = None) -> list[RolloutResult]:
         """All results of one job, by sample number; the same as `await job.result(timeout)`.
@@ -219,48 +205,15 @@ class RolloutClient:
         """All that came of one job: its samples, by number, and its failure if that are not all. Else like `wait`."""
         return await self._core.ending(job, timeout)
 
-    async def map(
+    def map(
         self, jobs: Iterable[GenerateJob], *, window: int = 1024, timeout: float | None = None
     ) -> AsyncIterator[Outcome]:
         """Submit `jobs` as results are taken, at most `window` of them outstanding; yields outcomes as they arrive.
 
         Waits while the pool is busy. Jobs may be a generator of any length: memory is bounded by the window.
-        Acknowledges like `results`. Raises InvalidField, and WaitTimeout if no outcome comes for `timeout` s.
+        In all else like `results`. Raises InvalidField, and WaitTimeout if no outcome comes for `timeout` s.
         """
-        if window < 1:
-            raise InvalidField("window", window, "at least 1")
-        core, inbox = self._core, self._core.inbox
-        source = iter(jobs)
-        batch: list[GenerateJob] = []
-        exhausted = False
-        while True:
-            while not exhausted and len(batch) + inbox.jobs < window:
-                job = next(source, None)
-                exhausted = job is None
-                if job is not None:
-                    batch.append(job)
-            busy = False
-            if batch:
-                try:
-                    await self.submit_many(batch)
-                    batch = []
-                except PoolBusy as error:
-                    batch, busy = batch[error.accepted :], True
-            if not inbox.jobs and not batch:
-                return
-            try:
-                await core.until(lambda: len(inbox) > 0, RETRY_S if busy else timeout)
-            except WaitTimeout:
-                if busy:
-                    continue
-                raise
-            # One round takes what is here, so that a refill is a batch and not one job at a time.
-            for _ in range(len(inbox)):
-                reply = inbox.take_next()
-                if reply is None:
-                    break
-                yield cast(Outcome, reply.outcome)  # tasks are in the other inbox
-                core.reader.ack([reply])
+        return Mapped(self._core, jobs, window, timeout)
 
     # --- batches, streams, sessions --------------------------------------------------------------------------------
 
@@ -277,8 +230,10 @@ class RolloutClient:
 
         prompts: each is token ids, a text, or messages. fields: other fields of GenerateJob, the same for all prompts.
         What could not be generated is in its group's `failures`. Waits while the pool is busy. Raises InvalidField
-        for what is no prompt, before anything is submitted, and WaitTimeout if no group is complete for `timeout` s;
-        what is not complete then, or when the call is cancelled, is cancelled. Results are acknowledged on return.
+        for what is no prompt, before anything is submitted, WaitTimeout if no group is complete for `timeout` s, and
+        PoolBusy if the results of this call alone are more than a client may leave untaken (`Caps.unread`).
+        Results are acknowledged on return. If the call raises or is cancelled, its open jobs are cancelled, and no
+        other call is told of them; groups that were complete wait for `results` or `groups`.
         """
         jobs = as_jobs(prompts, **fields, n=n, **({} if sampling is None else {"sampling": sampling}))
         return await generate(self._core, jobs, timeout)

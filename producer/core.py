@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
-from ..messages.broker import Broker, Caps
+from redis.exceptions import RedisError
+
+from ..messages.broker import Broker, Caps, Reply
 from ..messages.errors import ClientBusy, InvalidField, JobFailed, PoolBusy, RolloutMQError, WaitTimeout
 from ..messages.ids import check_client_id
 from ..messages.model import GenerateJob, RolloutResult
 from ..messages.redis import connect, default_url, ping
-from .inbox import FeatureCheck, Group, Handle, Inbox, Inboxes, JobHandle, ReplyReader, as_failure, as_group
+from .inbox import (
+    FeatureCheck,
+    Group,
+    Handle,
+    HandOut,
+    Inbox,
+    Inboxes,
+    JobHandle,
+    ReplyReader,
+    as_failure,
+    as_group,
+    under_way,
+)
 
+log = logging.getLogger(__name__)
 _OPEN = frozenset({"new", "q", "r"})
 
 
@@ -23,7 +39,9 @@ class ClientCore:
     """Submits jobs of one client and takes what comes of them. RolloutClient says what its arguments mean.
 
     Batches, sessions, streams and tasks are built on it; it knows none of them. They wait with `until` for what they
-    want to be in an inbox, take it from there, and hand it to `reader.ack` when their caller has it.
+    want to be in an inbox, take it from there, and give it to their caller: a call that returns it by `hand_over`, a
+    loop by `hand_out`, which it acknowledges when its caller comes back. What a call submits for itself it reserves in
+    the inbox, and gives up (`give_up`) if it ends without it.
     """
 
     def __init__(
@@ -47,7 +65,9 @@ class ClientCore:
         self.inbox = Inbox()
         self.inboxes = Inboxes(self.inbox)
         self.reader = ReplyReader(self.broker, self.blocking, self.client_id, self.inboxes, before_ack)
+        self.inbox.freed = self.reader.wake
         self._opening = asyncio.Lock()
+        self._finishing: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Connect and start to read, once. Raises RedisUnavailable, or RolloutMQError after `close`."""
@@ -61,6 +81,7 @@ class ClientCore:
     async def close(self) -> None:
         """Acknowledge what was taken and disconnect, for good."""
         try:
+            await asyncio.gather(*self._finishing, return_exceptions=True)
             await self.reader.close()
         finally:
             await self._redis.aclose()
@@ -111,7 +132,7 @@ class ClientCore:
         for job_id, state in ended.items():
             if job_id not in ahead:
                 self.inbox.end(job_id, state)
-        await self._forget(ended.keys() - ahead)
+        self._forget(ended.keys() - ahead)
 
     async def _send(self, jobs: Sequence[GenerateJob]) -> list[str]:
         """Track and enqueue jobs; returns the state of each. Jobs that were not accepted are not tracked."""
@@ -134,24 +155,26 @@ class ClientCore:
             raise
         finally:
             if accepted < len(places):
-                await self._forget(fresh - {jobs[place].id for place in places[:accepted]})
+                self._forget(fresh - {jobs[place].id for place in places[:accepted]})
         return states
 
-    async def _forget(self, job_ids: Iterable[str]) -> None:
+    def _forget(self, job_ids: Iterable[str]) -> None:
         """Expect nothing of these, except of those with an outcome: they were accepted after all."""
         for job_id in job_ids:
             if (tracked := self.inbox.tracked(job_id)) and not tracked.arrived:
                 self.inbox.untrack(job_id)
-        await self.reader.notify()
+        self.reader.wake()
 
     # --- jobs ended ------------------------------------------------------------------------------------------------
 
     async def cancel(self, jobs: Sequence[Handle | str]) -> list[str]:
         """See RolloutClient.cancel."""
+        self.reader.check_open()
         return await self.broker.cancel(_ids(jobs))
 
     async def stop(self, jobs: Sequence[Handle | str], timeout: float) -> int:
         """See RolloutClient.stop."""
+        self.reader.check_open()
         ids = _ids(jobs)
         states = await self.broker.stop(ids)
         stopped = sum(state in {"ok", "unbegun"} for state in states)
@@ -177,8 +200,52 @@ class ClientCore:
         if self.inbox.tracked(job.job_id) is None:
             raise nothing_left(job)
         replies = self.inbox.take_job(job.job_id)
-        self.reader.ack(replies)
+        self.hand_over(replies)
         return as_group(job.group_id, replies)
+
+    # --- outcomes to the caller ------------------------------------------------------------------------------------
+
+    def hand_out(self, replies: list[Reply]) -> HandOut:
+        """What was taken from the inbox goes to the caller, who acknowledges it later."""
+        return HandOut(replies, self.reader.ack, self.inbox.put_back)
+
+    def hand_over(self, replies: list[Reply]) -> None:
+        """What was taken from the inbox is in the caller's hands when the call returns, which it now does."""
+        out, crossing = self.hand_out(replies), under_way.get()
+        if crossing is None:
+            out.acknowledge()
+        else:
+            self.reader.ack_received(out, crossing)
+
+    async def give_up(self, job_ids: Sequence[str]) -> None:
+        """Cancel jobs that a call reserved, and end the reservations. Nobody is told of what was cancelled.
+
+        What a job had that ended by itself is for whoever asks first. The caller's cancellation does not stop this.
+        """
+        await self.finish(self._give_up(list(job_ids)))
+
+    async def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for `work`, which goes on if the caller is cancelled meanwhile; `close` waits for it, too."""
+        task = asyncio.create_task(work)
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+        await asyncio.shield(task)
+
+    async def _give_up(self, job_ids: list[str]) -> None:
+        ended = {it for it in job_ids if (tracked := self.inbox.tracked(it)) is not None and tracked.ended}
+        left = [job_id for job_id in job_ids if job_id not in ended]
+        try:
+            states = await self.broker.cancel(left, "its caller gave up")
+        except (RedisError, OSError) as error:
+            log.warning("jobs that nobody waits for were not cancelled: %s", error)
+        else:
+            # A submission that was cut off may reach Redis after this: an unknown job is not wanted either.
+            for job_id, state in zip(left, states, strict=True):
+                if state in {"ok", "unknown"}:
+                    self.reader.ack(self.inbox.abandon(job_id))
+        finally:
+            for job_id in job_ids:
+                self.inbox.release(job_id)
 
 
 def _ids(jobs: Sequence[Handle | str]) -> list[str]:

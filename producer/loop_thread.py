@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import functools
 import inspect
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from ..messages.errors import RolloutMQError
+from ..messages.errors import RolloutMQError, WrongProcess
+from .inbox import Crossing, under_way
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,49 +29,62 @@ class LoopThread:
         self._thread = threading.Thread(target=self.loop.run_forever, name="rolloutmq", daemon=True)
         self._thread.start()
         self.closed = False
+        self._pid = os.getpid()
         self._closing = threading.Lock()
         # Nothing is handed to the loop after its last task. Reentrant: garbage collection closes iterators anywhere.
         self._gate = threading.RLock()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop and wait for it. Raises RolloutMQError if the loop is closed or gets closed."""
-        with self._gate:
-            if self.closed:
-                work.close()
-                raise RolloutMQError(f"{self.name} is closed")
-            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Run a coroutine in the loop and wait for it.
+
+        Ctrl-C ends the wait, and the work. Outcomes that the work had taken by then are given back. Raises
+        RolloutMQError if the loop is closed or gets closed, and WrongProcess in a forked child.
+        """
+        if os.getpid() != self._pid:
+            work.close()
+            raise WrongProcess(self.name, self._pid)
+        crossing, context = Crossing(), contextvars.copy_context()
+        context.run(under_way.set, crossing)
+        future: concurrent.futures.Future[T] | None = None
         try:
-            return future.result()
+            with self._gate:
+                if self.closed:
+                    work.close()
+                    raise RolloutMQError(f"{self.name} is closed")
+                future = context.run(asyncio.run_coroutine_threadsafe, work, self.loop)
+            found = future.result()
+            crossing.received = True
+            return found
         except concurrent.futures.CancelledError:  # by `_stop`
             raise RolloutMQError(f"{self.name} is closed") from None
-        except BaseException:
-            future.cancel()  # Ctrl-C while waiting: the wait ends in the loop, too
+        except BaseException as error:
+            if future and future.done() and not future.cancelled() and future.exception() is error:
+                crossing.received = True  # the error tells of what was taken
+            else:  # Ctrl-C
+                if future:
+                    future.cancel()
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self.loop.call_soon_threadsafe(crossing.lose)
             raise
 
-    def iterate(self, source: AsyncIterator[T]) -> Iterator[T]:
-        """The items of an asynchronous generator, which is closed when this iterator is."""
-
-        async def step() -> tuple[T, ...]:
-            try:
-                return (await anext(source),)
-            except StopAsyncIteration:  # cannot pass through a future
-                return ()
+    def leave(self, source: AsyncIterator[Any]) -> None:
+        """Close an asynchronous iterator. Garbage collection calls this in any thread."""
 
         async def leave() -> None:
             await source.aclose()  # type: ignore[attr-defined]
 
-        try:
-            while item := self.run(step()):
-                yield item[0]
-        finally:
-            if threading.current_thread() is self._thread:  # garbage collection runs anywhere: do not wait for oneself
-                asyncio.run_coroutine_threadsafe(leave(), self.loop)
-            else:
-                with contextlib.suppress(RolloutMQError):  # closed: the source is, too
-                    self.run(leave())
+        if os.getpid() != self._pid:
+            return
+        if threading.current_thread() is self._thread:  # which cannot wait for itself
+            asyncio.run_coroutine_threadsafe(leave(), self.loop)
+        else:
+            with contextlib.suppress(RolloutMQError):  # closed: the source is, too
+                self.run(leave())
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Run `last`, end the loop and its thread. Safe to call twice."""
+        """Run `last`, end the loop and its thread. Safe to call twice, and in a forked child, which has neither."""
+        if os.getpid() != self._pid:
+            return
         with self._closing:
             if not self.closed:
                 try:
@@ -96,6 +112,39 @@ class LoopThread:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self.loop.close()
+
+
+class Items(Iterator[T]):
+    """The items of an asynchronous iterator, which is closed when this one is. A wait for an item that Ctrl-C ends has
+    taken nothing; the next one goes on, unless the source is a generator, which has ended."""
+
+    def __init__(self, thread: LoopThread, source: AsyncIterator[T]) -> None:
+        self._thread, self._source = thread, source
+        self._over = False
+
+    def __next__(self) -> T:
+        if self._over:
+            raise StopIteration
+        item = self._thread.run(self._step())
+        if item:
+            return item[0]
+        self._over = True
+        raise StopIteration
+
+    async def _step(self) -> tuple[T, ...]:
+        try:
+            return (await anext(self._source),)
+        except StopAsyncIteration:  # cannot pass through a future
+            return ()
+
+    def close(self) -> None:
+        """End it. Safe to call twice."""
+        if not self._over:
+            self._over = True
+            self._thread.leave(self._source)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 A = TypeVar("A")
@@ -145,7 +194,7 @@ def iterates(method: Callable[Concatenate[Any, P], AsyncIterator[T]]) -> Callabl
     """The same method, as a plain iterator. One that is left early is closed when it is garbage collected."""
 
     def call(it: Blocking[Any], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
-        return it._thread.iterate(method(it._it, *args, **kwargs))
+        return Items(it._thread, method(it._it, *args, **kwargs))
 
     return _like(method, call)
 

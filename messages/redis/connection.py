@@ -14,7 +14,7 @@ from typing import Any, cast
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
 
-from ..errors import ConfigError, RedisRefused, RedisUnavailable
+from ..errors import ConfigError, RedisRefused, RedisUnavailable, WrongProcess
 from .answers import said, told_as_ours
 from .retry import REPLY_TIMEOUT_S, BoundedRetry, reply_within, within
 from .topology import link
@@ -49,6 +49,19 @@ class PoolRedis(Redis):
             reply_within.reset(token)
 
 
+class OwnPool(BlockingConnectionPool):
+    """A connection pool of one process. Raises WrongProcess in a forked child, which shares the sockets."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._pid = os.getpid()
+
+    async def get_connection(self, *args: Any, **options: Any) -> Any:
+        if os.getpid() != self._pid:
+            raise WrongProcess("the connection to Redis", self._pid)
+        return await super().get_connection(*args, **options)
+
+
 def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> PoolRedis:
     """A client for any of these URLs. It sends nothing before the first command. docs/redis.md explains each form.
 
@@ -66,7 +79,8 @@ def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> Poo
     the one whose reply was lost. The caller handles the error and reads its own pending entries again. BLOCK 0 ends in
     an error too. At most MAX_CONNECTIONS such reads can wait at once.
 
-    Raises ConfigError for a URL that cannot be used, without showing its password.
+    Raises ConfigError for a URL that cannot be used, without showing its password. Every command raises WrongProcess in
+    a forked child.
     """
     target = parse(url)
     if target.kind == "cluster" and pool is None:
@@ -84,7 +98,7 @@ def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> Poo
         "retry": BoundedRetry(0.0, MAX_BLOCK_S + REPLY_TIMEOUT_S) if blocking else BoundedRetry(),
         "timeout": REPLY_TIMEOUT_S,  # for a free connection, when all are in use
     }
-    client = cast("PoolRedis", PoolRedis.from_pool(BlockingConnectionPool(**settings)))
+    client = cast("PoolRedis", PoolRedis.from_pool(OwnPool(**settings)))
     client.where, client.durability, client.clustered = target.where, target.durability, target.kind == "cluster"
     return client
 

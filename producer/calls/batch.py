@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,13 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ...messages.broker import Reply
-from ...messages.errors import InvalidField
+from ...messages.errors import InvalidField, PoolBusy, WaitTimeout
 from ...messages.model import ChatMessage, GenerateJob
 from ..core import ClientCore
-from ..inbox import Group, as_group
+from ..inbox import Group, Inbox, as_group
 
 WINDOW = 4096
 """Most jobs that are submitted and not complete."""
+RETRY_S = 0.2
+"""Pause before what a full pool refused is submitted again."""
 Messages = Sequence[ChatMessage | Mapping[str, Any]]
 Prompt = str | Sequence[int] | npt.NDArray[Any] | Messages
 
@@ -49,31 +51,62 @@ def as_jobs(prompts: Iterable[Any], **fields: Any) -> list[GenerateJob]:
 
 async def generate(core: ClientCore, jobs: Sequence[GenerateJob], timeout: float | None) -> list[Group]:
     """See RolloutClient.generate. A job with more samples than may be outstanding is submitted alone."""
-    inbox, most = core.inbox, core.max_outstanding
+    inbox, caps = core.inbox, core.broker.caps
     waiting, under_way = deque(jobs), deque[GenerateJob]()
     groups: list[Group] = []
     taken: list[Reply] = []
-    with contextlib.ExitStack() as kept:
-        try:
-            while waiting or under_way:
-                batch: list[GenerateJob] = []
-                samples = inbox.samples
-                while waiting and len(under_way) + len(batch) < WINDOW:
-                    samples += waiting[0].n
-                    if samples > most and (under_way or batch):
-                        break
-                    batch.append(waiting.popleft())
-                    kept.enter_context(inbox.reserved(batch[-1].id))
-                under_way.extend(batch)
-                if batch:
-                    await core.submit_many(batch, None)
-                first = under_way[0].id
-                await core.until(lambda job=first: (it := inbox.tracked(job)) is None or it.ended, timeout)  # type: ignore[misc]
-                replies = inbox.take_job(first)
-                groups.append(as_group(under_way.popleft().group, replies))
-                taken += replies
-        except BaseException:
-            await core.cancel([job.id for job in under_way])
-            raise
-    core.reader.ack(taken)
+    held = 0  # bytes in `taken`
+    came = time.monotonic()
+    try:
+        while waiting or under_way:
+            busy = await _submit(core, waiting, under_way)
+            if busy is not None and not under_way and held > min(caps.unread, caps.nbytes):
+                raise busy  # the pool is full of what this call holds: waiting changes nothing
+            left = None if timeout is None else max(0.0, came + timeout - time.monotonic())
+            pause = left if busy is None else RETRY_S if left is None else min(left, RETRY_S)
+            try:
+                await core.until(lambda: bool(under_way) and _ended(inbox, under_way[0].id), pause)
+            except WaitTimeout:
+                if busy is None or pause == left:
+                    raise
+                continue
+            job = under_way.popleft()
+            replies = inbox.take_job(job.id)
+            inbox.release(job.id)
+            groups.append(as_group(job.group, replies))
+            taken += replies
+            held += sum(reply.nbytes for reply in replies)
+            came = time.monotonic()
+    except BaseException:
+        core.hand_out(taken).give_back()
+        await core.give_up([job.id for job in under_way])
+        raise
+    core.hand_over(taken)
     return groups
+
+
+def _ended(inbox: Inbox, job_id: str) -> bool:
+    return (tracked := inbox.tracked(job_id)) is None or tracked.ended
+
+
+async def _submit(core: ClientCore, waiting: deque[GenerateJob], under_way: deque[GenerateJob]) -> PoolBusy | None:
+    """Move what may be outstanding from `waiting` to `under_way`, and submit it. Returns the error of a full pool."""
+    inbox, samples = core.inbox, core.inbox.samples
+    batch: list[GenerateJob] = []
+    while waiting and len(under_way) < WINDOW:
+        samples += waiting[0].n
+        if samples > core.max_outstanding and under_way:
+            break
+        inbox.reserve(waiting[0].id)
+        batch.append(waiting.popleft())
+        under_way.append(batch[-1])  # before it is sent: a call that ends gives it up
+    if not batch:
+        return None
+    try:
+        await core.submit_many(batch, 0.0)
+    except PoolBusy as busy:
+        for job in reversed(batch[busy.accepted :]):
+            inbox.release(job.id)
+            waiting.appendleft(under_way.pop())
+        return busy
+    return None

@@ -51,7 +51,7 @@ class Streams:
 
     def __init__(self, core: ClientCore) -> None:
         self._core = core
-        self._news = News(core.broker, core.blocking, core.client_id, core.reader.notify)
+        self._news = News(core.broker, core.blocking, core.client_id, core.reader.wake)
 
     async def close(self) -> None:
         """Stop listening; who still iterates gets a RolloutMQError when the client is closed."""
@@ -62,23 +62,20 @@ class Streams:
         core = self._core
         await core.open()
         job_id = job.job_id if isinstance(job, Handle) else job.id
-        try:
-            with core.inbox.reserved(job_id), self._news.follow(job_id):
-                if not isinstance(job, Handle):
-                    job = await core.submit(job.model_copy(update={"stream": True}))
-                async for delta in self._deltas(job, timeout):
-                    yield delta
-        finally:
-            await core.reader.notify()  # others may take what the stream leaves
+        with core.inbox.reserved(job_id), self._news.follow(job_id):  # others may take what the stream leaves
+            if not isinstance(job, Handle):
+                job = await core.submit(job.model_copy(update={"stream": True}))
+            async for delta in self._deltas(job, timeout):
+                yield delta
 
     async def _deltas(self, job: Handle, timeout: float | None) -> AsyncGenerator[Delta]:
-        inbox, reader, news, job_id = self._core.inbox, self._core.reader, self._news, job.job_id
+        core, inbox, news, job_id = self._core, self._core.inbox, self._news, job.job_id
         watched = {sample: Watched(job_id, sample) for sample in range(job.n)}
         came = time.monotonic()
         while True:
             # What is left of the time since something came: News has us look every second even if there is nothing.
             left = None if timeout is None else max(0.0, came + timeout - time.monotonic())
-            await self._core.until(lambda: news.fresh(job_id) or inbox.has_of(job_id), left)
+            await core.until(lambda: news.fresh(job_id) or inbox.has_of(job_id), left)
             if (tracked := inbox.tracked(job_id)) is None:
                 raise nothing_left(job)
             if news.fresh(job_id):
@@ -88,15 +85,15 @@ class Streams:
                     came = time.monotonic()
             ended = tracked.ended
             while replies := inbox.take_job(job_id, 1):  # one by one: others may take what this loop does not reach
-                (reply,) = replies
-                outcome = reply.outcome
+                outcome = replies[0].outcome
                 if isinstance(outcome, JobFailure):
-                    reader.ack([reply])
+                    core.hand_over(replies)
                     raise JobFailed(outcome)
+                out = core.hand_out(replies)
                 assert isinstance(outcome, RolloutResult)
                 if (one := watched.pop(outcome.sample, None)) is not None:
                     yield one.finish(outcome)
-                reader.ack([reply])
+                out.acknowledge()
                 came = time.monotonic()
             if ended:
                 return

@@ -26,6 +26,7 @@ from ...messages.model import (
     TaskResult,
 )
 from ..core import ClientCore, send_all
+from ..inbox import Inbox
 
 R = TypeVar("R", bound=TaskResult)
 INPUTS_PER_JOB = 64
@@ -129,33 +130,44 @@ async def run_tasks(core: ClientCore, jobs: Sequence[TaskJob], kind: type[R], ti
     await core.features.check(mine)
     for job in mine:  # the first result may arrive before the reply to the submission
         core.inboxes.expect(job.id, job.group, job.n)
+    # No TaskGroup: until Python 3.13 it drops a cancellation that comes as one of its tasks fails.
+    sending = asyncio.create_task(_send(core, mine, deadline))
+    sending.add_done_callback(lambda _: core.reader.wake())
     try:
-        async with asyncio.TaskGroup() as both:
-            both.create_task(_send(core, mine, deadline))
-            taking = both.create_task(_take(core, mine, kind, deadline))
-        return taking.result()
-    except BaseExceptionGroup as group:
-        await _abandon(core, mine)
-        raise group.exceptions[0] from None
+        results = [result for job in mine for result in await _take(core, job, kind, deadline, sending)]
+        await sending
+        return results
     except BaseException:
-        await _abandon(core, mine)
+        sending.cancel()
+        await _abandon(core, mine, sending)
         raise
 
 
-async def _take(core: ClientCore, jobs: Sequence[TaskJob], kind: type[R], deadline: float | None) -> list[R]:
+async def _take(
+    core: ClientCore, job: TaskJob, kind: type[R], deadline: float | None, sending: asyncio.Task[None]
+) -> list[R]:
     inbox = core.inboxes.tasks
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    await core.until(lambda: _has_ended(inbox, job) or _failed(sending), left)
+    if _failed(sending):
+        await sending
+    replies = inbox.take_job(job.id)
+    core.reader.ack(replies)
     results: list[R] = []
-    for job in jobs:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        await core.until(lambda job=job: (it := inbox.tracked(job.id)) is not None and it.ended, left)  # type: ignore[misc]
-        replies = inbox.take_job(job.id)
-        core.reader.ack(replies)
-        for reply in replies:
-            if isinstance(reply.outcome, JobFailure):
-                raise JobFailed(reply.outcome)
-            assert isinstance(reply.outcome, kind)
-            results.append(reply.outcome)
+    for reply in replies:
+        if isinstance(reply.outcome, JobFailure):
+            raise JobFailed(reply.outcome)
+        assert isinstance(reply.outcome, kind)
+        results.append(reply.outcome)
     return results
+
+
+def _has_ended(inbox: Inbox, job: TaskJob) -> bool:
+    return (tracked := inbox.tracked(job.id)) is not None and tracked.ended
+
+
+def _failed(sending: asyncio.Task[None]) -> bool:
+    return sending.done() and (sending.cancelled() or sending.exception() is not None)
 
 
 async def _send(core: ClientCore, jobs: list[TaskJob], deadline: float | None) -> None:
@@ -166,12 +178,16 @@ async def _send(core: ClientCore, jobs: list[TaskJob], deadline: float | None) -
         raise WaitTimeout(f"{len(jobs) - busy.accepted} of {len(jobs)} jobs were not accepted: {busy}") from None
 
 
-async def _abandon(core: ClientCore, jobs: Sequence[TaskJob]) -> None:
-    """Cancel these, and drop what comes of them."""
-    inboxes = core.inboxes
-    left = [job.id for job in jobs if inboxes.tasks.tracked(job.id) is not None]
-    with contextlib.suppress(RedisError, OSError):  # the error that led here says more
-        for job_id in left:
-            core.reader.ack(inboxes.abandon(job_id))
-        if left:
-            await asyncio.shield(core.broker.cancel(left, "its caller gave up"))
+async def _abandon(core: ClientCore, jobs: Sequence[TaskJob], sending: asyncio.Task[None]) -> None:
+    """Cancel these, and drop what comes of them. The caller's cancellation does not stop this."""
+    left = [job.id for job in jobs if core.inboxes.tasks.tracked(job.id) is not None]
+    for job_id in left:
+        core.reader.ack(core.inboxes.abandon(job_id))
+    await core.finish(_cancel(core, left, sending))
+
+
+async def _cancel(core: ClientCore, job_ids: list[str], sending: asyncio.Task[None]) -> None:
+    await asyncio.gather(sending, return_exceptions=True)
+    if job_ids:
+        with contextlib.suppress(RedisError, OSError):  # the error that led here says more
+            await core.broker.cancel(job_ids, "its caller gave up")

@@ -1,14 +1,18 @@
 """From the reply stream to whoever asked: reading, sorting, handing out and acknowledging outcomes."""
 
 from .features import FeatureCheck
-from .inbox import Inbox, Inboxes, as_failure
+from .handover import Crossing, HandOut, under_way
+from .inbox import Inbox
+from .inboxes import Inboxes
 from .news import News
-from .outcomes import Group, Handle, JobHandle, Outcome, as_group
+from .outcomes import Group, Handle, JobHandle, Outcome, as_failure, as_group
 from .reader import ReplyReader
 
 __all__ = [
+    "Crossing",
     "FeatureCheck",
     "Group",
+    "HandOut",
     "Handle",
     "Inbox",
     "Inboxes",
@@ -18,4 +22,5 @@ __all__ = [
     "ReplyReader",
     "as_failure",
     "as_group",
+    "under_way",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...messages.broker import Reply
@@ -46,18 +46,26 @@ class _Kept:
 
 
 class Inbox:
-    """Outcomes that have arrived and not been taken, and the jobs they belong to. Each is handed out exactly once."""
+    """Outcomes that have arrived and not been taken, and the jobs they belong to. Each is handed out exactly once.
+
+    A reserved job belongs to one call: only `take_job` gives its outcomes. Other jobs are free: whoever asks first gets
+    what comes of them. freed(): called when what a loop over free jobs waits for may have changed, other than by `put`.
+    """
 
     def __init__(self) -> None:
+        self.freed: Callable[[], None] = lambda: None
         self._jobs: dict[str, Tracked] = {}
         self._groups: dict[str, dict[str, None]] = {}
         self._open_in: dict[str, int] = {}  # group -> its jobs that have not ended
         self._waiting: OrderedDict[tuple[str, int], Reply] = OrderedDict()
         self._full_groups: OrderedDict[str, None] = OrderedDict()
-        self._past: OrderedDict[str, None] = OrderedDict()
-        self._aside: dict[str, dict[int, Reply]] = {}  # of jobs that are being streamed
+        self._past: OrderedDict[str, bool] = OrderedDict()  # delivered or abandoned jobs; whether they were delivered
+        self._aside: dict[str, dict[int, Reply]] = {}  # of reserved jobs
+        self._reserved = 0  # jobs that are reserved and not fully delivered
         self.samples = 0
         """Samples of all jobs that are not fully delivered."""
+        self.repeats = 0
+        """Outcomes that came again."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -67,8 +75,17 @@ class Inbox:
         """Jobs not fully delivered yet."""
         return len(self._jobs)
 
+    @property
+    def free(self) -> int:
+        """Jobs not fully delivered yet that no call has reserved."""
+        return len(self._jobs) - self._reserved
+
     def tracked(self, job_id: str) -> Tracked | None:
         return self._jobs.get(job_id)
+
+    def knows(self, job_id: str) -> bool:
+        """Whether a job is expected, or was delivered or abandoned not long ago."""
+        return job_id in self._jobs or job_id in self._past
 
     def group_jobs(self, group_id: str) -> list[str]:
         """Jobs of a group, in the order they were submitted."""
@@ -76,16 +93,38 @@ class Inbox:
 
     @contextlib.contextmanager
     def reserved(self, job_id: str) -> Iterator[None]:
-        """In the block, only `take_job` gives outcomes of this job. Raises RolloutMQError if it does already."""
-        if job_id in self._aside:
-            raise RolloutMQError(f"job {job_id} is being streamed already")
-        waiting = [key for key in self._waiting if key[0] == job_id] if job_id in self._jobs else []
-        self._aside[job_id] = {key[1]: self._waiting.pop(key) for key in waiting}
+        """Reserve a job while the block lasts. Raises RolloutMQError if it is reserved already."""
+        self.reserve(job_id)
         try:
             yield
         finally:
-            for sample, reply in self._aside.pop(job_id).items():
-                self._waiting[(job_id, sample)] = reply
+            self.release(job_id)
+
+    def reserve(self, job_id: str) -> None:
+        """Only `take_job` gives outcomes of this job from now on. Raises RolloutMQError if it does already."""
+        if job_id in self._aside:
+            raise RolloutMQError(f"job {job_id} belongs to another call of this client, which has not ended")
+        tracked = self._jobs.get(job_id)
+        here = [key for it in tracked.arrived if (key := (job_id, it)) in self._waiting] if tracked else []
+        self._aside[job_id] = {key[1]: self._waiting.pop(key) for key in here}
+        self._reserved += tracked is not None
+
+    def release(self, job_id: str) -> None:
+        """Whoever asks first gets what is here of a reserved job, and what comes."""
+        aside = self._aside.pop(job_id, None)
+        if aside is None:
+            return
+        for sample, reply in aside.items():
+            self._waiting[(job_id, sample)] = reply
+        self._reserved -= job_id in self._jobs
+        self.freed()
+
+    def abandon(self, job_id: str) -> list[Reply]:
+        """Drop what is here of a job, and all that comes; returns what was here."""
+        replies = self.take_job(job_id)
+        self.untrack(job_id)
+        self._remember(job_id, False)
+        return replies
 
     def has_of(self, job_id: str) -> bool:
         """Whether outcomes of a reserved job are here, or nothing more is to come."""
@@ -114,10 +153,14 @@ class Inbox:
             self.samples -= known.n
             known.group_id, known.n, known.guessed = group_id, n, False
         else:
-            self._jobs[job_id] = Tracked(job_id, group_id, n)
+            self._add(Tracked(job_id, group_id, n))
         self.samples += n
         self._join_group(self._jobs[job_id])
         return known is None
+
+    def _add(self, tracked: Tracked) -> None:
+        self._jobs[tracked.job_id] = tracked
+        self._reserved += tracked.job_id in self._aside
 
     def untrack(self, job_id: str) -> None:
         """Expect nothing (more) of a job."""
@@ -130,16 +173,19 @@ class Inbox:
             self._waiting.pop(key, None)
         if job_id in self._aside:
             self._aside[job_id].clear()
+            self._reserved -= 1
+        if not self.free or self._full_groups:
+            self.freed()
 
     def put(self, reply: Reply) -> bool:
-        """Take an outcome in; False if it had arrived before.
+        """Take an outcome in; False if it had arrived before, or nobody wants it.
 
         The outcome of an unknown job belongs to an earlier client of this id; the job is tracked from now on.
         """
-        outcome = reply.outcome
-        sample = FAILURE if isinstance(outcome, JobFailure) else outcome.sample
+        outcome, sample = reply.outcome, _place(reply)
         tracked = self._jobs.get(outcome.job_id)
         if tracked is None and outcome.job_id in self._past:
+            self.repeats += self._past[outcome.job_id]
             return False
         if tracked is None or tracked.guessed:
             if not isinstance(outcome, JobFailure):
@@ -148,6 +194,7 @@ class Inbox:
                 self._guess(outcome.job_id, outcome.group_id)
             tracked = self._jobs[outcome.job_id]
         fresh = sample not in tracked.arrived
+        self.repeats += not fresh
         if fresh:
             tracked.arrived.add(sample)
             if (aside := self._aside.get(outcome.job_id)) is not None:
@@ -253,65 +300,45 @@ class Inbox:
         tracked.taken += count
         if tracked.ended and tracked.taken >= len(tracked.arrived):
             self.untrack(job_id)
-            self._past[job_id] = None
-            if len(self._past) > MEMORY:
-                self._past.popitem(last=False)
+            self._remember(job_id, True)
+
+    def _remember(self, job_id: str, delivered: bool) -> None:
+        self._past[job_id] = delivered
+        if len(self._past) > MEMORY:
+            self._past.popitem(last=False)
+
+    # --- back again ------------------------------------------------------------------------------------------------
+
+    def put_back(self, replies: Sequence[Reply]) -> None:
+        """Have these wait again, before all others: who took them could not be given them."""
+        for reply in reversed(replies):
+            job_id, sample = reply.outcome.job_id, _place(reply)
+            tracked = self._jobs.get(job_id)
+            if tracked is None:
+                tracked = self._all_taken(reply)
+            else:
+                tracked.taken -= sample in tracked.arrived
+            tracked.arrived.add(sample)
+            if (aside := self._aside.get(job_id)) is not None:
+                aside[sample] = reply
+            else:
+                self._waiting[(job_id, sample)] = reply
+                self._waiting.move_to_end((job_id, sample), last=False)
+        self.freed()
+
+    def _all_taken(self, reply: Reply) -> Tracked:
+        """The job of an outcome, which had ended and been delivered."""
+        outcome = reply.outcome
+        self._past.pop(outcome.job_id, None)
+        failed = isinstance(outcome, JobFailure)
+        n = 1 if isinstance(outcome, JobFailure) else outcome.n
+        tracked = Tracked(outcome.job_id, outcome.group_id or outcome.job_id, n, ended=True, guessed=failed)
+        tracked.state = outcome.outcome if isinstance(outcome, JobFailure) else "done"
+        self._add(tracked)
+        self.samples += n
+        self._join_group(tracked)
+        return tracked
 
 
-class Inboxes:
-    """Decides which inbox an outcome goes to: what was submitted as a task is for its caller and nobody else.
-
-    samples: of generation jobs, for `results`, `groups` and `wait`. tasks: of embeddings, scores and rewards.
-    A task is worth nothing without the call that waits for it: results of tasks that an earlier client of the same id
-    submitted are dropped.
-    """
-
-    def __init__(self, samples: Inbox) -> None:
-        self._samples, self.tasks = samples, Inbox()
-        # This client's tasks, over or not, the newest MEMORY of them.
-        self._expected: OrderedDict[str, None] = OrderedDict()
-        self._over: set[str] = set()  # tasks of an earlier client that have ended
-
-    @property
-    def jobs(self) -> int:
-        """Jobs not fully delivered yet."""
-        return self._samples.jobs + self.tasks.jobs
-
-    def expect(self, job_id: str, group_id: str, n: int) -> None:
-        """Expect the outcomes of a task."""
-        self.tasks.track(job_id, group_id, n)
-        self._expected[job_id] = None
-        if len(self._expected) > MEMORY:
-            self._expected.popitem(last=False)
-
-    def put(self, reply: Reply) -> bool:
-        """Take an outcome in; False if nobody waits for it (any more)."""
-        job_id = reply.outcome.job_id
-        if self.tasks.tracked(job_id) is not None:
-            return self.tasks.put(reply)
-        if job_id in self._expected:  # it was given up, or comes again after a failover
-            return False
-        if isinstance(reply.outcome, TaskResult):
-            self._samples.untrack(job_id)
-            if reply.last:
-                self._over.add(job_id)
-            return False
-        return self._samples.put(reply)
-
-    def abandon(self, job_id: str) -> list[Reply]:
-        """Drop what else comes of this task, for which nobody waits; returns what is here of it."""
-        replies = self.tasks.take_job(job_id)
-        self.tasks.untrack(job_id)
-        return replies
-
-    def recover(self, open_jobs: Mapping[str, str], known: Mapping[str, GenerateJob]) -> None:
-        """As Inbox has it; a task that has ended since `open_jobs` was asked for is not expected."""
-        left = {job_id: group for job_id, group in open_jobs.items() if job_id not in self._over}
-        self._samples.recover(left, known)
-        self._over.clear()
-
-
-def as_failure(job_id: str, state: str) -> JobFailure:
-    """The failure of a job that had ended before it was submitted again, and whose outcome was taken."""
-    cause = f"it had ended ({state}) before this submission, and its outcome has been taken"
-    return JobFailure(job_id=job_id, outcome="dead", cause=cause)
+def _place(reply: Reply) -> int:
+    return FAILURE if isinstance(reply.outcome, JobFailure) else reply.outcome.sample

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -24,7 +24,7 @@ class News:
     and when nothing was heard for a second.
     """
 
-    def __init__(self, broker: Broker, blocking: Redis, client_id: str, changed: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, broker: Broker, blocking: Redis, client_id: str, changed: Callable[[], None]) -> None:
         self._broker, self._blocking, self._client_id, self._changed = broker, blocking, client_id, changed
         self._followed: dict[str, bool] = {}  # job -> whether there is something new of it
         self._task: asyncio.Task[None] | None = None
@@ -69,4 +69,4 @@ class News:
             for job_id in heard:
                 self._followed[job_id] = True
             if heard:
-                await self._changed()
+                self._changed()

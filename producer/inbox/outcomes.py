@@ -83,6 +83,12 @@ class Group:
         return (*self.results, *self.failures)
 
 
+def as_failure(job_id: str, state: str) -> JobFailure:
+    """The failure of a job that had ended before it was submitted again, and whose outcome was taken."""
+    cause = f"it had ended ({state}) before this submission, and its outcome has been taken"
+    return JobFailure(job_id=job_id, outcome="dead", cause=cause)
+
+
 def as_group(group_id: str, replies: Iterable[Reply]) -> Group:
     """The group, or one job as a group, of which these are the outcomes."""
     outcomes = [reply.outcome for reply in replies]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ...messages.broker import Broker, Receipt, Reply
-from ...messages.errors import RolloutMQError, WaitTimeout
-from .inbox import Inboxes
+from ...messages.errors import RolloutMQError, WaitTimeout, WrongProcess
+from .handover import Crossing, HandOut
+from .inboxes import Inboxes
 
 log = logging.getLogger(__name__)
 READ_COUNT = 512
@@ -38,16 +40,19 @@ class ReplyReader:
     ) -> None:
         self._before_ack = before_ack
         self._broker, self._blocking, self._client_id, self._inbox = broker, blocking, client_id, inbox
-        self._news = asyncio.Condition()
+        self._pid = os.getpid()
+        self._changed = asyncio.Event()  # set, and replaced, at every change
+        self.waiting = 0
+        """How many calls wait in `until`."""
         self._task: asyncio.Task[None] | None = None
         self._acks: list[Receipt] = []
+        self._crossing: list[tuple[Crossing, HandOut]] = []
         self._flushing: asyncio.Task[None] | None = None
         self._unacked: set[str] = set()  # entries on the stream that were read
         self._last = "0"
         self._count = 16
         self._broken: BaseException | None = None
         self._closed = False
-        self.repeats = 0
 
     async def open(self) -> None:
         """Read what an earlier client of this id had not acknowledged, then go on reading in the background."""
@@ -66,8 +71,10 @@ class ReplyReader:
 
     async def close(self) -> None:
         """Stop reading, wake whoever waits, acknowledge what was taken."""
+        if os.getpid() != self._pid:
+            return  # the connections are the parent's
         self._closed = True
-        await self.notify()
+        self.wake()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -77,28 +84,33 @@ class ReplyReader:
         await self._flush_acks()
 
     def check_open(self) -> None:
-        """Raises RolloutMQError after `close`."""
+        """Raises RolloutMQError after `close`, and WrongProcess in a forked child."""
         if self._closed:
             raise RolloutMQError(f"client {self._client_id} is closed")
+        if os.getpid() != self._pid:
+            raise WrongProcess(f"client {self._client_id}", self._pid)
 
-    async def notify(self) -> None:
-        """Wake whoever waits in `until`: an inbox has changed by other means than reading."""
-        async with self._news:
-            self._news.notify_all()
+    def wake(self) -> None:
+        """Have whoever waits in `until` look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def until(self, ready: Callable[[], bool], timeout: float | None) -> None:
         """Return once `ready()`, asked whenever something arrives. Raises WaitTimeout, or RolloutMQError if closed."""
+        self.waiting += 1
         try:
-            async with asyncio.timeout(timeout), self._news:
+            async with asyncio.timeout(timeout):
                 while True:
                     self.check_open()
                     if ready():
                         return
                     if self._broken is not None:
                         raise RolloutMQError(f"the reader of client {self._client_id} stopped") from self._broken
-                    await self._news.wait()
+                    await self._changed.wait()
         except TimeoutError:
             raise WaitTimeout(f"nothing arrived for client {self._client_id} within {timeout} s") from None
+        finally:
+            self.waiting -= 1
 
     async def ahead(self) -> set[str]:
         """Ids of the jobs that have outcomes on the stream which have not been read yet."""
@@ -116,6 +128,10 @@ class ReplyReader:
         self._acks += [Receipt(reply.entry_id, reply.nbytes) for reply in replies]
         if len(self._acks) >= READ_COUNT and (self._flushing is None or self._flushing.done()):
             self._flushing = asyncio.create_task(self._flush_early())
+
+    def ack_received(self, out: HandOut, crossing: Crossing) -> None:
+        """Acknowledge these once the thread that they cross to has them."""
+        self._crossing.append((crossing, out))
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -136,22 +152,20 @@ class ReplyReader:
                     self._count = max(1, self._count // 2)  # the reply may have been too large to read in time
                     continue
                 if replies:
-                    async with self._news:
-                        self._take_in(replies)
-                        self._news.notify_all()
+                    self._take_in(replies)
+                    self.wake()
         except Exception as error:
-            await self._break(error)
+            self._break(error)
 
     async def _flush_early(self) -> None:
         try:
             await self._flush_acks()
         except Exception as error:
-            await self._break(error)
+            self._break(error)
 
-    async def _break(self, error: Exception) -> None:
-        async with self._news:
-            self._broken = error
-            self._news.notify_all()
+    def _break(self, error: Exception) -> None:
+        self._broken = error
+        self.wake()
 
     async def _look_around(self) -> None:
         # In a pool without workers nobody else ends jobs whose deadline has passed.
@@ -170,10 +184,15 @@ class ReplyReader:
                 continue
             self._unacked.add(reply.entry_id)
             if not self._inbox.put(reply):
-                self.repeats += 1
                 self._acks.append(Receipt(reply.entry_id, reply.nbytes))
 
     async def _flush_acks(self) -> None:
+        crossed, self._crossing = self._crossing, []
+        for crossing, out in crossed:
+            if crossing.received:
+                out.acknowledge()
+            elif not crossing.over:
+                self._crossing.append((crossing, out))
         if not self._acks or (self._before_ack is not None and not self._before_ack(self._closed)):
             return
         acks, self._acks = self._acks, []

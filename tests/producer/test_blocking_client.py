@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -101,33 +100,6 @@ def test_from_several_threads(redis_db: str, serving: None) -> None:
         assert client.outstanding == 0
 
 
-def test_ctrl_c_while_waiting(redis_db: str) -> None:
-    with BlockingRolloutClient(redis_db) as client:
-        handle = client.submit(tokens(min_version=9))
-        main = threading.main_thread().ident
-        assert main is not None
-        timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            client.wait(handle, 20)
-        # nothing was lost by it: the job is still there, and the client still works
-        assert client.outstanding == 1
-        with pytest.raises(WaitTimeout):
-            client.wait(handle, 0.05)
-        assert client.cancel([handle]) == ["ok"]
-        assert len(list(client.results(5))) == 1
-
-
-def test_ctrl_c_in_a_loop(redis_db: str) -> None:
-    main = threading.main_thread().ident
-    assert main is not None
-    with BlockingRolloutClient(redis_db) as client:
-        client.submit(tokens(min_version=9))
-        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            list(client.results())
-
-
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     short_retries(monkeypatch)
     before = threading.active_count()
@@ -149,7 +121,7 @@ def test_closing_ends_the_waits_of_other_threads(redis_db: str) -> None:
     calls = [lambda: client.wait(handle), lambda: list(client.results()), lambda: list(client.groups())]
     with ThreadPoolExecutor(3) as threads:
         waits = [threads.submit(call) for call in calls]
-        asyncio.run(eventually(lambda: len(client._it._core.reader._news._waiters) == 3))  # type: ignore[attr-defined]
+        asyncio.run(eventually(lambda: client._it._core.reader.waiting == 3))
         client.close()
         for one in waits:
             with pytest.raises(RolloutMQError, match="is closed"):

@@ -173,7 +173,7 @@ async def test_a_loop_ends_when_what_it_waits_for_is_refused(
     submission = asyncio.create_task(client.submit(tokens()))
     await submitting.wait()
     loop = asyncio.create_task(anext(client.results(), None))
-    await eventually(lambda: client._core.reader._news._waiters)  # type: ignore[attr-defined]
+    await eventually(lambda: client._core.reader.waiting)
     refuse.set()
     with pytest.raises(PoolBusy):
         await submission

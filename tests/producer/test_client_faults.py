@@ -100,7 +100,7 @@ async def test_first_calls_at_the_same_time_start_one_reader(redis_db: str, serv
 async def test_closing_wakes_whoever_waits(client: RolloutClient) -> None:
     handle = await client.submit(tokens())
     waits = [asyncio.create_task(client.wait(handle)), asyncio.create_task(anext(client.results(), None))]
-    await eventually(lambda: len(client._core.reader._news._waiters) == 2)  # type: ignore[attr-defined]
+    await eventually(lambda: client._core.reader.waiting == 2)
     await client.aclose()
     for wait in waits:
         with pytest.raises(RolloutMQError, match="client client is closed"):

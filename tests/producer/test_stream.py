@@ -273,7 +273,7 @@ async def test_its_outcomes_are_for_the_stream_alone(redis_db: str, client: Roll
         again = await client.submit(long(n=2, stream=True))  # the first delta may be the end of one sample, not of both
         source = client.stream(again, timeout=10)
         await anext(source)
-        with pytest.raises(RolloutMQError, match="being streamed already"):
+        with pytest.raises(RolloutMQError, match="belongs to another call"):
             await anext(client.stream(again))
         await source.aclose()
         assert {outcome.job_id async for outcome in client.results(10)} == {again.job_id}

@@ -1,0 +1,133 @@
+"""Loops over outcomes: as they arrive, group by group, or while more jobs are submitted.
+
+Coming back for the next item acknowledges the one before. A call for the next item that is cancelled, or times out, has
+taken nothing, and the loop can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from typing import Generic, Self, TypeVar, cast
+
+from ...messages.broker import Reply
+from ...messages.errors import InvalidField, PoolBusy, RolloutMQError, WaitTimeout
+from ...messages.model import GenerateJob
+from ..core import ClientCore
+from ..inbox import Group, HandOut, Outcome, as_group
+from .batch import RETRY_S
+
+T = TypeVar("T")
+
+
+class Loop(AsyncIterator[T], Generic[T]):
+    """An iterator of one client, for one task at a time. timeout: seconds to wait for an item; None waits for ever."""
+
+    def __init__(self, core: ClientCore, timeout: float | None) -> None:
+        self._core, self._inbox, self._timeout = core, core.inbox, timeout
+        self._last: HandOut | None = None
+        self._over = self._waiting = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        if self._waiting:
+            raise RolloutMQError("another task waits for the next item of this loop: each task needs a loop of its own")
+        if self._last is not None:
+            self._last.acknowledge()
+        if self._over:
+            raise StopAsyncIteration
+        self._waiting = True
+        try:
+            await self._wait()
+        finally:
+            self._waiting = False
+        found = self._take()
+        if found is None:
+            self._over = True
+            raise StopAsyncIteration
+        item, replies = found
+        self._last = self._core.hand_out(replies)
+        return item
+
+    async def aclose(self) -> None:
+        """End the loop. The last item is not acknowledged."""
+        self._over, self._last = True, None
+
+    async def _wait(self) -> None:
+        """Return when there is something to take, or nothing is to come."""
+        raise NotImplementedError
+
+    def _take(self) -> tuple[T, list[Reply]] | None:
+        raise NotImplementedError
+
+
+class Results(Loop[Outcome]):
+    """See RolloutClient.results."""
+
+    async def _wait(self) -> None:
+        await self._core.until(lambda: len(self._inbox) > 0 or not self._inbox.free, self._timeout)
+
+    def _take(self) -> tuple[Outcome, list[Reply]] | None:
+        reply = self._inbox.take_next()
+        return None if reply is None else (cast(Outcome, reply.outcome), [reply])  # tasks are in the other inbox
+
+
+class Groups(Loop[Group]):
+    """See RolloutClient.groups."""
+
+    async def _wait(self) -> None:
+        await self._core.until(lambda: self._inbox.full_group() is not None or not self._inbox.free, self._timeout)
+
+    def _take(self) -> tuple[Group, list[Reply]] | None:
+        if (group_id := self._inbox.full_group()) is None:
+            return None
+        replies = self._inbox.take_group(group_id)
+        return as_group(group_id, replies), replies
+
+
+class Mapped(Results):
+    """See RolloutClient.map."""
+
+    def __init__(self, core: ClientCore, jobs: Iterable[GenerateJob], window: int, timeout: float | None) -> None:
+        super().__init__(core, timeout)
+        if window < 1:
+            raise InvalidField("window", window, "at least 1")
+        self._source, self._window = iter(jobs), window
+        self._batch: list[GenerateJob] = []  # not accepted yet
+        self._exhausted = False
+        self._round = 0  # outcomes to take before the next submission, so that it is a batch and not one job at a time
+
+    async def _wait(self) -> None:
+        inbox = self._inbox
+        self._round -= 1
+        while self._round <= 0 or not len(inbox):
+            busy = await self._refill()
+            try:
+                if busy:
+                    await self._core.until(lambda: len(inbox) > 0, RETRY_S)
+                else:
+                    await super()._wait()
+            except WaitTimeout:
+                if not busy:
+                    raise
+            self._round = len(inbox)
+            if not self._round and not inbox.free and not self._batch and self._exhausted:
+                return
+
+    async def _refill(self) -> bool:
+        """Submit up to the window. Returns whether the pool is too full for that."""
+        while not self._exhausted and len(self._batch) + self._inbox.free < self._window:
+            job = next(self._source, None)
+            self._exhausted = job is None
+            if job is not None:
+                self._batch.append(job)
+        if not self._batch:
+            return False
+        try:
+            await self._core.submit_many(self._batch, 0.0)
+        except PoolBusy as busy:
+            self._batch = self._batch[busy.accepted :]
+            return True
+        self._batch = []
+        return False
