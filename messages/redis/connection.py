@@ -59,7 +59,7 @@ class OwnPool(BlockingConnectionPool):
     async def get_connection(self, *args: Any, **options: Any) -> Any:
         if os.getpid() != self._pid:
             raise WrongProcess("the connection to Redis", self._pid)
-        return await super().get_connection(*args, **options)
+        return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
 
 
 def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> PoolRedis:
