@@ -102,7 +102,7 @@ async def test_an_engine_that_always_dies_ends_the_worker(redis_db: str, broker:
 async def test_a_crashed_workers_jobs_are_finished_by_the_other(redis_db: str, broker: Broker) -> None:
     slow = ScriptedEngine(tokens_per_s=2)
     jobs = [job(n=2, sampling=SHORT) for _ in range(10)]
-    async with worker(redis_db, engine=slow, max_running=8, lease_s=0.6) as crashing:
+    async with worker(redis_db, engine=slow, max_running=8, lease_s=1.5) as crashing:
         await broker.enqueue(jobs)
         await eventually(lambda: len(slow._aborts) >= 8)
         await crashing.crash()
@@ -279,7 +279,7 @@ async def test_a_job_that_a_failover_gave_back_to_a_worker_that_forgot_it(
 
 
 async def test_a_busy_worker_takes_nothing_of_its_own_for_a_stray(redis_db: str, broker: Broker) -> None:
-    async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=500.0), lease_s=0.2, max_running=16):
+    async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=500.0), lease_s=1.0, max_running=16):
         jobs = [job(n=2, sampling=SamplingParams(max_new_tokens=20)) for _ in range(300)]
         await broker.enqueue(jobs)
         found = await wait_replies(broker, 600, timeout=60)

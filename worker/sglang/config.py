@@ -202,7 +202,11 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": config.memory_saver == "backup"}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if device == "cpu":
-        arguments = CPU_DEFAULTS | arguments | {"disable_cuda_graph": True, "disable_prefill_cuda_graph": True}
+        # SGLang takes what other processes allocate while it starts for its own. A KV cache of a given size needs no
+        # tight limit besides.
+        limit = {} if config.max_total_tokens is None else {"mem_fraction_static": 0.5}
+        never = {"disable_cuda_graph": True, "disable_prefill_cuda_graph": True}
+        arguments = CPU_DEFAULTS | limit | arguments | never
     return arguments | config.extra
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -144,8 +143,9 @@ class Running:
     async def crash(self) -> None:
         """No word to anybody: whatever it would still send to Redis is never sent."""
         self.task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self.task
+        await asyncio.wait({self.task})  # whoever calls may be cancelled meanwhile
+        if not self.task.cancelled():
+            self.task.result()
 
 
 @asynccontextmanager

@@ -13,6 +13,8 @@ import psutil
 from support.engines.forking import Forked, command_line
 
 COMMAND = [sys.executable, "-m", "rolloutmq.ops.entry"]
+ROOMY = ("--mem-fraction", "0.3")
+"""SGLang takes what other processes allocate while it starts for its own, and tests run beside each other."""
 
 
 class WorkerProcess:
@@ -25,7 +27,7 @@ class WorkerProcess:
 
     def __init__(self, model: Path, redis_url: str, log: Path, *options: str, forked: bool = True) -> None:
         self.log = log
-        command = ["worker", "--model", str(model), "--redis", redis_url, "--lease", "3", *options]
+        command = ["worker", "--model", str(model), "--redis", redis_url, "--lease", "3", *ROOMY, *options]
         log.write_text("")
         if forked:
             self.process = Forked(command_line, *command, log=log)

@@ -38,6 +38,12 @@ async def test_a_misspelt_argument_is_named_with_what_may_be_meant() -> None:
         await engine.start()
 
 
+def test_on_a_cpu_a_kv_cache_of_a_given_size_is_not_limited_by_what_others_allocate() -> None:
+    assert told(device="cpu")["mem_fraction_static"] == 0.05
+    assert told(device="cpu", max_total_tokens=8192)["mem_fraction_static"] == 0.5
+    assert told(device="cpu", max_total_tokens=8192, mem_fraction=0.1)["mem_fraction_static"] == 0.1
+
+
 @pytest.mark.sglang
 def test_every_argument_is_one_of_sglangs() -> None:
     """A release that renames one would otherwise be noticed on a GPU host only."""
