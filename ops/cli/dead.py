@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json as json_module
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -16,7 +17,7 @@ from ...messages.errors import CannotRequeue, ConfigError, InvalidField, NoSuchD
 from ...messages.redis import DEFAULT_URL
 from ..redis import ask
 from ..terminal import printable, when
-from .options import Json, Pool, RedisUrl, Yes, group, plain_errors, say
+from .options import Json, Pool, RedisUrl, Yes, derived, given, group, plain_errors, say
 
 app = group("Dead letters: jobs that were given up.")
 T = TypeVar("T")
@@ -79,57 +80,66 @@ def show(
     say(shown, lines, json)
 
 
-@app.command()
-def requeue(
-    ids: Ids = None,
-    redis: RedisUrl = DEFAULT_URL,
-    pool: Pool = "default",
-    every: All = False,
-    cause: Cause = "",
-    since: Since = "",
-    limit: Limit = None,
-    reply_to: Annotated[
-        str | None, typer.Option(help="Client that gets the results; default: the one that submitted.")
-    ] = None,
-    yes: Yes = False,
-    json: Json = False,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The arguments and options that `requeue` and `drop` share."""
+
+    ids: Ids = None
+    redis: RedisUrl = DEFAULT_URL
+    pool: Pool = "default"
+    every: All = False
+    cause: Cause = ""
+    since: Since = ""
+    limit: Limit = None
+    yes: Yes = False
+    json: Json = False
+
+
+def _on_chosen(act: Callable[..., int], *more: inspect.Parameter) -> None:
+    """A command with the options of Chosen, and `more`. `act` takes both and returns the exit code."""
+    kinds = get_type_hints(Chosen, include_extras=True)
+    shared = [given(one.name, kinds[one.name], None, one.default) for one in fields(Chosen)]
+
+    def run(**typed: Any) -> None:
+        own = {one.name: typed.pop(one.name) for one in more}
+        chosen = Chosen(**typed)
+        with plain_errors():
+            if bool(chosen.ids) == chosen.every or (chosen.ids and (chosen.cause or chosen.since or chosen.limit)):
+                raise ConfigError("say which: entry ids, or --all with or without --cause, --since and --limit")
+            raise typer.Exit(act(chosen, **own))
+
+    app.command(act.__name__)(derived(run, [*shared, *more], inspect.getdoc(act) or ""))
+
+
+def requeue(chosen: Chosen, reply_to: str | None) -> int:
     """Submit dead letters again, each as a new job, and delete them. Exit code 1 if some could not be."""
-    with plain_errors():
-        _check_choice(ids, every, cause or since or limit)
-        if every:
-            params = {"cause": cause, "since": _with(redis, pool, lambda it: _since(it, since)), "limit": limit}
-            _confirm(redis, pool, params, yes)
-            raise typer.Exit(_requeue_all(redis, pool, params | {"reply_to": reply_to}, json))
-        _ask(f"requeue {len(ids or [])} dead letters of pool {pool}?", yes)
-        raise typer.Exit(_with(redis, pool, lambda letters: _requeue_each(letters, ids or [], reply_to, json)))
+    ids, redis, pool, since = chosen.ids or [], chosen.redis, chosen.pool, chosen.since
+    if chosen.every:
+        known = _with(redis, pool, lambda letters: _since(letters, since))
+        params = {"cause": chosen.cause, "since": known, "limit": chosen.limit}
+        _confirm(redis, pool, params, chosen.yes)
+        return _requeue_all(redis, pool, params | {"reply_to": reply_to}, chosen.json)
+    _ask(f"requeue {len(ids)} dead letters of pool {pool}?", chosen.yes)
+    return _with(redis, pool, lambda letters: _requeue_each(letters, ids, reply_to, chosen.json))
 
 
-@app.command()
-def drop(
-    ids: Ids = None,
-    redis: RedisUrl = DEFAULT_URL,
-    pool: Pool = "default",
-    every: All = False,
-    cause: Cause = "",
-    since: Since = "",
-    limit: Limit = None,
-    yes: Yes = False,
-    json: Json = False,
-) -> None:
+def drop(chosen: Chosen) -> int:
     """Delete dead letters. Exit code 1 if some were not there."""
 
     async def matching(letters: DeadLetters) -> list[str]:
-        which = DeadFilter(cause, await _since(letters, since), limit=limit)
+        which = DeadFilter(chosen.cause, await _since(letters, chosen.since), limit=chosen.limit)
         return [head.entry_id async for head in letters.find(which)]
 
-    with plain_errors():
-        _check_choice(ids, every, cause or since or limit)
-        # Only the letters that were counted are dropped, none that comes while the question is on the screen.
-        chosen = _with(redis, pool, matching) if every else ids or []
-        if chosen:
-            _ask(f"drop {len(chosen)} dead letters of pool {pool} for good?", yes)
-        raise typer.Exit(_with(redis, pool, lambda letters: _drop_each(letters, chosen, json)))
+    # Only the letters that were counted are dropped, none that comes while the question is on the screen.
+    ids = _with(chosen.redis, chosen.pool, matching) if chosen.every else chosen.ids or []
+    if ids:
+        _ask(f"drop {len(ids)} dead letters of pool {chosen.pool} for good?", chosen.yes)
+    return _with(chosen.redis, chosen.pool, lambda letters: _drop_each(letters, ids, chosen.json))
+
+
+ReplyTo = Annotated[str | None, typer.Option(help="Client that gets the results; default: the one that submitted.")]
+_on_chosen(requeue, given("reply_to", ReplyTo, None, None))
+_on_chosen(drop)
 
 
 async def _each(ids: list[str], act: Callable[[str], Awaitable[T]]) -> tuple[dict[str, T], list[dict[str, str]]]:
@@ -184,11 +194,6 @@ def _confirm(redis_url: str, pool: str, params: dict[str, Any], yes: bool) -> No
 def _ask(question: str, yes: bool) -> None:
     if not yes:
         typer.confirm(question, abort=True, err=True)
-
-
-def _check_choice(ids: list[str] | None, every: bool, filtered: object) -> None:
-    if bool(ids) == every or (ids and filtered):
-        raise ConfigError("say which: entry ids, or --all with or without --cause, --since and --limit")
 
 
 def _with(redis_url: str, pool: str, use: Callable[[DeadLetters], Awaitable[T]]) -> T:

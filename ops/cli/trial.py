@@ -36,7 +36,9 @@ def tiny_model(directory: Annotated[Path, typer.Argument(help="Where to write it
 
 def demo(
     out: Annotated[Path, typer.Option(help="Where summary.json and report.png go.")] = Path("out/demo"),
-    steps: Annotated[int | None, typer.Option(help="Training steps; default: as many as the demo needs.")] = None,
+    training_steps: Annotated[
+        int | None, typer.Option(min=1, help="Default: as many as the reward needs to reach its goal.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the task, the model and the trainer.")] = 0,
     gpus: Annotated[bool, typer.Option("--gpus", help="Train on the first GPU, serve on the others.")] = False,
     json: Json = False,
@@ -44,4 +46,4 @@ def demo(
     """Asynchronous RL on this machine, while workers die and join. A trainer learns from what a pool generates."""
     from ..demo import run_demo
 
-    raise typer.Exit(run_demo(out, steps=steps, seed=seed, gpus=gpus, as_json=json))
+    raise typer.Exit(run_demo(out, steps=training_steps, seed=seed, gpus=gpus, as_json=json))

@@ -1,4 +1,4 @@
-"""In which order tests run, and which of them in one process when there are several (`pytest -n 2`).
+"""How tests are collected, in which order they run, and which of them in one process (`pytest -n 2`).
 
 A file stays in one process, with the servers of its fixtures. The tests whose process imports SGLang are all in
 one process, and share its engine. What takes longest begins first: what begins last
@@ -7,6 +7,7 @@ decides how long the other processes wait.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,15 @@ LONG = (
     "test_publish_faults", "test_skyrl_weights", "test_disk_crash", "test_torchrun",
 )  # fmt: skip
 """Modules that take longest of those without an engine."""
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Dir | None:
+    """The checkout, which is a package, as a plain folder.
+
+    pytest imports a package that it collects from. For that it puts the folder around the checkout on sys.path, where a
+    folder called `sglang` would be taken for SGLang.
+    """
+    return pytest.Dir.from_parent(parent, path=path) if path == parent.config.rootpath else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -111,7 +111,7 @@ def describe_host(url: str, peers: list[str]) -> dict[str, Any]:
     return {
         "cpu": _first("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gb": round(int((_first("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / 1e6, 1),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "system": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         "load_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),

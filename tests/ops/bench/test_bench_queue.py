@@ -46,6 +46,8 @@ def test_a_small_run_without_peers(
     with redis.Redis.from_url(redis_db) as client:
         assert client.get("precious") == b"1"
     assert figures["host"].keys() >= {"cpu", "cores", "memory_gb", "python", "redis", "packages"}
+    kibibytes = int(Path("/proc/meminfo").read_text().split()[1])
+    assert figures["host"]["memory_gb"] == round(kibibytes * 1024 / 1e9, 1)
 
 
 def test_rq_takes_its_turn(redis_db: str) -> None:

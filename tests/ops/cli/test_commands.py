@@ -71,6 +71,10 @@ def test_a_flag_means_one_thing_in_every_command() -> None:
                 kinds.setdefault(spelled, {}).setdefault(kind, []).append(name)
     assert {spelled: found for spelled, found in kinds.items() if len(found) > 1} == {}
     assert kinds["--keep"] == {str(int): ["weights gc"]}
+    assert [commands for found in (kinds["--steps"], kinds["--training-steps"]) for commands in found.values()] == [
+        ["control start-profile"],
+        ["demo"],
+    ]
 
 
 def test_every_command_that_prints_has_json() -> None:

@@ -223,7 +223,6 @@ async def traffic(url: str) -> AsyncIterator[list[int]]:
                     ]
                     handles = await client.submit_many(jobs)
                     await client.broker.cancel([handle.job_id for handle in handles[::5]])
-                    await asyncio.sleep(0.01)
                 async for _ in client.results(timeout=20):
                     finished[0] += 1
 
@@ -231,7 +230,7 @@ async def traffic(url: str) -> AsyncIterator[list[int]]:
         while True:
             engine = ScriptedEngine(tokens_per_s=2000)
             async with worker(url, engine=engine, lease_s=0.3, max_lost=9, max_running=16) as running:
-                await asyncio.sleep(0.2)
+                await eventually(lambda running=running: running.worker._held, what="it has something to lose")
                 await running.crash()
 
     with contextlib.suppress(asyncio.CancelledError):
