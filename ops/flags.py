@@ -104,5 +104,5 @@ def json_or_text(text: str) -> Any:
     """The value that a text is as JSON, else the text."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text

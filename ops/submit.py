@@ -1,9 +1,9 @@
-"""`rolloutmq submit`: a file of prompts in, a file of answers out, every line exactly once, however often it stops.
+"""`rolloutmq submit`: reads a file of prompts and writes a file of answers. Every line is answered exactly once.
 
-Answers are appended to `OUT.part` as they come; when the last one is there the file is sorted into `OUT`. The first
-line of `OUT.part` remembers under which ids the lines were submitted, so that the same command finds its own jobs
-again: finished ones on its reply stream, running ones in the pool. Answers are synced to the disk once a second and at
-the end, and the pool drops them only then: a power cut costs nothing but the time to write the last second's again.
+Answers are appended to `OUT.part` as they come. When all are there, they are sorted into `OUT`. The first line of
+`OUT.part` holds the ids under which the lines were submitted. So the same command finds its own jobs again, after
+whatever stopped it: finished ones on its reply stream, running ones in the pool. Answers are synced to the disk once a
+second and at the end, and the pool drops them only after that. A power cut loses no answer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import signal
 import time
@@ -30,6 +31,8 @@ from ..messages.dialects import job_fields
 from ..messages.errors import ConfigError, FeatureUnavailable, InvalidField
 from ..messages.model import GenerateJob, JobFailure, RolloutResult, SamplingParams, as_invalid_field
 from ..producer.client import Outcome, RolloutClient
+from .files import check_out, json_lines, read, writing
+from .redis import reach
 
 SAMPLING = "sampling"
 SYNC_S = 1.0
@@ -37,7 +40,7 @@ SYNC_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Settings for lines that have none of their own. logprobs: write them. lora: None for the model alone."""
+    """Settings for lines that have none of their own. logprobs: whether to write them. lora: None for no adapter."""
 
     n: int = 1
     max_new_tokens: int = 128
@@ -57,17 +60,22 @@ def submit_file(
     overwrite: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Answer every line of `file` in `out`; returns the exit code: 0, 1 if lines failed, 130 if interrupted.
+    """Answer every line of `file` in `out`. Returns the exit code: 0, 1 if lines failed, 130 if interrupted.
 
-    as_json: print {"out", "lines", "open", "failed"} to stdout at the end; progress goes to stderr.
+    window: jobs that are outstanding at a time. as_json: print {"out", "lines", "open", "failed"} to stdout at the end.
+    Progress goes to stderr.
 
-    Raises InvalidField for a line that is no job (before anything is submitted), ConfigError for files that do not
-    belong together or cannot be written (what was not written stays in the pool), RedisUnavailable.
+    Raises InvalidField before anything is submitted, for a line that is no job and for files that cannot be read or
+    written. Raises ConfigError for files that do not belong together, and if writing fails later: what was not written
+    stays in the pool. Raises RedisUnavailable.
     """
+    check_out("--out", out)
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} exists and is complete; remove it or give --overwrite")
-    lines = _read_lines(file, defaults)
-    work = _Work(out, lines, {"input": hashlib.sha256(file.read_bytes()).hexdigest(), "defaults": asdict(defaults)})
+    content = read("FILE", file)
+    lines = _read_lines(file, content, defaults)
+    reach(redis_url, pool)
+    work = _Work(out, lines, {"input": hashlib.sha256(content).hexdigest(), "defaults": asdict(defaults)})
     try:
         code = asyncio.run(_run(work, redis_url, pool, defaults, window))
         if as_json:
@@ -78,24 +86,15 @@ def submit_file(
         work.close()
 
 
-def _read_lines(file: Path, defaults: Defaults) -> dict[int, dict[str, Any]]:
-    lines: dict[int, dict[str, Any]] = {}
-    with file.open(encoding="utf-8") as source:
-        for number, raw in enumerate(source, start=1):
-            if raw.strip():
-                lines[number] = _fields(number, raw, defaults)
+def _read_lines(file: Path, content: bytes, defaults: Defaults) -> dict[int, dict[str, Any]]:
+    lines = {number: _fields(f"line {number}", given, defaults) for number, given in json_lines(content)}
     if not lines:
         raise ConfigError(f"{file} has no line to answer")
     return lines
 
 
-def _fields(number: int, raw: str, defaults: Defaults) -> dict[str, Any]:
-    """The job's fields of one line; checked by building the job once."""
-    where = f"line {number}"
-    try:
-        given = json.loads(raw)
-    except json.JSONDecodeError as error:
-        raise InvalidField(where, raw.strip(), f'JSON, such as {{"text": "…"}}: {error}') from None
+def _fields(where: str, given: Any, defaults: Defaults) -> dict[str, Any]:
+    """The job's fields of one line. They are checked by building the job once."""
     if isinstance(given, str):
         given = {"text": given}
     if not isinstance(given, dict):
@@ -122,9 +121,9 @@ def _fields(number: int, raw: str, defaults: Defaults) -> dict[str, Any]:
 
 
 class _Work:
-    """The lines, and which of them are answered; on disk at every moment.
+    """The lines, and which of them are answered. Every answer is on disk as soon as it is known here.
 
-    header: what has to be the same whenever the command is given again.
+    header: must be the same each time the command is given.
     """
 
     def __init__(self, out: Path, lines: dict[int, dict[str, Any]], header: dict[str, Any]) -> None:
@@ -134,8 +133,9 @@ class _Work:
         self.failed: set[int] = set()
         self.open_lines = set(lines)
         self._synced, self._lost = 0.0, False
-        out.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = self.part.open("ab+")
+        with writing("--out", self.part):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = self.part.open("ab+")
         try:
             self._lock()
             self.base, self.client_id = self._resume(header) or self._begin(header)
@@ -144,7 +144,7 @@ class _Work:
             raise
 
     def _lock(self) -> None:
-        """Two runs at once would write every answer twice."""
+        """Keep other runs away: two at once would write every answer twice. Raises ConfigError."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -159,23 +159,31 @@ class _Work:
         return base, f"submit-{base}"
 
     def _resume(self, header: dict[str, Any]) -> tuple[str, str] | None:
-        """The ids that an earlier run of the command used; None if there was none."""
+        """(base of the ids, client id) of an earlier run; None if there was none. Raises ConfigError."""
         self._file.seek(0)
         content = self._file.read()
         whole = content.rfind(b"\n") + 1
-        self._file.truncate(whole)  # a line cut off by a crash is as good as not written
         if not whole:
+            self._file.truncate(0)  # a line cut off by a crash is as good as not written
             return None
-        first, *records = (json.loads(line) for line in content[:whole].splitlines())
+        try:
+            first, *records = (found for _, found in json_lines(content[:whole]))
+            base, client = _known(first)
+            notes = [(record["line"], record.get("sample")) for record in records]
+            if not all(line in self.lines and (sample is None or sample >= 0) for line, sample in notes):
+                raise ValueError("answers of other lines")
+        except (InvalidField, LookupError, TypeError, ValueError, AttributeError):
+            raise ConfigError(f"{self.part} is not what this command wrote; remove it to start over") from None
+        self._file.truncate(whole)
         if first.get("input") != header["input"]:
             raise ConfigError(f"{self.part} belongs to another input file; remove it to start over")
         before = first.get("defaults", {})
         if changed := [name for name, value in header["defaults"].items() if before.get(name) != value]:
             said = ", ".join(f"{name}={before.get(name)!r}, not {header['defaults'][name]!r}" for name in changed)
             raise ConfigError(f"{self.part} was begun with {said}; give the same again, or remove it to start over")
-        for record in records:
-            self._note(record["line"], record.get("sample"))
-        return first["base"], first["client"]
+        for line, sample in notes:
+            self._note(line, sample)
+        return base, client
 
     def _note(self, line: int, sample: int | None) -> None:
         if sample is None:
@@ -193,7 +201,7 @@ class _Work:
             raise ConfigError(f"{self.part} cannot be written: {error}") from error
 
     def sync(self, now: bool) -> bool:
-        """Sync what was written to the disk, at most once in SYNC_S unless `now`; returns whether it is there."""
+        """Sync what was written to the disk, at most once in SYNC_S unless `now`. Returns whether it was done."""
         if self._lost or (not now and time.monotonic() < self._synced + SYNC_S):
             return False
         try:
@@ -205,12 +213,12 @@ class _Work:
         return True
 
     def jobs(self) -> Iterator[GenerateJob]:
-        """A job per open line; the line number is the end of its id."""
+        """A job for each open line. Its id ends with the line number."""
         for line in sorted(self.open_lines):
             yield GenerateJob(id=f"{self.base}{line:08x}", metadata={"line": line}, **self.lines[line])
 
     def take(self, outcome: Outcome, logprobs: bool) -> bool:
-        """Write an answer down; False if it was there already or is not of this run."""
+        """Write an answer down. False if it was there already, or belongs to another run."""
         if not outcome.job_id.startswith(self.base):
             return False
         line = int(outcome.job_id[len(self.base) :], 16)
@@ -245,26 +253,40 @@ class _Work:
         return True
 
     def finish(self) -> None:
-        """Sort the answers by line and sample into the output file."""
-        with self.part.open(encoding="utf-8") as source:
-            source.readline()
-            records = sorted((r["line"], r.get("sample", -1), text) for text in source if (r := json.loads(text)))
+        """Sort the answers by line and sample into the output file. Raises ConfigError: they stay in the other file."""
         sorted_part = self.out.with_name(self.out.name + ".sorted")
-        with sorted_part.open("w", encoding="utf-8") as target:
-            target.writelines(text for _, _, text in records)
-            target.flush()
-            os.fsync(target.fileno())
-        os.replace(sorted_part, self.out)
-        _sync_folder(self.out)
-        self.part.unlink()
+        try:
+            with self.part.open(encoding="utf-8") as source:
+                source.readline()
+                records = sorted((r["line"], r.get("sample", -1), text) for text in source if (r := json.loads(text)))
+            with sorted_part.open("w", encoding="utf-8") as target:
+                target.writelines(text for _, _, text in records)
+                target.flush()
+                os.fsync(target.fileno())
+            os.replace(sorted_part, self.out)
+            _sync_folder(self.out)
+            self.part.unlink()
+        except OSError as error:
+            sorted_part.unlink(missing_ok=True)
+            raise ConfigError(
+                f"{self.out} cannot be written: {error.strerror or error}. The answers are in {self.part}; "
+                "the same command goes on from there"
+            ) from error
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # what could not be written was not acknowledged
             self._file.close()
 
 
+def _known(first: dict[str, Any]) -> tuple[str, str]:
+    """The ids in the first line of a `.part`. Raises ValueError, KeyError or TypeError for a line of another origin."""
+    if not re.fullmatch("[0-9a-f]{24}", first["base"]) or not re.fullmatch("[a-z0-9-]{1,128}", first["client"]):
+        raise ValueError("no ids")
+    return first["base"], first["client"]
+
+
 def _sync_folder(file: Path) -> None:
-    """A new name in a folder survives a power cut only once the folder is synced."""
+    """Sync the folder of a file: before that, a power cut can take its new name away."""
     folder = os.open(file.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -273,7 +295,7 @@ def _sync_folder(file: Path) -> None:
 
 
 async def _refuse(work: _Work, client: RolloutClient, logprobs: bool) -> None:
-    """Answer the lines that no worker can run, so that they do not stop the others."""
+    """Write an error for each line that no worker can run, so that it does not stop the others."""
     for job in work.jobs():
         try:
             await client.check([job])

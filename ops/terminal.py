@@ -10,9 +10,9 @@ from typing import Any
 LOG_EVERY_S = 10.0
 
 
-def printable(text: str) -> str:
-    """`text` without control characters: dead letters and errors hold whatever somebody wrote into them."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)
+def printable(text: str, keep: str = "") -> str:
+    """`text` without control characters but `keep`: dead letters and errors hold whatever somebody wrote into them."""
+    return "".join(char if char.isprintable() or char in keep else "\ufffd" for char in text)
 
 
 def when(seconds: float | None) -> str:

@@ -1,6 +1,6 @@
-"""A model small enough for any machine, with a tokenizer that takes any text: for trials, tests and benchmarks.
+"""A model small enough for any machine, with a tokenizer that takes any text, for trials, tests and benchmarks.
 
-Random weights: what it says means nothing, how fast and how exactly it says it does.
+Its weights are random, so its answers mean nothing. Its speed and its exactness do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 def write_tiny_model(
     directory: Path, *, layers: int = 2, width: int = 128, context: int = 4096, seed: int = 0, dtype: str = "bfloat16"
 ) -> None:
-    """Write config, safetensors and tokenizer: Qwen2 architecture, byte vocabulary (259 ids, padded to 320)."""
+    """Write config, safetensors and tokenizer of a Qwen2 model whose tokens are bytes: 259 ids, padded to 320.
+
+    layers, width: of the model. context: its longest sequence, in tokens. seed: of its weights. dtype: a torch dtype's
+    name. Raises OSError if the folder cannot be written.
+    """
     prepare_transformers()
     import torch  # noqa: PLC0415
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
@@ -58,9 +62,10 @@ def write_tiny_model(
 
 
 def load_tiny_model(directory: Path | str) -> Any:
-    """The model as a trainer has it: transformers' Qwen2ForCausalLM in float32, on the CPU.
+    """The model as a trainer uses it: transformers' Qwen2ForCausalLM in float32, on the CPU.
 
-    `AutoModelForCausalLM.from_pretrained` does the same, where torch and torchvision are of one build.
+    It does what `AutoModelForCausalLM.from_pretrained` does, and also works where torch and torchvision are of
+    different builds.
     """
     prepare_transformers()
     import torch  # noqa: PLC0415

@@ -2,8 +2,8 @@
 
     python tools/capabilities.py out/tests.xml benchmarks/results/gpu-tests.xml
 
-Each argument is a JUnit file that pytest wrote (`--junitxml`). A row is given the status that these runs say its tests
-the row names, and "not run" for a test that none of them ran.
+Each argument is a JUnit file that pytest wrote (`--junitxml`). The status of a row counts the cases of its tests: those
+that passed, failed and were skipped in these runs, and tests that were not run.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ PAGE = ROOT / "docs" / "capabilities.md"
 FIELDS = ("capability", "api", "cli", "where")
 HEAD = """# Capabilities
 
-What the pool can do, where it is found, and the tests that show it on real parts. Made by `make capabilities` from
-`capabilities.toml` and the results of a test run; do not edit. *CPU*: shown by `make test` with real SGLang on a CPU.
-*GPU*: by `tests/gpu` on a GPU host. Status counts cases of the tests named, those that were skipped or not run, too.
+What the pool can do, where you find it, and the tests that show it on real parts. `make capabilities` writes this
+page from `capabilities.toml` and the results of a test run; do not edit it. *CPU*: `make test` shows it with real
+SGLang on a CPU. *GPU*: `tests/gpu` shows it on a GPU host. The status counts cases of these tests, including skipped
+ones and those that were not run.
 
 | # | capability | API | command line | shown on | tests | status |
 |---|---|---|---|---|---|---|
@@ -34,7 +35,7 @@ Outcomes = dict[str, dict[str, int]]
 
 
 def read_runs(files: Iterable[Path]) -> Outcomes:
-    """By test (file::function): how many of its cases passed, failed and were skipped, over all runs."""
+    """For each test (file::function): the number of its cases that passed, failed and were skipped, over all runs."""
     outcomes: Outcomes = defaultdict(lambda: defaultdict(int))
     for file in files:
         for case in ET.parse(file).getroot().iter("testcase"):
@@ -47,7 +48,7 @@ def read_runs(files: Iterable[Path]) -> Outcomes:
 
 
 def status_of(tests: Iterable[str], outcomes: Outcomes) -> str:
-    """What the runs say about these tests, the worst first."""
+    """The numbers of cases of these tests by result, the worst result first."""
     total: dict[str, int] = defaultdict(int)
     for test in tests:
         found = outcomes.get(test) or {"not run": 1}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ...messages.errors import ConfigError
-from .options import Json, group, log_to_stderr, plain_errors
+from .options import Json, group, log_to_stderr
 
 app = group("Measure; every bench ends with one line of JSON.")
 
@@ -27,15 +27,14 @@ def bench_queue(
     """Jobs/s, latency, large payloads and Redis' CPU per job, beside RQ, arq, taskiq and the bare scripts."""
     from ..bench.broker import Plan, parse_peers, run_queue_bench
 
-    with plain_errors():
-        try:
-            counts = tuple(int(count) for count in workers.split(","))
-        except ValueError:
-            raise ConfigError(f"--workers {workers!r}: numbers with commas between them, such as 1,10,100") from None
-        if min(counts) < 1:
-            raise ConfigError(f"--workers {workers!r}: at least 1 each")
-        plan = Plan(parse_peers(peers), rounds, seconds, counts, lifecycles, cache, out)
-        run_queue_bench(plan, quiet=json)
+    try:
+        counts = tuple(int(count) for count in workers.split(","))
+    except ValueError:
+        raise ConfigError(f"--workers {workers!r}: numbers with commas between them, such as 1,10,100") from None
+    if min(counts) < 1:
+        raise ConfigError(f"--workers {workers!r}: at least 1 each")
+    plan = Plan(parse_peers(peers), rounds, seconds, counts, lifecycles, cache, out)
+    run_queue_bench(plan, quiet=json)
 
 
 @app.command("sync")
@@ -70,11 +69,10 @@ def bench_sync(
     """Weights from a trainer into engines: raw broadcast, SGLang's own ways and ours, stalls, tokens/s kept, joins."""
     from ..bench.sync import make_plan, run_sync_bench
 
-    with plain_errors():
-        settings = {"rounds": rounds, "seconds": seconds, "every_s": every, "out": out}
-        settings |= {"graphs": graphs, "together": together, "plain": plain}
-        plan = make_plan(shapes, paths, device, receivers, **settings, running=running)
-        run_sync_bench(plan, quiet=json)
+    settings = {"rounds": rounds, "seconds": seconds, "every_s": every, "out": out}
+    settings |= {"graphs": graphs, "together": together, "plain": plain}
+    plan = make_plan(shapes, paths, device, receivers, **settings, running=running)
+    run_sync_bench(plan, quiet=json)
 
 
 @app.command("engine")
@@ -95,16 +93,15 @@ def bench_engine(
     from ..flags import parse_extra
 
     log_to_stderr("warning")
-    with plain_errors():
-        run_engine_bench(
-            model=model,
-            shape=shape,
-            prompts=prompts,
-            max_running=max_running,
-            rounds=rounds,
-            max_new_tokens=max_new_tokens,
-            dtype=dtype,
-            load_format=load_format,
-            extra=parse_extra(sglang or []),
-            quiet=json,
-        )
+    run_engine_bench(
+        model=model,
+        shape=shape,
+        prompts=prompts,
+        max_running=max_running,
+        rounds=rounds,
+        max_new_tokens=max_new_tokens,
+        dtype=dtype,
+        load_format=load_format,
+        extra=parse_extra(sglang or []),
+        quiet=json,
+    )

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import Json, alone, group, plain_errors
+from .options import Json, alone, group
 
 app = group("Configuration: SkyRL's and VERL's files, too.")
 
@@ -21,12 +21,11 @@ def explain_file(
     from ..config import explain
     from ..config.report import explained_json, print_explained
 
-    with plain_errors():
-        explained = explain(file)
-        if json:
-            typer.echo(explained_json(explained))
-        else:
-            print_explained(explained)
+    explained = explain(file)
+    if json:
+        typer.echo(explained_json(explained))
+    else:
+        print_explained(explained)
     raise typer.Exit(1 if explained.refused else 0)
 
 
@@ -42,16 +41,15 @@ def show(
     from ..config import load_settings
     from ..config.report import print_settings, settings_json
 
-    with plain_errors():
-        settings = load_settings(config, context=worker_context(flags or []))
-        if json:
-            typer.echo(settings_json(settings))
-        else:
-            print_settings(settings)
-        settings.worker()
-        settings.job()
-        if "engine.model" in settings.said:
-            settings.engine()
+    settings = load_settings(config, context=worker_context(flags or []))
+    if json:
+        typer.echo(settings_json(settings))
+    else:
+        print_settings(settings)
+    settings.worker()
+    settings.job()
+    if "engine.model" in settings.said:
+        settings.engine()
 
 
 def worker_context(flags: list[str]) -> Any:

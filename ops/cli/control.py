@@ -18,8 +18,10 @@ from pydantic import BaseModel
 from ...messages.model import ACTIONS
 from ...messages.redis import DEFAULT_URL
 from ...producer.control import Answers, PoolAudit, PoolControl
+from ..files import check_out, writing
 from ..flags import flags_of
-from .options import Json, Pool, RedisUrl, at_pool, derived, given, group, parameter, say
+from ..redis import reach
+from .options import Json, Pool, RedisUrl, derived, finite, given, group, parameter, say
 
 app = group("Tell workers to do something, and wait for each one's answer. Exit code 1 if one did not do it.")
 Worker = Annotated[str, typer.Option("--worker", help="Id of the worker; default: all that are alive.")]
@@ -42,7 +44,7 @@ def _add(action: str, model: type[BaseModel]) -> None:
         given("redis", RedisUrl, None, DEFAULT_URL),
         given("pool", Pool, None, "default"),
         given("worker", Worker, None, ""),
-        given("timeout", float, typer.Option(min=0.1, help="Seconds to wait for answers."), timeout),
+        given("timeout", float, typer.Option(min=0.1, callback=finite, help="Seconds to wait for answers."), timeout),
         given("json", Json, None, False),
     ]
     if action == "stop_profile":
@@ -53,9 +55,10 @@ def _add(action: str, model: type[BaseModel]) -> None:
     ) -> None:
         params = {flags[name].field: value for name, value in typed.items() if value is not None}
         if out is not None:
+            check_out("--out", out, folder=True)
             params["fetch_bytes"] = FETCH_BYTES
-        with at_pool(redis, pool):
-            answers = asyncio.run(_ask(redis, pool, action, params, worker, timeout))
+        reach(redis, pool)
+        answers = asyncio.run(_ask(redis, pool, action, params, worker, timeout))
         _audited(answers, json) if isinstance(answers, PoolAudit) else _answered(answers, json, out)
 
     app.command(NAMES.get(action, action.replace("_", "-")))(derived(run, parameters, inspect.getdoc(model) or ""))
@@ -78,8 +81,9 @@ def _answered(answers: Answers, json: bool, out: Path | None) -> None:
         for one, result in answers.results.items():
             for name, content in dict(result.get("fetched", {})).items():
                 target = out / _file_name(one) / _file_name(name)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content)
+                with writing("--out", target):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(content)
     lines = [f"{one.worker_id}  {_told(one.result)}" if one.ok else _failed(one) for one in answers.values()]
     say(_plain(answers), lines or [answers.told()], json)
     raise typer.Exit(int(not answers.ok))

@@ -17,7 +17,7 @@ from ...messages.errors import CannotRequeue, ConfigError, InvalidField, NoSuchD
 from ...messages.redis import DEFAULT_URL
 from ..redis import ask
 from ..terminal import printable, when
-from .options import Json, Pool, RedisUrl, Yes, derived, given, group, plain_errors, say
+from .options import Json, Pool, RedisUrl, Yes, derived, given, group, say
 
 app = group("Dead letters: jobs that were given up.")
 T = TypeVar("T")
@@ -44,8 +44,7 @@ def list_letters(
         which = DeadFilter(cause, await _since(letters, since), limit=limit)
         return [head async for head in letters.find(which)], await letters.count()
 
-    with plain_errors():
-        found, total = _with(redis, pool, read)
+    found, total = _with(redis, pool, read)
     lines: list[str] = []
     for head in found:
         said = f"{head.cause}: {head.error}" if head.error else head.cause
@@ -63,8 +62,7 @@ def show(
     json: Json = False,
 ) -> None:
     """One dead letter and the job in it, or why that cannot be read."""
-    with plain_errors():
-        letter = _with(redis, pool, lambda letters: letters.get(entry_id))
+    letter = _with(redis, pool, lambda letters: letters.get(entry_id))
     shown: dict[str, Any] = letter.model_dump(exclude={"payload"}) | {"size": len(letter.payload)}
     try:
         job = successor(letter, reply_to="-")
@@ -103,10 +101,9 @@ def _on_chosen(act: Callable[..., int], *more: inspect.Parameter) -> None:
     def run(**typed: Any) -> None:
         own = {one.name: typed.pop(one.name) for one in more}
         chosen = Chosen(**typed)
-        with plain_errors():
-            if bool(chosen.ids) == chosen.every or (chosen.ids and (chosen.cause or chosen.since or chosen.limit)):
-                raise ConfigError("say which: entry ids, or --all with or without --cause, --since and --limit")
-            raise typer.Exit(act(chosen, **own))
+        if bool(chosen.ids) == chosen.every or (chosen.ids and (chosen.cause or chosen.since or chosen.limit)):
+            raise ConfigError("say which: entry ids, or --all with or without --cause, --since and --limit")
+        raise typer.Exit(act(chosen, **own))
 
     app.command(act.__name__)(derived(run, [*shared, *more], inspect.getdoc(act) or ""))
 

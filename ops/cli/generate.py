@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -17,13 +17,14 @@ from ...messages.redis import DEFAULT_URL
 from ...producer.calls import Session
 from ...producer.client import RolloutClient
 from ..flags import as_config
+from ..redis import reach
 from ..terminal import printable
-from .options import Json, Pool, RedisUrl, at_pool, plain_errors, say
+from .options import Json, Pool, RedisUrl, finite, ids, say
 
 
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="A text; with --session also the lines of stdin.")] = None,
-    token_ids: Annotated[str | None, typer.Option(help="Instead of a text: ids, separated by commas.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="Instead of a text: ids, such as 5,17,3.")] = None,
     system: Annotated[str | None, typer.Option(help="System message; makes it a chat.")] = None,
     chat: Annotated[bool, typer.Option(help="The text is a user's message, in the model's chat template.")] = False,
     stream: Annotated[bool, typer.Option(help="Print as it is generated.")] = False,
@@ -33,26 +34,31 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends it; repeatable.")] = None,
     lora: Annotated[str | None, typer.Option(help="LoRA adapter to sample with.")] = None,
-    timeout: Annotated[float, typer.Option(help="Give up when nothing comes for so many seconds.")] = 300.0,
+    timeout: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Give up when nothing comes for so many seconds.")
+    ] = 300.0,
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     json: Json = False,
 ) -> None:
     """Generate in the pool and print it. A prompt of ids is answered with ids."""
-    with plain_errors():
-        fields: dict[str, Any] = {
-            "sampling": as_config(
-                SamplingParams, max_new_tokens=max_new_tokens, temperature=temperature, stop=tuple(stop or ())
-            )
-        }
-        if lora is not None:
-            fields["lora"] = lora
-        if n != 1 and (stream or session):
-            raise ConfigError(f"--n {n}: with --stream and --session only 1")
-        turns = _turns(prompt, _ids(token_ids), session)
-    with at_pool(redis, pool):
-        how = _How(system, chat, stream, n, timeout, json, fields)
-        asyncio.run(_converse(RolloutClient(redis, pool), turns, how))
+    fields: dict[str, Any] = {
+        "sampling": as_config(
+            SamplingParams, max_new_tokens=max_new_tokens, temperature=temperature, stop=tuple(stop or ())
+        )
+    }
+    if lora is not None:
+        fields["lora"] = lora
+    if n != 1 and (stream or session):
+        raise ConfigError(f"--n {n}: with --stream and --session only 1")
+    first: list[Any] = [prompt] if prompt is not None else []
+    first += [ids("--token-ids", token_ids)] if token_ids is not None else []
+    if len(first) > 1 or not (first or session):
+        raise ConfigError("give a text, or --token-ids")
+    turns = _turns(first, session)
+    reach(redis, pool)
+    how = _How(system, chat, stream, n, timeout, json, fields)
+    asyncio.run(_converse(RolloutClient(redis, pool), turns, how))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +74,45 @@ class _How:
     fields: dict[str, Any]
 
 
-def _ids(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
+async def _turns(first: list[Any], session: bool) -> AsyncIterator[Any]:
+    for turn in first:
+        yield turn
+    if session and sys.stdin is not None:
+        async for line in _typed():
+            if line:
+                yield line
+
+
+async def _typed() -> AsyncIterator[str]:
+    """The lines of stdin as they come. A thread that waits for the next one would hold up Ctrl-C until it comes."""
+    loop, ready, rest, ended = asyncio.get_running_loop(), asyncio.Event(), b"", False
     try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--token-ids {text!r}: numbers, separated by commas") from None
+        descriptor = sys.stdin.fileno()
+        loop.add_reader(descriptor, ready.set)
+    except OSError:  # a file, or a test's text: it never lets us wait
+        for line in sys.stdin:
+            yield line.rstrip("\n")
+        return
+    try:
+        while not ended:
+            await ready.wait()
+            ready.clear()
+            more = os.read(descriptor, 1 << 16)
+            ended = not more
+            *lines, rest = (rest + more).split(b"\n")
+            for line in [*lines, rest] if ended else lines:
+                yield line.decode(errors="replace")
+    finally:
+        loop.remove_reader(descriptor)
 
 
-def _turns(prompt: str | None, ids: list[int] | None, session: bool) -> Iterator[Any]:
-    first = [given for given in (prompt, ids) if given is not None]
-    if len(first) > 1 or not (first or session):
-        raise ConfigError("give a text, or --token-ids")
-    return itertools.chain(first, filter(None, (line.rstrip("\n") for line in sys.stdin)) if session else ())
-
-
-async def _converse(client: RolloutClient, turns: Iterator[Any], how: _How) -> None:
+async def _converse(client: RolloutClient, turns: AsyncIterator[Any], how: _How) -> None:
     async with client:
         if how.n > 1:
-            await _samples(client, next(turns), how)
+            await _samples(client, await anext(turns), how)
             return
         async with client.session(system=how.system, chat=how.chat, **how.fields) as session:
-            while (turn := await asyncio.to_thread(next, turns, None)) is not None:
+            async for turn in turns:
                 if how.stream:
                     await _stream(session, turn, how)
                 else:

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from .options import alone
+from .options import alone, plain_errors
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "worker": ("worker", "worker", "Serve a pool with one SGLang engine until SIGTERM or Ctrl-C."),
@@ -35,7 +35,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 
 
 class Commands(TyperGroup):
-    """Imports a command when it is run: help for all of them needs this file alone."""
+    """Imports a command when it is run: help for all of them needs this file alone. Errors of any end in one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with plain_errors():
+            return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, placeholder, rest = super().resolve_command(ctx, args)

@@ -13,8 +13,9 @@ from ...messages.errors import ConfigError
 from ...messages.redis import DEFAULT_URL
 from ..flags import parse_extra
 from ..operations.catalog import checked, operations
+from ..redis import reach
 from ..terminal import ProgressLine, printable
-from .options import Json, LogLevel, Pool, RedisUrl, at_pool, group, log_to_stderr, plain_errors, say
+from .options import Json, LogLevel, Pool, RedisUrl, finite, group, log_to_stderr, say
 
 if TYPE_CHECKING:
     from ..operations.rq_queue import OperationQueue, OperationRun
@@ -25,7 +26,9 @@ OpsRedis = Annotated[
     str | None,
     typer.Option(envvar="ROLLOUTMQ_OPS_REDIS", help="Redis for the operations' own queue; default: the pool's."),
 ]
-Wait = Annotated[float | None, typer.Option(min=0, help="Seconds to wait at most; default: until it is over.")]
+Wait = Annotated[
+    float | None, typer.Option(min=0, callback=finite, help="Seconds to wait at most; default: until it is over.")
+]
 LOOK_S = 0.2
 
 
@@ -42,19 +45,18 @@ def run(
     json: Json = False,
 ) -> None:
     """Submit an operation and print its id. With --wait: exit code 1 if it failed or found trouble."""
-    with plain_errors():
-        params = parse_extra(param or [])
-        checked(name, params)  # before anything is connected to
-        if here:
-            with at_pool(redis, pool):
-                raise typer.Exit(_run_here(name, params, redis, pool))
-        with _queue(ops_redis or redis, pool) as queue:
-            run_id = queue.submit(name, params)
-            if not wait:
-                say({"id": run_id}, [run_id], json)
-                return
-            typer.secho(f"operation {run_id}", err=True)
-            raise typer.Exit(_follow(queue, run_id, timeout))
+    params = parse_extra(param or [])
+    checked(name, params)  # before anything is connected to
+    if here:
+        reach(redis, pool)
+        raise typer.Exit(_run_here(name, params, redis, pool))
+    with _queue(ops_redis or redis, pool) as queue:
+        run_id = queue.submit(name, params)
+        if not wait:
+            say({"id": run_id}, [run_id], json)
+            return
+        typer.secho(f"operation {run_id}", err=True)
+        raise typer.Exit(_follow(queue, run_id, timeout))
 
 
 @app.command()
@@ -67,7 +69,7 @@ def watch(
     json: Annotated[bool, typer.Option("--json", help="JSON instead of text: the result is JSON anyway.")] = False,
 ) -> None:
     """Show an operation's progress until it is over, then its result. Exit code 1 if it failed or found trouble."""
-    with plain_errors(), _queue(ops_redis or redis, pool) as queue:
+    with _queue(ops_redis or redis, pool) as queue:
         raise typer.Exit(_follow(queue, run_id, timeout))
 
 
@@ -80,7 +82,7 @@ def list_operations(
         {"name": name, "help": kind.help(), "params": _described(kind.params.model_json_schema())}
         for name, kind in operations().items()
     ]
-    with plain_errors(), _queue(ops_redis or redis, pool) as queue:
+    with _queue(ops_redis or redis, pool) as queue:
         runs = queue.runs()
     lines: list[str] = []
     for kind in kinds:
@@ -100,7 +102,7 @@ def worker(
 ) -> None:
     """Run a pool's operations, one at a time, until SIGTERM or Ctrl-C (the one under way is finished first)."""
     log_to_stderr(log_level)
-    with plain_errors(), _queue(ops_redis or redis, pool) as queue:
+    with _queue(ops_redis or redis, pool) as queue:
         from ..operations.rq_job import Surroundings
         from ..operations.rq_queue import OperationWorker
 

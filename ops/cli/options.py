@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json as json_module
 import logging
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,11 +18,20 @@ from ..terminal import printable
 if TYPE_CHECKING:
     from ..flags import Flag
 
+
+def finite(value: float | None) -> float | None:
+    """For options that are seconds: a bound lets NaN pass."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
 RedisUrl = Annotated[str, typer.Option(envvar="ROLLOUTMQ_REDIS", help="redis://, rediss:// or unix:// URL.")]
 Pool = Annotated[str, typer.Option(envvar="ROLLOUTMQ_POOL", help="Name of the pool.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+LEVELS = ("debug", "info", "warning", "error")
 
 
 def group(about: str) -> typer.Typer:
@@ -37,30 +48,35 @@ def alone(function: Callable[..., None], name: str) -> Any:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Errors raised on purpose, and Redis' own, end the command with one line on stderr and exit code 2."""
+    """End the command with one line on stderr instead of a traceback. Exit code 130 for Ctrl-C, else 2.
+
+    Errors raised on purpose, Redis' own and the operating system's are such lines. Others are bugs and keep theirs.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        typer.secho("interrupted", err=True)
+        raise typer.Exit(130) from None
     except Exception as error:
         from redis.exceptions import RedisError
 
         from ...messages.errors import RolloutMQError
 
-        if not isinstance(error, RolloutMQError | RedisError):
+        if not isinstance(error, RolloutMQError | RedisError | OSError) or isinstance(error, BrokenPipeError):
             raise
-        typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
+        told = printable(str(error), keep="\n")
+        typer.secho(f"{type(error).__name__}: {told}", fg="red", err=True)
         raise typer.Exit(2) from error
 
 
-@contextmanager
-def at_pool(redis_url: str, pool: str) -> Iterator[None]:
-    """`plain_errors`, for a command that opens its own connections: Redis is tried once, before anything else."""
-    from ..redis import ask
+def ids(option: str, text: str) -> list[int]:
+    """Token ids, with commas or spaces between them. Raises InvalidField."""
+    parts = text.replace(",", " ").split()
+    if not parts or not all(re.fullmatch("[0-9]{1,10}", part) and int(part) < 1 << 31 for part in parts):
+        from ...messages.errors import InvalidField
 
-    async def nothing(_: object) -> None: ...
-
-    with plain_errors():
-        ask(redis_url, pool, nothing)
-        yield
+        raise InvalidField(option, text, f"token ids such as 5,17,3, each below {1 << 31}")
+    return [int(part) for part in parts]
 
 
 def say(state: object, lines: Iterable[str], json: bool) -> None:
@@ -70,10 +86,12 @@ def say(state: object, lines: Iterable[str], json: bool) -> None:
 
 
 def log_to_stderr(level: str) -> None:
-    """Set up logging for the process of a command."""
-    logging.basicConfig(
-        level=getattr(logging, level.upper(), logging.INFO), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    """Set up logging for the process of a command. Raises InvalidField for a level that there is not."""
+    if level.lower() not in LEVELS:
+        from ...messages.errors import InvalidField
+
+        raise InvalidField("log_level", level, f"one of {', '.join(LEVELS)}")
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def parameter(flag: Flag, *, argument: bool = False, **settings: Any) -> inspect.Parameter:

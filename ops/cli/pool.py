@@ -13,7 +13,7 @@ from ...messages.errors import ConfigError, InvalidField
 from ...messages.ids import is_id
 from ...messages.redis import DEFAULT_URL
 from ..redis import ask
-from .options import Json, Pool, RedisUrl, Yes, at_pool, group, log_to_stderr, plain_errors, say
+from .options import Json, Pool, RedisUrl, Yes, group, log_to_stderr, say
 
 replies = group("Results that wait for their clients.")
 
@@ -22,8 +22,7 @@ def status(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", json: Json = F
     """What is queued, who works on it, which weights they serve."""
     from ..status import pool_state, status_lines
 
-    with plain_errors():
-        state = asyncio.run(pool_state(redis, pool))
+    state = asyncio.run(pool_state(redis, pool))
     say(state, status_lines(state), json)
 
 
@@ -35,7 +34,7 @@ def submit(
     n: Annotated[int, typer.Option(help="Samples per line, where the line does not say.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Where the line does not say.")] = 128,
     temperature: Annotated[float, typer.Option(help="Where the line does not say.")] = 1.0,
-    window: Annotated[int, typer.Option(help="Jobs outstanding at a time.")] = 1024,
+    window: Annotated[int, typer.Option(min=1, help="Jobs outstanding at a time.")] = 1024,
     logprobs: Annotated[bool, typer.Option(help="Write the logprob of every token.")] = False,
     lora: Annotated[str | None, typer.Option(help="LoRA adapter to sample with, where the line does not say.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a finished output file.")] = False,
@@ -46,8 +45,7 @@ def submit(
 
     log_to_stderr("warning")
     defaults = Defaults(n=n, max_new_tokens=max_new_tokens, temperature=temperature, logprobs=logprobs, lora=lora)
-    with at_pool(redis, pool):
-        code = submit_file(file, out, redis, pool, defaults, window=window, overwrite=overwrite, as_json=json)
+    code = submit_file(file, out, redis, pool, defaults, window=window, overwrite=overwrite, as_json=json)
     raise typer.Exit(code)
 
 
@@ -63,22 +61,21 @@ def cancel(
     json: Json = False,
 ) -> None:
     """Cancel jobs, queued or running. Their clients are told; samples that were published stand."""
-    with plain_errors():
-        if bool(jobs) == bool(client) or (group and not client) or (partial and client):
-            raise ConfigError("give job ids (and --partial), or --client, or --client and --group")
-        for job in jobs or []:
-            if not is_id(job):
-                raise InvalidField("job", job, "32 lower-case hex digits")
-        cause = "cancelled by an operator"
-        if client:
-            count = ask(redis, pool, lambda broker: broker.cancel_client(client, group or None, cause))
-            say({"cancelled": count}, [f"cancelled {count} jobs"], json)
-            return
+    if bool(jobs) == bool(client) or (group and not client) or (partial and client):
+        raise ConfigError("give job ids (and --partial), or --client, or --client and --group")
+    for job in jobs or []:
+        if not is_id(job):
+            raise InvalidField("job", job, "32 lower-case hex digits")
+    cause = "cancelled by an operator"
+    if client:
+        count = ask(redis, pool, lambda broker: broker.cancel_client(client, group or None, cause))
+        say({"cancelled": count}, [f"cancelled {count} jobs"], json)
+        return
 
-        async def end(broker: Broker) -> list[str]:
-            return await (broker.stop if partial else broker.cancel)(jobs or [], cause)
+    async def end(broker: Broker) -> list[str]:
+        return await (broker.stop if partial else broker.cancel)(jobs or [], cause)
 
-        states = ask(redis, pool, end)
+    states = ask(redis, pool, end)
     said = {"ok": "stopped" if partial else "cancelled", "unbegun": "cancelled"}
     became = {job: said.get(state, f"was {state}") for job, state in zip(jobs or [], states, strict=True)}
     say(became, [f"{job} {what}" for job, what in became.items()], json)
@@ -96,8 +93,7 @@ def list_replies(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", json: Js
             for client, nbytes in (await broker.unread()).items()
         ]
 
-    with plain_errors():
-        found = ask(redis, pool, read)
+    found = ask(redis, pool, read)
     rows = sorted(found, key=lambda row: -row[1])
     lines = [
         f"{client}  {count:,} results  {nbytes:,} bytes  {open_jobs:,} jobs open"
@@ -116,9 +112,8 @@ def drop_replies(
     json: Json = False,
 ) -> None:
     """Throw away what waits for a client. Its open jobs go on; cancel them first."""
-    with plain_errors():
-        count = ask(redis, pool, lambda broker: broker.count_replies(client))
-        if count and not yes:
-            typer.confirm(f"throw away {count} results of {client}?", abort=True, err=True)
-        dropped = ask(redis, pool, lambda broker: broker.drop_replies(client))
+    count = ask(redis, pool, lambda broker: broker.count_replies(client))
+    if count and not yes:
+        typer.confirm(f"throw away {count} results of {client}?", abort=True, err=True)
+    dropped = ask(redis, pool, lambda broker: broker.drop_replies(client))
     say({"dropped": dropped}, [f"dropped {dropped} results"], json)

@@ -10,7 +10,9 @@ import typer
 
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.redis import DEFAULT_URL
-from .options import Json, Pool, RedisUrl, at_pool, plain_errors, say
+from ..files import check_out, json_lines, read, writing
+from ..redis import reach
+from .options import Json, Pool, RedisUrl, finite, ids, say
 
 Inputs = Annotated[
     Path,
@@ -18,7 +20,10 @@ Inputs = Annotated[
         help='JSONL: a string, {"text": …}, {"token_ids": […]} or {"messages": […]}, all of one form.', exists=True
     ),
 ]
-Timeout = Annotated[float | None, typer.Option(help="Seconds to wait for all of it; default: as long as it takes.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option(min=0, callback=finite, help="Seconds to wait for all of it; default: as long as it takes."),
+]
 
 
 def embed(
@@ -36,13 +41,14 @@ def embed(
 
     from ...producer.blocking import BlockingRolloutClient
 
-    with plain_errors():
-        if out.suffix != ".npy" or not out.parent.is_dir():
-            raise ConfigError(f"--out {out}: a name that ends with .npy, in a folder that there is")
-        inputs = list(_lines(file).values())
-    with at_pool(redis, pool):
-        with BlockingRolloutClient(redis, pool) as client:
-            vectors = client.embed(inputs, dimensions=dimensions, normalize=normalize, timeout=timeout)
+    check_out("--out", out)
+    if out.suffix != ".npy" or not out.parent.is_dir():
+        raise InvalidField("--out", str(out), "a name that ends with .npy, in a folder that there is")
+    inputs = list(_lines(file).values())
+    reach(redis, pool)
+    with BlockingRolloutClient(redis, pool) as client:
+        vectors = client.embed(inputs, dimensions=dimensions, normalize=normalize, timeout=timeout)
+    with writing("--out", out):
         np.save(out, vectors)
     (count, size) = vectors.shape
     state = {"out": str(out), "embeddings": count, "components": size}
@@ -55,9 +61,9 @@ def reward(
     """Score every line of a file with a reward model. For workers with --task reward; one JSON line for each."""
     from ...producer.blocking import BlockingRolloutClient
 
-    with plain_errors():
-        inputs = _lines(file)
-    with at_pool(redis, pool), BlockingRolloutClient(redis, pool) as client:
+    inputs = _lines(file)
+    reach(redis, pool)
+    with BlockingRolloutClient(redis, pool) as client:
         results = client.reward(list(inputs.values()), timeout=timeout)
     found = []
     for line, result in zip(inputs, results, strict=True):
@@ -69,7 +75,7 @@ def reward(
 def score(
     continuations: Annotated[list[str], typer.Argument(help="What may come next; several to compare.")],
     prompt: Annotated[str, typer.Option(help="The text before.")],
-    ids: Annotated[bool, typer.Option("--ids", help="Prompt and continuations are ids, such as '5 17 3'.")] = False,
+    as_ids: Annotated[bool, typer.Option("--ids", help="Prompt and continuations are ids, such as '5 17 3'.")] = False,
     tokens: Annotated[bool, typer.Option("--tokens", help="The log-probability of each token, too.")] = False,
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
@@ -79,10 +85,10 @@ def score(
     """How likely each continuation of a prompt is. One JSON line for each, in the order they are given."""
     from ...producer.blocking import BlockingRolloutClient
 
-    with plain_errors():
-        given: Any = _ids("prompt", prompt) if ids else prompt
-        parts: list[Any] = [_ids("continuation", part) for part in continuations] if ids else list(continuations)
-    with at_pool(redis, pool), BlockingRolloutClient(redis, pool) as client:
+    given: Any = ids("--prompt", prompt) if as_ids else prompt
+    parts: list[Any] = [ids("CONTINUATIONS", part) for part in continuations] if as_ids else list(continuations)
+    reach(redis, pool)
+    with BlockingRolloutClient(redis, pool) as client:
         results = client.score(given, parts, timeout=timeout)
     found = []
     for text, result in zip(continuations, results, strict=True):
@@ -94,7 +100,7 @@ def score(
 
 def decode(
     model: Annotated[str, typer.Option(help="Folder or hub name of the model, or a tokenizer.json.")],
-    ids: Annotated[list[str] | None, typer.Argument(help="Token ids.")] = None,
+    token_ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Token ids.")] = None,
     file: Annotated[Path | None, typer.Option(help="JSONL with token_ids, as `submit` writes.", exists=True)] = None,
     special: Annotated[bool, typer.Option("--special", help="Keep special tokens.")] = False,
     json: Json = False,
@@ -102,22 +108,26 @@ def decode(
     """Text of token ids. Of a file, one JSON string per line; asks no pool."""
     from ...producer.data import Decoder
 
-    with plain_errors():
-        if bool(ids) == (file is not None):
-            raise ConfigError("give token ids, or --file")
-        decoder = Decoder(model)
-        if file is None:
-            text = decoder.decode(_ids("ids", " ".join(ids or ())), special=special)
-            typer.echo(jsonlib.dumps(text, ensure_ascii=False) if json else text)
-            return
-        texts = []
-        with file.open(encoding="utf-8") as source:
-            for number, raw in enumerate(source, start=1):
-                line = _json(number, raw)
-                if not isinstance(line, dict) or not isinstance(line.get("token_ids"), list):
-                    raise InvalidField(f"line {number}", raw.strip(), "an object with token_ids")
-                texts.append(decoder.decode(line["token_ids"], special=special))
-    _say_all(texts, json)
+    if bool(token_ids) == (file is not None):
+        raise ConfigError("give token ids, or --file")
+    given = [ids("ID", " ".join(token_ids or ()))] if file is None else _answers(file)
+    decoder = Decoder(model)
+    texts = [decoder.decode(one, special=special) for one in given]
+    if file is None and not json:
+        typer.echo(texts[0])
+    else:
+        _say_all(texts, json and file is not None)
+
+
+def _answers(file: Path) -> list[list[int]]:
+    """The token ids of each line."""
+    found = []
+    for number, line in json_lines(read("--file", file)):
+        given = line.get("token_ids") if isinstance(line, dict) else None
+        if not isinstance(given, list):
+            raise InvalidField(f"line {number}", line, "an object with token_ids")
+        found.append(ids(f"line {number}.token_ids", " ".join(map(str, given))))
+    return found
 
 
 def _say_all(found: list[Any], json: bool) -> None:
@@ -128,37 +138,18 @@ def _say_all(found: list[Any], json: bool) -> None:
 
 def _lines(file: Path) -> dict[int, Any]:
     """The inputs by line number; empty lines count and are left out."""
-    inputs: dict[int, Any] = {}
-    with file.open(encoding="utf-8") as source:
-        for number, raw in enumerate(source, start=1):
-            if raw.strip():
-                inputs[number] = _input(number, raw)
+    inputs = {number: _input(number, given) for number, given in json_lines(read("FILE", file))}
     if not inputs:
-        raise ConfigError(f"{file} has no line")
+        raise InvalidField("FILE", str(file), "must have a line that is not empty")
     return inputs
 
 
-def _input(number: int, raw: str) -> Any:
-    given = _json(number, raw)
+def _input(number: int, given: Any) -> Any:
     if isinstance(given, dict) and len(found := [given[name] for name in _FORMS if name in given]) == 1:
         given = found[0]
     if not isinstance(given, str | list) or not given:
-        raise InvalidField(f"line {number}", raw.strip(), "a string, or an object with text, token_ids or messages")
+        raise InvalidField(f"line {number}", given, "a string, or an object with text, token_ids or messages")
     return given
 
 
 _FORMS = ("text", "token_ids", "messages")
-
-
-def _json(number: int, raw: str) -> Any:
-    try:
-        return jsonlib.loads(raw)
-    except ValueError as error:
-        raise InvalidField(f"line {number}", raw.strip(), f"JSON: {error}") from None
-
-
-def _ids(field: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.replace(",", " ").split()]
-    except ValueError:
-        raise InvalidField(field, text, "token ids, such as '5 17 3'") from None

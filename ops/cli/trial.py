@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from .options import Json, plain_errors, say
+from ..files import check_out, writing
+from .options import Json, say
 
 
 def redis(
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 picks a free one.")] = 6379,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 picks a free one.")] = 6379,
     directory: Annotated[Path | None, typer.Option(help="Keep data here, with an append-only file.")] = None,
     json: Json = False,
 ) -> None:
@@ -20,17 +21,21 @@ def redis(
 
     from ..redis import EmbeddedRedis
 
+    if directory is not None:
+        check_out("--directory", directory, folder=True)
     saved = directory is not None
-    with plain_errors(), EmbeddedRedis(port=port or None, directory=directory, appendonly=saved) as server:
+    with EmbeddedRedis(port=port or None, directory=directory, appendonly=saved) as server:
         say({"url": server.url}, [server.url], json)
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
 
 
 def tiny_model(directory: Annotated[Path, typer.Argument(help="Where to write it.")], json: Json = False) -> None:
     """Write a tiny random Qwen2-style model and its tokenizer. It is something to try a worker with, offline."""
+    check_out("DIRECTORY", directory, folder=True)
     from ..tiny_model import write_tiny_model
 
-    write_tiny_model(directory)
+    with writing("DIRECTORY", directory):
+        write_tiny_model(directory)
     say({"directory": str(directory)}, [f"wrote {directory}: rolloutmq worker --model {directory}"], json)
 
 
@@ -44,6 +49,7 @@ def demo(
     json: Json = False,
 ) -> None:
     """Asynchronous RL on this machine, while workers die and join. A trainer learns from what a pool generates."""
+    check_out("--out", out, folder=True)
     from ..demo import run_demo
 
     raise typer.Exit(run_demo(out, steps=training_steps, seed=seed, gpus=gpus, as_json=json))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ...messages.redis import DEFAULT_URL
-from .options import Json, Pool, RedisUrl, Yes, group, plain_errors, say
+from .options import Json, Pool, RedisUrl, Yes, group, say
 
 app = group("Weights versions, in the pool's ledger and on disk.")
 
@@ -27,8 +27,7 @@ def list_versions(
     """The newest versions, newest first: their transfers, who has them, adapters, and what each worker serves."""
     from ..weights_ledger import ledger_state, list_lines
 
-    with plain_errors():
-        state = asyncio.run(ledger_state(redis, pool, limit))
+    state = asyncio.run(ledger_state(redis, pool, limit))
     say(state, list_lines(state), json)
 
 
@@ -42,8 +41,7 @@ def show(
     """One version: every transfer of it, who took part, and how it went there."""
     from ..weights_ledger import show_lines, version_state
 
-    with plain_errors():
-        record = asyncio.run(version_state(redis, pool, version))
+    record = asyncio.run(version_state(redis, pool, version))
     say(record, show_lines(record), json)
 
 
@@ -56,8 +54,7 @@ def snapshots(
     """Versions on disk, oldest first. Exit code 1 if one cannot be used."""
     from .. import weights_disk
 
-    with plain_errors():
-        found = weights_disk.snapshots(folder, verify=verify)
+    found = weights_disk.snapshots(folder, verify=verify)
     say([asdict(one) for one in found], weights_disk.lines(found), json)
     raise typer.Exit(int(any(one.problem for one in found)))
 
@@ -72,13 +69,12 @@ def gc(
     """Remove old versions from disk, but for those that are pinned or being read."""
     from ..weights_disk import store
 
-    with plain_errors():
-        versions = store(folder, keep)
-        if not yes:
-            count = len(versions.versions())
-            typer.confirm(f"of {count} versions in {folder}, remove all but the newest {keep}?", abort=True, err=True)
-        removed = versions.collect()
-        left = versions.versions()
+    versions = store(folder, keep)
+    if not yes:
+        count = len(versions.versions())
+        typer.confirm(f"of {count} versions in {folder}, remove all but the newest {keep}?", abort=True, err=True)
+    removed = versions.collect()
+    left = versions.versions()
     say({"removed": removed, "left": left}, [f"removed {_list(removed)}; left {_list(left)}"], json)
 
 
@@ -92,10 +88,9 @@ def pin(
     """Keep a version on disk, however old it gets."""
     from ..weights_disk import store
 
-    with plain_errors():
-        versions = store(folder)
-        (versions.unpin if remove else versions.pin)(version)
-        pinned = sorted(versions.pinned())
+    versions = store(folder)
+    (versions.unpin if remove else versions.pin)(version)
+    pinned = sorted(versions.pinned())
     say({"pinned": pinned}, [f"pinned: {_list(pinned)}"], json)
 
 

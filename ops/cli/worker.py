@@ -9,7 +9,7 @@ import typer
 
 from ...messages.redis import DEFAULT_URL
 from ..config import load_settings, worker_flags
-from .options import LogLevel, Pool, RedisUrl, derived, given, log_to_stderr, parameter, plain_errors
+from .options import LogLevel, Pool, RedisUrl, derived, given, log_to_stderr, parameter
 
 
 def _worker(context: typer.Context, config: Path | None, log_level: str, **_: Any) -> None:
@@ -17,10 +17,9 @@ def _worker(context: typer.Context, config: Path | None, log_level: str, **_: An
     from ...worker.main import exit_at_once, run_worker
 
     log_to_stderr(log_level)
-    with plain_errors():
-        settings = load_settings(config, context=context)
-        run_worker(settings.worker(), settings.engine())
-        exit_at_once()
+    settings = load_settings(config, context=context)
+    run_worker(settings.worker(), settings.engine())
+    exit_at_once()
 
 
 def _worker_flags() -> list[Any]:

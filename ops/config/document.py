@@ -10,6 +10,7 @@ from typing import Any
 
 from ...messages.errors import ConfigError
 
+MOST_VALUES = 100_000
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$")
 """Numbers such as 1e-6: YAML 1.1 takes them for text, OmegaConf and their authors for numbers."""
 
@@ -28,8 +29,8 @@ def read_document(path: Path) -> dict[str, Any]:
     if suffix == ".toml":
         try:
             return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path}: no TOML: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: no TOML, or nested too deep: {error}") from error
     if suffix not in {".yaml", ".yml", ".json"}:
         raise ConfigError(f"{path}: suffix {suffix!r}: .yaml, .yml, .json or .toml is needed")
     found = _json(path, text) if suffix == ".json" else _yaml(path, text)
@@ -37,7 +38,23 @@ def read_document(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: a mapping is needed, this is {type(found).__name__}")
+    _check_size(path, found)
     return found
+
+
+def _check_size(path: Path, document: dict[str, Any]) -> None:
+    """Refuse a file whose aliases name parts of it over and over: a few lines can stand for billions of values."""
+    seen, ahead = 0, [iter(document.values())]
+    while ahead:
+        for value in ahead[-1]:
+            seen += 1
+            if isinstance(value, dict | list):
+                ahead.append(iter(value.values() if isinstance(value, dict) else value))
+                break
+        else:
+            ahead.pop()
+        if seen > MOST_VALUES or len(ahead) > MOST_VALUES:
+            raise ConfigError(f"{path}: more than {MOST_VALUES:,} values, with aliases (*name) counted each time")
 
 
 def _json(path: Path, text: str) -> Any:
@@ -52,8 +69,8 @@ def _json(path: Path, text: str) -> Any:
         return json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: no JSON: {error.msg}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path}: nested too deep") from error
+    except (ValueError, RecursionError) as error:  # a number of more digits than Python reads
+        raise ConfigError(f"{path}: nested too deep, or a number too long: {error}") from error
 
 
 def _yaml(path: Path, text: str) -> Any:
@@ -92,6 +109,8 @@ def _yaml(path: Path, text: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: no YAML: {getattr(error, 'problem', None) or error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path}: nested too deep, or inside itself") from error
+        raise ConfigError(
+            f"{where}: no YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}"
+        ) from error
+    except (ValueError, RecursionError) as error:  # a date that there is not, a number of more digits than Python reads
+        raise ConfigError(f"{path}: nested too deep, inside itself, or a value that cannot be: {error}") from error

@@ -1,4 +1,4 @@
-"""What other programs set on an engine, as engine.* settings: sizes, memory, dtypes, SGLang's and vLLM's arguments."""
+"""Turns engine settings of other programs into engine.* settings: sizes, memory, dtypes, arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def engine(name: str, why: str = "") -> Rule:
 
 
 def when(wanted: bool, told: Told, why: str = "") -> Rule:
-    """A switch that says something in one position only."""
+    """A switch that sets something in one of its positions only."""
     return Rule(lambda value: dict(told) if _switch(value) is wanted else {}, why)
 
 
@@ -36,25 +36,25 @@ def _switch(value: Any, allowed: str = "true or false") -> bool:
 
 
 def dtype(value: Any) -> Told:
-    """A dtype by any of its usual names."""
+    """Read a dtype in any of its usual spellings."""
     if not isinstance(value, str) or value.removeprefix("torch.") not in DTYPES:
         raise ValueError(f"one of {', '.join(DTYPES)}")
     return {"engine.dtype": DTYPES[value.removeprefix("torch.")]}
 
 
 def eager(value: Any) -> Told:
-    """True: no CUDA graphs."""
+    """Read eager mode: True turns CUDA graphs off."""
     off = {"engine.cuda_graph": False, "engine.prefill_cuda_graph": False}
     return off if _switch(value) else {"engine.cuda_graph": True}
 
 
 def max_running(value: Any) -> Told:
-    """Sequences decoded at the same time: the worker claims as many as its engine runs."""
+    """Set how many sequences are decoded at the same time, for the engine and for what its worker claims."""
     return {"worker.max_running": value, "engine.max_running": value}
 
 
 def load_format(value: Any) -> Told:
-    """VERL's dummy_* are its dummy; the names of trainers' own formats are SGLang's choice."""
+    """Read a load format. VERL's dummy_* is "dummy"; formats that only trainers know become "auto"."""
     if not isinstance(value, str):
         raise ValueError("auto, dummy, or a format that SGLang loads")
     if value.startswith("dummy"):
@@ -118,7 +118,7 @@ TRAINERS: Mapping[str, Rule] = {
     "max_num_batched_tokens": engine("max_prefill_tokens", "tokens of one prefill batch"),
     "max_num_seqs": MAX_RUNNING,
 }
-"""vLLM's arguments that SkyRL and VERL have as settings of their own."""
+"""vLLM's arguments for which SkyRL and VERL have settings of their own."""
 NO_TOKENIZER = Rule(why="ids go in and out of the engine; text is the worker's edge")
 _COMMON: Mapping[str, Rule] = {
     "tensor_parallel_size": TP,
@@ -175,5 +175,5 @@ VLLM: Mapping[str, Rule] = {
     "scheduling_policy": Rule(refuse="priority is a field of the job", unless=("fcfs",)),
     "logprobs_mode": Rule(_logprob_kind),
 }
-"""vLLM's arguments that mean something to SGLang."""
+"""vLLM's arguments that SGLang can follow."""
 VLLM_OTHER = "an argument of vLLM without a counterpart here; SGLang's go into engine.extra"

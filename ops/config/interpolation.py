@@ -1,4 +1,4 @@
-"""Values that point elsewhere, as OmegaConf writes them: ${a.b}, ${oc.env:NAME,default}, ${oc.select:a.b,default}.
+"""Resolves values that refer to others, as OmegaConf does: ${a.b}, ${oc.env:NAME,default}, ${oc.select:a.b,default}.
 
 Trainers' files use absolute names, names relative to a key (${.a}, ${..a}), those two resolvers, and any of them inside
 one another or inside text. Everything else is refused by name. docs/architecture.md says why this is not OmegaConf.
@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 MISSING = "???"
-"""Hydra's mark for a value that has to be given."""
+"""How Hydra writes a value that somebody has to set."""
 _NAME = re.compile(r"[A-Za-z_@][\w@-]*(\.[\w@-]+)*")
 _WORDS = {"null": None, "true": True, "false": False}
 _DEPTH = 32
 
 
 class CannotResolve(ValueError):
-    """The text says which interpolation, and why not."""
+    """An interpolation has no value. The text names it and says why."""
 
 
 class Resolver:
@@ -32,7 +32,7 @@ class Resolver:
         self._under_way: set[tuple[str, ...]] = set()
 
     def value(self, value: Any, path: tuple[str, ...] = (), depth: int = 0) -> Any:
-        """`value`, which stands at `path`, with everything in it resolved. Raises CannotResolve."""
+        """Return `value` with all its interpolations resolved. path: of its key. Raises CannotResolve."""
         if depth > _DEPTH:
             raise CannotResolve(f"{'.'.join(path)}: it comes back to itself")
         if isinstance(value, str):
@@ -124,7 +124,7 @@ class Resolver:
 
 
 class _Nothing(CannotResolve):
-    """The name leads nowhere."""
+    """There is no such name."""
 
 
 class _Found:
@@ -133,7 +133,7 @@ class _Found:
 
 
 def _end(text: str, start: int) -> int:
-    """Where the brace that closes the interpolation whose inside begins at `start` is."""
+    """The index of the brace that closes the interpolation whose inside begins at `start`."""
     depth = 1
     for index in range(start, len(text)):
         if text[index] == "{":
@@ -146,7 +146,7 @@ def _end(text: str, start: int) -> int:
 
 
 def _split(text: str, at: str, most: int = -1) -> list[str]:
-    """At `at`, `most` times, outside of brackets and quotes."""
+    """Split at `at`, at most `most` times, but not inside brackets and quotes."""
     parts: list[str] = []
     depth, last, quote = 0, 0, ""
     for index, char in enumerate(text):

@@ -24,7 +24,7 @@ _RENDERED = Whole(Rule(why="SkyRL's generator renders conversations itself, and 
 
 
 def _backend(value: Any) -> Told:
-    """How weights travel."""
+    """The setting for the way that weights are sent."""
     if value == "gloo":
         return {"publisher.gpu_direct": False}
     if value in {"nccl", "cuda_ipc", "broadcast"}:
@@ -88,7 +88,7 @@ _RENAMED = {
 
 
 def table(block: Mapping[str, Any]) -> Table:
-    """The rules for a `generator:` block; engine_init_kwargs are of the backend it names, vLLM if it names none."""
+    """The rules for a `generator:` block. engine_init_kwargs belong to the backend that it names, by default vLLM."""
     inside = block.get("inference_engine")
     backend = block.get("backend") or (inside.get("backend") if isinstance(inside, Mapping) else None) or "vllm"
     now = _engine(vllm=backend != "sglang")
@@ -117,4 +117,4 @@ BESIDE: Mapping[tuple[str, ...], Rule] = {
     ("trainer", "policy", "model", "path"): engine.MODEL,
     ("trainer", "policy", "model", "lora", "rank"): engine.LORA_RANK,
 }
-"""Keys outside of the block that an engine needs."""
+"""Keys outside the block that an engine needs."""

@@ -23,7 +23,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A mapping of an engine's own arguments: each is read by `rules`, others go to SGLang as they are, or are refused.
+    """A mapping of an engine's own arguments. `rules` read some; the others go to SGLang as they are, or are refused.
 
     refuse: why the others are refused; "" lets them through.
     """
@@ -34,7 +34,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A mapping that has one rule for all of it."""
+    """A mapping that is read as a whole by one rule."""
 
     rule: Rule
 
@@ -44,7 +44,7 @@ Table = Mapping[str, "Rule | Sampling | Arguments | Whole | Table"]
 
 @dataclass(slots=True)
 class Translation:
-    """file: for messages. wins: keys that begin with this are stronger than all others. fates: one for every key."""
+    """The settings of one file. file: its name. wins: keys that begin so win over others. fates: one for each key."""
 
     file: str
     resolver: Resolver
@@ -53,7 +53,7 @@ class Translation:
     fates: list[Fate] = field(default_factory=list)
 
     def block(self, values: Mapping[str, Any], table: Table, path: tuple[str, ...]) -> None:
-        """Go through a mapping that stands at `path`."""
+        """Go through the mapping at `path`."""
         for key, value in values.items():
             here = (*path, key)
             rule = table.get(key)
@@ -88,7 +88,7 @@ class Translation:
         return None
 
     def key(self, path: tuple[str, ...], value: Any, rule: Rule) -> None:
-        """One key. An interpolation in it is resolved only if something depends on the value."""
+        """Take one key. Interpolations in it are resolved only if a setting depends on the value."""
         if rule.read is None and not rule.refuse:
             return self.ignore(path, value, rule.why)
         try:
@@ -101,7 +101,7 @@ class Translation:
         return self._became(path, value, told, rule.why)
 
     def put(self, path: tuple[str, ...], value: Any, name: str) -> None:
-        """One key that is a setting of ours under its own name; null is a value like any other."""
+        """Take a key that has the name of one of our settings. null is a value like any other."""
         try:
             value = self.resolver.value(value, path)
         except ValueError as error:
@@ -129,7 +129,7 @@ class Translation:
         return None
 
     def _beats(self, path: tuple[str, ...], name: str, source: str) -> bool:
-        """Whether the key at `path` wins over `source`. If so, the fate of the loser says it."""
+        """Whether the key at `path` wins over `source`. The fate of the one that loses then says so."""
         loser = source.removeprefix(f"{self.file}: ")
         if not self.wins or path[0] != self.wins or loser.startswith(f"{self.wins}."):
             return False
@@ -140,7 +140,7 @@ class Translation:
         return True
 
     def sampling(self, path: tuple[str, ...], values: Mapping[str, Any], section: str, dialect: Dialect) -> None:
-        """Sampling parameters of any dialect that stand at `path`."""
+        """Take the sampling parameters, in any dialect, of the mapping at `path`."""
         known: dict[str, Any] = {}
         for name, value in values.items():
             try:
@@ -161,11 +161,11 @@ class Translation:
                 self.fates.append(fate)
 
     def ignore(self, path: tuple[str, ...], value: Any, why: str) -> None:
-        """Nothing depends on it here."""
+        """Record that no setting depends on the key."""
         self.fates.append(Fate(".".join(path), value, "ignored", why))
 
     def refuse(self, path: tuple[str, ...], value: Any, why: str) -> None:
-        """It cannot be honoured, or nobody knows what it means."""
+        """Record that the key is unknown, or asks for something that cannot be done."""
         self.fates.append(Fate(".".join(path), value, "refused", why))
 
 

@@ -25,7 +25,7 @@ _TARGET = Rule(why="the class that Hydra would make of it")
 
 
 def job(name: str) -> Rule:
-    """A sampling parameter, read as everywhere."""
+    """A sampling parameter, read by the same rules as in a job."""
 
     def read(value: Any) -> Told:
         reader = RULES[name].read
@@ -158,4 +158,4 @@ BESIDE: Mapping[tuple[str, ...], Rule] = {
     ("actor_rollout_ref", "model", "trust_remote_code"): when(True, {"engine.extra.trust_remote_code": True}),
     ("actor_rollout_ref", "model", "lora_rank"): engine.LORA_RANK,
 }
-"""Keys outside of the block that an engine needs."""
+"""Keys outside the block that an engine needs."""

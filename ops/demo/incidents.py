@@ -10,7 +10,7 @@ from .tally import Tally
 from .watch import Watch
 
 PATIENCE = 10
-"""Steps that the kill waits at most."""
+"""The kill waits at most so many steps."""
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class Incidents:
 
     The kill waits a few steps for a moment in which there is something to lose.
 
-    Times are time.monotonic() seconds; None for what has not happened.
+    Times are in seconds of time.monotonic(). They are None as long as it has not happened.
     """
 
     workers: Workers
@@ -32,7 +32,7 @@ class Incidents:
     newcomer: WorkerProcess | None = None
 
     def after(self, step: int) -> None:
-        """To be called after each step."""
+        """Call this after each step."""
         if step >= self.kill_step and self.victim is None:
             held = {worker.name: self.watch.held_now(worker.pid) for worker in self.workers.all.values()}
             busiest = max(held, key=held.__getitem__)

@@ -85,7 +85,7 @@ class Learner:
 
 
 def advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """How much better than its group a sample went on from each token.
+    """The advantage of each token: how much more its sample earned from there on than the group's mean.
 
     rewards: (g, n, t) float32, n samples of each of g prompts, a reward for every token. Returns (g, n, t) float32.
 

@@ -1,4 +1,4 @@
-"""The demo's progress: a live view on a terminal, a plain line now and then anywhere else."""
+"""Shows the demo's progress: a live view on a terminal, elsewhere a line every ten steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class View:
             self._live.stop()
 
     def show(self, step: Step) -> None:
-        """Take in one more step."""
+        """Show one more step."""
         self._steps.append(step)
         if self._live is None:
             if step.number % LINE_EVERY == 0 or step.number == 1:
@@ -54,7 +54,7 @@ class View:
             self._live.update(self._picture(), refresh=True)
 
     def _recent(self) -> tuple[float, Counter[int], float]:
-        """Over the last steps: mean reward, tokens by staleness, tokens per second."""
+        """(mean reward, tokens by staleness, tokens per second) of the last steps."""
         recent = self._steps[-WINDOW:]
         before = self._steps[-WINDOW - 1] if len(self._steps) > WINDOW else None
         tokens = recent[-1].tokens - (before.tokens if before else 0)

@@ -1,6 +1,6 @@
-"""A Qwen2-shaped model and its tokenizer, small enough to be trained and served on two cores, made on the spot.
+"""A Qwen2-shaped model and its tokenizer. It is small enough to be trained and served on two cores.
 
-A short supervised warm-up brings it to a weak policy, which stands for the base model that RL usually starts from.
+A short supervised warm-up makes it a weak policy. That stands for the base model from which RL usually starts.
 """
 
 from __future__ import annotations

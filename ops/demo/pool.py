@@ -1,4 +1,4 @@
-"""The demo's workers: each a `rolloutmq worker` process with a real SGLang engine, none outliving the demo."""
+"""The demo's workers. Each is a `rolloutmq worker` process with a real SGLang engine, and none outlives the demo."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ GONE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """What the demo's workers have in common. lease_s: how soon a killed worker's jobs go to others.
+    """The settings that the demo's workers share.
 
-    gpus: the trainer's first; none for a demo on the CPU.
+    lease_s: seconds until a killed worker's jobs go to others. gpus: their ids, the trainer's first; empty on the CPU.
     """
 
     redis_url: str
@@ -84,7 +84,7 @@ class WorkerProcess:
         return self._supervisor.poll() is None
 
     def kill(self) -> None:
-        """SIGKILL it and everything it started, as a lost machine would; returns when its process is gone."""
+        """SIGKILL it and all that it started, as if its machine were lost. Return when its process is gone."""
         self.killed = True
         os.killpg(self._supervisor.pid, signal.SIGKILL)
         self._supervisor.wait()
@@ -131,25 +131,25 @@ class Workers:
             worker.dispose()
 
     def start(self) -> WorkerProcess:
-        """Start one more; it is up when the pool lists it as serving, seconds later."""
+        """Start one more. It is up when the pool lists it as serving, some seconds later."""
         name = f"worker-{len(self.all) + 1}"
         self.all[name] = worker = WorkerProcess(name, self._settings, self._free_gpu())
         return worker
 
     def _free_gpu(self) -> str:
-        """The one with the fewest workers, the trainer's last; "" on a CPU."""
+        """The GPU with the fewest workers; of equal ones the trainer's last. "" on the CPU."""
         first, *others = self._settings.gpus or ("",)
         taken = [worker.gpu for worker in self.all.values() if worker.alive]
         return min((*others, first), key=taken.count)
 
     def check(self) -> None:
-        """Raise EngineError if a worker ended that nobody killed."""
+        """Raise EngineError if a worker ended although nobody killed it."""
         for worker in self.all.values():
             if not worker.alive and not worker.killed:
                 raise EngineError(f"{worker.name} ended by itself; the end of {worker.log}:\n{worker.last_words()}")
 
     def drain(self) -> dict[str, int | None]:
-        """Let all that run leave in good order; exit codes by name, None for one that had to be killed."""
+        """Let all running workers leave in good order. Returns exit codes by name; None for one that still runs."""
         leaving = [worker for worker in self.all.values() if worker.alive]
         for worker in leaving:
             worker.drain()
@@ -158,7 +158,7 @@ class Workers:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not waited for does not."""
+    """Whether a process runs. A zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -26,7 +26,7 @@ def summarise(
     worker_killed: bool,
     worker_joined_late: bool,
 ) -> dict[str, Any]:
-    """Every field is measured; README says what each means. Rewards are of samples that the pool generated."""
+    """The content of summary.json; all of it was measured. Rewards are those of samples that the pool generated."""
     first, last = [step.reward for step in steps[:ENDS]], [step.reward for step in steps[-ENDS:]]
     gap_tokens = sum(step.gap_tokens for step in steps)
     committed = [report for report in reports if report.state == "committed"]
@@ -69,7 +69,7 @@ def summarise(
 
 
 def objections(summary: dict[str, Any]) -> list[str]:
-    """Why this run is a failure, in plain words; empty for a good one. How far the reward got is not judged here."""
+    """The reasons why this run failed; empty for a good one. They do not judge how far the reward got."""
     lost, twice, odd = (summary[name] for name in ("lost", "duplicates", "segments_that_do_not_add_up"))
     gap = summary["logprob_gap_mean"]
     far = f"log-probabilities of engine and trainer differ by {gap} on average; at most {MAX_GAP} is right"

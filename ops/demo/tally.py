@@ -42,7 +42,7 @@ class Tally:
         self._expected[job_id] = n
 
     def received(self, group: Group) -> None:
-        """Everything a group brought."""
+        """Count the results and failures of a group."""
         self.failures += [str(failure) for failure in group.failures]
         for result in group.results:
             key = (result.job_id, result.sample)
@@ -57,7 +57,7 @@ class Tally:
             self.bad_segments += sum(segment.tokens for segment in result.segments) != len(result.token_ids)
 
     def used(self, results: Sequence[RolloutResult], version: int) -> Counter[int]:
-        """The trainer, at `version`, learns from these; returns their tokens by staleness."""
+        """Count results from which the trainer learns at `version`. Returns their tokens by staleness."""
         stale: Counter[int] = Counter()
         for result in results:
             stale.update((version - token_versions(result)).tolist())
@@ -72,10 +72,10 @@ class Tally:
 
     @property
     def staleness_mean(self) -> float:
-        """Versions, mean over the tokens used."""
+        """Mean staleness of the tokens that were used, in versions."""
         return float(np.average(list(self.staleness), weights=list(self.staleness.values()))) if self.staleness else 0.0
 
     @property
     def staleness_max(self) -> int:
-        """Versions, of the stalest token used."""
+        """Staleness of the stalest token that was used, in versions."""
         return max(self.staleness, default=0)

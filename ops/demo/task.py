@@ -92,7 +92,7 @@ class Batch:
         return (self.versions != NO_VERSION).float()
 
     def to(self, device: torch.device) -> Batch:
-        """The same on `device`."""
+        """A copy on `device`."""
         tensors = (self.sequences, self.behaviour, self.versions, self.rewards)
         sequences, behaviour, versions, rewards = (tensor.to(device) for tensor in tensors)
         return Batch(sequences, behaviour, versions, rewards, self.reward)
@@ -105,7 +105,7 @@ class Batch:
 
 
 def make_batch(groups: Sequence[tuple[Problem, Sequence[RolloutResult]]]) -> Batch:
-    """groups: (problem, its n results); n is the same for all."""
+    """Build a batch. groups: (problem, its n results) each, with the same n for all."""
     rows = [(problem, result) for problem, results in groups for result in results]
     sequences = np.full((len(rows), PROMPT_TOKENS + ANSWER_TOKENS), PAD, np.int64)
     behaviour = np.zeros((len(rows), ANSWER_TOKENS), np.float32)

@@ -1,4 +1,4 @@
-"""The asynchronous loop: take what is complete, learn, publish, and never wait for the next batch to be generated."""
+"""The asynchronous loop: take groups that are complete, learn, publish, while the pool generates the next ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Step:
 
 @dataclass(slots=True)
 class Trainer:
-    """Owns the loop; `run` may be called once.
+    """The training loop. Call `run` once.
 
     `AHEAD` batches of `GROUPS` prompts are in flight while one is learned from. That bounds how stale samples usually
     are; MAX_STALENESS bounds how old the weights may be that a worker starts a sample with.
@@ -64,7 +64,7 @@ class Trainer:
     _problems: dict[str, Problem] = field(default_factory=dict)
 
     def run(self, goes_on: Callable[[int], bool], on_step: Callable[[Step], None]) -> None:
-        """Train while `goes_on(steps so far)`, then take in what is still under way, so that the books can be closed.
+        """Train while `goes_on(steps so far)`, then take the results that are still under way, to count them.
 
         Raises WaitTimeout if the pool delivers nothing for STARVED_S seconds.
         """
@@ -97,7 +97,7 @@ class Trainer:
             self.tally.submitted(handle.job_id, handle.n)
 
     def _take(self, arriving: Iterator[Group]) -> list[tuple[Problem, tuple[RolloutResult, ...]]]:
-        """The next GROUPS groups, in the order they became complete; a group with a failure is no use for learning."""
+        """The next GROUPS groups in the order in which they are complete. Groups with a failure are left out."""
         taken: list[tuple[Problem, tuple[RolloutResult, ...]]] = []
         for group in arriving:
             self.tally.received(group)

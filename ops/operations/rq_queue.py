@@ -14,7 +14,9 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 from redis import Redis
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
+from redis.retry import Retry as RedisRetry
 from rq import Queue, Retry, Worker
 from rq.exceptions import NoSuchJobError
 from rq.job import Job
@@ -28,6 +30,7 @@ from .rq_job import ENTRY, ForeignJob, MsgpackSerializer, OperationJob, Surround
 
 PR_SET_PDEATHSIG = 1
 RESULT_TTL_S, FAILURE_TTL_S = 86400, 7 * 86400
+REPLY_TIMEOUT_S = 5.0
 RETRIES = 3
 """An operation starts again so often after its worker died, or after an error that is no RolloutMQError."""
 
@@ -63,12 +66,12 @@ class OperationQueue:
     def __init__(self, redis_url: str, pool: str) -> None:
         """Raises ConfigError, InvalidField, RedisUnavailable."""
         self.name = queue_name(pool)
+        with _connect(redis_url, retry=RedisRetry(NoBackoff(), 0)) as once:  # redis-py's own retries take a minute
+            try:
+                once.ping()
+            except (RedisError, OSError) as error:
+                raise RedisUnavailable(f"no Redis for operations at {redacted(redis_url)}: {error}") from error
         self.redis = _connect(redis_url)
-        try:
-            self.redis.ping()
-        except (RedisError, OSError) as error:
-            self.redis.close()
-            raise RedisUnavailable(f"no Redis for operations at {redacted(redis_url)}: {error}") from error
         serializer: Any = MsgpackSerializer
         self._queue = Queue(self.name, connection=self.redis, job_class=OperationJob, serializer=serializer)
 
@@ -122,8 +125,11 @@ class OperationQueue:
         return any(self.redis.exists(key) for key in get_keys(queue=self._queue))
 
 
-def _connect(redis_url: str) -> Redis:
-    """A blocking client for RQ, which needs a single server. It does not connect yet."""
+def _connect(redis_url: str, **settings: Any) -> Redis:
+    """A blocking client for RQ, which needs a single server. It does not connect yet.
+
+    A server that does not answer is an error after REPLY_TIMEOUT_S. RQ gives its worker's waits for a job more time.
+    """
     target = parse(redis_url)
     if target.kind != "single":
         raise ConfigError(
@@ -133,7 +139,15 @@ def _connect(redis_url: str) -> Redis:
     options = dict(target.options)
     if not target.nodes:
         options["unix_socket_path"] = options.pop("path")
-    return Redis(ssl=target.tls, protocol=2, socket_connect_timeout=5, health_check_interval=15, **options)
+    return Redis(
+        ssl=target.tls,
+        protocol=2,
+        socket_timeout=REPLY_TIMEOUT_S,
+        socket_connect_timeout=REPLY_TIMEOUT_S,
+        health_check_interval=15,
+        **settings,
+        **options,
+    )
 
 
 def _seen(job: OperationJob) -> OperationRun:
@@ -187,6 +201,9 @@ class OperationWorker(Worker):
             job_monitoring_interval=15,
             **options,
         )
+        # RQ gives new connections the time that it waits for a job, and those that there are keep theirs.
+        connection.connection_pool.disconnect()
+        connection.connection_pool.reset()
 
     def perform_job(self, job: Job, queue: Queue) -> bool:
         """Like RQ's; the job gets the worker's Redis and pool first."""

@@ -36,3 +36,11 @@ def ask(redis_url: str, pool: str, question: Callable[[Broker], Awaitable[T]]) -
             return await question(Broker(redis, pool))
 
     return asyncio.run(run())
+
+
+def reach(redis_url: str, pool: str) -> None:
+    """Try Redis once, for a command that opens its own connections later. Raises as `connected` does."""
+
+    async def nothing(_: Broker) -> None: ...
+
+    ask(redis_url, pool, nothing)

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ...files import check_out, writing
 from ...redis import EmbeddedRedis
 from ..peers import Load
 from .environments import CACHE, describe_host, peer_systems
@@ -48,7 +49,9 @@ class Plan:
 
 
 def run_queue_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
-    """Run it and print the last line; returns its content. Raises ConfigError, BenchFailed."""
+    """Run it and print the last line; returns its content. Raises ConfigError, InvalidField, BenchFailed."""
+    if plan.out is not None:
+        check_out("--out", plan.out)
     console = Console(stderr=True, quiet=quiet)
 
     def say(text: str) -> None:
@@ -69,8 +72,9 @@ def run_queue_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
     figures["host"] = host
     figures["command"] = " ".join(["rolloutmq", *sys.argv[1:]])
     if plan.out is not None:
-        plan.out.parent.mkdir(parents=True, exist_ok=True)
-        plan.out.write_text(json.dumps(figures, indent=2) + "\n")
+        with writing("--out", plan.out):
+            plan.out.parent.mkdir(parents=True, exist_ok=True)
+            plan.out.write_text(json.dumps(figures, indent=2) + "\n")
     print(json.dumps(figures))
     return figures
 

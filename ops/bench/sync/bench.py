@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ....messages.errors import ConfigError, RolloutMQError
+from ...files import check_out, writing
 from ...redis import EmbeddedRedis
 from .figures import ratios, span_ms, summary, table
 from .session import START_S, STEP_S, Plan, Session, together
@@ -53,12 +54,13 @@ class _Run:
     results: dict[str, Any] = field(default_factory=dict)
 
     def save(self) -> None:
-        """So that a run that is killed keeps what it has measured."""
+        """Write what there is, so that a run that is killed keeps what it has measured."""
         if self.plan.out is not None:
-            self.plan.out.parent.mkdir(parents=True, exist_ok=True)
-            part = self.plan.out.with_suffix(self.plan.out.suffix + ".part")
-            part.write_text(json.dumps(self.results, indent=2) + "\n")
-            part.replace(self.plan.out)
+            with writing("--out", self.plan.out):
+                self.plan.out.parent.mkdir(parents=True, exist_ok=True)
+                part = self.plan.out.with_suffix(self.plan.out.suffix + ".part")
+                part.write_text(json.dumps(self.results, indent=2) + "\n")
+                part.replace(self.plan.out)
 
 
 def make_plan(
@@ -97,6 +99,8 @@ def make_plan(
 
 def run_sync_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
     """Run it and print the result, as one line of JSON if `quiet`; returns it. Raises no error of a single path."""
+    if plan.out is not None:
+        check_out("--out", plan.out)
     began = time.monotonic()
 
     def say(text: str) -> None:

@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from rolloutmq.messages.errors import InvalidField
 from rolloutmq.messages.model.command_params import ACTIONS
-from rolloutmq.ops.cli.control import NAMES, _file_name, app
+from rolloutmq.ops.cli.control import NAMES, _file_name
+from rolloutmq.ops.cli.control import app as control
+from rolloutmq.ops.cli.main import app
 from rolloutmq.producer import BlockingPoolControl
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -55,11 +57,11 @@ def serving(redis_db: str) -> Iterator[Serving]:
 
 
 def call(url: str, *arguments: str) -> Any:
-    return CliRunner().invoke(app, [*arguments, "--redis", url, "--timeout", "10"])
+    return CliRunner().invoke(app, ["control", *arguments, "--redis", url, "--timeout", "10"])
 
 
 def test_every_action_has_a_command() -> None:
-    names = {command.name or command.callback.__name__ for command in app.registered_commands}  # type: ignore[union-attr]
+    names = {command.name or command.callback.__name__ for command in control.registered_commands}  # type: ignore[union-attr]
     assert names == {NAMES.get(action, action.replace("_", "-")) for action in ACTIONS}
 
 

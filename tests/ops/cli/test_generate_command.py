@@ -7,22 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import typer
 from support.pools.pool import worker
 from support.specimens.byte_tokenizer import Bytes
 from typer.testing import CliRunner
 
-from rolloutmq.ops.cli.generate import generate
+from rolloutmq.ops.cli.main import app
 from rolloutmq.worker.scripted.engine import ScriptedEngine
-
-app = typer.Typer()
-app.command()(generate)
 
 
 async def run(url: str, *arguments: str, stdin: str = "", **engine: Any) -> tuple[int, str, str]:
     """Exit code, stdout, stderr of the command beside a worker."""
     async with worker(url, tokenizer=Bytes(), engine=ScriptedEngine(echo=True, **engine)):
-        command = [*arguments, "--redis", url, "--timeout", "10"]
+        command = ["generate", *arguments, "--redis", url, "--timeout", "10"]
         result = await asyncio.to_thread(CliRunner().invoke, app, command, stdin)
     return result.exit_code, result.stdout, result.stderr
 
@@ -60,7 +56,8 @@ async def test_every_line_is_a_turn(redis_db: str, stream: tuple[str, ...]) -> N
     [
         ((), "give a text, or --token-ids"),
         (("a", "--token-ids", "1"), "give a text, or --token-ids"),
-        (("--token-ids", "1,x"), "--token-ids '1,x': numbers"),
+        (("--token-ids", "99999999999"), "--token-ids='99999999999': token ids"),
+        (("--token-ids", "1,x"), "--token-ids='1,x': token ids"),
         (("a", "--n", "2", "--stream"), "only 1"),
         (("a", "--temperature", "-1"), "temperature"),
         (("a", "--lora", "none"), "lora"),

@@ -76,19 +76,19 @@ def test_a_line_that_is_no_job_is_named_before_anything_is_submitted(tmp_path: P
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+def test_files_that_do_not_belong_together_are_refused(redis_db: str, tmp_path: Path) -> None:
     source, out = write_lines(tmp_path / "in.jsonl", [{"text": "a"}]), tmp_path / "out.jsonl"
     out.write_text("kept\n")
     with pytest.raises(ConfigError, match="--overwrite"):
-        submit_file(source, out, "redis://127.0.0.1:1/0", "default", Defaults())
+        submit_file(source, out, redis_db, "default", Defaults())
     assert out.read_text() == "kept\n"
     out.unlink()
     (tmp_path / "out.jsonl.part").write_text(json.dumps({"input": "other", "base": "0" * 24, "client": "c"}) + "\n")
     with pytest.raises(ConfigError, match="another input file"):
-        submit_file(source, out, "redis://127.0.0.1:1/0", "default", Defaults())
+        submit_file(source, out, redis_db, "default", Defaults())
     empty = write_lines(tmp_path / "empty.jsonl", ["", "  "])
     with pytest.raises(ConfigError, match="no line"):
-        submit_file(empty, out, "redis://127.0.0.1:1/0", "default", Defaults())
+        submit_file(empty, out, redis_db, "default", Defaults())
 
 
 async def test_sampling_parameters_in_anybodys_words(redis_db: str, tmp_path: Path) -> None:
@@ -159,25 +159,25 @@ async def test_a_full_disk_loses_no_answer(redis_db: str, tmp_path: Path) -> Non
     assert [a["line"] for a in read(out)] == list(range(1, 41))
 
 
-def test_going_on_with_other_defaults_is_refused(tmp_path: Path) -> None:
+def test_going_on_with_other_defaults_is_refused(redis_db: str, tmp_path: Path) -> None:
     source, out = write_lines(tmp_path / "in.jsonl", [{"token_ids": [1]}]), tmp_path / "out.jsonl"
-    begun = module._Work(out, module._read_lines(source, Defaults()), header(source, Defaults()))
+    begun = module._Work(out, module._read_lines(source, source.read_bytes(), Defaults()), header(source, Defaults()))
     begun.close()
     kept = begun.part.read_bytes()
     for other, names in ((Defaults(n=2), "n=1, not 2;"), (Defaults(max_new_tokens=9), "max_new_tokens=128, not 9;")):
         with pytest.raises(ConfigError, match=names):
-            submit_file(source, out, "redis://127.0.0.1:1/0", "default", other)
+            submit_file(source, out, redis_db, "default", other)
     assert begun.part.read_bytes() == kept
     again = module._Work(out, begun.lines, header(source, Defaults()))
     assert again.base == begun.base
     again.close()
 
 
-def test_a_second_run_at_the_same_time_is_refused(tmp_path: Path) -> None:
+def test_a_second_run_at_the_same_time_is_refused(redis_db: str, tmp_path: Path) -> None:
     source, out = write_lines(tmp_path / "in.jsonl", [{"token_ids": [1]}]), tmp_path / "out.jsonl"
-    first = module._Work(out, module._read_lines(source, Defaults()), header(source, Defaults()))
+    first = module._Work(out, module._read_lines(source, source.read_bytes(), Defaults()), header(source, Defaults()))
     with pytest.raises(ConfigError, match="another submit is writing it"):
-        submit_file(source, out, "redis://127.0.0.1:1/0", "default", Defaults())
+        submit_file(source, out, redis_db, "default", Defaults())
     first.close()
     assert len(read(first.part)) == 1
 
@@ -186,7 +186,9 @@ async def test_the_pool_drops_an_answer_only_when_it_is_on_the_disk(
     redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"token_ids": [i + 1]} for i in range(3)])
-    work = module._Work(tmp_path / "out.jsonl", module._read_lines(source, Defaults()), header(source, Defaults()))
+    work = module._Work(
+        tmp_path / "out.jsonl", module._read_lines(source, source.read_bytes(), Defaults()), header(source, Defaults())
+    )
     async with worker(redis_db), connect(redis_db) as db:
         stream = Broker(db, "default").keys.reply(work.client_id)
         client = await RolloutClient(redis_db, client_id=work.client_id, before_ack=work.sync).open()

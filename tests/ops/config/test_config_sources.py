@@ -10,36 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from rolloutmq.messages.errors import ConfigError, InvalidField
-from rolloutmq.ops.cli.config import app as config
-from rolloutmq.ops.cli.worker import worker
+from rolloutmq.ops.cli.main import app, load
 from rolloutmq.ops.config import load_settings
 from rolloutmq.ops.config.settings import MODELS
 from rolloutmq.ops.config.sources import WITHOUT_FLAG, from_flags, worker_flags
 
 CONFIGS = Path(__file__).parent / "configs"
 POOL = CONFIGS / "pool.toml"
-COMMANDS = typer.Typer()
-COMMANDS.command("worker")(worker)
-COMMANDS.add_typer(config, name="config")
 
 
 def flags(*arguments: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
     """What `rolloutmq worker` with these arguments says by its flags."""
-    command: Any = typer.main.get_command(COMMANDS)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (environment or {}).items():
             patch.setenv(name, value)
-        context = command.get_command(None, "worker").make_context("worker", ["--model", "m", *arguments])
+        context = load("worker").make_context("worker", ["--model", "m", *arguments])
     return {name: setting.value for name, setting in from_flags(context) if name != "engine.model"}
 
 
 def run(*arguments: str, environment: dict[str, str] | None = None) -> Any:
     env = {name: None for name in os.environ if name.startswith("ROLLOUTMQ_")} | (environment or {})
-    return CliRunner().invoke(COMMANDS, ["config", *arguments], env=env)
+    return CliRunner().invoke(app, ["config", *arguments], env=env)
 
 
 def shown(*arguments: str, environment: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
@@ -66,8 +60,7 @@ def test_a_flags_default_does_not_win_over_the_file() -> None:
 
 
 def test_every_setting_is_a_flag_with_help() -> None:
-    command: Any = typer.main.get_command(COMMANDS)
-    options = {option.name: option for option in command.get_command(None, "worker").params}
+    options = {option.name: option for option in load("worker").params}
     settings = {name for flag in worker_flags().values() for name in flag.settings}
     fields = {f"{section}.{name}" for section in ("worker", "engine") for name in MODELS[section].model_fields}
     assert settings == fields - {f"engine.{name}" for name in WITHOUT_FLAG}
@@ -83,8 +76,7 @@ hidden-states routed-experts deterministic logit-processor memory-saver sglang l
 
 
 def test_flags_keep_their_names() -> None:
-    command: Any = typer.main.get_command(COMMANDS)
-    worker_command = command.get_command(None, "worker")
+    worker_command = load("worker")
     spelled = {name for option in worker_command.params for name in (*option.opts, *option.secondary_opts)}
     assert {f"--{name}" for name in OLD_FLAGS.split()} <= spelled
 

@@ -1,0 +1,66 @@
+"""The files that commands read and write: errors name the option, the path and the reason."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..messages.errors import InvalidField
+
+SHOWN = 60
+"""An error shows at most so many characters of a line."""
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Raise InvalidField, which names option and path, for every error of the operating system in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidField(option, str(path), f"cannot be written: {error.strerror or error}") from error
+
+
+def check_out(option: str, path: Path, *, folder: bool = False) -> None:
+    """Raise InvalidField if a file, or a folder with files, cannot be written at `path`. Leaves nothing there.
+
+    Folders on the way to it need not exist yet.
+    """
+    with writing(option, path):
+        if path.exists() and path.is_dir() != folder:
+            raise InvalidField(option, str(path), f"must be a {'folder' if folder else 'file'}")
+        at = next(one for one in (path, *path.absolute().parents) if one.exists())
+        if at != path and not at.is_dir():
+            raise InvalidField(option, str(path), f"{at} must be a folder")
+        with tempfile.TemporaryFile(dir=at) if at.is_dir() else at.open("ab"):
+            pass
+
+
+def read(option: str, path: Path) -> bytes:
+    """A file's content. Raises InvalidField."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidField(option, str(path), f"must be a file that can be read: {error.strerror or error}") from error
+
+
+def json_lines(content: bytes) -> Iterator[tuple[int, Any]]:
+    """(line number, value) of each line of JSON; empty lines count and are left out. Raises InvalidField."""
+    for number, raw in enumerate(content.split(b"\n"), start=1):
+        if raw.strip():
+            yield number, json_value(f"line {number}", raw)
+
+
+def json_value(field: str, raw: bytes | str) -> Any:
+    """The value of a JSON text. Raises InvalidField for what is no JSON or no UTF-8, too deep, or a number too long."""
+    try:
+        return json.loads(raw)
+    except RecursionError:
+        why = "nested less deep"
+    except ValueError as error:
+        why = f"JSON in UTF-8: {error}"
+    shown = raw.strip()[:SHOWN]
+    raise InvalidField(field, shown.decode(errors="replace") if isinstance(shown, bytes) else shown, why)

@@ -1,0 +1,238 @@
+"""Whatever a command is given, it ends with one line that names what is wrong, and without a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from typer.testing import CliRunner
+
+from rolloutmq.messages.redis.retry import RETRY_BUDGET_S, BoundedRetry
+from rolloutmq.ops.cli.main import app
+from rolloutmq.ops.operations import rq_queue
+
+NOBODY = "redis://127.0.0.1:1/0"
+COMMAND = [sys.executable, "-m", "rolloutmq.ops.entry"]
+LONG = "x" * 300
+LINES = {
+    "not UTF-8": b'{"text": "\xff"}',
+    "not JSON": b"{nope",
+    "deep": b"[" * 100_000 + b"]" * 100_000,
+    "a long number": b'{"text": "a", "n": ' + b"9" * 5000 + b"}",
+    "half a character": b'{"text": "\\ud800"}',
+    "an id that is none": b'{"token_ids": [99999999999]}',
+}
+"""By what is wrong with them: lines of a file of prompts."""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder to work in: prompts.jsonl, garbage of each kind, a folder."""
+    for name, line in LINES.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(line + b"\n")
+    (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+def refused(files: Path, arguments: Sequence[str], *names: str) -> str:
+    """What the command says on stderr; it has to be one line, but for the usage before it, and to hold `names`."""
+    os.chdir(files)
+    ended = CliRunner().invoke(app, list(arguments), env={"ROLLOUTMQ_REDIS": NOBODY})
+    assert isinstance(ended.exception, SystemExit), ended.exception
+    assert ended.exit_code == 2
+    *usage, line = ended.stderr.strip().splitlines()
+    assert not usage or usage[0].startswith("Usage:")
+    for name in names:
+        assert name in line
+    return line
+
+
+@pytest.fixture(autouse=True)
+def here() -> Iterator[None]:
+    before = Path.cwd()
+    yield
+    os.chdir(before)
+
+
+READERS = {
+    "submit": ("submit", "--out", "o.jsonl"),
+    "embed": ("embed", "--out", "o.npy"),
+    "reward": ("reward",),
+    "decode": ("decode", "--model", ".", "--file"),
+}
+
+
+@pytest.mark.parametrize("wrong", LINES)
+@pytest.mark.parametrize("command", READERS)
+def test_a_line_of_a_file(files: Path, command: str, wrong: str) -> None:
+    if command in {"embed", "reward"} and wrong in {"half a character", "an id that is none"}:
+        refused(files, [*READERS[command], f"{wrong}.jsonl"])  # the client finds these
+    else:
+        refused(files, [*READERS[command], f"{wrong}.jsonl"], "InvalidField: line 1", "=")
+
+
+@pytest.mark.parametrize("command", READERS)
+@pytest.mark.parametrize("file", ["folder", "missing", LONG, "/proc/self/mem"], ids=lambda file: file[:14])
+def test_a_file_that_cannot_be_read(files: Path, command: str, file: str) -> None:
+    refused(files, [*READERS[command], file], file)
+
+
+WRITERS = {
+    "submit": ("submit", "prompts.jsonl", "--out"),
+    "embed": ("embed", "prompts.jsonl", "--out"),
+    "bench queue": ("bench", "queue", "--peers", "none", "--out"),
+    "bench sync": ("bench", "sync", "--device", "cpu", "--shapes", "tiny", "--out"),
+    "demo": ("demo", "--out"),
+    "tiny-model": ("tiny-model",),
+    "redis": ("redis", "--directory"),
+    "stop-profile": ("control", "stop-profile", "--out"),
+}
+OUT = {
+    "no place": "/proc/none/o",
+    "below a device": "/dev/null/o",
+    "below a file": "prompts.jsonl/o",
+    "something else": "",
+    "a long folder": f"{LONG}/o",
+    "a long name": LONG,
+}
+
+
+@pytest.mark.parametrize("where", OUT)
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_place_that_cannot_be_written(files: Path, command: str, where: str) -> None:
+    folders = command in {"demo", "tiny-model", "redis", "stop-profile"}
+    out = OUT[where] or ("prompts.jsonl" if folders else "folder")
+    if command == "embed":
+        out += ".npy"
+        (files / "folder.npy").mkdir()
+    option = WRITERS[command][-1].replace("tiny-model", "DIRECTORY")
+    refused(files, [*WRITERS[command], out], f"InvalidField: {option}=", out[:100])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("generate", "--token-ids", "99999999999"), ("--token-ids='99999999999'", "below 2147483648")),
+        (("generate", "--token-ids", "9" * 5000), ("--token-ids=",)),
+        (("generate", "a", "--timeout", "nan"), ("--timeout",)),
+        (("generate", "a", "--temperature", "nan"), ("temperature=nan",)),
+        (("score", "a", "--prompt", "-1", "--ids"), ("--prompt='-1'",)),
+        (("decode", "--model", ".", "-1"), ("-1",)),
+        (("reward", "prompts.jsonl", "--timeout", "inf"), ("--timeout", "inf")),
+        (("submit", "prompts.jsonl", "--out", "o", "--window", "0"), ("--window",)),
+        (("submit", "prompts.jsonl", "--out", "o", "--n", "0"), ("line 1.n=0",)),
+        (("status", "--redis", "redis://h?ssl_bogus=1"), ("ssl_bogus",)),
+        (("status", "--redis", "redis+sentinel://[h/main"), ("redis+sentinel://[h/main",)),
+        (("status", "--pool", "\udcff"), ("pool=",)),
+        (("cancel", "9" * 31), ("job=",)),
+        (("ops", "run", "audit-broker", "--param", f"most={'9' * 5000}"), ("most=",)),
+        (("ops", "run", "audit"), ("operation='audit'",)),
+        (("ops", "worker", "--log-level", "loud"), ("log_level='loud'", "debug")),
+        (("control", "abort", "--timeout", "nan"), ("--timeout",)),
+        (("weights", "snapshots", LONG), (LONG,)),
+        (("redis", "--port", "65536"), ("--port", "65535")),
+        (("bench", "engine", "--shape", "9t"), ("9t",)),
+        (("config", "explain", "folder"), ("folder",)),
+    ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value[0], str) else "",
+)  # fmt: skip
+def test_an_option(files: Path, arguments: Sequence[str], names: Sequence[str]) -> None:
+    refused(files, arguments, *names)
+
+
+CONFIGURATIONS = {
+    "not UTF-8": b"\xff",
+    "deep": b"[" * 100_000,
+    "deep TOML": b"worker = " + b"[" * 100_000,
+    "a long number": b'{"worker": {"max_running": ' + b"9" * 5000 + b"}}",
+    "a long number in TOML": b"[worker]\nmax_running = " + b"9" * 5000,
+    "no date": b"worker: {pool: 2026-99-99}",
+    "no character": b"\0",
+    "billions": b"a: &a {x: 1, y: 2}\n"
+    + b"".join(b"%c: &%c {k: *%c, l: *%c}\n" % (name, name, name - 1, name - 1) for name in b"bcdefghijklmnopqrstuvw"),
+}
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "toml", "json"])
+@pytest.mark.parametrize("wrong", CONFIGURATIONS)
+def test_a_configuration(files: Path, wrong: str, suffix: str) -> None:
+    (files / f"c.{suffix}").write_bytes(CONFIGURATIONS[wrong])
+    refused(files, ["config", "show", "--config", f"c.{suffix}"], f"c.{suffix}")
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A server that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"redis://127.0.0.1:{server.getsockname()[1]}/0"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("status",), ("ops", "run", "audit-broker"), ("ops", "list"), ("ops", "worker", "--burst"), ("generate", "a")],
+    ids=" ".join,
+)
+def test_a_server_that_says_nothing(silent: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedRetry.__init__, "__defaults__", (RETRY_BUDGET_S, 0.1))
+    monkeypatch.setattr(rq_queue, "REPLY_TIMEOUT_S", 0.1)
+    ended = CliRunner().invoke(app, [*arguments, "--redis", silent])
+    assert isinstance(ended.exception, SystemExit), ended.exception
+    assert ended.exit_code == 2
+    assert ended.stderr.startswith("RedisUnavailable")
+
+
+def start(*arguments: str, **pipes: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, **pipes)
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("config", "show"), ("config", "show", "--json")], ids=" ".join)
+def test_nobody_reads_what_it_prints(arguments: Sequence[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = start(*arguments, stdout=writing)
+    os.close(writing)
+    assert process.communicate()[1] == ""
+    assert process.returncode == 1
+
+
+def test_the_disk_is_full_where_it_prints() -> None:
+    with open("/dev/full", "w") as full:
+        process = start("config", "show", "--json", stdout=full)
+        told = process.communicate()[1]
+    assert told.splitlines() == ["OSError: [Errno 28] No space left on device"]
+    assert process.returncode == 2
+
+
+def interrupted(process: subprocess.Popen[str]) -> None:
+    """Ctrl-C ends it with one line."""
+    process.send_signal(signal.SIGINT)
+    told = process.communicate(timeout=60)[1]
+    assert told.splitlines() == ["interrupted"]
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("ops", "list")], ids=" ".join)
+def test_ctrl_c_while_a_server_says_nothing(arguments: Sequence[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process = start(*arguments, "--redis", f"redis://127.0.0.1:{server.getsockname()[1]}/0")
+        connection = server.accept()[0]
+        assert connection.recv(1)  # it has asked, and waits
+        interrupted(process)
+        connection.close()
+
+
+def test_ctrl_c_while_nothing_is_typed(redis_db: str) -> None:
+    process = start("generate", "--session", "--redis", redis_db, stdin=subprocess.PIPE)
+    with redis.Redis.from_url(redis_db) as db:
+        while not any(client["cmd"] == "xread" for client in db.client_list()):
+            assert process.poll() is None
+    interrupted(process)
