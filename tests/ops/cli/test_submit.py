@@ -159,6 +159,47 @@ async def test_a_full_disk_loses_no_answer(redis_db: str, tmp_path: Path) -> Non
     assert [a["line"] for a in read(out)] == list(range(1, 41))
 
 
+async def test_a_disk_that_is_full_when_the_answers_are_sorted_loses_none(redis_db: str, tmp_path: Path) -> None:
+    source, out = write_lines(tmp_path / "in.jsonl", [{"token_ids": [1]}]), tmp_path / "out.jsonl"
+    (tmp_path / "out.jsonl.sorted").symlink_to("/dev/full")
+    async with worker(redis_db) as running:
+        code, text = await run(redis_db, source, out, "--max-new-tokens", "3")
+        assert (code, "Traceback" in text) == (2, False)
+        assert "out.jsonl cannot be written: No space left on device. The answers are in" in text
+        code, text = await run(redis_db, source, out, "--max-new-tokens", "3")
+        assert (code, running.worker._generation.finished) == (0, 1), text
+    assert [answer["line"] for answer in read(out)] == [1]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\xff\n",
+        b"{nope\n",
+        b"[]\n",
+        b"{}\n",
+        b'{"base": 1, "client": 2}\n',
+        b"9" * 5000 + b"\n",
+        b"[" * 100_000 + b"\n",
+    ],
+    ids=["not UTF-8", "not JSON", "no object", "empty", "other types", "a long number", "deep"],
+)
+@pytest.mark.parametrize("begun", [False, True], ids=["first line", "later line"])
+def test_garbage_beside_the_output_is_refused_and_kept(
+    redis_db: str, tmp_path: Path, garbage: bytes, begun: bool
+) -> None:
+    source, out = write_lines(tmp_path / "in.jsonl", [{"token_ids": [1]}]), tmp_path / "out.jsonl"
+    part = tmp_path / "out.jsonl.part"
+    if begun:
+        lines = module._read_lines(source, source.read_bytes(), Defaults())
+        module._Work(out, lines, header(source, Defaults())).close()
+        garbage = part.read_bytes() + garbage
+    part.write_bytes(garbage)
+    with pytest.raises(ConfigError, match=r"out\.jsonl\.part is not what this command wrote; remove it"):
+        submit_file(source, out, redis_db, "default", Defaults())
+    assert part.read_bytes() == garbage
+
+
 def test_going_on_with_other_defaults_is_refused(redis_db: str, tmp_path: Path) -> None:
     source, out = write_lines(tmp_path / "in.jsonl", [{"token_ids": [1]}]), tmp_path / "out.jsonl"
     begun = module._Work(out, module._read_lines(source, source.read_bytes(), Defaults()), header(source, Defaults()))
