@@ -14,7 +14,7 @@ EVERYWHERE = --ignore=tests/gpu --ignore=tests/chaos
 # What depends on the server: scripts, connections, deployments, and whoever speaks to it most.
 SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --ignore=tests/worker/sglang
 
-.PHONY: help setup demo test test-slow test-all test-redis7 test-redis62 coverage capabilities chaos check docs clean
+.PHONY: help setup demo test test-slow test-all test-redis7 test-redis62 coverage capabilities chaos fuzz check docs clean
 
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
@@ -26,6 +26,7 @@ help:
 	@echo "make coverage    branches of the package that the tests take in their own processes"
 	@echo "make capabilities   docs/capabilities.md from the last test run"
 	@echo "make chaos   real faults and an oracle that reads Redis' log (SEED=7 ONLY=kill,cut to replay; docs/chaos.md)"
+	@echo "make fuzz    broken input for every decoder, for a minute (SECONDS=600 for more; SEED=7 ONLY=frames CASE=12 to replay)"
 	@echo "make check   formatting, lint, strict types, import order, file sizes, that every test can be imported"
 	@echo "make docs    the documentation with the API reference, into out/site; warnings are errors"
 	@echo "make clean   remove .venv, out/ and caches"
@@ -73,6 +74,11 @@ capabilities:
 # CHAOS='--fast --runs 5' and the like for more; a failure prints the line that replays it.
 chaos: setup
 	PYTHONPATH=tests .venv/bin/python -m chaos $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) $(CHAOS)
+
+# A failure prints the line that replays it, and the case for tests/fuzz/corpus.
+fuzz: setup
+	PYTHONPATH=tests .venv/bin/python -m fuzz --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) \
+	  $(if $(ONLY),--only $(ONLY)) $(if $(CASE),--case $(CASE))
 
 check: setup
 	@mkdir -p out

@@ -17,6 +17,7 @@ from ..codec import MINOR, decode
 from ..errors import CannotRequeue, InvalidField, MessageError, NoSuchDeadLetter
 from ..ids import check_client_id, derived_id
 from ..model import DeadLetter, GenerateJob
+from ..redis import text, whole
 from ..scripts import Scripts, calls
 from .broker import Broker
 
@@ -168,24 +169,14 @@ def successor_id(entry_id: str, job_id: str) -> str:
     return derived_id(int(entry_id.partition("-")[0]), digest)
 
 
+_TEXTS = {"job_id": b"id", "cause": b"cause", "error": b"error", "host": b"host"}
+
+
 def _told(fields: dict[bytes, bytes]) -> dict[str, Any]:
     """A letter without its payload. Missing fields are left empty, so an odd letter does not hide the others."""
 
-    def text(name: bytes) -> str:
-        return fields.get(name, b"").decode(errors="replace")
-
-    def number(name: bytes) -> int:
-        value = fields.get(name, b"")
-        return int(value) if value.isdigit() else 0
-
-    return {
-        "job_id": text(b"id"),
-        "cause": text(b"cause"),
-        "error": text(b"error"),
-        "host": text(b"host"),
-        "attempts": number(b"attempts"),
-        "at": number(b"at") / 1000,
-    }
+    texts = {name: text(fields.get(field)) for name, field in _TEXTS.items()}
+    return texts | {"attempts": whole(fields.get(b"attempts")), "at": whole(fields.get(b"at")) / 1000}
 
 
 def _check_entry(entry_id: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from redis.asyncio import Redis
 from ..codec import Result, encode
 from ..errors import LeaseLost
 from ..model import PRIORITIES, Partial, WorkerStatus
-from ..redis import Keys, text, whole
+from ..redis import Keys, name_once, text, whole
 from ..scripts import Scripts, calls
 from .witness import Witness
 
@@ -94,6 +95,9 @@ class Release:
     attempt: int
     pieces: tuple[Piece, ...] = ()
     lost: bool = False
+
+
+_PROGRESS = re.compile(rb"([sk])(\d{1,9})(?:\.(\d{1,9}))?")
 
 
 class Lease:
@@ -219,13 +223,14 @@ def _claim(raw: list[Any]) -> Claim:
     ending = False
     pieces: dict[int, dict[int, bytes]] = {}
     for name, content in zip(progress[::2], progress[1::2], strict=True):
-        sample, _, number = name[1:].decode().partition(".")
         if name == b"x":
             ending = True
-        elif name[:1] == b"s":
-            published.add(int(sample))
+        elif (found := _PROGRESS.fullmatch(name)) is None:
+            name_once(f"job {text(job_id)}: field {text(name)[:80]!r}: it is left out")
+        elif found[1] == b"s":
+            published.add(int(found[2]))
         else:
-            pieces.setdefault(int(sample), {})[int(number or 0)] = content
+            pieces.setdefault(int(found[2]), {})[int(found[3] or 0)] = content
     return Claim(
         job_id=job_id.decode(),
         attempt=int(attempt),
@@ -236,8 +241,8 @@ def _claim(raw: list[Any]) -> Claim:
         published=frozenset(published),
         ending=ending,
         partials={
-            sample: tuple(found[number] for number in sorted(found))
-            for sample, found in pieces.items()
+            sample: tuple(numbered[number] for number in sorted(numbered))
+            for sample, numbered in pieces.items()
             if sample not in published
         },
     )
