@@ -101,7 +101,7 @@ class JobFailed(RolloutMQError):
 
 
 class NoSuchDeadLetter(RolloutMQError):
-    """There is no letter with this entry id. It was requeued, dropped, or displaced by 10,000 newer ones."""
+    """There is no letter with this entry id. It was requeued, dropped, or displaced by newer ones."""
 
 
 class CannotRequeue(RolloutMQError):

@@ -33,7 +33,7 @@ class Caps:
     """How much of Redis' memory a pool may use. Beyond these limits it answers PoolBusy.
 
     jobs: open (queued or running) jobs.
-    nbytes: payloads of open jobs, and results that no client has taken yet.
+    nbytes: payloads of open jobs, results that no client has taken yet, and dead letters (a quarter of it at most).
     unread: results that one client may leave untaken before it can submit more.
     payload: one job, encoded; a larger one is refused before it is sent.
     """
@@ -84,6 +84,7 @@ class PoolLoad:
     open_jobs: int
     open_bytes: int
     unread_bytes: int
+    letter_bytes: int
     accepted: int
     done: int
     cancelled: int
@@ -130,7 +131,7 @@ class Broker:
         reason, caps = why[0].decode(), self.caps
         limit = {
             "jobs": f"{why[1]} jobs are open, at most {caps.jobs}",
-            "bytes": f"open jobs and results not taken yet hold {why[2]} bytes, at most {caps.nbytes}",
+            "bytes": f"open jobs, results not taken yet and dead letters hold {why[2]} bytes, at most {caps.nbytes}",
             "unread": f"this client has not taken {why[3]} bytes of results, at most {caps.unread}: take some first",
         }[reason]
         return PoolBusy(f"pool {self.keys.pool}: {limit}", states, reason)
@@ -326,6 +327,7 @@ class Broker:
             open_jobs=count("jobs"),
             open_bytes=count("bytes"),
             unread_bytes=count("unread"),
+            letter_bytes=count("letters"),
             accepted=count("accepted"),
             done=count("done"),
             cancelled=count("cancelled"),

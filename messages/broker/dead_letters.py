@@ -29,7 +29,10 @@ _ENTRY_ID = re.compile(r"\d{1,20}-\d{1,20}")
 
 @dataclass(frozen=True, slots=True)
 class LetterHead:
-    """A dead letter without its payload. size: bytes of it, head: the first 64. at: Unix seconds by Redis' clock."""
+    """A dead letter without its payload. size: bytes of it, head: the first 64. at: Unix seconds by Redis' clock.
+
+    dropped: bytes of a payload that was too large to be kept, else 0.
+    """
 
     entry_id: str
     job_id: str
@@ -40,6 +43,7 @@ class LetterHead:
     at: float
     size: int
     head: bytes
+    dropped: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,11 @@ class DeadFilter:
 
 
 class DeadLetters:
-    """The dead letters of a broker's pool. The newest 10,000 are kept."""
+    """The dead letters of a broker's pool.
+
+    The newest 10,000 are kept, and only as many as fit into a quarter of the pool's bytes (`Caps.nbytes`, as the last
+    submission said it): the oldest go first, and `trimmed` counts them.
+    """
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -67,6 +75,10 @@ class DeadLetters:
     async def count(self) -> int:
         """How many letters there are."""
         return int(await self._broker.redis.xlen(self._broker.keys.dead))
+
+    async def trimmed(self) -> int:
+        """How many letters have made room for newer ones, since the pool's beginning."""
+        return whole(await self._broker.redis.hget(self._broker.keys.load, "trimmed"))
 
     async def now(self) -> float:
         """Unix seconds by Redis' clock, which stamps the letters."""
@@ -129,7 +141,7 @@ class DeadLetters:
     async def drop(self, entry_id: str) -> None:
         """Delete a letter. Raises NoSuchDeadLetter, or InvalidField for what is no entry id."""
         _check_entry(entry_id)
-        if not await self._broker.redis.xdel(self._broker.keys.dead, entry_id):
+        if not await self._scripts.run(calls.drop_letter(entry_id)):
             raise _missing(entry_id)
 
     async def _page(self, begin: str, end: str, *, newest_first: bool, count: int) -> list[LetterHead]:
@@ -148,6 +160,8 @@ class DeadLetters:
 def successor(letter: DeadLetter, reply_to: str | None = None) -> GenerateJob:
     """The job that a requeue of `letter` submits. Raises CannotRequeue."""
     where = f"dead letter {letter.entry_id} (job {letter.job_id})"
+    if letter.dropped:
+        raise CannotRequeue(f"{where} has no payload: {letter.dropped} bytes were too many to be kept. Submit it anew")
     try:
         job = decode(letter.payload, GenerateJob)
         if letter.payload[1] > MINOR:  # decoding drops fields that this side does not know
@@ -176,7 +190,8 @@ def _told(fields: dict[bytes, bytes]) -> dict[str, Any]:
     """A letter without its payload. Missing fields are left empty, so an odd letter does not hide the others."""
 
     texts = {name: text(fields.get(field)) for name, field in _TEXTS.items()}
-    return texts | {"attempts": whole(fields.get(b"attempts")), "at": whole(fields.get(b"at")) / 1000}
+    attempts, at, dropped = (whole(fields.get(name)) for name in (b"attempts", b"at", b"dropped"))
+    return texts | {"attempts": attempts, "at": at / 1000, "dropped": dropped}
 
 
 def _check_entry(entry_id: str) -> None:

@@ -15,7 +15,7 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the first goes
 
 
 class Witness:
-    """Tells Redis how much time has passed since this process last heard of the pool's clock (see lib.lua).
+    """Tells Redis how much time has passed since this process last heard of the pool's clock (see lib_base.lua).
 
     No wall clock has a say in it: neither this machine's nor, while somebody is there to watch, that of Redis' host.
     """

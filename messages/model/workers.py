@@ -46,7 +46,8 @@ class WorkerStatus(Message):
 class DeadLetter(Record):
     """A job that was given up, with the reason and with the payload that can be submitted again.
 
-    payload: the encoded job. It may be impossible to decode, which may be the reason.
+    payload: the encoded job. It may be impossible to decode, which may be the reason. dropped: its bytes if it was too
+    large to be kept; then payload is empty.
     at: Unix seconds by Redis' clock.
     """
 
@@ -58,3 +59,4 @@ class DeadLetter(Record):
     attempts: int
     at: float
     payload: bytes
+    dropped: int = 0

@@ -110,7 +110,7 @@ class Keys:
     deadlines = _Key()
     """ZSET job id -> deadline, by the pool's clock."""
     clock = _Key()
-    """HASH, the pool's clock in milliseconds: what was witnessed of it, what nobody watched. See scripts/lib.lua."""
+    """HASH, the pool's clock in milliseconds: what was witnessed of it and what nobody watched. See lib_base.lua."""
     load = _Key()
     """HASH of counters: jobs and bytes open now, unread bytes, turns owed to lower classes, and totals."""
     unread = _Key()
@@ -126,6 +126,8 @@ class Keys:
     """STREAM (bounded) that announces changes: weights, cancellations, controls. See Ring."""
     dead = _Key()
     """STREAM of dead letters."""
+    letters = _Key()
+    """ZSET '<entry id> <bytes>' of each dead letter -> the id's time. `load` has the sum of the bytes."""
     mark = _Key()
     """STRING with a TTL, written before WAIT; see scripts/runner.py."""
     weights = _Key()

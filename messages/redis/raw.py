@@ -14,7 +14,7 @@ def text(raw: bytes | None) -> str:
 
 
 def whole(raw: bytes | None, where: str = "") -> int:
-    """0 for nothing, and for what is no whole number of at most 15 digits, as in lib.lua.
+    """0 for nothing, and for what is no whole number of at most 15 digits, as in lib_base.lua.
 
     where: for the log, which names each thing that is no number once.
     """

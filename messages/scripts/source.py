@@ -6,12 +6,15 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+LIBRARIES = ("lib_base", "lib")
+"""Not scripts: they stand before each of them, in this order."""
 
 
 @cache
 def script_source(name: str, *preamble: str) -> str:
     """The text sent to Redis: the shared functions, `preamble`, then the script."""
-    return (FOLDER / "lib.lua").read_text() + "\n" + "".join(preamble) + script_path(name).read_text()
+    shared = "".join(script_path(library).read_text() + "\n" for library in LIBRARIES)
+    return shared + "".join(preamble) + script_path(name).read_text()
 
 
 @cache

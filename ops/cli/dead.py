@@ -40,17 +40,21 @@ def list_letters(
 ) -> None:
     """The newest dead letters, newest first."""
 
-    async def read(letters: DeadLetters) -> tuple[list[LetterHead], int]:
+    async def read(letters: DeadLetters) -> tuple[list[LetterHead], int, int]:
         which = DeadFilter(cause, await _since(letters, since), limit=limit)
-        return [head async for head in letters.find(which)], await letters.count()
+        return [head async for head in letters.find(which)], await letters.count(), await letters.trimmed()
 
-    found, total = _with(redis, pool, read)
+    found, total, trimmed = _with(redis, pool, read)
     lines: list[str] = []
     for head in found:
         said = f"{head.cause}: {head.error}" if head.error else head.cause
         lines.append(f"{head.entry_id}  {when(head.at)}  job {head.job_id}  {head.size:,} bytes")
         lines.append(f"    {said}  ({head.attempts} attempts, {head.host or 'no host'})")
+        if head.dropped:
+            lines.append(f"    its payload of {head.dropped:,} bytes was too large to be kept")
     lines.append(f"{len(found)} of {total} dead letters")
+    if trimmed:
+        lines.append(f"{trimmed:,} older ones have made room for newer ones")
     say([asdict(head) | {"head": head.head.hex()} for head in found], lines, json)
 
 

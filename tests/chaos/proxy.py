@@ -10,7 +10,7 @@ from hashlib import sha1
 from types import TracebackType
 from typing import Literal, Self
 
-from rolloutmq.messages.scripts.source import FOLDER, script_source
+from rolloutmq.messages.scripts.source import FOLDER, LIBRARIES, script_source
 
 from .resp import Requests
 
@@ -23,7 +23,7 @@ EMPTY = (b"-", b"*-1", b"$-1", b"*0")
 
 def script_names() -> list[str]:
     """Every script of the package."""
-    return sorted(path.stem for path in FOLDER.rglob("*.lua") if path.stem != "lib")
+    return sorted(path.stem for path in FOLDER.rglob("*.lua") if path.stem not in LIBRARIES)
 
 
 @cache

@@ -1,20 +1,20 @@
 -- Accept jobs in order, up to the first that does not fit.
 -- ARGV: prefix, max_jobs, max_bytes, max_unread, letter,
 --       *jobs (job_id, payload, n, priority, client, min_version, max_staleness, deadline_ms, group, adapter, prefers)
--- max_bytes: payloads of open jobs and results that nobody has taken yet. max_unread: bytes of results that one client
+-- max_bytes: payloads of open jobs, results that nobody has taken yet, and dead letters. max_unread: bytes of results that one client
 -- may leave untaken. letter: entry id of the dead letter that the job replaces. adapter: <name>@<least version>.
 -- prefers: the worker it prefers, as <ms>@<worker id>. letter, max_staleness, deadline_ms (from now), group, adapter
 -- and prefers are '' for none.
 -- Returns one of new|q|r|done|cancelled|expired|dead per job; if one does not fit, in its place and as the last:
---   BUSY, why (jobs|bytes|unread), open jobs, bytes, untaken bytes of this client
+--   BUSY, why (jobs|bytes|unread), open jobs, bytes as for max_bytes, untaken bytes of this client
 -- If the dead letter is gone, nothing is accepted. The job's state is returned, or gone if there is no such job either.
 local STRIDE = 11
 local max_jobs, max_bytes, max_unread, letter = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
 if letter ~= '' and #redis.call('XRANGE', prefix .. 'dead', letter, letter) == 0 then
   return {redis.call('HGET', job_key(ARGV[6]), 'st') or 'gone'}
 end
-local load = redis.call('HMGET', load_key, 'jobs', 'bytes', 'unread')
-local jobs, open_bytes, all_unread = counted(load[1]), counted(load[2]), counted(load[3])
+local load = redis.call('HMGET', load_key, 'jobs', 'bytes', 'unread', 'letters', 'cap')
+local jobs, open_bytes, kept = counted(load[1]), counted(load[2]), counted(load[3]) + counted(load[4])
 local accepted, bytes = 0, 0
 local now = clock().now
 local states, unread, waiting = {}, {}, {}
@@ -31,9 +31,9 @@ local function misfit(size, class, client)
     redis.call('LPOP', queue_key(class))
     waiting[class], looks = waiting[class] - 1, looks - 1
   end
-  if jobs + accepted == 0 then return all_unread > max_bytes and 'bytes' or nil end
+  if jobs + accepted == 0 then return kept > max_bytes and 'bytes' or nil end
   if jobs + accepted >= max_jobs or waiting[class] >= 2 * max_jobs then return 'jobs' end
-  if open_bytes + bytes + size + all_unread > max_bytes then return 'bytes' end
+  if open_bytes + bytes + size + kept > max_bytes then return 'bytes' end
 end
 
 for i = 6, #ARGV, STRIDE do
@@ -43,7 +43,7 @@ for i = 6, #ARGV, STRIDE do
   if not state then
     local why = misfit(#payload, class, client)
     if why then
-      append(states, 'BUSY', why, jobs + accepted, open_bytes + bytes + all_unread, unread[client])
+      append(states, 'BUSY', why, jobs + accepted, open_bytes + bytes + kept, unread[client])
       break
     end
     state = 'new'
@@ -66,8 +66,9 @@ for i = 6, #ARGV, STRIDE do
   states[#states + 1] = state
 end
 -- Only a job that is in replaces the letter: a busy pool leaves it where it is.
-if letter ~= '' and states[1] ~= 'BUSY' then redis.call('XDEL', prefix .. 'dead', letter) end
+if letter ~= '' and states[1] ~= 'BUSY' then drop_letter(letter) end
 if accepted > 0 then
+  if load[5] ~= ARGV[3] then redis.call('HSET', load_key, 'cap', ARGV[3]) end
   redis.call('HINCRBY', load_key, 'jobs', accepted)
   redis.call('HINCRBY', load_key, 'bytes', bytes)
   redis.call('HINCRBY', load_key, 'accepted', accepted)

@@ -55,6 +55,7 @@ KINDS = (
     Kind("unread", "hash", "fixed"),
     Kind("bell", "stream", "fixed"),
     Kind("dead", "stream", "fixed"),
+    Kind("letters", "zset", "fixed"),
     Kind("weights", "hash", "fixed"),
     Kind("wanted", "hash", "fixed"),
     Kind("version:", "hash", "ttl"),

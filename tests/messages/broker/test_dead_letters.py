@@ -216,3 +216,69 @@ def test_its_id_follows_from_the_letter() -> None:
     assert int(one[:12], 16) == 1718000000000
     assert len({one, successor_id("1718000000000-1", "a" * 32), successor_id("1718000000000-0", "b" * 32)}) == 3
     assert is_id(successor_id(f"{1 << 63}-7", ""))
+
+
+LARGE, CAP = 1 << 20, 16 << 20
+
+
+async def kept(broker: Broker, db: Redis) -> int:
+    """Bytes of all dead letters, which must be what is counted."""
+    entries = await db.xrange(broker.keys.dead)
+    names = (b"payload", b"cause", b"host", b"error")
+    total = sum(64 + sum(len(fields[name]) for name in names) for _, fields in entries)
+    assert (await broker.load()).letter_bytes == total
+    return total
+
+
+async def test_letters_have_a_part_of_the_pools_bytes_and_the_oldest_make_room(
+    db: Redis, broker: Broker, letters: DeadLetters, joined: Any
+) -> None:
+    small = Broker(db, "default", Caps(nbytes=CAP))
+    jobs = [job(metadata={"large": "x" * LARGE}) for _ in range(12)]
+    for one in jobs:
+        await bury(small, joined, one)
+        assert await kept(broker, db) <= CAP // 4
+    assert await heads(letters) == [one.id for one in jobs[:-4:-1]]
+    assert await letters.trimmed() == len(jobs) - 3
+    assert len(await replies(broker)) == len(jobs)  # every client was told
+    assert int(await db.memory_usage(broker.keys.dead)) < CAP // 2
+
+
+async def test_letters_count_against_the_pools_bytes_until_they_go(
+    db: Redis, broker: Broker, letters: DeadLetters, joined: Any
+) -> None:
+    await bury(broker, joined, *(job(metadata={"large": "x" * (LARGE // 4)}) for _ in range(3)))
+    tight = Broker(db, "default", Caps(nbytes=await kept(broker, db) + LARGE // 8))
+    await tight.enqueue([job()])
+    with pytest.raises(PoolBusy) as busy:
+        await tight.enqueue([job(metadata={"large": "x" * (LARGE // 4)})])
+    assert "dead letters hold" in str(busy.value)
+    await letters.drop(str(await letters.newest_id()))
+    await kept(broker, db)
+    requeued = await letters.requeue(str(await letters.newest_id()))
+    assert is_id(requeued)
+    await kept(broker, db)
+    assert await letters.count() == 1
+
+
+async def test_a_letter_that_is_too_large_is_kept_without_its_payload_and_says_so(
+    db: Redis, broker: Broker, letters: DeadLetters, joined: Any
+) -> None:
+    one = job(metadata={"large": "x" * (2 * LARGE)})
+    await bury(Broker(db, "default", Caps(nbytes=4 * LARGE)), joined, one)
+    (head,) = await letters.page()
+    assert (head.job_id, head.size, head.dropped) == (one.id, 0, len(encode(one)))
+    with pytest.raises(CannotRequeue, match=f"{len(encode(one))} bytes were too many to be kept"):
+        await letters.requeue(head.entry_id)
+    assert await kept(broker, db) < 200
+
+
+async def test_no_more_than_the_newest_letters_are_kept(
+    db: Redis, broker: Broker, letters: DeadLetters, joined: Any
+) -> None:
+    ids = [await write_letter(db, broker, b"p") for _ in range(2)]
+    await db.zadd(broker.keys.letters, {f"{ids[0]} 65": 1, f"{ids[1]} 65": 2, **{f"1-{i} 0": 3 for i in range(9_998)}})
+    await db.hset(broker.keys.load, "letters", 130)
+    await bury(broker, joined, job())
+    assert (await letters.count(), await letters.trimmed()) == (2, 1)
+    assert await db.zcard(broker.keys.letters) == 10_000

@@ -12,18 +12,19 @@ from support.specimens.messages import job, result
 
 from rolloutmq.messages import Broker, Finished, Lease, Partial, Piece, Release, Segment, WeightAnnouncement
 from rolloutmq.messages.broker.command_channel import CommandBox, CommandSender
+from rolloutmq.messages.broker.dead_letters import DeadLetters
 from rolloutmq.messages.model.commands import CommandReply
 from rolloutmq.messages.scripts import Scripts, calls
 from rolloutmq.messages.scripts.calls import Call
-from rolloutmq.messages.scripts.source import FOLDER
+from rolloutmq.messages.scripts.source import FOLDER, LIBRARIES
 from rolloutmq.sync.transfer.ledger import Join, Ledger
 from rolloutmq.sync.transfer.order import TransferReport
 
-ELSEWHERE = ("lib", "audit_", "dead_page")
-"""Scripts that only read, and the one that is tried with the dead letters."""
+ELSEWHERE = ("lib", "audit_")
+"""Scripts of the audit, which only read, and what is no script."""
 ALL = {path.stem for path in FOLDER.rglob("*.lua") if not path.name.startswith(ELSEWHERE)}
 SAYS_LOOK = ("bell", "wake", "news:client", "clock")
-LASTING = {"load", "bell", "weights", "dead", "clock"}
+LASTING = {"load", "bell", "weights", "dead", "letters", "clock"}
 """The only keys that may outlive everything: counters, bounded bell, newest version, dead letters, clock."""
 
 
@@ -86,6 +87,8 @@ async def lifecycle(  # noqa: PLR0915 – a life is one story
     assert await ledger.committed() == 1
     assert await ledger.wanted() == {}
 
+    letters = DeadLetters(broker)
+    await letters.drop(str(await letters.newest_id()))
     outcomes = await replies(broker)
     assert len(outcomes) == 4 + 4
     await broker.ack("client", outcomes)
@@ -174,7 +177,7 @@ async def test_the_wake_up_is_passed_on_while_work_is_left(broker: Broker, db: R
 
 
 def test_every_script_has_a_call_and_no_call_lacks_its_script() -> None:
-    scripts = {path.stem for path in FOLDER.rglob("*.lua")} - {"lib"}
+    scripts = {path.stem for path in FOLDER.rglob("*.lua")} - {*LIBRARIES}
     assert {name for name in vars(calls) if name in scripts or (FOLDER / f"{name}.lua").exists()} == scripts
 
 

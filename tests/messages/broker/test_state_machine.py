@@ -199,7 +199,14 @@ class PoolMachine(WorkerRules):
         assert self.call("leave", worker) == 0
         del self.model.workers[worker]
         state = self.look()
-        assert {key for key, ttl in state.ttl.items() if ttl == -1} <= {"load", "bell", "weights", "dead", "clock"}
+        assert {key for key, ttl in state.ttl.items() if ttl == -1} <= {
+            "load",
+            "bell",
+            "weights",
+            "dead",
+            "letters",
+            "clock",
+        }
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from rolloutmq.messages.broker.dead_letters import DeadLetters
 from rolloutmq.messages.errors import RedisUnavailable
 from rolloutmq.messages.redis.bell import Bell
 from rolloutmq.messages.redis.connection import connect, ping
-from rolloutmq.messages.scripts.source import script_path
+from rolloutmq.messages.scripts.source import LIBRARIES, script_path
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.status import pool_state
 from rolloutmq.producer.control import PoolControl
@@ -80,7 +80,7 @@ def test_no_script_can_be_refused_half_way(role: str) -> None:
     """Whatever branch it takes: all commands that stand in a role's scripts, and those of the shared functions that
     they call, are in its line."""
     allowed = set(re.findall(r"\+(\w+)(?!\|)\b", LINES[role]))
-    shared = _functions(script_path("lib").read_text())
+    shared = _functions("".join(script_path(library).read_text() for library in LIBRARIES))
     for name in ROLES[role]:
         text = script_path(name).read_text()
         needed = {command.lower() for command in _commands(_with_what_it_calls(text, shared))} | {"del", "exists"}

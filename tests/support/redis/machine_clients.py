@@ -65,7 +65,7 @@ class ClientRules(PoolCalls):
         if room == 3:  # the first job's queue is as long as it may be
             caps = (max(1, len(self.state.queue(jobs[0].cls)) // 2), AMPLE, AMPLE)
         if room == 0:  # no room by bytes, or by what this client has not taken
-            caps = (AMPLE, counts["bytes"] + counts["unread"] + 30, 200)
+            caps = (AMPLE, counts["bytes"] + counts["unread"] + counts["letters"] + 30, 200)
         args: list[Any] = [*caps, letter]
         for job in jobs:
             staleness, deadline = "" if job.staleness is None else job.staleness, HOUR_MS if job.deadline else ""
@@ -81,7 +81,7 @@ class ClientRules(PoolCalls):
             known = self.model.jobs.get(job.id)
             why = None if known else self.misfit(job, caps, queues[job.cls])
             if why:
-                nbytes = counts["bytes"] + counts["unread"]
+                nbytes = counts["bytes"] + counts["unread"] + counts["letters"]
                 expected += ["BUSY", why, counts["jobs"], nbytes, unread[job.client]]
                 break
             expected.append(known.state if known else "new")
@@ -89,7 +89,8 @@ class ClientRules(PoolCalls):
                 self.model.accept(job)
                 queues[job.cls].append(job.id)
         if letter and "BUSY" not in expected:
-            del self.model.dead[letter]
+            fields = self.model.dead.pop(letter)
+            counts["letters"] -= 64 + sum(len(fields[it]) for it in ("cause", "host", "error", "payload"))
         assert answer == expected
         assert second is None or second == ["q" if word == "new" else word for word in answer]
         self.settle()
@@ -107,10 +108,12 @@ class ClientRules(PoolCalls):
                 return "jobs"
             del queue[0]
         if counts["jobs"] == 0:
-            return "bytes" if counts["unread"] > caps[1] else None
+            return "bytes" if counts["unread"] + counts["letters"] > caps[1] else None
         if counts["jobs"] >= caps[0] or len(queue) >= 2 * caps[0]:
             return "jobs"
-        return "bytes" if counts["bytes"] + len(job.payload) + counts["unread"] > caps[1] else None
+        return (
+            "bytes" if sum(counts[it] for it in ("bytes", "unread", "letters")) + len(job.payload) > caps[1] else None
+        )
 
     @rule(which=st.lists(index, min_size=1, max_size=2), again=twice)
     def cancel(self, which: list[int], again: bool) -> None:

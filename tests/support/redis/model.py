@@ -134,7 +134,19 @@ class State:
         return {key[len(kind) + 1 :]: found for key, found in self.keys.items() if key.startswith(kind + ":")}
 
 
-LASTING = {"clock", "load", "bell", "weights", "dead", "workers", "deadlines", "unread", "suspects", "prefers"}
+LASTING = {
+    "clock",
+    "load",
+    "bell",
+    "weights",
+    "dead",
+    "letters",
+    "workers",
+    "deadlines",
+    "unread",
+    "suspects",
+    "prefers",
+}
 LASTING_KINDS = {"queue", "later", "held", "client", "worker"}
 FLEETING_KINDS = {"reply", "version", "epoch", "news", "token"}
 
@@ -197,6 +209,7 @@ class Model:
         self._say(job.client, fields, len(cause) + len(host) + len(error))
         if outcome == "dead":
             self.letters.append((job.id, cause))
+            self.counts["letters"] += ENTRY_BYTES + len(cause) + len(host) + len(error) + len(job.payload)
         self._end(job, outcome)
 
     def expire_queued(self, job: Job) -> None:
@@ -278,7 +291,8 @@ class Model:
         assert sorted((found["id"], found["cause"]) for found in letters.values()) == sorted(self.letters)
         assert all(found["payload"] == self.jobs[found["id"]].payload for found in letters.values())
         self.dead |= letters
-        assert state["dead"].keys() == self.dead.keys()
+        assert state["dead"].keys() == self.dead.keys() == {name.split()[0] for name in state["letters"]}
+        assert self.counts["letters"] == sum(int(name.split()[1]) for name in state["letters"])
         self.said, self.letters = [], []
 
     def _hear(self, client: str, fields: dict[str, str]) -> None:
@@ -340,7 +354,9 @@ class Model:
             assert record.get("alone") not in ids or len(ids) == 1, f"{worker} runs a suspect among {ids}"
 
     def _check_indexes(self, state: State) -> None:
-        counters = {name: int(n) for name, n in state["load"].items() if not name.startswith(("owed", "numbers"))}
+        counters = {
+            name: int(n) for name, n in state["load"].items() if not name.startswith(("owed", "numbers", "cap"))
+        }
         assert {k: v for k, v in counters.items() if v} == {k: v for k, v in self.counts.items() if v}, "counters"
         owed = {name: int(value) for name, value in state["load"].items() if name.startswith("owed")}
         assert owed.keys() <= {"owed1", "owed2"}

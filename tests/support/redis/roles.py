@@ -19,7 +19,7 @@ ROLES = {
     ),
     "publisher": ("announce", "seal", "close"),
     "operator": (
-        "enqueue", "dead_page", "cancel", "cancel_client", "ack", "overdue", "command", "audit_jobs",
+        "enqueue", "dead_page", "drop_letter", "cancel", "cancel_client", "ack", "overdue", "command", "audit_jobs",
         "audit_keys", "audit_members", "audit_totals",
     ),
 }  # fmt: skip
