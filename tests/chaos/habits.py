@@ -97,9 +97,9 @@ def _count_refusals(tell: Tell) -> None:
 
 def _without_sglang() -> None:
     """Calls in Python's syntax are read by our own code; SGLang is only asked which parsers there are."""
-    from rolloutmq.worker.text import tool_calls  # noqa: PLC0415
+    from rolloutmq.worker.jobs import intake  # noqa: PLC0415
 
-    tool_calls.check_parser = lambda name: None
+    intake.check_parser = lambda name: None
 
 
 def _sleepwalk() -> None:

@@ -46,12 +46,15 @@ def _script(script: str, pattern: str, instead: str) -> Callable[[], None]:
 
 
 def _replaced(module: str, name: str, instead: object) -> Callable[[], None]:
-    """Something else under this name of a module of the package."""
+    """Something else under this name (Class.method) of a module of the package."""
 
     def take_out() -> None:
         found = import_module(f"rolloutmq.{module}")
-        assert hasattr(found, name), f"{module} has no {name} any more: find another way to take it out"
-        setattr(found, name, instead)
+        *owners, last = name.split(".")
+        for owner in owners:
+            found = getattr(found, owner)
+        assert hasattr(found, last), f"{module} has no {name} any more: find another way to take it out"
+        setattr(found, last, instead)
 
     return take_out
 
