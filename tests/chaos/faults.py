@@ -31,6 +31,7 @@ class Faults:
     count: Counter[str] = field(default_factory=Counter)
     enough: asyncio.Event = field(default_factory=asyncio.Event)
     _server: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _client: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def go_on(self, dice: random.Random) -> None:
         """One fault after the other until `enough`; each is mended before the next."""
@@ -56,8 +57,9 @@ class Faults:
 
     async def kill_client(self, dice: random.Random) -> None:
         place = dice.randrange(len(self.clients))
-        await self.clients[place].kill()
-        self.clients[place] = await self.begin_client(place)
+        async with self._client:  # one process for each client id
+            await self.clients[place].kill()
+            self.clients[place] = await self.begin_client(place)
 
     async def freeze_client(self, dice: random.Random) -> None:
         await self._freeze(dice.choice(self.clients), dice.uniform(0.1, 3.0))

@@ -97,9 +97,10 @@ def _count_refusals(tell: Tell) -> None:
 
 def _without_sglang() -> None:
     """Calls in Python's syntax are read by our own code; SGLang is only asked which parsers there are."""
-    from rolloutmq.worker.jobs import intake  # noqa: PLC0415
+    from rolloutmq.worker.text import tool_calls  # noqa: PLC0415
 
-    intake.check_parser = lambda name: None
+    tool_calls.parser_names = lambda: set(tool_calls.FORMATS.values())
+    tool_calls.ToolParser = lambda name, tools=(): None
 
 
 def _sleepwalk() -> None:

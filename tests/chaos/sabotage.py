@@ -68,6 +68,17 @@ async def _whole_batch(batch: list[Any], send: Callable[[list[Any]], Awaitable[N
     await send(batch)
 
 
+async def _only_cancelled(core: Any, job_ids: list[str]) -> None:
+    await core.broker.cancel(list(job_ids), "its caller gave up")
+
+
+_BELIEVED = """local function tick(heard, passed)
+  local believed = redis_ms()
+  redis.call('HSET', clock_key, 'at', believed, 'seen', believed, 'slept', 0)
+  the_clock = nil
+  if believed then return believed end
+"""
+
 SABOTAGES: dict[str, Sabotage] = {
     "eight dead workers a call": Sabotage(
         _script("reap", r"'LIMIT', 0, most\)", "'LIMIT', 0, 8)"), "five_hundred_workers_die", "recovered after"
@@ -91,6 +102,26 @@ SABOTAGES: dict[str, Sabotage] = {
         ),
         "garbage_in_the_pools_keys",
         "a worker ended|exit codes",
+    ),
+    "the clock of Redis is believed": Sabotage(
+        _script("lib", r"local function tick\(heard, passed\)\n", _BELIEVED),
+        "redis_clock_steps_forward",
+        "lost its lease|jobs failed",
+    ),
+    "what Ctrl-C cut off is not given back": Sabotage(
+        _replaced("producer.inbox.handover", "Crossing.lose", lambda crossing: None),
+        "ctrl_c_in_a_plain_loop",
+        "never handed|nothing is outstanding",
+    ),
+    "loops wait for what belongs to other calls": Sabotage(
+        _replaced("producer.inbox.inbox", "Inbox.free", property(lambda inbox: inbox.jobs)),
+        "a_call_keeps_what_it_asked_for",
+        "WaitTimeout",
+    ),
+    "jobs of a call that ended are cancelled, and not given up": Sabotage(
+        _replaced("producer.core", "ClientCore.give_up", _only_cancelled),
+        "a_call_keeps_what_it_asked_for",
+        ".",
     ),
     "the owner is not checked": Sabotage(
         _script("complete", r"or f\[2\] ~= worker or f\[3\] ~= attempt\n", "\n"),

@@ -61,7 +61,7 @@ _step("back", -HOUR)
 def _another_clock(name: str, seconds: float) -> None:
     @scenario(f"failover_to_a_clock_{name}", lease_s=2.0, config=PRIMARY, timeout_s=90.0)
     async def another_clock(chaos: Chaos) -> None:
-        """The promoted replica's host has another time. Deadlines of five minutes are not over, and the jobs of a worker
+        """The promoted replica's host has another time. Deadlines of five minutes are not over; the jobs of a worker
         that dies then run again as soon as ever."""
         proxy = await chaos.proxy()
         url = f"{proxy.url}?min_replicas=1"
