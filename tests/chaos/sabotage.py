@@ -92,8 +92,13 @@ SABOTAGES: dict[str, Sabotage] = {
         "reply_stream_that_takes_nothing",
         "not within|WaitTimeout",
     ),
-    "a damaged record is given to a worker": Sabotage(
-        _script("claim", r"if not fine then return name end", ""), "garbage_in_records", "."
+    "a damaged record is given to a worker, no job is isolated": Sabotage(
+        _all(
+            _script("claim", r"if not fine then return name end", ""),
+            _script("lib", r"local fine, answer = pcall\(f, \.\.\.\)", "local fine, answer = true, f(...)"),
+        ),
+        "garbage_in_records",
+        "not within|WaitTimeout",
     ),
     "the bell is read as UTF-8": Sabotage(
         _all(
@@ -116,7 +121,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "loops wait for what belongs to other calls": Sabotage(
         _replaced("producer.inbox.inbox", "Inbox.free", property(lambda inbox: inbox.jobs)),
         "a_call_keeps_what_it_asked_for",
-        "WaitTimeout",
+        "waited for a session",
     ),
     "jobs of a call that ended are cancelled, and not given up": Sabotage(
         _replaced("producer.core", "ClientCore.give_up", _only_cancelled),

@@ -122,6 +122,13 @@ async def keeps(chaos: Chaos) -> None:
     async with chaos.client(max_outstanding=256, patience=10.0) as trainer:
         client = trainer.client
         session = client.session(token_ids=[1, 2, 3])
+        long = asyncio.create_task(client.session(token_ids=[9]).generate(sampling=SamplingParams(max_new_tokens=2000)))
+        await trainer.submit(chaos.jobs(8, tokens=10))
+        await trainer.take()
+        chaos.expect(not long.done(), "a loop over results waited for a session's turn")
+        long.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await long
         for number in range(6):
             mine = chaos.jobs(8, n=2, tokens=10)
             batch = asyncio.create_task(_batch(chaos, trainer, 40 + 400 * (number % 2)))
