@@ -19,6 +19,7 @@ from ..transfer import Join
 from .brief import Brief, group_for, is_group_for
 from .group import Group, Queued, await_broadcasts, here, open_group
 from .ipc import export_handles
+from .quiet import quiet_torch
 from .store import EpochKeys, serve_store
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,8 @@ class Broadcaster:
         deadline, self.absent = time.monotonic() + timeout_s, frozenset()
         self._most_ranks = max(self._most_ranks, announcement.world_size)
         try:
-            with short_turns():  # engines may stand still until the last bucket: not while a training loop has its turn
+            # Engines may stand still until the last bucket, so no training loop keeps its turn for long.
+            with quiet_torch(), short_turns():
                 if 0 in announcement.roster.values():
                     self.store.set(keys.handles, export_handles(tuple(snapshot.buckets)))
                 if announcement.world_size > 1:

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from ...messages.errors import ConfigError, TransferTimeout
 from ...messages.model import NCCL_CTAS
+from .quiet import quiet_torch_for_a_while
 from .store import BoundedStore, begin, local_end, never, within
 
 STUCK_AFTER_ABORT_S = 5.0
@@ -165,6 +166,7 @@ class NcclGroup:
         return queued
 
     def abort(self) -> None:
+        quiet_torch_for_a_while()
         with contextlib.suppress(RuntimeError):
             self._group.abort()
 

@@ -22,14 +22,20 @@ def gpu_id(device: torch.device) -> str:
 
 
 def export_handles(buckets: Sequence[torch.Tensor]) -> bytes:
-    """Handles of flat uint8 tensors on one GPU; the tensors must live until the receivers have reported."""
+    """Handles of flat uint8 tensors on one GPU; the tensors must live until the receivers have reported.
+
+    torch would keep the memory of an exported tensor until a receiver has counted down, so for ever if the receiver
+    died or never opened it. The transfer keeps the tensors as long as they are needed. So torch's count goes back to
+    zero at once. Receivers are not told where it is: below zero torch would keep the memory, too.
+    """
     torch.cuda.current_stream(buckets[0].device).synchronize()
     handles = []
     for bucket in buckets:
         storage: Any = bucket.untyped_storage()
         shared = storage._share_cuda_()
+        torch.UntypedStorage._release_ipc_counter(*shared[4:6], device=bucket.device)
         # device, handle, storage size, storage offset, ref counter handle and offset, event handle, event sync required
-        handles.append([list(shared), bucket.storage_offset(), bucket.numel()])
+        handles.append([[*shared[:4], b"", 0, *shared[6:]], bucket.storage_offset(), bucket.numel()])
     packed: bytes = msgpack.packb(handles, use_bin_type=True)
     return packed
 

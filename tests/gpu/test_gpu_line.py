@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -95,7 +96,7 @@ def test_a_sender_that_stops_in_the_midst_releases_the_receiver(pair: Line) -> N
     assert peer.ask(digests=True) == expected(third)
 
 
-def test_what_nobody_commits_is_ended() -> None:
+def test_what_nobody_commits_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
     """Broadcasts that were queued ahead; the peer's GPU is of use again after the deadline."""
     # Some of them are not queued ahead, and each is more than NCCL would take off the sender's hands by itself.
     shapes = {f"layer{number}": [4096, 8192] for number in range(2 * ROTATING)}
@@ -116,6 +117,38 @@ def test_what_nobody_commits_is_ended() -> None:
         assert report is not None
         assert report.ok, report
         assert peer.ask(digests=True) == expected(third)
+    assert "frame #" not in capfd.readouterr().err  # torch's stack traces of what broke off
+
+
+def test_a_death_amid_a_large_bucket_prints_no_stack(capfd: pytest.CaptureFixture[str]) -> None:
+    shapes = {f"layer{number}": [8192, 8192] for number in range(8)}
+    with line("cuda:1", staging="on", shapes=shapes) as made:
+        (peer,) = made.peers
+        first, second = (version(number, "cuda:0", shapes, 1 << 27) for number in (1, 2))
+        _, error, _ = made.transfer(first)
+        assert error is None
+        peer.ask(fault={"at": "broadcast", "number": 4, "how": "SIGKILL"})
+        (report,), error, _ = made.transfer(second, timeout_s=TIMEOUT_S)
+        assert report is None
+        assert isinstance(error, TransferTimeout)
+    assert "frame #" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["committed", "never committed", "killed"])
+def test_no_memory_of_the_trainers_is_kept_for_a_receiver(how: str) -> None:
+    """Whatever becomes of who opened the buckets: they are given back when the trainer lets go of them."""
+    shapes = {"layer": [8192, 8192]}
+    with line("cuda:0", shapes=shapes) as made:
+        gc.collect()
+        before = torch.cuda.memory_allocated(0)
+        snapshot = version(1, "cuda:0", shapes, 1 << 27)
+        if how == "killed":
+            made.peers[0].ask(fault={"at": "load", "number": 1, "how": "SIGKILL"})
+        made.transfer(snapshot, transport="ipc", after_prepare=how != "never committed")
+        assert torch.cuda.memory_allocated(0) - before >= snapshot.manifest.nbytes
+        del snapshot
+        gc.collect()
+        assert torch.cuda.memory_allocated(0) == before
 
 
 def test_on_one_gpu_the_buckets_are_handed_over() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rolloutmq.messages.errors import MalformedMessage
-from rolloutmq.sync.wire.ipc import open_handles
+from rolloutmq.sync.wire.ipc import export_handles, open_handles
 
 CPU = torch.device("cpu")
 SHARED = [0, b"handle", 64, 0, b"counter", 0, b"event", True]
@@ -49,3 +49,19 @@ def test_handles_are_opened_as_they_were_told(monkeypatch: pytest.MonkeyPatch) -
     [bucket] = open_handles(msgpack.packb([[SHARED, 16, 48]]), CPU, [48])
     assert asked == [tuple(SHARED)]
     assert torch.equal(bucket, memory[16:])
+
+
+def test_torch_counts_no_receiver_of_what_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its count would keep the memory for ever if a receiver died: it goes back, and receivers cannot count down."""
+    counts: list[tuple[Any, ...]] = []
+
+    def released(cls: type, *args: Any, device: Any = None) -> None:
+        counts.append(args)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: torch.cuda.Stream)
+    monkeypatch.setattr(torch.cuda.Stream, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda self: tuple(SHARED), raising=False)
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter", classmethod(released))
+    raw = export_handles([torch.zeros(64, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)])
+    assert counts == [(b"counter", 0)] * 2
+    assert b"counter" not in raw
