@@ -82,6 +82,7 @@ async def ask_generate(client: RolloutClient, jobs: list[GenerateJob]) -> Any:
 @pytest.mark.parametrize("call", [ask, ask_ending, ask_results, ask_groups, ask_map, ask_generate])
 async def test_a_call_that_is_cancelled_anywhere_loses_nothing(redis_server: EmbeddedRedis, call: Call) -> None:
     """At every turn of the loop, before and after the first result is there, while Redis does not answer."""
+    late = set[str]()  # jobs whose submission was cut off; it may still reach Redis
     async with worker(redis_server.url, max_running=32), RolloutClient(redis_server.url, client_id="client") as client:
         for turn in range(2 * TICKS):
             jobs = [tokens(n=2), tokens(n=2)]
@@ -104,11 +105,12 @@ async def test_a_call_that_is_cancelled_anywhere_loses_nothing(redis_server: Emb
             assert not received & left, "each outcome once"
             whole = {one.id for one, state in zip(jobs, states, strict=True) if state == "done"}
             assert received | left >= {it for it in expected if it[0] in whole}
-            assert client.outstanding == 0
+            late |= {one.id for one, state in zip(jobs, states, strict=True) if state == "unknown"}
+            assert late.issuperset(client._core.inbox._jobs)
             assert client.repeats == 0
     async with RolloutClient(redis_server.url, client_id="client") as second:
-        again = [one async for one in second.results(1)]
-    assert len(again) == 0 or call in (ask_results, ask_groups, ask_map), "a loop that was left keeps its last item"
+        again = [one async for one in second.results(1) if one.job_id not in late]
+    assert not again or call in (ask_results, ask_groups, ask_map), "a loop that was left keeps its last item"
 
 
 @pytest.mark.parametrize("loop", ["results", "groups", "map"])
