@@ -107,6 +107,7 @@ class ClientCore:
         for job in mine:
             if job.reply_to != self.client_id:
                 raise InvalidField("reply_to", job.reply_to, f"empty, or this client's own id {self.client_id!r}")
+            self.inbox.check(job)
         await self.open()
         await self.features.check(mine)
         samples = sum({job.id: job.n for job in mine if self.inbox.tracked(job.id) is None}.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -11,16 +11,14 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from ..codec import MAX_MESSAGE_BYTES, RESULTS, Job, Result, decode, decode_one_of, encode
+from ..codec import MAX_MESSAGE_BYTES, RESULTS, Job, Result, decode, decode_one_of
 from ..errors import InvalidField, MessageError, PoolBusy, RedisRefused
-from ..model import PRIORITIES, GenerateJob, JobFailure, WorkerStatus
+from ..model import GenerateJob, JobFailure, WorkerStatus
 from ..redis import Keys, text, whole
 from ..scripts import Scripts, calls
+from .submissions import BATCH_JOBS, batches, same_job
 from .witness import Witness
 
-BATCH_JOBS = 512
-BATCH_BYTES = 4 << 20
-"""One script call accepts at most this much, so that Redis is never busy with one client for long."""
 SHORT_JOBS = 64
 SHORT_BYTES = 1 << 18
 """Jobs that are read back are read so many at once, and only if they are as short as this: no media."""
@@ -109,14 +107,19 @@ class Broker:
 
         letter: entry id of the dead letter that the one job replaces. Accepting the job deletes the letter. If the
         letter is gone already, nothing is accepted, and the state is the job's, or "gone".
-        Raises PoolBusy, which says how many jobs were accepted, or InvalidField for a job over the payload limit.
+        Raises PoolBusy, which says how many jobs were accepted, or InvalidField: for a job over the payload limit, and
+        for an id that is open for another client or as another job. Then nothing of its batch was accepted.
         """
         states: list[str] = []
         # All jobs are encoded before the first is sent, so a refused job leaves none of the others in the pool.
-        for batch in list(self._batches(jobs)):
+        for given in list(batches(jobs, self.caps.payload)):
+            batch = given
             caps = (self.caps.jobs, self.caps.nbytes, self.caps.unread)
             try:
                 answer = await self._scripts.run(calls.enqueue(*caps, letter, *batch))
+                while answer and answer[0] == b"TAKEN":
+                    batch = await self._as_open(batch, answer[1:])
+                    answer = await self._scripts.run(calls.enqueue(*caps, letter, *batch))
             except RedisRefused as refused:
                 if refused.reason != "memory":
                     raise
@@ -127,6 +130,26 @@ class Broker:
             states.extend(text(state) for state in answer)
         return states
 
+    async def _as_open(self, batch: Sequence[calls.Submission], taken: Sequence[Any]) -> list[calls.Submission]:
+        """The batch, with those jobs that are open already as they were sent then.
+
+        The same job may be encoded in two ways, with a field at its default or left out. Raises InvalidField for an id
+        of another job.
+        """
+        batch = list(batch)
+        places = [int(place) for place in taken[::3]]
+        payloads = await self._each([self.keys.job(batch[place].job_id) for place in places], "p")
+        for place, payload, client in zip(places, payloads, taken[2::3], strict=True):
+            one = batch[place]
+            if text(client) != one.client:
+                raise InvalidField("id", one.job_id, f"not the id of a job that client {text(client)} has open")
+            # None: it has ended since, or is twice in this call.
+            first = payload or next(other.payload for other in batch if other.job_id == one.job_id)
+            if not same_job(first, one.payload):
+                raise InvalidField("id", one.job_id, "not the id of another open job: another job needs another id")
+            batch[place] = one._replace(payload=first)
+        return batch
+
     def _busy(self, why: Sequence[Any], states: list[str]) -> PoolBusy:
         reason, caps = why[0].decode(), self.caps
         limit = {
@@ -135,37 +158,6 @@ class Broker:
             "unread": f"this client has not taken {why[3]} bytes of results, at most {caps.unread}: take some first",
         }[reason]
         return PoolBusy(f"pool {self.keys.pool}: {limit}", states, reason)
-
-    def _batches(self, jobs: Sequence[Job]) -> Iterator[list[calls.Submission]]:
-        batch: list[calls.Submission] = []
-        size = 0
-        for job in jobs:
-            if not job.reply_to:
-                raise InvalidField("reply_to", job.reply_to, "the id of the client that reads the results")
-            payload = encode(job)
-            if len(payload) > self.caps.payload:
-                raise InvalidField("job", f"{len(payload)} bytes", f"at most {self.caps.payload} bytes encoded")
-            if batch and (len(batch) >= BATCH_JOBS or size + len(payload) > BATCH_BYTES):
-                yield batch
-                batch, size = [], 0
-            batch.append(
-                calls.Submission(
-                    job_id=job.id,
-                    payload=payload,
-                    n=job.n,
-                    priority=PRIORITIES.index(job.priority),
-                    client=job.reply_to,
-                    min_version=job.min_version,
-                    max_staleness="" if job.max_staleness is None else job.max_staleness,
-                    deadline_ms="" if job.deadline_s is None else max(1, round(job.deadline_s * 1000)),
-                    group=job.group_id,
-                    adapter="" if job.lora is None else f"{job.lora}@{job.min_adapter_version}",
-                    prefers=_preference(job),
-                )
-            )
-            size += len(payload)
-        if batch:
-            yield batch
 
     async def cancel(self, job_ids: Sequence[str], cause: str = "cancelled by the client") -> list[str]:
         """Cancel jobs. Returns for each "ok", the state in which it had already ended, or "unknown"."""
@@ -354,11 +346,6 @@ class Broker:
 
 ENTRY_BYTES = 64
 """As in lib.lua."""
-
-
-def _preference(job: Any) -> str:
-    worker = getattr(job, "prefer_worker", None)  # only of jobs that generate
-    return "" if worker is None else f"{max(1, round(job.prefer_s * 1000))}@{worker}"
 
 
 def _counted(fields: dict[bytes, bytes]) -> int:

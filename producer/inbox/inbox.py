@@ -7,8 +7,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ...messages.broker import Reply
-from ...messages.errors import RolloutMQError
+from ...messages.errors import InvalidField, RolloutMQError
 from ...messages.model import GenerateJob, JobFailure, Metadata, TaskResult, TokenIds
 
 FAILURE = -1
@@ -43,6 +45,12 @@ class _Kept:
 
     prompt_ids: TokenIds | None
     metadata: Metadata
+
+    def of(self, job: GenerateJob) -> bool:
+        """Whether this is what is kept of the job."""
+        mine, its = self.prompt_ids, job.token_ids
+        same = mine is its or (mine is not None and its is not None and np.array_equal(mine, its))
+        return same and self.metadata == job.metadata
 
 
 class Inbox:
@@ -138,6 +146,15 @@ class Inbox:
         fresh = self.track(job.id, job.group, job.n)
         self._keep(job)
         return fresh
+
+    def check(self, job: GenerateJob) -> None:
+        """Raises InvalidField for the id of another job that is expected, or whose outcomes wait to be taken."""
+        known = self._jobs.get(job.id)
+        if known is None or known.guessed:
+            return
+        kept = known.job
+        if (known.n, known.group_id) != (job.n, job.group) or (kept is not None and not kept.of(job)):
+            raise InvalidField("id", job.id, "not the id of another job of this client: another job needs another id")
 
     def _keep(self, job: GenerateJob) -> None:
         self._jobs[job.id].job = _Kept(job.token_ids, job.metadata)

@@ -159,6 +159,28 @@ async def test_pool_busy_counts_over_the_callers_list(redis_db: str, broker: Bro
         assert second._core.inbox.tracked(twice.id) is not None
 
 
+async def test_an_id_that_is_taken_is_refused_where_it_is_submitted(redis_db: str, client: RolloutClient) -> None:
+    one = tokens()
+    await client.submit(one)
+    async with RolloutClient(redis_db) as second:
+        with pytest.raises(InvalidField, match="a job that client client has open"):
+            await second.submit(one)
+        assert second.outstanding == 0
+    other = tokens(id=one.id, token_ids=[9, 9])
+    with pytest.raises(InvalidField, match="another job needs another id"):
+        await client.submit(other)
+    async with worker(redis_db):
+        await eventually(lambda: len(client._core.inbox) == 1)
+        for wrong in (other, tokens(id=one.id, n=2), tokens(id=one.id, metadata={"k": 1})):
+            with pytest.raises(InvalidField, match="another job needs another id"):
+                await client.submit_many([tokens(), wrong])
+        (result,) = await client.wait(await client.submit(one), 10)
+    assert result.prompt_ids is not None
+    assert one.token_ids is not None
+    assert result.prompt_ids.tolist() == one.token_ids.tolist()
+    assert client.outstanding == 0
+
+
 async def test_the_same_job_twice_in_one_submission(client: RolloutClient, serving: None) -> None:
     one = tokens()
     assert [handle.job_id for handle in await client.submit_many([one, one])] == [one.id] * 2

@@ -7,12 +7,27 @@
 -- and prefers are '' for none.
 -- Returns one of new|q|r|done|cancelled|expired|dead per job; if one does not fit, in its place and as the last:
 --   BUSY, why (jobs|bytes|unread), open jobs, bytes as for max_bytes, untaken bytes of this client
+-- An id that is open for another client, or with another payload: nothing is accepted. Returned are TAKEN and, for each
+-- of these, its place in the call (from 0) and the state and client of the open job.
 -- If the dead letter is gone, nothing is accepted. The job's state is returned, or gone if there is no such job either.
 local STRIDE = 11
 local max_jobs, max_bytes, max_unread, letter = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
 if letter ~= '' and #redis.call('XRANGE', prefix .. 'dead', letter, letter) == 0 then
   return {redis.call('HGET', job_key(ARGV[6]), 'st') or 'gone'}
 end
+local taken, given = {}, {}
+for i = 6, #ARGV, STRIDE do
+  local id, payload, client = ARGV[i], ARGV[i + 1], ARGV[i + 4]
+  local f = redis.call('HMGET', job_key(id), 'st', 'y', 'z')
+  local open = f[1] == 'q' or f[1] == 'r'
+  local same = not open or (f[2] == client and f[3] == tostring(#payload) and
+                            redis.call('HGET', job_key(id), 'p') == payload)
+  if not same or (given[id] and given[id] ~= payload) then
+    append(taken, (i - 6) / STRIDE, open and f[1] or 'new', open and f[2] or client)
+  end
+  given[id] = payload
+end
+if #taken > 0 then return {'TAKEN', unpack(taken)} end
 local load = redis.call('HMGET', load_key, 'jobs', 'bytes', 'unread', 'letters', 'cap')
 local jobs, open_bytes, kept = counted(load[1]), counted(load[2]), counted(load[3]) + counted(load[4])
 local accepted, bytes = 0, 0

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from support.pools.pool import dump, replies
 from support.specimens.messages import job, result
 
-from rolloutmq.messages import Broker, Caps, Finished, GenerateJob, InvalidField, decode, encode
+from rolloutmq.messages import Broker, Caps, Finished, GenerateJob, InvalidField, encode
 
 
 async def test_an_id_is_accepted_once(broker: Broker, db: Redis) -> None:
@@ -21,13 +21,33 @@ async def test_an_id_is_accepted_once(broker: Broker, db: Redis) -> None:
     assert (await broker.load()).queued == (0, 1, 0)
 
 
-async def test_the_first_submission_of_an_id_wins(broker: Broker, db: Redis) -> None:
+async def test_the_id_of_another_open_job_is_refused(broker: Broker, db: Redis) -> None:
+    """Another content, or another client: nothing of the batch is accepted, and the open job is as it was."""
     one = job()
     await broker.enqueue([one])
-    assert await broker.enqueue([job(id=one.id, token_ids=[9], n=7)]) == ["q"]
-    record = await db.hgetall(broker.keys.job(one.id))
-    assert decode(record[b"p"], GenerateJob) == one
-    assert record[b"n"] == b"1"
+    before = await dump(db)
+    for other, says in (
+        (job(id=one.id, token_ids=[9]), "another job needs another id"),
+        (job(id=one.id, seed=1), "another job needs another id"),
+        (one.model_copy(update={"reply_to": "somebody"}), "that client client has open"),
+    ):
+        with pytest.raises(InvalidField, match=f"id='{one.id}': .*{says}"):
+            await broker.enqueue([job(), other])
+        assert await dump(db) == before
+    twice = job()
+    with pytest.raises(InvalidField, match="another job needs another id"):
+        await broker.enqueue([twice, job(id=twice.id, n=2)])
+    assert await dump(db) == before
+
+
+async def test_the_same_job_is_known_however_it_is_written(broker: Broker) -> None:
+    """With a field at its default or left out: it is one job, also twice in one call."""
+    one = job()
+    other = GenerateJob(**one.model_dump())
+    assert encode(one) != encode(other)
+    assert await broker.enqueue([one, other]) == ["new", "q"]
+    assert await broker.enqueue([other, job(), one]) == ["q", "new", "q"]
+    assert (await broker.load()).open_jobs == 2
 
 
 async def test_ten_at_once_are_one(broker: Broker) -> None:
