@@ -117,9 +117,11 @@ class Broker:
             caps = (self.caps.jobs, self.caps.nbytes, self.caps.unread)
             try:
                 answer = await self._scripts.run(calls.enqueue(*caps, letter, *batch))
-                while answer and answer[0] == b"TAKEN":
+                if answer and answer[0] == b"TAKEN":
                     batch = await self._as_open(batch, answer[1:])
                     answer = await self._scripts.run(calls.enqueue(*caps, letter, *batch))
+                if answer and answer[0] == b"TAKEN":  # its record is damaged, or it is another one by now
+                    raise InvalidField("id", batch[int(answer[1])].job_id, "an id that is not in use")
             except RedisRefused as refused:
                 if refused.reason != "memory":
                     raise

@@ -40,6 +40,17 @@ async def test_the_id_of_another_open_job_is_refused(broker: Broker, db: Redis) 
     assert await dump(db) == before
 
 
+@pytest.mark.parametrize("field", ["y", "p", "z"])
+async def test_an_open_job_whose_record_is_damaged_is_not_taken_for_another(
+    broker: Broker, db: Redis, field: str
+) -> None:
+    one = job()
+    await broker.enqueue([one])
+    await db.hdel(broker.keys.job(one.id), field)
+    with pytest.raises(InvalidField, match="an id that is not in use"):
+        await broker.enqueue([one])
+
+
 async def test_the_same_job_is_known_however_it_is_written(broker: Broker) -> None:
     """With a field at its default or left out: it is one job, also twice in one call."""
     one = job()
