@@ -171,8 +171,8 @@ class WrongProcess(RolloutMQError):
 class RedisRefused(RolloutMQError, ResponseError):
     """Redis answers but accepts no writes. Nothing of the call was written. Repeating the call later is safe.
 
-    reason: "memory" (maxmemory is reached), "disk" (it cannot save its data) or "replicas" (fewer than its
-    min-replicas-to-write are connected).
+    reason: "memory" (maxmemory is reached), "disk" (it cannot save its data), "replicas" (fewer than its
+    min-replicas-to-write are connected) or "durable" (it cannot promise what ?durable= in the URL asks for).
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -186,3 +186,8 @@ class RedisRefused(RolloutMQError, ResponseError):
 class NotReplicated(RolloutMQError, RedisError):
     """The primary has the write, but fewer replicas than `min_replicas` confirmed it in time, so a failover could lose
     it. Repeating the call is safe, because jobs keep their ids."""
+
+
+class NotOnDisk(RolloutMQError, RedisError):
+    """The server has the write in memory, but did not confirm in time that it is on its disk, so a crash of the server
+    could lose it. Repeating the call is safe, because jobs keep their ids."""

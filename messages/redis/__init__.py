@@ -3,6 +3,7 @@
 from .answers import told_as_ours
 from .bell import Bell, Ring
 from .connection import DEFAULT_URL, PoolRedis, connect, default_url, ping
+from .disk import Flush, how_to_flush
 from .keys import Keys
 from .raw import name_once, text, whole
 from .retry import RETRY_BUDGET_S
@@ -13,12 +14,14 @@ __all__ = [
     "RETRY_BUDGET_S",
     "Bell",
     "Durability",
+    "Flush",
     "Keys",
     "PoolRedis",
     "Ring",
     "connect",
     "default_url",
     "first_node_url",
+    "how_to_flush",
     "name_once",
     "parse",
     "ping",

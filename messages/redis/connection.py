@@ -16,6 +16,7 @@ from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissi
 
 from ..errors import ConfigError, RedisRefused, RedisUnavailable, WrongProcess
 from .answers import said, told_as_ours
+from .disk import how_to_flush
 from .retry import REPLY_TIMEOUT_S, BoundedRetry, reply_within, within
 from .topology import link
 from .url import Durability, parse, redacted
@@ -112,18 +113,22 @@ async def ping(client: Redis, *, once: bool = False) -> None:
     """Return if Redis answers. Raises RedisUnavailable, which says the address, what happened and what to do.
 
     once: make a single attempt, for a person at a terminal. Otherwise try for RETRY_BUDGET_S seconds.
+    Raises RedisRefused if the URL has durable=disk and the server cannot promise that.
     """
     where = getattr(client, "where", "its address")
     try:
         with within(0.0) if once else nullcontext():
             await cast("Awaitable[Any]", client.ping())
+            if getattr(client, "durability", Durability()).disk:
+                await how_to_flush(client)
     except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
         raise RedisUnavailable(
             f"Redis at {where} refused these credentials ({error}). Give user and password in the URL: "
             "redis://USER:PASSWORD@HOST:PORT/0"
         ) from error
-    except RedisRefused:  # it answers, and commands that write nothing work
-        return
+    except RedisRefused as refused:  # it answers, and commands that write nothing work
+        if refused.reason == "durable":
+            raise RedisRefused(f"Redis at {where}: {refused}", "durable") from None
     except (RedisError, OSError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, RedisError) else error
         raise RedisUnavailable(

@@ -1,4 +1,4 @@
-"""Reads a Redis URL: one server, its sentinels or a cluster, the login, and how many replicas confirm a write."""
+"""Reads a Redis URL: one server, its sentinels or a cluster, the login, and what confirms a write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _SENTINEL_PORT, _PORT = 26379, 6379
 # The options that a URL's query may have. redis-py does not know the others, and would complain only at the first
 # command, or they would change what this package relies on (protocol, decode_responses, timeouts).
 _QUERY = {"db", "username", "password", "client_name", "max_connections"}
-_OURS = {"min_replicas", "replica_timeout_ms"}
+_OURS = {"durable", "min_replicas", "replica_timeout_ms"}
+_LEVELS = ("memory", "disk")
 _SENTINELS = {"sentinel_username", "sentinel_password"}
 _TLS = {name for name in inspect.signature(SSLConnection.__init__).parameters if name.startswith("ssl_")}
 _SCHEME = re.compile(r"(rediss?)\+(sentinel|cluster)://(.*)", re.DOTALL)
@@ -36,10 +37,19 @@ Kind = Literal["single", "sentinel", "cluster"]
 
 @dataclass(frozen=True, slots=True)
 class Durability:
-    """How many replicas must confirm an important write, and how long to wait for them. 0 waits for none."""
+    """What must have an important write before the call returns. By default the server's memory is enough.
+
+    min_replicas: so many replicas. timeout_ms: the time of one wait for them. disk: the server's own disk, see disk.py.
+    """
 
     min_replicas: int = 0
     timeout_ms: int = 1000
+    disk: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a call has to wait at all."""
+        return self.disk or self.min_replicas > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +202,13 @@ def _check_query(parts: SplitResult, allowed: set[str]) -> None:
 
 
 def _durability(options: dict[str, Any]) -> Durability:
+    level = options.get("durable", "memory")
+    if level not in _LEVELS:
+        raise _Flaw(f"durable must be one of {', '.join(_LEVELS)}")
     return Durability(
         _number(options, "min_replicas", 0, 16, 0),
         _number(options, "replica_timeout_ms", 1, MAX_REPLICA_TIMEOUT_MS, 1000),
+        disk=level == "disk",
     )
 
 

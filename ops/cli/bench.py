@@ -20,12 +20,16 @@ def bench_queue(
     seconds: Annotated[float, typer.Option(help="Length of a turn, after a quarter of it to warm up.", min=0.1)] = 5.0,
     workers: Annotated[str, typer.Option(help="Simulated workers for the growth of Redis' costs.")] = "1,10,100,1000",
     lifecycles: Annotated[int, typer.Option(help="Jobs measured at each number of workers.", min=16)] = 8192,
+    durable: Annotated[
+        str, typer.Option(help="Levels: some of memory,everysec,always,disk_everysec,disk; or none.")
+    ] = "memory,everysec,always,disk_everysec,disk",
     out: Annotated[Path | None, typer.Option(help="Write the result here, too.")] = None,
     cache: Annotated[Path, typer.Option(help="Where peers' environments are made.")] = Path("out/bench-peers"),
     json: Json = False,
 ) -> None:
-    """Jobs/s, latency, large payloads and Redis' CPU per job, beside RQ, arq, taskiq and the bare scripts."""
-    from ..bench.broker import Plan, parse_peers, run_queue_bench
+    """Jobs/s, latency, large payloads and Redis' CPU per job, beside RQ, arq, taskiq and the bare scripts; jobs/s and
+    latency at each level of durability."""
+    from ..bench.broker import Plan, parse_levels, parse_peers, run_queue_bench
 
     try:
         counts = tuple(int(count) for count in workers.split(","))
@@ -33,7 +37,7 @@ def bench_queue(
         raise ConfigError(f"--workers {workers!r}: numbers with commas between them, such as 1,10,100") from None
     if min(counts) < 1:
         raise ConfigError(f"--workers {workers!r}: at least 1 each")
-    plan = Plan(parse_peers(peers), rounds, seconds, counts, lifecycles, cache, out)
+    plan = Plan(parse_peers(peers), rounds, seconds, counts, lifecycles, cache, out, parse_levels(durable))
     run_queue_bench(plan, quiet=json)
 
 

@@ -33,6 +33,9 @@ JOB_RECORD_BYTES = "8192"
 class EmbeddedRedis:
     """A private redis-server: loopback and a unix socket only, nothing on disk unless `appendonly`, never evicting.
 
+    With `appendonly` it flushes its append-only file before it answers (`appendfsync always`), so what was accepted
+    survives a kill and a power cut. `config` can choose another level; docs/redis.md says what each one promises.
+
     It ends with this process, also when that is SIGKILLed (see `parent_bound`). Without `directory` its data lives in a
     private temporary directory that `stop()` deletes. `kill()` and `restart()` keep data and port, so what an
     append-only file saves can be tried. `config` holds further redis.conf settings, written as there. Start-up takes up
@@ -141,7 +144,8 @@ class EmbeddedRedis:
         settings = {
             "bind": LOOPBACK, "port": str(port), "protected-mode": "yes", "daemonize": "no",
             "unixsocket": str(self._socket), "unixsocketperm": "700", "dir": str(data), "save": "",
-            "appendonly": "yes" if self._appendonly else "no", "maxmemory-policy": "noeviction",
+            "appendonly": "yes" if self._appendonly else "no", "appendfsync": "always",
+            "maxmemory-policy": "noeviction",
             "hash-max-ziplist-value": JOB_RECORD_BYTES,
         }  # fmt: skip
         # As in redis.conf, a setting may have several values ("save": "3600 1"): 6.2 takes them as separate words only.

@@ -1,6 +1,6 @@
 """`rolloutmq bench queue`: lifecycles of jobs through the broker, beside other queues and the bare scripts."""
 
-from .bench import Plan, run_queue_bench
+from .bench import LEVELS, Plan, parse_levels, run_queue_bench
 from .environments import parse_peers
 
-__all__ = ["Plan", "parse_peers", "run_queue_bench"]
+__all__ = ["LEVELS", "Plan", "parse_levels", "parse_peers", "run_queue_bench"]

@@ -9,6 +9,7 @@ import asyncio
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 
 from rich.console import Console
 
+from ....messages.errors import ConfigError, RedisRefused
+from ....messages.redis import connect, ping
 from ...files import check_out, writing
 from ...redis import EmbeddedRedis
 from ..peers import Load
@@ -28,12 +31,21 @@ LATENCY_LOAD = 0.1
 FEWER = 3
 """Latency and large payloads are measured in at most this many rounds."""
 TASKIQ = ("taskiq_list", "taskiq_stream")
+LEVELS: dict[str, tuple[str, str]] = {
+    "memory": ("", ""),
+    "everysec": ("everysec", ""),
+    "always": ("always", ""),
+    "disk_everysec": ("everysec", "?durable=disk"),
+    "disk": ("always", "?durable=disk"),
+}
+"""Level of durability -> the server's appendfsync ("" for no append-only file), and the query of the clients' URL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """seconds: of a turn, after a warm-up of a quarter of it. workers: counts for the growth of costs; lifecycles:
-    measured at each of them. out: where to write the result, beside printing it."""
+    measured at each of them. out: where to write the result, beside printing it. durable: levels to measure, of LEVELS.
+    """
 
     peers: list[str] = field(default_factory=list)
     rounds: int = 5
@@ -42,6 +54,7 @@ class Plan:
     lifecycles: int = 8192
     cache: Path = CACHE
     out: Path | None = None
+    durable: tuple[str, ...] = ()
 
     @property
     def load(self) -> Load:
@@ -69,6 +82,7 @@ def run_queue_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
         figures["payload_256k"] = _large(systems, server.url, plan, say)
         costs = asyncio.run(growth(server.url, plan.workers, plan.lifecycles, say))
     figures |= _growth_figures(costs)
+    figures["durability"] = {level: _at_level(level, systems[0], plan, say) for level in plan.durable}
     figures["host"] = host
     figures["command"] = " ".join(["rolloutmq", *sys.argv[1:]])
     if plan.out is not None:
@@ -133,6 +147,45 @@ def _large(systems: list[System], url: str, plan: Plan, say: Callable[[str], Non
         }
         for name, found in rates.items()
     }
+
+
+def _at_level(level: str, system: System, plan: Plan, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Rate and latency at one level of durability, None if this server does not have it.
+
+    The append-only file is on the disk of the current folder.
+    """
+    appendfsync, query = LEVELS[level]
+    config = {"appendfsync": appendfsync} if appendfsync else {}
+    say(f"durability {level}:")
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-queue-", dir=Path.cwd()) as folder,
+        EmbeddedRedis(directory=folder, appendonly=bool(appendfsync), config=config) as server,
+    ):
+        url = server.url + query
+        if refusal := asyncio.run(_refusal(url)):
+            say(refusal)
+            return None
+        rates = _rounds([system], url, plan.load, min(plan.rounds, FEWER), say)[system.name]
+        rate = statistics.median(rates)
+        return {"per_s": rate, "rounds": rates} | _latency(system, url, plan, rate, say)
+
+
+async def _refusal(url: str) -> str:
+    """Why the server cannot do what the URL asks for; empty if it can."""
+    async with connect(url) as client:
+        try:
+            await ping(client)
+        except RedisRefused as error:
+            return str(error)
+    return ""
+
+
+def parse_levels(text: str) -> tuple[str, ...]:
+    """Some of LEVELS with commas between them, or `none`. Raises ConfigError."""
+    names = [] if text.strip() in {"", "none"} else [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in LEVELS]:
+        raise ConfigError(f"--durable: unknown {', '.join(unknown)}; allowed are {', '.join(LEVELS)}, or none")
+    return tuple(names)
 
 
 def _growth_figures(costs: dict[int, Cost]) -> dict[str, Any]:

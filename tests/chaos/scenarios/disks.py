@@ -7,6 +7,7 @@ import contextlib
 from dataclasses import replace
 
 from rolloutmq import WaitTimeout
+from rolloutmq.ops.redis.embedded import find_server, server_version
 
 from ..context import Chaos
 from ..scenario import scenario
@@ -30,6 +31,17 @@ async def always(chaos: Chaos) -> None:
     """A server that flushes before it answers loses nothing, however slow its disk is."""
     chaos.host.flush_s = 0.02
     await _kill_again_and_again(chaos, chaos.redis.url, slow_s=0.02)
+
+
+@scenario(
+    "slow_disk_durable", lossless=True, lease_s=20.0, bent=True, config={"appendfsync": "everysec"}, timeout_s=120.0
+)
+async def durable(chaos: Chaos) -> None:
+    """The same server as in the first one, with clients and workers that wait for its disk: nothing is lost."""
+    if (server_version(find_server()) or (0, 0)) < (7, 2):
+        chaos.notes["not_run"] = "this server has no WAITAOF"
+        return
+    await _kill_again_and_again(chaos, f"{chaos.redis.url}?durable=disk", slow_s=0.3)
 
 
 async def _kill_again_and_again(chaos: Chaos, url: str, slow_s: float = SLOW_S) -> None:

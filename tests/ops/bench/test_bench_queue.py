@@ -11,7 +11,7 @@ import redis
 from typer.testing import CliRunner
 
 from rolloutmq.messages import ConfigError
-from rolloutmq.ops.bench.broker.bench import Plan, run_queue_bench
+from rolloutmq.ops.bench.broker.bench import LEVELS, Plan, parse_levels, run_queue_bench
 from rolloutmq.ops.bench.broker.environments import PEERS_PATH, parse_peers, peer_systems, pins
 from rolloutmq.ops.bench.broker.turn import BenchFailed, System, take_turn
 from rolloutmq.ops.bench.peers.load import Load, Tally
@@ -31,7 +31,9 @@ def test_a_small_run_without_peers(
     with redis.Redis.from_url(redis_db) as client:
         client.set("precious", 1)
     out = tmp_path / "results" / "queue.json"
-    figures = run_queue_bench(Plan(rounds=1, seconds=0.2, workers=(1, 3), lifecycles=64, out=out), quiet=True)
+    monkeypatch.chdir(tmp_path)
+    plan = Plan(rounds=1, seconds=0.2, workers=(1, 3), lifecycles=64, out=out, durable=("everysec", "disk"))
+    figures = run_queue_bench(plan, quiet=True)
     assert figures.keys() >= KEYS
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == figures == json.loads(out.read_text())
     assert figures["rq"] is figures["arq"] is figures["taskiq"] is figures["ratio_rq"] is None
@@ -42,12 +44,23 @@ def test_a_small_run_without_peers(
         assert costs.keys() == {"1", "3"}
         assert all(0 < cost < 10_000 for cost in costs.values())
     assert figures["growth"]["3"]["jobs_held"] == 3 * 256
+    assert figures["durability"].keys() == {"everysec", "disk"}
+    for level in figures["durability"].values():
+        assert level["per_s"] > 0
+        assert 0 < level["p50_ms"] <= level["p99_ms"]
     # Turns empty the Redis they run on, so it is one of their own, whatever the environment names.
     with redis.Redis.from_url(redis_db) as client:
         assert client.get("precious") == b"1"
     assert figures["host"].keys() >= {"cpu", "cores", "memory_gb", "python", "redis", "packages"}
     kibibytes = int(Path("/proc/meminfo").read_text().split()[1])
     assert figures["host"]["memory_gb"] == round(kibibytes * 1024 / 1e9, 1)
+
+
+def test_levels_are_checked_by_name() -> None:
+    assert parse_levels("none") == ()
+    assert parse_levels(",".join(LEVELS)) == tuple(LEVELS)
+    with pytest.raises(ConfigError, match=r"--durable: unknown paper; allowed are memory, everysec"):
+        parse_levels("disk,paper")
 
 
 def test_rq_takes_its_turn(redis_db: str) -> None:

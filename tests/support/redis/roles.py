@@ -26,6 +26,8 @@ ROLES = {
 ONLY_OPERATORS = {"xrange"}
 """In `enqueue`, for a job that replaces a dead letter; the first thing it does, so that nothing is half done."""
 FOR_REPLICAS = "+wait +eval +set"
+FOR_DISK = {(6, 2): "+eval +set +config", (7, 0): "+eval +set +config|get", (7, 2): "+waitaof +eval +set"}
+"""By the oldest version of the server for which it holds."""
 
 
 def create(server: EmbeddedRedis, role: str, pool: str, more: str = "") -> str:
