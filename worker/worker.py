@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ..messages.broker import Beat, Claim, CommandBox, Finished, Lease, Release, Witness
+from ..messages.codec import Result
 from ..messages.errors import EngineError, LeaseLost, RequestRefused
 from ..messages.model import WorkerState, WorkerStatus
 from ..messages.redis import Bell, Ring, connect, ping
@@ -23,12 +24,12 @@ from .commands import Commands, Service, beside, worker_commands
 from .config import WorkerConfig
 from .engine import AdapterMissing, Engine
 from .generation import Generation
-from .jobs import HeldJob, HeldJobs, MustFetch, Run, admit_all, admit_fetched, as_result
+from .jobs import HeldJob, HeldJobs, MustFetch, Run, SampleRun, admit_all, admit_fetched, as_result, text_with_calls
 from .keeper import EngineKeeper
 from .lease import Checkpoints, ClaimLoop, Deadlines, Handback, Membership, Outbox, Streaming
 from .leaving import LEAVE_S, Leaving, left
 from .loops import Loop, undisturbed
-from .text import Tokenizer
+from .text import Tokenizer, ToolReader
 from .weights import Peer, Snapshots, WeightFollower
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Worker:
         self._engine, self._tokenizer = engine, tokenizer
         self._host = socket.gethostname()
         self._held = HeldJobs()
+        self._tools = ToolReader()
         self._outbox = Outbox(self._published, self._unpublishable)
         self._generation = Generation(
             engine,
@@ -112,6 +114,7 @@ class Worker:
                 while not self._draining.is_set():
                     await self._incarnation(redis, listener, waker)
         finally:
+            await self._tools.close()
             await self._engine.close()
             for client in (redis, listener, waker):
                 await client.aclose()
@@ -239,7 +242,19 @@ class Worker:
     def _finished(self, sample: Run) -> None:
         self._keeper.it_works()
         result = as_result(sample, self.worker_id, self._engine.info, self._tokenizer)
-        self._outbox.put(Finished(sample.job.id, sample.attempt, sample.index, result))
+        if isinstance(sample, SampleRun) and (text := text_with_calls(sample, self._tokenizer)) is not None:
+            self._outbox.put_later(sample.job.id, self._with_calls(sample, result, text))
+        else:
+            self._outbox.put(Finished(sample.job.id, sample.attempt, sample.index, result))
+
+    async def _with_calls(self, sample: SampleRun, result: Result, text: str) -> Finished | None:
+        try:
+            calls = await self._tools.calls_in(text, sample.job, sample.index)
+            result = result.model_copy(update={"tool_calls": calls}) if calls else result
+            return Finished(sample.job.id, sample.attempt, sample.index, result)
+        except Exception as error:  # with its calls it may be larger than a message may be
+            self._refused(sample, RequestRefused(f"unexpected {type(error).__name__}: {error}"))
+            return None
 
     def _refused(self, sample: Run, error: RequestRefused) -> None:
         if self._held.get(sample.job.id, sample.attempt) is not None:

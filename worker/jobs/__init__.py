@@ -1,7 +1,7 @@
 """A job on a worker: decoded and checked, run sample by sample, turned into a result."""
 
 from . import media
-from .held import HeldJob, HeldJobs, as_result
+from .held import HeldJob, HeldJobs, as_result, text_with_calls
 from .intake import MustFetch, admit_all, admit_fetched
 from .legs import Leg
 from .sample import SampleRun
@@ -18,4 +18,5 @@ __all__ = [
     "admit_fetched",
     "as_result",
     "media",
+    "text_with_calls",
 ]

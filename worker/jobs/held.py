@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from ...messages.broker import Claim, Release
 from ...messages.codec import Job, Result
 from ..engine import EngineInfo
-from ..text import Tokenizer, calls_in
+from ..text import Tokenizer
+from .sample import SampleRun
 from .task import Run, TaskRun
 
 
@@ -77,12 +78,13 @@ class HeldJobs:
 
 
 def as_result(run: Run, worker_id: str, info: EngineInfo, tokenizer: Tokenizer) -> Result:
-    """The result of a finished run, with its text if the job came as text, and the tool calls if the job has tools."""
+    """The result of a finished run, with its text if the job came as text, and still without tool calls."""
     if isinstance(run, TaskRun):
         return run.result(worker_id, info)
     text = None if run.job.token_ids is not None else run.text(tokenizer.decode)
-    result = run.result(worker_id, info, text)
-    if not run.job.tools:
-        return result
-    calls = calls_in(tokenizer.decode(run.tokens, special=True), run.job, run.index)
-    return result.model_copy(update={"tool_calls": calls}) if calls else result
+    return run.result(worker_id, info, text)
+
+
+def text_with_calls(run: SampleRun, tokenizer: Tokenizer) -> str | None:
+    """The text in which to look for tool calls; None if the job has no tools."""
+    return tokenizer.decode(run.tokens, special=True) if run.job.tools else None

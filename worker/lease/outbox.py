@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from redis.exceptions import RedisError
 
 from ...messages.broker import Finished, Lease
 from .batches import MAX_BATCH, each
 
+log = logging.getLogger(__name__)
 MAX_BYTES = 4 << 20
 RETRY_S = 0.2
 
@@ -29,6 +32,7 @@ class Outbox:
     ) -> None:
         self._on_published, self._on_failed = on_published, on_failed
         self._ready: deque[Finished] = deque()
+        self._making: dict[asyncio.Task[Finished | None], str] = {}
         self._more = asyncio.Event()
         self._published = asyncio.Event()
 
@@ -36,18 +40,38 @@ class Outbox:
         self._ready.append(finished)
         self._more.set()
 
+    def put_later(self, job_id: str, making: Coroutine[Any, Any, Finished | None]) -> None:
+        """Put what `making` returns, if anything. Until then the job counts as one that has a sample here."""
+        task = asyncio.create_task(making)
+        self._making[task] = job_id
+        task.add_done_callback(self._made)
+
+    def _made(self, task: asyncio.Task[Finished | None]) -> None:
+        if self._making.pop(task, None) is None or task.cancelled():
+            return  # cleared
+        if (error := task.exception()) is not None:
+            log.error("a result could not be made", exc_info=error)
+        elif (finished := task.result()) is not None:
+            self.put(finished)
+        self._published.set()
+
     def jobs(self) -> set[str]:
         """Ids of the jobs that have a sample waiting here."""
-        return {finished.job_id for finished in self._ready}
+        return {finished.job_id for finished in self._ready} | set(self._making.values())
 
     def clear(self) -> None:
         """Forget what waits: the lease it belonged to is lost."""
         self._ready.clear()
+        for task in self._making:
+            task.cancel()
+        self._making.clear()
         self._published.set()
 
     async def flushed(self, job_id: str | None = None) -> None:
         """Return once nothing of this job, or nothing at all, waits here, with no other task run in between."""
-        while any(job_id in (None, finished.job_id) for finished in self._ready):
+        while waiting := self.jobs():
+            if job_id not in (None, *waiting):
+                return
             self._published.clear()
             await self._published.wait()
 

@@ -3,6 +3,7 @@
 from .chat import after_context
 from .stream import SampleStream
 from .tokenizer import ModelTokenizer, NoTokenizer, Tokenizer
-from .tool_calls import calls_in, check_parser
+from .tool_calls import check_parser
+from .tool_reader import ToolReader
 
-__all__ = ["ModelTokenizer", "NoTokenizer", "SampleStream", "Tokenizer", "after_context", "calls_in", "check_parser"]
+__all__ = ["ModelTokenizer", "NoTokenizer", "SampleStream", "Tokenizer", "ToolReader", "after_context", "check_parser"]

@@ -55,6 +55,15 @@ def calls_in(text: str, job: GenerateJob, sample: int) -> tuple[ToolCall, ...]:
     if len(found) > MAX_CALLS:
         why = f"{len(found)} calls, at most {MAX_CALLS} are taken; this one and those behind it are left out"
         found[MAX_CALLS - 1 :] = [_invalid(why, found[MAX_CALLS - 1].text or text)]
+    return _numbered(found, job, sample)
+
+
+def unread(why: str, text: str, job: GenerateJob, sample: int) -> tuple[ToolCall, ...]:
+    """What stands for the calls of a text that cannot be read: one that is invalid, and says why."""
+    return _numbered([_invalid(f"they cannot be read: {why}", text)], job, sample)
+
+
+def _numbered(found: Sequence[ToolCall], job: GenerateJob, sample: int) -> tuple[ToolCall, ...]:
     return tuple(call.model_copy(update={"id": f"call_{job.id}_{sample}_{i}"}) for i, call in enumerate(found))
 
 
@@ -130,7 +139,7 @@ def _python_lists(text: str, names: frozenset[str]) -> Iterator[tuple[str, bool]
 
     One that is not whole counts only if it begins with a tool of `names`: prose has brackets, too. The time this takes
     grows with the text. SGLang's own parser uses a regular expression that takes exponential time on texts that a model
-    writes easily (`[f(a=1, a=1, …` without an end), and the worker's process does nothing else meanwhile.
+    writes easily (`[f(a=1, a=1, …` without an end).
     """
     at = 0
     while (found := _START.search(text, at)) is not None:

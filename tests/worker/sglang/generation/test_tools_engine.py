@@ -11,10 +11,11 @@ from support.engines.remote import RemoteEngine
 from rolloutmq.messages import GenerateJob, RolloutResult, SamplingParams
 from rolloutmq.messages.broker.lease import Claim
 from rolloutmq.messages.codec import decode, encode
-from rolloutmq.worker.jobs.held import as_result
+from rolloutmq.worker.jobs.held import as_result, text_with_calls
 from rolloutmq.worker.jobs.intake import admit
 from rolloutmq.worker.jobs.sample import SampleRun
 from rolloutmq.worker.text.tokenizer import ModelTokenizer
+from rolloutmq.worker.text.tool_calls import calls_in
 
 pytestmark = pytest.mark.sglang
 WEATHER = {
@@ -46,6 +47,8 @@ async def run(engine: RemoteEngine, model: Path, **fields: Any) -> RolloutResult
     sample.absorb(sample.leg, await engine.generate(request), 0.1)
     result = as_result(sample, "w", engine.info, tokenizer)
     assert isinstance(result, RolloutResult)
+    calls = calls_in(text_with_calls(sample, tokenizer) or "", job, 0)
+    result = result.model_copy(update={"tool_calls": calls}) if calls else result
     return decode(encode(result), RolloutResult)
 
 
