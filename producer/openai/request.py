@@ -93,7 +93,7 @@ def _request(kind: Kind, jobs: Sequence[GenerateJob], body: Mapping[str, Any], t
         tuple(jobs),
         str(body.get("model") or ""),
         stream=_switch(body, "stream"),
-        include_usage=bool(options.get("include_usage", False)),
+        include_usage=_switch(options, "include_usage"),
         logprobs=jobs[0].logprobs.sampled,
         token_ids=_switch(body, "return_token_ids"),
         versions=_switch(body, "return_weight_versions"),

@@ -162,6 +162,8 @@ def test_a_completion_with_sessions_of_their_own() -> None:
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": "no"}}, "include_usage"),
+        ({"n": True}, "n"),
         ({"stream": "yes"}, "stream"),
         ({"return_token_ids": 1}, "return_token_ids"),
         ({"session_id": ["a"]}, "session_id"),
