@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from ..messages.broker import Beat, Claim, CommandBox, Finished, Lease, Release, Witness
 from ..messages.codec import Result
 from ..messages.errors import EngineError, LeaseLost, RequestRefused
-from ..messages.model import WorkerState, WorkerStatus
+from ..messages.model import GenerateJob, WorkerState, WorkerStatus
 from ..messages.redis import Bell, Ring, connect, ping
 from ..sync.transfer import Ledger
 from .commands import Commands, Service, beside, worker_commands
@@ -224,6 +224,8 @@ class Worker:
     def _hold(self, claim: Claim, admitted: HeldJob | Exception) -> None:
         if isinstance(admitted, HeldJob):
             self._held.add(admitted)
+            if isinstance(admitted.job, GenerateJob) and admitted.job.tools:
+                self._tools.warm(admitted.job)
             self._deadlines.look(admitted.deadline)
             self._streaming.add(admitted, self._tokenizer.decode)
             self._generation.add(admitted.samples.values(), end=claim.ending)

@@ -33,6 +33,12 @@ class ToolReader:
         self._process: Process | None = None
         self._ready: set[str] = set()  # parsers that the process has imported
         self._turn = asyncio.Lock()
+        self._warming: asyncio.Task[tuple[ToolCall, ...]] | None = None
+
+    def warm(self, job: GenerateJob) -> None:
+        """Start the process, and its imports, before there is a text of this job."""
+        if job.tool_parser not in self._ready and (self._warming is None or self._warming.done()):
+            self._warming = asyncio.create_task(self.calls_in("", job, 0))
 
     async def calls_in(self, text: str, job: GenerateJob, sample: int) -> tuple[ToolCall, ...]:
         """See `tool_calls.calls_in`. What cannot be read in time is one invalid call."""

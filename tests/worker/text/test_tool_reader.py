@@ -67,6 +67,14 @@ async def test_a_process_that_dies_or_is_not_waited_for_leaves_no_answer_for_the
     assert await read(reader, ROME) == [("get_weather", {"city": "Rome"}, True)]
 
 
+async def test_a_process_that_was_started_ahead_reads_the_first_text(reader: ToolReader) -> None:
+    reader.warm(JOB)
+    reader.warm(JOB)
+    assert await read(reader, ROME) == [("get_weather", {"city": "Rome"}, True)]
+    assert reader._ready == {"function"}
+
+
+@pytest.mark.slow
 async def test_the_process_has_the_parsers_of_sglang(reader: ToolReader) -> None:
     pytest.importorskip("sglang")
     asked = GenerateJob(token_ids=[1], tools=[WEATHER], tool_parser="json")
