@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import tempfile
 from collections.abc import Iterator
@@ -37,6 +38,16 @@ def check_out(option: str, path: Path, *, folder: bool = False) -> None:
             raise InvalidField(option, str(path), f"{at} must be a folder")
         with tempfile.TemporaryFile(dir=at) if at.is_dir() else at.open("ab"):
             pass
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """`model.save_pretrained(folder)`. Raises OSError also for the errors that safetensors has of its own."""
+    from safetensors import SafetensorError  # noqa: PLC0415 – only who has a model has it
+
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(folder)) from error
 
 
 def read(option: str, path: Path) -> bytes:

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..messages.codec import encode
 from ..messages.dialects import job_fields
 from ..messages.errors import ConfigError, FeatureUnavailable, InvalidField
 from ..messages.model import GenerateJob, JobFailure, RolloutResult, SamplingParams, as_invalid_field
@@ -94,7 +95,7 @@ def _read_lines(file: Path, content: bytes, defaults: Defaults) -> dict[int, dic
 
 
 def _fields(where: str, given: Any, defaults: Defaults) -> dict[str, Any]:
-    """The job's fields of one line. They are checked by building the job once."""
+    """The job's fields of one line. They are checked by building and encoding the job once."""
     if isinstance(given, str):
         given = {"text": given}
     if not isinstance(given, dict):
@@ -113,9 +114,9 @@ def _fields(where: str, given: Any, defaults: Defaults) -> dict[str, Any]:
     adapter = {} if defaults.lora is None else {"lora": defaults.lora}
     fields = {"n": defaults.n} | adapter | told | given | {SAMPLING: usual | own.model_dump(exclude_unset=True)}
     try:
-        GenerateJob(**fields)
-    except ValidationError as error:
-        invalid = as_invalid_field(error)
+        encode(GenerateJob(**fields))
+    except (ValidationError, InvalidField) as error:
+        invalid = as_invalid_field(error) if isinstance(error, ValidationError) else error
         raise InvalidField(f"{where}.{invalid.field}", invalid.value, invalid.allowed) from None
     return fields
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..worker.cpu_support import prepare_transformers
+from .files import save_model
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -58,7 +59,7 @@ def write_tiny_model(
         eos_token_id=vocabulary["<|im_end|>"],
         pad_token_id=vocabulary["<|endoftext|>"],
     )
-    Qwen2ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
+    save_model(Qwen2ForCausalLM(config).to(getattr(torch, dtype)), directory)
 
 
 def load_tiny_model(directory: Path | str) -> Any:

@@ -17,7 +17,9 @@ app = group("Measure; every bench ends with one line of JSON.")
 def bench_queue(
     peers: Annotated[str, typer.Option(help="Measured beside it: some of rq,arq,taskiq; or none.")] = "rq,arq,taskiq",
     rounds: Annotated[int, typer.Option(help="Turns of each system; the median counts.", min=1)] = 5,
-    seconds: Annotated[float, typer.Option(help="Length of a turn, after a quarter of it to warm up.", min=0.1)] = 5.0,
+    seconds: Annotated[
+        float, typer.Option(help="Length of a turn, after a quarter of it to warm up.", min=0.1, max=3600)
+    ] = 5.0,
     workers: Annotated[str, typer.Option(help="Simulated workers for the growth of Redis' costs.")] = "1,10,100,1000",
     lifecycles: Annotated[int, typer.Option(help="Jobs measured at each number of workers.", min=16)] = 8192,
     durable: Annotated[
@@ -55,9 +57,9 @@ def bench_sync(
     receivers: Annotated[int | None, typer.Option(help="Engines, each on a GPU of its own. Default: 1.", min=1)] = None,
     rounds: Annotated[int, typer.Option(help="Updates over each path, in turns; the median counts.", min=1)] = 8,
     seconds: Annotated[
-        float, typer.Option(help="How long tokens/s is measured, without and with updates.", min=1)
+        float, typer.Option(help="How long tokens/s is measured, without and with updates.", min=1, max=3600)
     ] = 15.0,
-    every: Annotated[float, typer.Option(help="Seconds between those updates.", min=0.1)] = 5.0,
+    every: Annotated[float, typer.Option(help="Seconds between those updates.", min=0.1, max=3600)] = 5.0,
     running: Annotated[
         int | None, typer.Option(help="Requests in a busy engine. Default: 64, on a CPU 16.", min=1)
     ] = None,
@@ -83,10 +85,10 @@ def bench_sync(
 def bench_engine(
     model: Annotated[str | None, typer.Option(help="Default: the tiny model.")] = None,
     shape: Annotated[str | None, typer.Option(help="Random weights of this shape instead: 0.6b, 4b, 8b, …")] = None,
-    prompts: Annotated[int, typer.Option(help="Prompts per round.")] = 512,
-    max_running: Annotated[int, typer.Option(help="Samples decoded at the same time.")] = 64,
-    rounds: Annotated[int, typer.Option(help="Rounds of each side, taken in turns.")] = 3,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer; lengths are spread below it.")] = 128,
+    prompts: Annotated[int, typer.Option(help="Prompts per round.", min=1)] = 512,
+    max_running: Annotated[int, typer.Option(help="Samples decoded at the same time.", min=1)] = 64,
+    rounds: Annotated[int, typer.Option(help="Rounds of each side, taken in turns.", min=1)] = 3,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer; lengths are spread below it.", min=1)] = 128,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     sglang: Annotated[list[str] | None, typer.Option(help="Further SGLang argument, NAME=JSON; repeatable.")] = None,

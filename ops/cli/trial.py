@@ -44,7 +44,7 @@ def demo(
     training_steps: Annotated[
         int | None, typer.Option(min=1, help="Default: as many as the reward needs to reach its goal.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the task, the model and the trainer.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 32) - 1, help="Of the task, the model and the trainer.")] = 0,
     gpus: Annotated[bool, typer.Option("--gpus", help="Train on the first GPU, serve on the others.")] = False,
     json: Json = False,
 ) -> None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from ...worker.cpu_support import prepare_transformers
+from ..files import save_model
 from .task import ANSWER_TOKENS, BOS, EOS, PAD, PROMPT_TOKENS, UNK, VOCABULARY, Problem, draw, reward, token_rewards
 
 WIDTH, LAYERS, HEADS = 64, 2, 4
@@ -77,7 +78,7 @@ def save_checkpoint(model: Any, directory: Path) -> None:
     from transformers.utils import logging  # noqa: PLC0415
 
     logging.disable_progress_bar()  # one file of half a megabyte
-    model.save_pretrained(directory)
+    save_model(model, directory)
     make_tokenizer().save_pretrained(directory)
 
 

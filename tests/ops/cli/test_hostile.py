@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -11,12 +12,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
+from rolloutmq.messages.errors import InvalidField
 from rolloutmq.messages.redis.retry import RETRY_BUDGET_S, BoundedRetry
 from rolloutmq.ops.cli.main import app
+from rolloutmq.ops.files import save_model, writing
 from rolloutmq.ops.operations import rq_queue
 
 NOBODY = "redis://127.0.0.1:1/0"
@@ -28,6 +33,7 @@ LINES = {
     "deep": b"[" * 100_000 + b"]" * 100_000,
     "a long number": b'{"text": "a", "n": ' + b"9" * 5000 + b"}",
     "half a character": b'{"text": "\\ud800"}',
+    "more than 64 bits": b'{"text": "a", "min_version": ' + b"9" * 400 + b"}",
     "an id that is none": b'{"token_ids": [99999999999]}',
 }
 """By what is wrong with them: lines of a file of prompts."""
@@ -63,6 +69,8 @@ def here() -> Iterator[None]:
     os.chdir(before)
 
 
+UNSEEN = {"half a character", "more than 64 bits", "an id that is none"}
+"""The client finds these, or does not read the field."""
 READERS = {
     "submit": ("submit", "--out", "o.jsonl"),
     "embed": ("embed", "--out", "o.npy"),
@@ -74,8 +82,8 @@ READERS = {
 @pytest.mark.parametrize("wrong", LINES)
 @pytest.mark.parametrize("command", READERS)
 def test_a_line_of_a_file(files: Path, command: str, wrong: str) -> None:
-    if command in {"embed", "reward"} and wrong in {"half a character", "an id that is none"}:
-        refused(files, [*READERS[command], f"{wrong}.jsonl"])  # the client finds these
+    if command in {"embed", "reward"} and wrong in UNSEEN:
+        refused(files, [*READERS[command], f"{wrong}.jsonl"])
     else:
         refused(files, [*READERS[command], f"{wrong}.jsonl"], "InvalidField: line 1", "=")
 
@@ -118,6 +126,24 @@ def test_a_place_that_cannot_be_written(files: Path, command: str, where: str) -
     refused(files, [*WRITERS[command], out], f"InvalidField: {option}=", out[:40])
 
 
+class Weights:
+    """Saved as transformers saves a model."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        save_file({"w": np.zeros(1 << 14, np.float32)}, folder / "model.safetensors")
+
+
+def test_a_disk_that_is_full_when_a_model_is_written(files: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, before[1]))
+    try:
+        with pytest.raises(InvalidField, match=r"DIRECTORY=.*cannot be written: .*File too large"), \
+                writing("DIRECTORY", files):  # fmt: skip
+            save_model(Weights(), files)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
@@ -141,6 +167,11 @@ def test_a_place_that_cannot_be_written(files: Path, command: str, where: str) -
         (("weights", "snapshots", LONG), (LONG,)),
         (("redis", "--port", "65536"), ("--port", "65535")),
         (("bench", "engine", "--shape", "9t"), ("9t",)),
+        (("bench", "engine", "--rounds", "0"), ("--rounds",)),
+        (("bench", "queue", "--seconds", "nan"), ("--seconds",)),
+        (("bench", "queue", "--peers", "x"), ("x", "rq")),
+        (("bench", "queue", "--workers", "9" * 5000), ("--workers",)),
+        (("demo", "--seed", "-1"), ("--seed",)),
         (("config", "explain", "folder"), ("folder",)),
     ],
     ids=lambda value: " ".join(value)[:50] if isinstance(value[0], str) else "",
