@@ -39,7 +39,7 @@ class Flag:
     help: str
 
     def value(self, given: Any) -> Any:
-        """What was typed, as the field takes it. Raises ConfigError for a pair without "="."""
+        """The field's value for the text that was typed. Raises ConfigError for a pair without "="."""
         return parse_extra(list(given)) if self.pairs else given
 
 

@@ -65,7 +65,7 @@ def _look(versions: SnapshotStore, number: int, pinned: bool, verify: bool) -> F
 
 
 def lines(found: list[Found]) -> Iterator[str]:
-    """For people."""
+    """The versions as lines for people."""
     for one in found:
         notes = ["pinned"] * one.pinned + ["verified"] * one.verified
         notes += [one.problem] if one.problem else []

@@ -144,7 +144,7 @@ _on_chosen(drop)
 
 
 async def _each(ids: list[str], act: Callable[[str], Awaitable[T]]) -> tuple[dict[str, T], list[dict[str, str]]]:
-    """What `act` returned for each letter, and the refusals; these are told on stderr, too."""
+    """(results of `act` by entry id, refusals). Refusals are printed on stderr, too."""
     done: dict[str, T] = {}
     refusals: list[dict[str, str]] = []
     for entry_id in ids:

@@ -63,7 +63,7 @@ def generate(
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """What was asked for beside the prompts. fields: of the job."""
+    """The options beside the prompts. fields: of each job."""
 
     system: str | None
     chat: bool

@@ -157,7 +157,7 @@ def _progress(run: OperationRun) -> str:
 
 
 def _described(schema: dict[str, Any]) -> dict[str, str]:
-    """What each parameter takes, in a few words."""
+    """For each parameter, its type and default in a few words."""
     said: dict[str, str] = {}
     for name, field in schema.get("properties", {}).items():
         kinds = [one.get("type", "") for one in field.get("anyOf", [field])]

@@ -45,7 +45,7 @@ class Explained:
 
     @property
     def refused(self) -> list[Fate]:
-        """What cannot be honoured."""
+        """The keys that ask for something that cannot be done."""
         return [fate for fate in self.fates if fate.verdict == "refused"]
 
 

@@ -95,7 +95,7 @@ def token_logprobs(model: Any, sequences: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """What the supervised phase did. reward: of samples drawn after it."""
+    """The supervised phase: its steps, its seconds, and the mean reward of samples drawn after it."""
 
     steps: int
     seconds: float

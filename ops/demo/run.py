@@ -35,7 +35,7 @@ GOAL = 0.9
 POOL = "demo"
 START_TIMEOUT_S = 180.0
 LATE_S = 60.0
-"""How long training goes on beyond its last planned step for a late worker that is not up yet."""
+"""Training waits so many seconds beyond its last planned step for a late worker that is not up yet."""
 
 
 def run_demo(
@@ -73,7 +73,7 @@ def run_demo(
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """As CUDA_VISIBLE_DEVICES names them. Raises ConfigError if there are not two."""
+    """The GPUs by their names in CUDA_VISIBLE_DEVICES. Raises ConfigError if there are fewer than two."""
     count = torch.cuda.device_count()
     if count < 2:
         raise ConfigError(f"--gpus: takes two GPUs, one to train and one to serve; this host has {count}")

@@ -83,7 +83,7 @@ class Trainer:
 
     @property
     def seconds(self) -> float:
-        """From the first submission to the last step."""
+        """Seconds from the first submission to the last step."""
         return self.steps[-1].at if self.steps else 0.0
 
     def _submit(self, count: int) -> None:

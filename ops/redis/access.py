@@ -29,7 +29,7 @@ async def connected(redis_url: str, pool: str, *, patient: bool = False) -> Asyn
 
 
 def ask(redis_url: str, pool: str, question: Callable[[Broker], Awaitable[T]]) -> T:
-    """What `question` finds out from the pool's broker, for callers without an event loop."""
+    """The answer of `question`, which is asked with the pool's broker. For callers without an event loop."""
 
     async def run() -> T:
         async with connected(redis_url, pool) as redis:

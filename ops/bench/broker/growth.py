@@ -67,7 +67,7 @@ def status(lease: Lease) -> WorkerStatus:
 
 
 async def beat(lease: Lease) -> None:
-    """What a worker does once a second: renew, and look for workers that are dead."""
+    """Do what a worker does once a second: renew its lease, and look for dead workers."""
     await lease.heartbeat(status(lease))
     await lease.reap(MAX_LOST)
 
@@ -203,7 +203,7 @@ class _Crowd:
                 held.extend(await lease.claim(min(self._held_each - len(held), 256), 1 << 20, 0))
 
     async def turn_over(self, lifecycles: int) -> None:
-        """Whole lifecycles, a batch per worker in turn; each is replaced, so that as many stay held and queued."""
+        """Run whole lifecycles, a batch per worker in turn. Jobs are replaced, so that as many stay held and queued."""
         done = 0
         while done < lifecycles:
             lease, held = self.leases[self._turn], self._held[self._turn]

@@ -30,7 +30,7 @@ RESULT_FRAME = 480
 """About what an encoded RolloutResult of 16 tokens with logprobs has."""
 ANSWER = 64
 COUNTED = ENTRY_BYTES + RESULT_FRAME
-"""What complete.lua counts such a result for: ack says it again."""
+"""The size for which complete.lua counts such a result. `ack` has to give the same."""
 FRAMES_BYTES = 32 << 20
 
 

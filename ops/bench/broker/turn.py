@@ -16,7 +16,7 @@ from ....messages.errors import RolloutMQError
 from ..peers import Load
 
 GRACE_S = 180.0
-"""How much longer than its load a client may take: start, warm-up, and what was outstanding at the end."""
+"""A client may take so many seconds more than its load, to start, to warm up, and for jobs outstanding at the end."""
 END_S = 2.0
 """Seconds a worker has to leave by itself: nothing depends on it any more."""
 

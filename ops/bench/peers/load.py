@@ -99,7 +99,7 @@ class Tally:
         self._last = time.perf_counter()
 
     def figures(self) -> dict[str, float]:
-        """Of the phase since it began: jobs, and seconds from then to the last answer."""
+        """Jobs of the phase so far, and seconds from its begin to the last answer."""
         if self.open:
             raise SystemExit(f"{len(self.open)} jobs were never answered")
         return {"jobs": self._answered, "seconds": self._last - self._began}
@@ -121,7 +121,7 @@ async def drive_lanes(load: Load, answer: Callable[[Tally, int, bytes], Awaitabl
 
 
 def main(work: Callable[[str, Load], None], drive: Callable[[str, Load], dict[str, float]]) -> None:
-    """What each of a system's processes does: `… worker URL LOAD` serves until SIGTERM, `… client URL LOAD` prints."""
+    """Run one process of a system: `… worker URL LOAD` serves until SIGTERM, `… client URL LOAD` prints its tally."""
     role, url, text = sys.argv[1:]
     load = Load.from_json(text)
     if role == "worker":

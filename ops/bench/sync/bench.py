@@ -66,7 +66,7 @@ class _Run:
 def make_plan(
     shapes: str | None, paths: str | None, device: str, receivers: int | None, running: int | None, **settings: Any
 ) -> Plan:
-    """From the command line. Raises ConfigError for what is not there."""
+    """The plan for the options of the command. Raises ConfigError for names that there are not."""
     import torch  # noqa: PLC0415
 
     gpus = torch.cuda.device_count()
@@ -213,7 +213,7 @@ async def _paths(run: _Run, session: Session, figures: dict[str, Any]) -> None:
 
 
 def _details(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Where the time of our own updates went (medians), whether they were staged, and read back after the load."""
+    """The parts of our own updates' time (medians), and whether they were staged and read back after the load."""
     phases = reports[0]["phases_ms"]
     medians = {name: round(statistics.median(report["phases_ms"][name] for report in reports), 3) for name in phases}
     flags = {name: all(report[name] for report in reports) for name in ("staged", "readback")}
@@ -316,7 +316,7 @@ async def _pool(run: _Run, session: Session, figures: dict[str, Any]) -> None:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """What a measurement was made on."""
+    """The host and the versions on which a measurement was made."""
     import torch  # noqa: PLC0415
 
     def of(package: str) -> str | None:

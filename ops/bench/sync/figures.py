@@ -1,4 +1,4 @@
-"""From clock readings to the figures of `rolloutmq bench sync`. Nothing here measures anything."""
+"""Turns clock readings into the figures of `rolloutmq bench sync`. Nothing here measures anything."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def steps(arrivals: Iterable[Sequence[float]]) -> float:
 
 
 def stall_ms(arrivals: Sequence[Sequence[float]], update: Span, step_s: float, slack_s: float = 0.0) -> float:
-    """How much longer than a step the engine went without a token around an update, in milliseconds; 0 at least.
+    """Milliseconds that the engine went without a token around an update, less an ordinary step; at least 0.
 
     The longest time between two neighbouring arrivals of all streams together that has any moment in common with the
     update (and `slack_s` seconds after it), less `step_s`. Raises ValueError if there is no token before the update or
@@ -93,7 +93,7 @@ OTHERS = (
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """For people: a line per path and shape, then the other figures."""
+    """The figures for people: a line per path and shape, then the others."""
     lines = []
     for name, figures in results["shapes"].items():
         size, tensors = figures["nbytes"] / 1e9, figures["tensors"]

@@ -45,7 +45,7 @@ class PlainModel(torch.nn.Module):  # type: ignore[misc]
             self.register_parameter(home.replace(".", "/"), parameter)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As SGLang's models do it: find the parameter, cut the slice, copy."""
+        """Do as SGLang's models do: find the parameter, cut the slice, copy."""
         parameters = dict(self.named_parameters())
         for name, tensor in weights:
             home, start, end = self._rows[name]
@@ -53,7 +53,7 @@ class PlainModel(torch.nn.Module):  # type: ignore[misc]
 
 
 class PlainEngine:
-    """What the benchmark asks of an engine, without one."""
+    """The part of an engine that the benchmark uses, without the engine."""
 
     _model: PlainModel
     _receiver: Receiver

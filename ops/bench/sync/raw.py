@@ -1,4 +1,4 @@
-"""What the wire gives: broadcasts of the same number of bytes in large buffers, with nothing around them."""
+"""The rate of the wire: broadcasts of the same number of bytes in large buffers, with nothing around them."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class EngineProcess:
         await self._stock.join(**where)
 
     async def stock_learn(self, key: str, requests: list[dict[str, Any]]) -> None:
-        """What `stock` is going to ask for under this name."""
+        """Remember the requests that `stock` sends under this name."""
         self._requests[key] = [StockRequest.from_dict(request) for request in requests]
 
     async def stock(self, key: str, timeout_s: float) -> Any:
@@ -127,7 +127,7 @@ class EngineProcess:
                     await asyncio.sleep(0.05)
 
     async def load_stall(self, span: tuple[float, float], each: int, timeout_s: float) -> dict[str, float]:
-        """What an update that took place during `span` did to the streams."""
+        """The effect on the streams of an update that took place during `span`."""
         assert self._load is not None
         await self._load.seen(each, timeout_s)
         step = steps([[moment for moment in stream if moment < span[0]] for stream in self._load.arrivals])

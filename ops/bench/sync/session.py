@@ -225,7 +225,7 @@ class Session:
         return max(one["stall_ms"] for one in found), statistics.median(one["step_ms"] for one in found)
 
     async def tokens_per_s(self, seconds: float, every_s: float | None, path: str, mode: str) -> tuple[float, int]:
-        """Of all engines together, with an update every so often (None: without); and how many updates there were."""
+        """(tokens/s of all engines together, number of updates). every_s: between updates; None for no updates."""
         await self.ensure()
         clock, updates = asyncio.get_running_loop(), 0
         try:

@@ -96,11 +96,11 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(math.prod(shape) * BF16_BYTES for _, shape in self.tensors())
 
     def write(self, folder: Path) -> None:
-        """What `load_format="dummy"` needs of a model directory."""
+        """Write the files of a model folder that `load_format="dummy"` needs."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config(), indent=1))
 
@@ -129,7 +129,7 @@ def one_shape(name: str) -> Shape:
 
 
 def parse_shapes(text: str) -> list[Shape]:
-    """Of `0.6b,8b`. Raises ConfigError for a name that is none."""
+    """The shapes that a text such as `0.6b,8b` names. Raises ConfigError for an unknown name."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names or (strange := sorted(set(names) - SHAPES.keys())):
         raise ConfigError(f"--shapes {text!r}: some of {', '.join(SHAPES)}" + (f", not {strange}" if names else ""))

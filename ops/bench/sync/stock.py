@@ -44,7 +44,7 @@ class StockRequest:
     bucketed: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON carries it."""
+        """The record as JSON carries it."""
         shapes = [list(shape) for shape in self.shapes]
         return {"names": list(self.names), "dtypes": list(self.dtypes), "shapes": shapes, "bucketed": self.bucketed}
 

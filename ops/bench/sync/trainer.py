@@ -63,7 +63,7 @@ class Trainer:
         self._stock = StockGroup(self._store, host=HOST, device=torch.device(self._device), **where)
 
     def stock_requests(self, bucket_bytes: int | None) -> list[dict[str, Any]]:
-        """What the engines are to be told; None: per tensor."""
+        """The requests for the engines. bucket_bytes: size of a bucket; None for tensor by tensor."""
         bucketed = bucket_bytes is not None
         return [request_of(lot, bucketed=bucketed).to_dict() for lot in split(self._tensors, bucket_bytes)]
 

@@ -170,7 +170,7 @@ MEMBERS: dict[str, tuple[str, Callable[[MemberFacts, str], bool], str]] = {
     "later": ("later_wrongly", lambda job, klass: job.state == "q" and job.klass == klass, "waits for newer weights"),
     "prefers": ("prefers_wrongly", lambda job, _: job.state == "q", "left to the worker it prefers"),
 }
-"""By the first word of an index's key: the rule's name, whether an entry is right, and what the index says of it."""
+"""(name of the rule, whether an entry is right, what the index says of it), by the first word of the index's key."""
 
 
 def judge_member(entry: MemberFacts) -> list[Finding]:

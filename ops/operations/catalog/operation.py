@@ -35,7 +35,7 @@ class Params(BaseModel):
 
 
 class NoParams(Params):
-    """For an operation that takes none."""
+    """The parameters of an operation that takes none."""
 
 
 P = TypeVar("P", bound=Params)
