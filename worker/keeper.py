@@ -23,9 +23,9 @@ LEAVE_S = 2.0
 
 
 class EngineKeeper:
-    """One worker's. most: restarts in a row without a finished sample, after which it gives up.
+    """Keeps the engine of one worker up. most: restarts in a row without a finished sample, after which it gives up.
 
-    dead: set from the engine's death until it is up again. restarts: all so far.
+    dead: is set from the engine's death until it is up again. restarts: how many there have been.
     """
 
     def __init__(

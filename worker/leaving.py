@@ -26,7 +26,7 @@ def left(deadline: float) -> float:
 
 
 class Leaving:
-    """Of one worker."""
+    """Lets one worker leave its pool."""
 
     def __init__(self, generation: Generation, held: HeldJobs, outbox: Outbox, handback: Handback) -> None:
         self._generation, self._held, self._outbox, self._handback = generation, held, outbox, handback

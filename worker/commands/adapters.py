@@ -1,4 +1,4 @@
-"""LoRA adapters by command: what there is, one from a folder, one out again."""
+"""Commands about LoRA adapters: list them, load one from a folder, unload one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .queue import Handler
 
 
 class AdapterCommands:
-    """One worker's."""
+    """The commands about LoRA adapters, for one worker."""
 
     def __init__(self, engine: Engine, follower: AdapterFollower) -> None:
         self._engine, self._follower = engine, follower
 
     def handlers(self) -> dict[str, Handler]:
-        """By action."""
+        """Each action and the function that does it."""
         return {"adapters": self._list, "load_adapter": self._load, "unload_adapter": self._unload}
 
     async def _list(self, params: NoParams, deadline: float) -> Mapping[str, Any]:

@@ -14,13 +14,13 @@ from .queue import Handler
 
 
 class ProfileCommands:
-    """One worker's."""
+    """The commands that start and stop the profiler, for one worker."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def handlers(self) -> dict[str, Handler]:
-        """By action."""
+        """Each action and the function that does it."""
         return {"start_profile": self._start, "stop_profile": self._stop}
 
     async def _start(self, params: StartProfileParams, deadline: float) -> Mapping[str, Any]:
@@ -50,7 +50,7 @@ def _fetch(folder: Path, names: list[str], most: int) -> dict[str, bytes]:
 
 
 class UploadFailed(RolloutMQError):
-    """The files are on the worker's disk, and not, or not all, where they were to be copied to."""
+    """The files are on the worker's disk, but some or all of them were not copied."""
 
 
 def upload(path: Path, url: str) -> dict[str, Any]:

@@ -25,9 +25,10 @@ LIFT_S = 2.0
 
 
 class Service:
-    """One worker's. poke(): it may claim jobs now, or no longer.
+    """Whether one worker serves, and the commands that change it.
 
-    `follow` and `claims` come before the first command.
+    poke(): is called when the worker may claim jobs now, or may not any more. Call `follow` and set `claims` before the
+    first command.
     """
 
     claims: ClaimLoop
@@ -51,7 +52,7 @@ class Service:
         self._handback, self._outbox, self._poke = handback, outbox, poke
 
     def follow(self, follower: WeightFollower) -> None:
-        """Set who follows the weights, and is kept from touching those of an engine that is frozen or asleep."""
+        """Set the follower of the weights. It must not touch the weights of an engine that is frozen or asleep."""
         self._follower = follower
         self._frozen, self._weights_asleep = follower.gate.holder("frozen"), follower.gate.holder("asleep")
 
@@ -67,7 +68,7 @@ class Service:
         return self._sleep
 
     def handlers(self) -> dict[str, Handler]:
-        """By action."""
+        """Each action and the function that does it."""
         return {
             "pause": self._pause,
             "resume": self._resume,
@@ -79,19 +80,19 @@ class Service:
         }
 
     def told(self) -> dict[str, Any]:
-        """What it answers about itself."""
+        """What a command's answer says about the pause and the sleep."""
         state = self._state
         return {"paused": self.paused or "", "asleep": sorted(state.asleep), "stale": state.stale}
 
     async def lift(self) -> None:
-        """Before a drain: what runs must be able to end."""
+        """Thaw a frozen engine before a drain, so that what runs can end."""
         if self._frozen.holds:
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(LIFT_S):
                     await self._thaw()
 
     def restarted(self) -> None:
-        """The engine is a new one: all there, and nothing frozen. A pause stays one. The caller has the turn."""
+        """The engine was replaced: nothing is asleep or frozen any more. A pause goes on. The caller has the turn."""
         if self._frozen.holds or self._sleep.asleep:
             log.warning("the engine was restarted: it is neither frozen nor asleep any more")
         self._sleep = SleepState()

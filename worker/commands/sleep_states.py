@@ -1,9 +1,9 @@
-"""Which of an engine's memory is given up, and what may be done next: a state machine without an engine.
+"""Which memory an engine has given up, and what may be done next: a state machine without an engine.
 
-The three kinds of memory are the ones of SGLang's memory saver. What was seen of it (0.5.17 and 0.5.23) and why each
-rule below is one:
+The three kinds of memory are those of SGLang's memory saver. Each rule below follows from what SGLang 0.5.17 and
+0.5.23 do:
 
-- giving up what is given up, and taking what is there, is an error of SGLang's that ends its scheduler;
+- to give up memory twice, or to take it twice, ends SGLang's scheduler;
 - a request needs all three, so the engine serves only when nothing is asleep;
 - weights wake before the KV cache does: they are what a trainer sends to next, and the transfer needs room that the KV
   cache would have taken;

@@ -27,7 +27,11 @@ def worker_commands(
     drain: Callable[[float | None], None],
     state: Callable[[], str],
 ) -> Commands:
-    """The commands of one worker. drain(seconds): what "stop" does. state(): as in its status."""
+    """The commands of one worker.
+
+    drain(seconds): leaves the pool within so many seconds; the command "stop" calls it. state(): the worker's state, as
+    in its status.
+    """
 
     async def version(params: NoParams, deadline: float) -> Mapping[str, Any]:
         info = engine.info

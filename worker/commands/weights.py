@@ -1,4 +1,4 @@
-"""Weights by command: their version, a look at every bit of them, to disk, from disk."""
+"""Commands about the weights: set their version, audit every bit of them, save them, load them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class WeightCommands:
-    """One worker's. ledger: of its pool."""
+    """The commands about the weights, for one worker. ledger: of its pool."""
 
     def __init__(self, engine: Engine, generation: Generation, follower: WeightFollower, ledger: Ledger) -> None:
         self._engine, self._generation, self._follower, self._ledger = engine, generation, follower, ledger
 
     def handlers(self) -> dict[str, Handler]:
-        """By action."""
+        """Each action and the function that does it."""
         return {"set_version": self._set_version, "audit": self._audit, "save": self._save, "load": self._load}
 
     async def _set_version(self, params: SetVersionParams, deadline: float) -> Mapping[str, Any]:
@@ -110,7 +110,7 @@ class WeightCommands:
         return {"tensors": checked["tensors"], "verified": True}
 
     async def _reserve(self, what: str, version: int, of: str) -> None:
-        """Numbers only go up, and name one set of weights: prefixes are cached under them, and samples tagged."""
+        """Take a version number that nobody has used: cached prefixes and samples are tagged with it."""
         here = self._generation.version
         taken = here if version <= here else await self._ledger.reserve(version, of)
         if taken:
@@ -122,7 +122,7 @@ class WeightCommands:
 
     @asynccontextmanager
     async def _whole(self, what: str, deadline: float) -> AsyncIterator[int]:
-        """The version that the engine has, which is not changed inside."""
+        """Give the engine's version, and keep it from changing inside the block."""
         follower = self._follower
         async with follower.turn.take(what, deadline):
             if "asleep" in follower.gate.reasons:

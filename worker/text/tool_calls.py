@@ -46,7 +46,7 @@ def check_parser(name: str) -> None:
 
 
 def calls_in(text: str, job: GenerateJob, sample: int) -> tuple[ToolCall, ...]:
-    """The calls that sample number `sample` of a job with tools makes in `text`, in order; at most MAX_CALLS."""
+    """The calls in the `text` of a sample of a job with tools, in order; at most MAX_CALLS."""
     try:
         found = find_calls(text, job.tools, job.tool_parser)
     except Exception as error:  # a sample is not lost for what is in it

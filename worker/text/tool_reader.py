@@ -27,7 +27,10 @@ LONGEST = 256 << 20
 
 
 class ToolReader:
-    """One worker's. The process starts when it is first needed, and is replaced after a text that took too long."""
+    """Reads the tool calls of one worker's samples.
+
+    The process starts with the first job that has tools. It is replaced after a text that took too long.
+    """
 
     def __init__(self) -> None:
         self._process: Process | None = None

@@ -1,4 +1,4 @@
-"""What keeps an engine from generating while its weights are no whole version."""
+"""Keeps an engine from generating while its weights are no whole version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Quarantine:
 
     @property
     def overdue(self) -> bool:
-        """Whether nobody has mended the weights in QUARANTINE_S, though nobody said to be patient."""
+        """Whether the weights are still no version after QUARANTINE_S, and `patient` is not set."""
         return self.on and not self.patient and time.monotonic() - self._since > QUARANTINE_S
 
     def begin(self, *, patient: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Weights from a folder of snapshots, for a worker that is behind: nobody needs to send them."""
+"""Finds the committed version in a folder of snapshots, so that nobody needs to send it."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ class Snapshots:
 
 
 def folder_order(path: str, version: int, nbytes: int) -> TransferOrder:
-    """For an engine to load the `nbytes` bytes that a folder has, as `version`."""
+    """An order to load the `nbytes` bytes of a folder as `version`."""
     return TransferOrder.from_disk(path, version, next(_numbers), timeout_s=TIMEOUT_S + nbytes / SLOWEST)
