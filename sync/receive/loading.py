@@ -62,14 +62,14 @@ class Loading:
         else:
             self._bounds[bucket].run(beside_wire=beside_wire)
 
-    def load_all(self, expected: torch.Tensor | None) -> None:
+    def load_all(self, expected: torch.Tensor | None, *, converted: bool = False) -> None:
         """Queue the copies of every bucket. Unless `expected` is None, wait for them and compare as `check` does."""
         for bucket in range(len(self._by_bucket)):
             self.load(bucket)
             if expected is not None:
                 self.queue_readback(bucket)
         if expected is not None:
-            self.check(expected)
+            self.check(expected, converted=converted)
 
     def queue_readback(self, bucket: int, *, count: bool = False) -> None:
         """Queue digests of the parameters that one bucket was loaded into. The bucket must not have changed since.
@@ -79,14 +79,14 @@ class Loading:
         if self._readback is not None:
             self._readback.queue(bucket, count)
 
-    def check(self, expected: torch.Tensor, *, finite: bool = False) -> None:
+    def check(self, expected: torch.Tensor, *, finite: bool = False, converted: bool = False) -> None:
         """Wait for the queued digests and compare them. Raises DigestMismatch with the first wrong tensor's name.
 
         expected: (tensors,) int64 on the CPU, the version's digests. finite: refuse NaN and Inf, too. Needed if the
-        buckets were not looked at on arrival.
+        buckets were not looked at on arrival. converted: refuse those that a conversion has made.
         """
         if self._readback is not None:
-            self._readback.check(expected, finite=finite)
+            self._readback.check(expected, finite=finite, converted=converted)
 
 
 def plan_for(model: Model, manifest: WeightManifest, known: Known, *, must: bool = False) -> CopyPlan | None:

@@ -13,7 +13,7 @@ import torch
 from ...messages.errors import DigestMismatch
 from ...messages.model import WeightManifest
 from ..plan import Bound
-from ..tensors import Digester, digests, hex_of, unpack
+from ..tensors import Digester, digests, hex_of, look, unpack
 
 
 class Arrival:
@@ -95,7 +95,7 @@ class Readback:
             self._digesters.append((Digester(views), *rows) if views else None)
         # The manifest has no digest of a slice. It is compared with the slice that arrived and was verified.
         self._partial = [list(bound.partial) for bound in bounds]
-        self._slices: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._slices: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.all_whole = len(set(self._names)) == len(arrival.views) and not any(self._partial)
 
     def queue(self, bucket: int, count: bool) -> None:
@@ -104,15 +104,15 @@ class Readback:
             mine[0].run(mine[1], mine[2] if count else None)
         if partial := self._partial[bucket]:
             held = digests([target for _, _, target in partial])
-            came = digests([source.to(target.device, target.dtype).contiguous() for _, source, target in partial])
-            self._slices.append((bucket, held, came))
+            came = look([source.to(target.device, target.dtype).contiguous() for _, source, target in partial])
+            self._slices.append((bucket, held, *came))
         if bucket == len(self._digesters) - 1:  # the last one
             self._fetched.copy_(self._found, non_blocking=True)
             self._fetched_nonfinite.copy_(self._nonfinite, non_blocking=True)
             if self._found.is_cuda:
                 self._there = torch.cuda.current_stream(self._found.device).record_event()
 
-    def check(self, expected: torch.Tensor, *, finite: bool) -> None:
+    def check(self, expected: torch.Tensor, *, finite: bool, converted: bool) -> None:
         slices, self._slices = self._slices, []
         if self._there is not None:
             self._there.synchronize()
@@ -120,8 +120,13 @@ class Readback:
         if finite and self._fetched_nonfinite.any():
             bad = self._fetched_nonfinite.nonzero().flatten()
             raise DigestMismatch(f"tensor {self._names[int(bad[0])]}: has NaN or Inf in it{_more(bad)}")
-        for bucket, held, came in slices:
-            self._compare([name for name, _, _ in self._partial[bucket]], held.cpu(), came.cpu())
+        for bucket, held, came, nonfinite in slices:
+            names = [name for name, _, _ in self._partial[bucket]]
+            self._compare(names, held.cpu(), came.cpu())
+            if converted and len(bad := nonfinite.cpu().nonzero().flatten()):
+                raise DigestMismatch(
+                    f"tensor {names[int(bad[0])]}: has NaN or Inf in it after its conversion{_more(bad)}"
+                )
 
     @staticmethod
     def _compare(names: Sequence[str], held: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -85,7 +85,7 @@ class Way(Pending):
 
     def load(self, loading: Loading) -> None:
         """Load the version into the model, and compare the parameters."""
-        loading.load_all(self.told.digests if self.order.verify else None)
+        loading.load_all(self.told.digests if self.order.verify else None, converted=self.finite)
         self.kept.synchronize()
 
     # --- at any time -----------------------------------------------------------------------------------------------
@@ -187,7 +187,8 @@ class AtOnce(Way):
         if order.verify:
             if arriving.looked_at:
                 self.kept.arrival(self).check(self.told.digests, finite=self.finite)
-            loading.check(self.told.digests, finite=self.finite and not arriving.looked_at)
+            unseen = self.finite and not arriving.looked_at
+            loading.check(self.told.digests, finite=unseen, converted=self.finite)
 
     def _await_go(self) -> None:
         """Wait until all ranks are ready. A load that began before could find nothing new in its buffers."""

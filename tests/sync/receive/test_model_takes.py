@@ -56,7 +56,7 @@ def tensors(number: int, dtype: torch.dtype = torch.float32) -> Tensors:
     return {name: torch.randn(shape, generator=source).to(dtype) for name, shape in shapes.items()}
 
 
-Update = Callable[[Tensors], TransferReport]
+Update = Callable[..., TransferReport]
 
 
 @pytest.fixture
@@ -67,10 +67,10 @@ def updates() -> Iterator[Callable[..., Update]]:
     def of(model: Model, stored: Path | str = "") -> Update:
         receiver, versions = Receiver(CPU, model_dir=str(stored)), iter(range(1, 9))
 
-        def update(sent: Tensors) -> TransferReport:
+        def update(sent: Tensors, **order: Any) -> TransferReport:
             group = receiver.kept.wire.group.name if receiver.kept.wire.group is not None else ""
             snapshot = PackedWeights(next(versions), sent, 64).snapshot()
-            sending = line.begin(snapshot, [group], timeout_s=20.0)
+            sending = line.begin(snapshot, [group], timeout_s=20.0, **order)
             report = receiver.prepare(sending.orders[0])
             if report.ok:
                 report = receiver.commit(sending.announcement.epoch, model)
@@ -187,6 +187,17 @@ def test_a_conversion_that_loses_something_is_refused_by_name(
     names = [str(dtype).removeprefix("torch.") for dtype in (sent, held)]
     assert report.error.startswith(f"DigestMismatch: tensor {NORM}: dtype {names[0]}, the model expects {names[1]}")
     assert (report.intact, state(model)) == (True, before)
+
+
+def test_a_value_that_becomes_infinite_in_the_engine_is_found(updates: Callable[..., Update]) -> None:
+    model = Model(tied=False, dtype=torch.bfloat16)
+    update = updates(model)
+    large = tensors(1) | {NORM: torch.full((4,), 3.4e38)}  # finite, but above bfloat16's largest value
+    report = update(large)
+    assert not report.ok
+    assert f"tensor {NORM}: has NaN or Inf in it after its conversion" in report.error
+    assert update(large, nonfinite="allow").ok
+    assert update(tensors(2)).ok
 
 
 @pytest.mark.parametrize("derives", [False, True], ids=["plan", "no plan"])

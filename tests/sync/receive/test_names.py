@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from rolloutmq.messages.errors import DigestMismatch
-from rolloutmq.sync.disk.checkpoint import checkpoint_shapes, checkpoint_tensors
 from rolloutmq.sync.receive.names import check_names
-
-
-def test_names_and_shapes_come_from_every_file_of_a_checkpoint(tmp_path: Path) -> None:
-    assert checkpoint_shapes(str(tmp_path / "nothing")) == {}
-    save_file({"a": torch.ones(1)}, tmp_path / "model-1.safetensors")
-    save_file({"b": torch.ones(2, 3), "c": torch.tensor(1.0)}, tmp_path / "model-2.safetensors")
-    assert checkpoint_shapes(str(tmp_path)) == {"a": (1,), "b": (2, 3), "c": ()}
-    assert {dtype for dtype, _ in checkpoint_tensors(str(tmp_path)).values()} == {"float32"}
 
 
 def test_tensors_of_another_model_are_named() -> None:
