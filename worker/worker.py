@@ -305,8 +305,9 @@ class Worker:
         if beat.held < len(self._held):
             # They were cancelled or expired, and the bell was missed. Jobs in the outbox are being published right now.
             mine = {held.id for held in self._held} - self._outbox.jobs()
-            for job_id in mine - await self._lease.held():
-                self._drop(job_id)
+            gone = mine - await self._lease.held()
+            # Given back, because Redis may have lost the list and not the jobs. What has ended is not taken again.
+            await self._handback.release(self._lease, [held for held in self._held if held.id in gone])
         await self._handback.disown(self._lease, beat.held > len(self._held), self._known)
         self._generation.in_flight.abort_dropped()
         self._generation.slots.grow()

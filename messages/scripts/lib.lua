@@ -61,6 +61,12 @@ local function alive(worker)
   return lease and tonumber(lease) > clock().leases
 end
 
+-- For a worker whose lease is not there. It holds nothing then; if it does, somebody deleted the leases. With a lease that
+-- is over, the next reap takes its jobs back.
+local function leave_to_others(worker)
+  if redis.call('SCARD', held_key(worker)) > 0 then redis.call('ZADD', prefix .. 'workers', 'NX', 0, worker) end
+end
+
 local function ring(...)
   redis.call('XADD', prefix .. 'bell', 'MAXLEN', '~', 512, '*', ...)
 end

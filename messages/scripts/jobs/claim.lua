@@ -16,7 +16,10 @@ local WARD_MS = 10000         -- somebody else may have the turn when its ward h
 local WARD_TTL_S = 7200       -- by Redis' clock, and only so that nothing is left in a pool without workers
 local SHARE = 8               -- a class gets its turn when this many jobs of higher ones went past it
 local worker_key = prefix .. 'worker:' .. worker
-if not alive(worker) then return {'NOLEASE'} end
+if not alive(worker) then
+  leave_to_others(worker)
+  return {'NOLEASE'}
+end
 
 local ADAPTER = 1099511627776  -- 2^40; weights versions above it count as it
 
@@ -61,7 +64,7 @@ if last[1] == number then
   end
   return given
 end
-if (tonumber(last[1]) or 0) > tonumber(number) then return given end
+if (whole(last[1]) or 0) > tonumber(number) then return given end
 
 local committed = whole(redis.call('HGET', prefix .. 'weights', 'committed')) or 0
 local ids, jobs, samples, looked = {}, 0, 0, 0

@@ -6,7 +6,10 @@
 --   {'OK', jobs held, committed version, epoch under way (0 for none), the pool's clock}
 local worker = ARGV[2]
 local workers, key = prefix .. 'workers', prefix .. 'worker:' .. ARGV[2]
-if ARGV[5] ~= '1' and not redis.call('ZSCORE', workers, worker) then return {'FENCED'} end
+if ARGV[5] ~= '1' and not redis.call('ZSCORE', workers, worker) then
+  leave_to_others(worker)
+  return {'FENCED'}
+end
 local at = tick(whole(ARGV[6]), whole(ARGV[7]))
 local lease = at + tonumber(ARGV[3])
 redis.call('ZADD', workers, lease, worker)

@@ -1,0 +1,138 @@
+"""Every kind of key in Redis is broken in several ways while a worker and two clients use the pool: the client that the
+key does not belong to gets its results all the same, and so does every job that is submitted afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from redis.asyncio import Redis
+from support.pools.pool import Running, eventually, worker
+from support.specimens.messages import tokens
+
+from rolloutmq import RolloutClient, SamplingParams
+from rolloutmq.messages import Broker, Keys
+from rolloutmq.messages.broker import CommandSender
+from rolloutmq.worker.scripted.engine import ScriptedEngine
+
+JUNK = (b"\xff\xfe", b"", b"x", b"9" * 400)
+LAST_ID = "18446744073709551615-18446744073709551615"
+
+
+class Scene:
+    """What is in the pool when a key breaks: jobs of the client "owner" that run and that wait, and a command."""
+
+    def __init__(self, keys: Keys, running: Running, job_id: str, command_id: str) -> None:
+        self.keys, self.running, self.job_id, self.command_id = keys, running, job_id, command_id
+
+
+KINDS: dict[str, tuple[str, Callable[[Scene], str]]] = {
+    "queues": ("list", lambda it: it.keys.queues[1]),
+    "later": ("zset", lambda it: it.keys.later[1]),
+    "prefers": ("zset", lambda it: it.keys.prefers),
+    "suspects": ("list", lambda it: it.keys.suspects),
+    "ward": ("string", lambda it: it.keys.ward),
+    "job": ("hash", lambda it: it.keys.job(it.job_id)),
+    "held": ("set", lambda it: it.keys.held(it.running.id)),
+    "client": ("set", lambda it: it.keys.client("owner")),
+    "worker": ("hash", lambda it: it.keys.worker(it.running.id)),
+    "reply": ("stream", lambda it: it.keys.reply("owner")),
+    "news": ("stream", lambda it: it.keys.news("owner")),
+    "version": ("hash", lambda it: it.keys.version(1)),
+    "epoch": ("hash", lambda it: it.keys.epoch(1)),
+    "command": ("hash", lambda it: it.keys.command(it.command_id)),
+    "answers": ("hash", lambda it: it.keys.answers(it.command_id)),
+    "workers": ("zset", lambda it: it.keys.workers),
+    "deadlines": ("zset", lambda it: it.keys.deadlines),
+    "clock": ("hash", lambda it: it.keys.clock),
+    "load": ("hash", lambda it: it.keys.load),
+    "unread": ("hash", lambda it: it.keys.unread),
+    "wake": ("list", lambda it: it.keys.wake),
+    "token": ("list", lambda it: it.keys.token(it.running.id)),
+    "bell": ("stream", lambda it: it.keys.bell),
+    "dead": ("stream", lambda it: it.keys.dead),
+    "letters": ("zset", lambda it: it.keys.letters),
+    "mark": ("string", lambda it: it.keys.mark),
+    "weights": ("hash", lambda it: it.keys.weights),
+    "wanted": ("hash", lambda it: it.keys.wanted),
+}
+WAYS = ("wrong type", "missing", "garbage", "huge")
+
+
+async def add(db: Redis, kind: str, key: str, junk: bytes) -> None:
+    """Put junk into a key of this type."""
+    if kind == "list":
+        await db.lpush(key, junk)
+    elif kind == "set":
+        await db.sadd(key, junk)
+    elif kind == "zset":
+        await db.zadd(key, {junk: 0})
+    elif kind == "stream":
+        await db.xadd(key, {junk: junk, b"kind": junk, b"j": junk, b"m": junk})
+    elif kind == "hash":
+        await db.hset(key, junk, junk)
+    else:
+        await db.set(key, junk)
+
+
+async def break_key(db: Redis, kind: str, key: str, way: str) -> None:
+    """Break a key of a type in one of the WAYS."""
+    if way != "wrong type" and (await db.type(key)).decode() != kind:  # broken before, and not used since
+        await db.delete(key)
+    if way == "wrong type":
+        await db.delete(key)
+        await (db.lpush(key, "junk") if kind in {"string", "hash"} else db.set(key, "junk"))
+    elif way == "missing":
+        fields = await db.hkeys(key) if kind == "hash" else []
+        if fields:
+            await db.hdel(key, *sorted(fields)[::2])
+        else:
+            await db.delete(key)
+    elif way == "garbage":
+        for junk in JUNK:
+            await add(db, kind, key, junk)
+        for field in await db.hkeys(key) if kind == "hash" else []:
+            await db.hset(key, field, b"\xff\xfe")
+    else:
+        for number in range(64):
+            await add(db, kind, key, b"%d" % number + b"x" * 10_000)
+        for field in await db.hkeys(key) if kind == "hash" else []:
+            await db.hset(key, field, b"9" * 400)
+        if kind == "stream":
+            await db.xadd(key, {b"j": b"x"}, id=LAST_ID)
+
+
+def test_every_kind_of_key_is_broken() -> None:
+    kinds = {name for name in dir(Keys) if not name.startswith("_")} - {"pool", "prefix", "aside"}
+    assert kinds == KINDS.keys()
+
+
+@pytest.mark.parametrize("name", KINDS)
+async def test_a_broken_key_harms_its_owner_alone(redis_db: str, db: Redis, broker: Broker, name: str) -> None:
+    kind, key_of = KINDS[name]
+    engine = ScriptedEngine(tokens_per_s=500.0)
+    long, short = SamplingParams(max_new_tokens=4000), SamplingParams(max_new_tokens=30)
+    async with (
+        worker(redis_db, engine=engine, max_running=32, lease_s=1.0, drain_s=0.2) as running,
+        RolloutClient(redis_db, client_id="owner") as owner,
+        RolloutClient(redis_db, client_id="other") as other,
+    ):
+        for way in WAYS:
+            mine = tokens(sampling=long, deadline_s=600.0, stream=True)
+            waits = tokens(min_version=7, deadline_s=600.0)
+            await owner.submit_many([mine, waits])
+            theirs = await other.submit(tokens(sampling=short))
+            sent = await CommandSender(db, "default").send("version", timeout_s=30.0)
+            await eventually(lambda: engine._aborts)
+            await break_key(db, kind, key_of(Scene(broker.keys, running, mine.id, sent.command.id)), way)
+            await broker.enqueue([tokens(reply_to="owner", lora="nobody", sampling=short)])  # it is dead-lettered
+            after = await other.submit(tokens(sampling=short))
+            for handle in (theirs, after):
+                results = await asyncio.wait_for(other.wait(handle), 15)
+                assert [len(result.token_ids) for result in results] == [30], way
+            assert not running.task.done()
+            if name != "dead":
+                await eventually(lambda: db.xlen(broker.keys.dead), what=f"a dead letter after {way}")
+            await db.delete(broker.keys.client("owner"))
+        assert other.outstanding == 0
