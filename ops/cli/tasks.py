@@ -126,7 +126,8 @@ def _answers(file: Path) -> list[list[int]]:
         given = line.get("token_ids") if isinstance(line, dict) else None
         if not isinstance(given, list):
             raise InvalidField(f"line {number}", line, "an object with token_ids")
-        found.append(ids(f"line {number}.token_ids", " ".join(map(str, given))))
+        # An answer may have no tokens: a sample that was stopped before it began.
+        found.append(ids(f"line {number}.token_ids", " ".join(map(str, given))) if given else [])
     return found
 
 
