@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .messages import (
         ChatMessage,
         ClientBusy,
+        ClientReplaced,
         FeatureUnavailable,
         GenerateJob,
         InvalidField,
@@ -56,6 +57,7 @@ __all__ = [
     "BlockingSession",
     "ChatMessage",
     "ClientBusy",
+    "ClientReplaced",
     "Delta",
     "FeatureUnavailable",
     "GenerateJob",

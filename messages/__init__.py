@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .codec import decode, encode
     from .errors import (
         ClientBusy,
+        ClientReplaced,
         ConfigError,
         DigestMismatch,
         EngineDead,
@@ -59,6 +60,7 @@ __all__ = [
     "ChatMessage",
     "Claim",
     "ClientBusy",
+    "ClientReplaced",
     "ConfigError",
     "DeadLetter",
     "DigestMismatch",

@@ -84,6 +84,18 @@ class ClientBusy(RolloutMQError):
     """This client has more outstanding samples than it may hold in memory."""
 
 
+class ClientReplaced(RolloutMQError):
+    """Another client with the same `client_id` was opened later, in this process or another one. It gets the results
+    that this one has not acknowledged, and this one gets none any more."""
+
+    def __init__(self, client_id: str) -> None:
+        super().__init__(f"client {client_id} was opened again elsewhere, which gets its results from now on")
+        self.client_id = client_id
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.client_id,))
+
+
 class WaitTimeout(RolloutMQError, TimeoutError):
     """A wait reached its deadline. Nothing is lost: you can wait for the same results again."""
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from ..codec import MAX_MESSAGE_BYTES, RESULTS, Job, Result, decode, decode_one_of
-from ..errors import InvalidField, MessageError, PoolBusy, RedisRefused
+from ..errors import ClientReplaced, InvalidField, MessageError, PoolBusy, RedisRefused
 from ..model import GenerateJob, JobFailure, WorkerStatus
 from ..redis import Keys, text, whole
 from ..scripts import Scripts, calls
@@ -24,6 +24,7 @@ SHORT_BYTES = 1 << 18
 """Jobs that are read back are read so many at once, and only if they are as short as this: no media."""
 NEWS_COUNT = 128
 PIECES_COUNT = 16
+READER_TTL_S = 86400
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,18 +234,35 @@ class Broker:
         self._witness.hears(clock, asked_at)
         return int(ended)
 
+    async def own_replies(self, client_id: str) -> str:
+        """Become the one reader of a client's reply stream. Returns what `read_replies` takes as `owner`."""
+        key = self.keys.reader(client_id)
+        entry = await self.redis.xadd(key, {"r": ""}, maxlen=1, approximate=False)
+        await self.redis.expire(key, READER_TTL_S)
+        return str(text(entry))
+
     async def read_replies(
-        self, client_id: str, after: str, *, count: int = 256, block_ms: int | None = None, redis: Redis | None = None
+        self,
+        client_id: str,
+        after: str,
+        *,
+        count: int = 256,
+        block_ms: int | None = None,
+        redis: Redis | None = None,
+        owner: str = "",
     ) -> list[Reply]:
         """Entries of a client's reply stream after entry id `after` ("0" for the first). They stay in the stream.
 
         block_ms: how long to wait for the first entry. None does not wait. redis: a connection for blocking reads.
         An entry that cannot be decoded becomes a JobFailure, so the others can still be read.
+        owner: Raises ClientReplaced, at once also while it waits, if there is a later owner than this one.
         """
-        key = self.keys.reply(client_id)
+        places = {self.keys.reply(client_id): after} | ({self.keys.reader(client_id): owner} if owner else {})
         reader: Any = redis or self.redis
-        answer = await reader.xread({key: after}, count=count, block=block_ms)
-        entries: list[tuple[bytes, dict[bytes, bytes]]] = answer[0][1] if answer else []
+        found = {text(key): entries for key, entries in await reader.xread(places, count=count, block=block_ms)}
+        if self.keys.reader(client_id) in found:
+            raise ClientReplaced(client_id)
+        entries: list[tuple[bytes, dict[bytes, bytes]]] = found.get(self.keys.reply(client_id), [])
         return [
             Reply(entry_id.decode(), _outcome(fields), fields.get(b"l") != b"0", _counted(fields))
             for entry_id, fields in entries

@@ -81,6 +81,10 @@ class Keys:
         """STREAM of results for one client. Entries stay until the client has taken them."""
         return f"{self.prefix}reply:{client_id}"
 
+    def reader(self, client_id: str) -> str:
+        """STREAM of one entry (with a TTL): whoever opened the client last. Only that one reads the reply stream."""
+        return f"{self.prefix}reader:{client_id}"
+
     def news(self, client_id: str) -> str:
         """STREAM (bounded, with a TTL) of the samples of streamed jobs that have a new piece in their job's record."""
         return f"{self.prefix}news:{client_id}"

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ...messages.broker import Broker, Receipt, Reply
-from ...messages.errors import RolloutMQError, WaitTimeout, WrongProcess
+from ...messages.errors import ClientReplaced, RolloutMQError, WaitTimeout, WrongProcess
 from .handover import Crossing, HandOut
 from .inboxes import Inboxes
 
@@ -49,13 +49,14 @@ class ReplyReader:
         self._crossing: list[tuple[Crossing, HandOut]] = []
         self._flushing: asyncio.Task[None] | None = None
         self._unacked: set[str] = set()  # entries on the stream that were read
-        self._last = "0"
+        self._last, self._owner = "0", ""
         self._count = 16
         self._broken: BaseException | None = None
         self._closed = False
 
     async def open(self) -> None:
         """Read what an earlier client of this id had not acknowledged, then go on reading in the background."""
+        self._owner = await self._broker.own_replies(self._client_id)
         open_jobs = await self._broker.open_jobs(self._client_id)
         known = await self._broker.submitted(open_jobs)
         while replies := await self._broker.read_replies(self._client_id, self._last, count=self._count):
@@ -84,11 +85,13 @@ class ReplyReader:
         await self._flush_acks()
 
     def check_open(self) -> None:
-        """Raises RolloutMQError after `close`, and WrongProcess in a forked child."""
+        """Raises RolloutMQError after `close`, WrongProcess in a forked child, ClientReplaced if another one reads."""
         if self._closed:
             raise RolloutMQError(f"client {self._client_id} is closed")
         if os.getpid() != self._pid:
             raise WrongProcess(f"client {self._client_id}", self._pid)
+        if isinstance(self._broken, ClientReplaced):
+            raise ClientReplaced(self._client_id)
 
     def wake(self) -> None:
         """Have whoever waits in `until` look again."""
@@ -141,7 +144,12 @@ class ReplyReader:
                 await self._flush_acks()
                 try:
                     replies = await self._broker.read_replies(
-                        self._client_id, self._last, count=self._count, block_ms=BLOCK_MS, redis=self._blocking
+                        self._client_id,
+                        self._last,
+                        count=self._count,
+                        block_ms=BLOCK_MS,
+                        redis=self._blocking,
+                        owner=self._owner,
                     )
                     if not replies and self._inbox.jobs:
                         await self._look_around()

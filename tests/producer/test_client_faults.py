@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from support.pools.pool import eventually, stream_length, worker
 from support.specimens.messages import tokens
 
-from rolloutmq import GenerateJob, InvalidField, JobFailure, PoolBusy, RolloutClient, RolloutMQError
+from rolloutmq import ClientReplaced, GenerateJob, InvalidField, JobFailure, PoolBusy, RolloutClient, RolloutMQError
 from rolloutmq.messages import Broker, Caps
 
 
@@ -179,6 +179,29 @@ async def test_an_id_that_is_taken_is_refused_where_it_is_submitted(redis_db: st
     assert one.token_ids is not None
     assert result.prompt_ids.tolist() == one.token_ids.tolist()
     assert client.outstanding == 0
+
+
+async def test_the_client_that_opened_last_gets_the_results(redis_db: str, broker: Broker, db: Redis) -> None:
+    """The one before is told, also where it waits, and hands out nothing any more. The newest one has all of it."""
+    first = await RolloutClient(redis_db, client_id="client").open()
+    jobs = [tokens() for _ in range(20)]
+    await first.submit_many(jobs)
+    waiting = asyncio.create_task(first.wait(await first.submit(tokens(min_version=9))))
+    async with worker(redis_db, max_running=32):
+        await eventually(lambda: len(first._core.inbox) == 20)
+        async with RolloutClient(redis_db, client_id="client") as second:
+            with pytest.raises(ClientReplaced, match="client client was opened again"):
+                await waiting
+            for call in (first.submit(tokens()), anext(first.results()), first.cancel(["x"])):
+                with pytest.raises(ClientReplaced):
+                    await call
+            await first.aclose()
+            assert await second.cancel_all() == 1
+            found = [one async for one in second.results(10)]
+    assert {one.job_id for one in found if one.ok} == {one.id for one in jobs}
+    assert len(found) == 21
+    assert await stream_length(db, broker) == 0
+    assert await db.ttl(broker.keys.reader("client")) > 0
 
 
 async def test_the_same_job_twice_in_one_submission(client: RolloutClient, serving: None) -> None:

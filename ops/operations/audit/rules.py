@@ -50,6 +50,7 @@ KINDS = (
     Kind("wake", "list", "ttl"),
     Kind("token:", "list", "ttl"),
     Kind("news:", "stream", "ttl"),
+    Kind("reader:", "stream", "ttl"),
     Kind("reply:", "stream", "ttl"),
     Kind("load", "hash", "fixed"),
     Kind("unread", "hash", "fixed"),

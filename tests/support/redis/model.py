@@ -148,7 +148,7 @@ LASTING = {
     "prefers",
 }
 LASTING_KINDS = {"queue", "later", "held", "client", "worker"}
-FLEETING_KINDS = {"reply", "version", "epoch", "news", "token"}
+FLEETING_KINDS = {"reply", "version", "epoch", "news", "reader", "token"}
 
 
 class Model:
