@@ -202,7 +202,8 @@ class Broker:
 
     async def open_jobs(self, client_id: str) -> dict[str, str]:
         """A client's queued and running jobs, each with its group."""
-        ids = [text(job) for job in await self.redis.smembers(self.keys.client(client_id))]
+        pages = self.redis.sscan_iter(self.keys.client(client_id), count=BATCH_JOBS)  # a page may repeat some
+        ids = list(dict.fromkeys([text(job) async for job in pages]))
         groups: list[bytes | None] = []
         for start in range(0, len(ids), BATCH_JOBS):
             groups += await self._each([self.keys.job(job_id) for job_id in ids[start : start + BATCH_JOBS]], "G")

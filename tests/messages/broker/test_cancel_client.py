@@ -99,3 +99,14 @@ async def test_entries_behind_the_readers_back_are_found(redis_db: str, broker: 
             assert [outcome.job_id async for outcome in client.results(timeout=10)] == [last.id]
         assert client.repeats == 1
     assert len(done) == 1
+
+
+async def test_open_jobs_are_read_by_pages(broker: Broker, db: Redis) -> None:
+    """A client may have a million: Redis is never busy with all of them at once."""
+    jobs = [job() for _ in range(2000)]
+    await broker.enqueue(jobs)
+    await db.config_resetstat()
+    assert await broker.open_jobs("client") == {one.id: one.id for one in jobs}
+    stats = await db.info("commandstats")
+    assert "cmdstat_smembers" not in stats
+    assert stats["cmdstat_sscan"]["calls"] >= 3
