@@ -128,6 +128,9 @@ SABOTAGES: dict[str, Sabotage] = {
         "a_call_keeps_what_it_asked_for",
         ".",
     ),
+    "a job id may belong to two": Sabotage(
+        _script("enqueue", r"if #taken > 0 then", "if false then"), "a_job_id_that_is_taken", "was accepted"
+    ),
     "the owner is not checked": Sabotage(
         _script("complete", r"or f\[2\] ~= worker or f\[3\] ~= attempt\n", "\n"),
         "freeze_worker_past_lease",

@@ -18,6 +18,7 @@ FILES = (
     "trouble",
     "clients",
     "hands",
+    "names",
     "drains",
     "weights",
     "sglang",
