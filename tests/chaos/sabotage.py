@@ -131,6 +131,11 @@ SABOTAGES: dict[str, Sabotage] = {
     "a job id may belong to two": Sabotage(
         _script("enqueue", r"if #taken > 0 then", "if false then"), "a_job_id_that_is_taken", "was accepted"
     ),
+    "nobody waits for the disk": Sabotage(
+        _replaced("messages.redis.url", "Durability.waits", property(lambda durability: False)),
+        "slow_disk_durable",
+        "knows nothing of it|WaitTimeout",
+    ),
     "the owner is not checked": Sabotage(
         _script("complete", r"or f\[2\] ~= worker or f\[3\] ~= attempt\n", "\n"),
         "freeze_worker_past_lease",
