@@ -115,6 +115,8 @@ def decode(data: bytes, expect: type[M]) -> M:
         return expect.model_validate(fields)
     except ValidationError as error:
         raise as_invalid_field(error) from None
+    except RecursionError:
+        raise MalformedMessage(f"a {expect.__name__} that is nested too deep") from None
 
 
 def decode_one_of(data: bytes, expected: Sequence[type[M]]) -> M:

@@ -34,7 +34,7 @@ class InvalidField(MessageError):
     """A field has a value that is not allowed."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"{field}={_short(value)}: {allowed}")
+        super().__init__(f"{field}={shortly(value)}: {allowed}")
         self.field = field
         self.value = value
         self.allowed = allowed
@@ -43,7 +43,7 @@ class InvalidField(MessageError):
         return (type(self), (self.field, self.value, self.allowed))
 
 
-def _short(value: object) -> str:
+def shortly(value: object) -> str:
     """The value in at most 120 characters. It may be of any size, and nested to any depth."""
     try:
         shown = _SHORT.repr(value)

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic.functional_validators import SkipValidation
 
-from ..errors import InvalidField
+from ..errors import InvalidField, shortly
 from ..ids import is_id, new_id
 from ..nearest import nearest
 
@@ -35,7 +35,7 @@ Items = Annotated[tuple[T, ...], Field(fail_fast=True)]
 
 
 def _whole(value: Any) -> Any:
-    if isinstance(value, bool | np.bool_ | str | bytes):
+    if type(value) is not int and isinstance(value, bool | np.bool_ | str | bytes):
         raise ValueError(f"an integer, not {type(value).__name__}")
     return value
 
@@ -209,11 +209,11 @@ def _read_array(value: Any) -> npt.NDArray[Any]:
     if isinstance(value, list | tuple) and len(value) == 3 and isinstance(value[2], bytes | bytearray | memoryview):
         dtype, shape, data = value
         if dtype not in ARRAY_DTYPES:
-            raise ValueError(f"dtype {dtype!r}: one of {', '.join(ARRAY_DTYPES)}")
+            raise ValueError(f"dtype {shortly(dtype)}: one of {', '.join(ARRAY_DTYPES)}")
         if not isinstance(shape, list | tuple) or len(shape) > MAX_AXES:
-            raise ValueError(f"shape {shape!r}: at most {MAX_AXES} sizes")
+            raise ValueError(f"shape {shortly(shape)}: at most {MAX_AXES} sizes")
         if not all(type(size) is int and 0 <= size <= MAX_ARRAY_BYTES for size in shape):
-            raise ValueError(f"shape {shape!r}: sizes from 0 to {MAX_ARRAY_BYTES}")
+            raise ValueError(f"shape {shortly(shape)}: sizes from 0 to {MAX_ARRAY_BYTES}")
         wire = np.dtype(dtype).newbyteorder("<")
         if math.prod(shape) * wire.itemsize != len(data):
             raise ValueError(f"{len(data)} bytes for {dtype} of shape {tuple(shape)}")

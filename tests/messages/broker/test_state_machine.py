@@ -56,7 +56,7 @@ LIES = {
     "any weights will do": ("claim", "version < needs then", "false then"),
     "an ended id is a new job": ("enqueue", "if not state then", "if state ~= 'q' and state ~= 'r' then"),
     "all groups are one": ("cancel_client", "group == '' or", "true or"),
-    "an old claim gets new jobs": ("claim", "(tonumber(last[1]) or 0) > tonumber(number)", "false"),
+    "an old claim gets new jobs": ("claim", "(whole(last[1]) or 0) > tonumber(number)", "false"),
     "a piece is kept after a gap": (
         "lib",
         "number > 0 and redis.call('HEXISTS', key, piece_field(sample, number - 1)) == 0",
