@@ -69,7 +69,7 @@ LIES = {
         "or redis.call('ZCOUNT', later_key(class), 0, version) > 0",
         "",
     ),
-    "ended suspects stay": ("claim", "redis.call('LREM', suspects_key, 1, id)\n    elseif", "elseif"),
+    "ended suspects stay": ("claim", "redis.call('LREM', suspects_key, 1, id)\n    else\n", "else\n"),
     "a ward's turn is not renewed": ("claim", "if ward() == worker then be_ward() end", ""),
     "ended ids fill a queue": ("enqueue", "waiting[class] >= 2 * max_jobs and looks > 0", "false"),
     "a failure is of no group": ("lib", "'G', r[11] or id", "'G', id"),
