@@ -23,9 +23,9 @@ from ..sync.transfer import Ledger
 from .commands import Commands, Service, beside, worker_commands
 from .config import WorkerConfig
 from .engine import AdapterMissing, Engine
+from .engine_keeper import EngineKeeper
 from .generation import Generation
 from .jobs import HeldJob, HeldJobs, MustFetch, Run, SampleRun, admit_all, admit_fetched, as_result, text_with_calls
-from .keeper import EngineKeeper
 from .lease import Checkpoints, ClaimLoop, Deadlines, Handback, Membership, Outbox, Streaming
 from .leaving import LEAVE_S, Leaving, left
 from .loops import Loop, undisturbed

@@ -16,8 +16,8 @@ from ..errors import ClientReplaced, InvalidField, MessageError, PoolBusy, Redis
 from ..model import GenerateJob, JobFailure, WorkerStatus
 from ..redis import Keys, text, whole
 from ..scripts import Scripts, calls
+from .clock import Witness
 from .submissions import BATCH_JOBS, batches, same_job
-from .witness import Witness
 
 SHORT_JOBS = 64
 SHORT_BYTES = 1 << 18

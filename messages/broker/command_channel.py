@@ -22,7 +22,7 @@ from ..ids import new_id
 from ..model import Command, CommandReply
 from ..redis import Keys, text
 from ..scripts import Scripts, calls
-from .witness import living_workers
+from .clock import living_workers
 
 ANSWERS_TTL_S = 600
 """How long answers are kept after the first one."""

@@ -14,7 +14,7 @@ from ..errors import LeaseLost
 from ..model import PRIORITIES, Partial, WorkerStatus
 from ..redis import Keys, name_once, text, whole
 from ..scripts import Scripts, calls
-from .witness import Witness
+from .clock import Witness
 
 REAPED = 256
 """One call of `reap` is about at most so many jobs and workers."""

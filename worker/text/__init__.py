@@ -4,6 +4,6 @@ from .chat import after_context
 from .stream import SampleStream
 from .tokenizer import ModelTokenizer, NoTokenizer, Tokenizer
 from .tool_calls import check_parser
-from .tool_reader import ToolReader
+from .tool_process import ToolReader
 
 __all__ = ["ModelTokenizer", "NoTokenizer", "SampleStream", "Tokenizer", "ToolReader", "after_context", "check_parser"]

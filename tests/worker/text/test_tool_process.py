@@ -13,8 +13,8 @@ from support.pools.pool import eventually, wait_replies, worker
 from support.specimens.messages import SHORT, job
 
 from rolloutmq.messages import Broker, GenerateJob, RolloutResult
-from rolloutmq.worker.text import tool_calls, tool_reader
-from rolloutmq.worker.text.tool_reader import ToolReader
+from rolloutmq.worker.text import tool_calls, tool_process
+from rolloutmq.worker.text.tool_process import ToolReader
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
@@ -47,7 +47,7 @@ async def test_a_text_that_takes_too_long_is_one_invalid_call_and_the_next_one_i
 ) -> None:
     await read(reader, ROME)
     with monkeypatch.context() as patch:
-        patch.setattr(tool_reader, "READ_S", 0.0)
+        patch.setattr(tool_process, "READ_S", 0.0)
         (call,) = await reader.calls_in(ROME, JOB, 3)
     assert (call.valid, call.text, call.id) == (False, ROME, f"call_{JOB.id}_3_0")
     assert "too long" in (call.error or "")
