@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 
@@ -26,6 +26,10 @@ class Answers:
     def _answer(self, command: str, args: tuple[Any, ...]) -> Any:
         answer = self._answers[command]
         return answer(*args) if callable(answer) else answer
+
+    async def sscan_iter(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        for member in self._answers["smembers"]:
+            yield member
 
     def pipeline(self, **_: Any) -> Pipeline:
         return Pipeline(self)

@@ -24,7 +24,7 @@ from rolloutmq.messages.broker.command_channel import CommandSender, Sent
 from rolloutmq.messages.broker.dead_letters import DeadLetters, successor
 from rolloutmq.messages.codec import KINDS
 from rolloutmq.messages.model import Command, GenerateJob
-from rolloutmq.messages.redis import Bell
+from rolloutmq.messages.redis import Bell, Keys
 from rolloutmq.producer.calls.stream import Watched
 from rolloutmq.producer.inbox import Inbox
 from rolloutmq.sync.transfer import Join, Ledger, TransferReport
@@ -136,7 +136,8 @@ def _make_reply(rng: Random) -> Case:
 async def _run_reply(case: Case) -> None:
     good = result(JOB, 0)
     fields = {b"j": JOB.id.encode(), b"s": b"0", b"m": encode(good), b"l": b"0"}
-    broker = Broker(Answers({"xread": [[b"reply", [(b"1-0", case), (b"2-0", fields), (b"3-0", case)]]]}), "p")  # type: ignore[arg-type]
+    stream = Keys("p").reply("client").encode()
+    broker = Broker(Answers({"xread": [[stream, [(b"1-0", case), (b"2-0", fields), (b"3-0", case)]]]}), "p")  # type: ignore[arg-type]
     replies = await broker.read_replies("client", "0")
     assert [reply.entry_id for reply in replies] == ["1-0", "2-0", "3-0"]
     assert replies[1].outcome == good
