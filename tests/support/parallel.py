@@ -1,8 +1,9 @@
 """How tests are collected, in which order they run, and which of them in one process (`pytest -n 2`).
 
 A file stays in one process, with the servers of its fixtures. The tests whose process imports SGLang are all in
-one process, and share its engine. What takes longest begins first: what begins last
-decides how long the other processes wait.
+one process, and share its engine; those of pools are all in another, and share what it imports for them. These two
+compute, and meanwhile the other tests wait for each other. What takes longest begins first: what begins last decides
+how long the other processes wait.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def stage(item: pytest.Item) -> int:
 
 def unit(nodeid: str) -> str:
     """Tests of one unit run in one process."""
-    return nodeid.partition("::")[0] if rank(nodeid) else ENGINES
+    return (ENGINES, POOLS)[rank(nodeid)] if nodeid.startswith(ENGINES) else nodeid.partition("::")[0]
 
 
 class Xdist:

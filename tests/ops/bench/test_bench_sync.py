@@ -167,12 +167,8 @@ def test_the_command_line_is_checked() -> None:
 
 
 def test_the_command_is_there() -> None:
-    import typer  # noqa: PLC0415
+    from rolloutmq.ops.cli.main import app  # noqa: PLC0415
 
-    from rolloutmq.ops.cli.bench import bench_sync  # noqa: PLC0415
-
-    app = typer.Typer()
-    app.command()(bench_sync)
-    result = CliRunner().invoke(app, ["--shapes", "7b"])
+    result = CliRunner().invoke(app, ["bench", "sync", "--shapes", "7b"])
     assert result.exit_code == 2
     assert "7b" in result.output

@@ -13,9 +13,15 @@ from support.peers import disk_crash
 TESTS = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("arguments", [("every",), ("random", "7", "25"), ("traffic", "40")], ids=lambda it: it[0])
-def test_no_half_version(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    kind, *numbers = arguments
+@pytest.mark.parametrize(
+    ("kind", "numbers"),
+    [
+        pytest.param("every", [], marks=pytest.mark.slow),
+        ("random", ["7", "25"]),
+        pytest.param("traffic", ["40"], marks=pytest.mark.slow),
+    ],
+)
+def test_no_half_version(kind: str, numbers: list[str], tmp_path: Path) -> None:
     command = [sys.executable, disk_crash.__file__, kind, str(tmp_path / "versions"), *numbers]
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     shown = subprocess.run(

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.peers import torchrun_trainer
 from support.pools.pool import Running, check_scripted, eventually, wait_replies, worker
@@ -68,6 +69,7 @@ async def test_both_ranks_publish_and_go_on_training(redis_db: str, tmp_path: Pa
     assert seen(tmp_path, 1) == {"reports": [delegated] * 2, "environment": [], "default group": True}
 
 
+@pytest.mark.slow
 async def test_a_rank_that_dies_before_a_gather_costs_the_trainer_a_publish_and_the_pool_nothing(
     redis_db: str, tmp_path: Path
 ) -> None:

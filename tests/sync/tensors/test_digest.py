@@ -241,6 +241,7 @@ print(json.dumps([x.tolist() for x in (wanted, found, bare, bad, seen)]))
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_agrees_in_tritons_interpreter() -> None:
     """Its logic, that is; on a GPU tests/gpu/test_gpu_digest.py does the same with the compiled one."""
     wanted, found, bare, bad, seen = interpreted(INTERPRETED)

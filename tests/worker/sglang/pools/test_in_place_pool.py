@@ -13,7 +13,7 @@ from support.pools.worker_process import WorkerProcess
 from rolloutmq import BlockingRolloutClient, GenerateJob, JobHandle, SamplingParams, WeightPublisher
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
 RUNNING = 6
 TOKENS = 1000
 TOLERANCE = 2e-3

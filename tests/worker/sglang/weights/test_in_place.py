@@ -15,6 +15,7 @@ from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
 from rolloutmq.worker.sglang.engine import SGLangConfig
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+MODES = [pytest.param(False, id="normal"), pytest.param(True, id="overlap", marks=pytest.mark.slow)]
 RUNNING = 8
 TOLERANCE = 2e-3
 """Of a log-probability; both sides compute in float32, in batches of different shapes."""
@@ -32,7 +33,7 @@ def judge(versions: list[Path]) -> Judge:
     return Judge(versions)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["normal", "overlap"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=MODES)
 async def engine(versions: list[Path], request: pytest.FixtureRequest) -> AsyncIterator[InPlaceEngine]:
     """Starts with version 0; the tests below go on to 1, 2 and 3 in order."""
     config = SGLangConfig(

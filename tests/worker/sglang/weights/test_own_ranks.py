@@ -16,7 +16,7 @@ from rolloutmq.sync.transfer.order import TransferReport
 from rolloutmq.sync.wire.broadcaster import Broadcaster
 from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
 RANKS = 2
 TIMEOUT_S = 60.0
 TOLERANCE = 0.03
