@@ -7,8 +7,8 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
 
 # Hundreds of processes import the same files; where this is set each would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
-# How many processes share the tests, for two cores; each has a server of its own, and waits half of its time.
-PROCESSES ?= 4
+# How many processes share the tests, for two cores: two compute, with engines, and the third one mostly waits.
+PROCESSES ?= 3
 PYTEST_ALL = .venv/bin/python -m pytest -n $(PROCESSES) --dist loadfile
 EVERYWHERE = --ignore=tests/gpu --ignore=tests/chaos
 # What depends on the server: scripts, connections, deployments, and whoever speaks to it most.

@@ -108,7 +108,7 @@ async def test_a_crashed_workers_jobs_are_finished_by_the_other(redis_db: str, b
         await crashing.crash()
         held = await broker.redis.smembers(broker.keys.held(crashing.id))
         assert len(held) >= 4
-        async with worker(redis_db, lease_s=0.6) as other:
+        async with worker(redis_db, lease_s=1.5) as other:
             results = all_scripted(await wait_replies(broker, 20), 20)
             assert {one.worker_id for one in results} == {other.id}
             assert {one.attempt for one in results} == {1, 2}

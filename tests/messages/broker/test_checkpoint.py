@@ -81,7 +81,7 @@ async def test_a_killed_worker_costs_at_most_the_interval(redis_db: str, broker:
     one = job(n=4, sampling=LONG)
     await broker.enqueue([one])
     key = broker.keys.job(one.id)
-    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=0.4, checkpoint_s=0.2) as victim:
+    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=1.5, checkpoint_s=0.2) as victim:
 
         async def saved() -> int:
             fields = await db.hgetall(key)
@@ -92,7 +92,7 @@ async def test_a_killed_worker_costs_at_most_the_interval(redis_db: str, broker:
         assert pieces, "saved in pieces, not all over again"
         await victim.crash()
         before = await saved()
-    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=0.4) as survivor:
+    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=1.5) as survivor:
         results = [reply.outcome for reply in await wait_replies(broker, 4)]
         redone = survivor.worker._generation.generated_tokens
     for found in results:
@@ -128,10 +128,10 @@ async def test_saving_goes_on_after_an_outage(redis_db: str, broker: Broker, db:
     monkeypatch.setattr(Lease, "checkpoint", away_once)
     one = job(sampling=LONG)
     await broker.enqueue([one])
-    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=0.4, checkpoint_s=0.1) as victim:
+    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=1.5, checkpoint_s=0.1) as victim:
         await eventually(lambda: db.hexists(broker.keys.job(one.id), "k0.2"))
         await victim.crash()
-    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=0.4):
+    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=1.5):
         (reply,) = await wait_replies(broker, 1)
     assert isinstance(reply.outcome, RolloutResult)
     check_scripted(reply.outcome, 3)
@@ -185,12 +185,12 @@ async def test_a_worker_told_of_a_gap_saves_everything_again(redis_db: str, brok
     one = job(sampling=LONG)
     await broker.enqueue([one])
     key = broker.keys.job(one.id)
-    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=0.4, checkpoint_s=0.1) as victim:
+    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=1.5, checkpoint_s=0.1) as victim:
         await eventually(lambda: db.hexists(key, "k0.2"))
         await db.eval(FORGET, 1, key)
         await eventually(lambda: db.hexists(key, "k0.1"))
         await victim.crash()
-    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=0.4) as survivor:
+    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=1.5) as survivor:
         (reply,) = await wait_replies(broker, 1)
         assert survivor.worker._generation.generated_tokens < 300
     assert isinstance(reply.outcome, RolloutResult)
