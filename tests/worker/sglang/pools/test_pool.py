@@ -274,15 +274,17 @@ def test_sigterm_hands_back_what_does_not_fit_and_leaves_nothing_behind(
 
 
 @pytest.mark.slow
-def test_a_worker_as_operators_start_it(model_dir: Path, redis_url: str) -> None:
-    """The other workers are forked from a process that has imported everything; this one is not."""
-    worker = WorkerProcess(model_dir, redis_url, model_dir.parent / "operator.log", *OPTIONS, forked=False)
-    try:
+def test_a_worker_as_operators_start_it(model_dir: Path, tmp_path: Path) -> None:
+    """The other workers are forked from a process that has imported everything; this one is not.
+
+    It has a pool of its own: what the others left behind, queued jobs and weights of a trainer that is gone, is theirs.
+    """
+    with EmbeddedRedis() as server, ExitStack() as stack:
+        worker = WorkerProcess(model_dir, server.url, tmp_path / "operator.log", *OPTIONS, forked=False)
+        stack.callback(worker.kill)
         worker.wait_joined()
-        with BlockingRolloutClient(redis_url) as client:
-            assert [result.versions for result in client.wait(client.submit(greedy(4, n=2)), 60)] == [(0,)] * 2
+        client = stack.enter_context(BlockingRolloutClient(server.url))
+        assert [result.versions for result in client.wait(client.submit(greedy(4, n=2)), 60)] == [(0,)] * 2
         family = worker.family()
         assert worker.terminate(20) == 0
         assert psutil.wait_procs(family, timeout=5)[1] == []
-    finally:
-        worker.kill()
