@@ -127,10 +127,11 @@ end
 
 -- ZSET '<entry id> <bytes>' of dead letters, by the first part of the id. `load` has the sum in `letters`.
 local letters_key = prefix .. 'letters'
+-- Returns the letter's bytes.
 local function uncount_letter(entry)
-  if redis.call('ZREM', letters_key, entry) == 1 then
-    redis.call('HINCRBY', load_key, 'letters', 0 - (whole(string.match(entry, ' (%d+)$')) or 0))
-  end
+  local bytes = whole(string.match(entry, ' (%d+)$')) or 0
+  if redis.call('ZREM', letters_key, entry) == 1 then redis.call('HINCRBY', load_key, 'letters', 0 - bytes) end
+  return bytes
 end
 
 -- Delete a dead letter. Returns 1, or 0 if there is none.
@@ -153,10 +154,9 @@ local function dead_letter(id, cause, host, err)
   local kept, number = counted(load[2]), redis.call('ZCARD', letters_key)
   for _, entry in ipairs(redis.call('ZRANGEBYSCORE', letters_key, '-inf', '+inf', 'LIMIT', 0, TRIMMED)) do
     if kept + rest + #payload <= room and number < DEAD_LETTERS then break end
-    uncount_letter(entry)
+    kept, number = kept - uncount_letter(entry), number - 1
     redis.call('XDEL', prefix .. 'dead', string.match(entry, '^%S+'))
     redis.call('HINCRBY', load_key, 'trimmed', 1)
-    kept, number = kept - (whole(string.match(entry, ' (%d+)$')) or 0), number - 1
   end
   local entry = redis.call('XADD', prefix .. 'dead', 'MAXLEN', '~', DEAD_LETTERS, '*', 'id', id, 'cause', cause, 'host', host,
                            'error', err, 'attempts', f[2] or '0', 'at', redis_ms(), 'payload', payload, 'dropped', dropped)

@@ -6,6 +6,7 @@ taken nothing, and the loop can go on.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterable
 from typing import Generic, Self, TypeVar, cast
 
@@ -54,12 +55,13 @@ class Loop(AsyncIterator[T], Generic[T]):
         """End the loop. The last item is not acknowledged."""
         self._over, self._last = True, None
 
+    @abstractmethod
     async def _wait(self) -> None:
         """Return when there is something to take, or nothing is to come."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self) -> tuple[T, list[Reply]] | None:
-        raise NotImplementedError
+        """The next item and what it is made of; None if nothing is to come."""
 
 
 class Results(Loop[Outcome]):

@@ -1,10 +1,10 @@
 -- Accept jobs in order, up to the first that does not fit.
 -- ARGV: prefix, max_jobs, max_bytes, max_unread, letter,
 --       *jobs (job_id, payload, n, priority, client, min_version, max_staleness, deadline_ms, group, adapter, prefers)
--- max_bytes: payloads of open jobs, results that nobody has taken yet, and dead letters. max_unread: bytes of results that one client
--- may leave untaken. letter: entry id of the dead letter that the job replaces. adapter: <name>@<least version>.
--- prefers: the worker it prefers, as <ms>@<worker id>. letter, max_staleness, deadline_ms (from now), group, adapter
--- and prefers are '' for none.
+-- max_bytes: payloads of open jobs, results that nobody has taken yet, and dead letters. max_unread: bytes of results
+-- that one client may leave untaken. letter: entry id of the dead letter that the job replaces.
+-- adapter: <name>@<least version>. prefers: the worker it prefers, as <ms>@<worker id>. letter, max_staleness,
+-- deadline_ms (from now), group, adapter and prefers are '' for none.
 -- Returns one of new|q|r|done|cancelled|expired|dead per job; if one does not fit, in its place and as the last:
 --   BUSY, why (jobs|bytes|unread), open jobs, bytes as for max_bytes, untaken bytes of this client
 -- An id that is open for another client, or with another payload: nothing is accepted. Returned are TAKEN and, for each
@@ -15,10 +15,11 @@ local max_jobs, max_bytes, max_unread, letter = tonumber(ARGV[2]), tonumber(ARGV
 if letter ~= '' and #redis.call('XRANGE', prefix .. 'dead', letter, letter) == 0 then
   return {redis.call('HGET', job_key(ARGV[6]), 'st') or 'gone'}
 end
-local taken, given = {}, {}
+local taken, given, state_of = {}, {}, {}
 for i = 6, #ARGV, STRIDE do
   local id, payload, client = ARGV[i], ARGV[i + 1], ARGV[i + 4]
   local f = redis.call('HMGET', job_key(id), 'st', 'y', 'z')
+  state_of[id] = f[1]
   local open = f[1] == 'q' or f[1] == 'r'
   local same = not open or (f[2] == client and f[3] == tostring(#payload) and
                             redis.call('HGET', job_key(id), 'p') == payload)
@@ -53,15 +54,14 @@ end
 
 for i = 6, #ARGV, STRIDE do
   local id, payload, class, client = ARGV[i], ARGV[i + 1], ARGV[i + 3], ARGV[i + 4]
-  local key = job_key(id)
-  local state = redis.call('HGET', key, 'st')
+  local key, state = job_key(id), state_of[id]
   if not state then
     local why = misfit(#payload, class, client)
     if why then
       append(states, 'BUSY', why, jobs + accepted, open_bytes + bytes + kept, unread[client])
       break
     end
-    state = 'new'
+    state, state_of[id] = 'new', 'q'
     redis.call('HSET', key, 'st', 'q', 'p', payload, 'n', ARGV[i + 2], 'q', class, 'y', client, 'z', #payload,
                't', now, 'a', 0, 'd', 0)
     redis.call('SADD', client_key(client), id)
