@@ -20,7 +20,7 @@ help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
 	@echo "make demo    the whole loop on this machine, without a GPU or a Redis; draws into out/"
 	@echo "make test    the tests: a real server, real SGLang on CPU (PYTEST='-k name' for some, PROCESSES=8 on more cores)"
-	@echo "make test-all    all that CI runs: the slow ones too, and what depends on the server on Redis 7 and 6.2"
+	@echo "make test-all    all tests that CI runs: the slow ones too, and what depends on the server on Redis 7 and 6.2"
 	@echo "make test-slow    of these the few that take longest"
 	@echo "make test-redis7, make test-redis62    of these what depends on the server, on the Redis 7 on PATH or on 6.2"
 	@echo "make coverage    branches of the package that the tests take in their own processes"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,17 +12,17 @@ import pytest
 from chaos.host import HostRedis
 from support.pools.pool import dump, eventually, status, worker
 from support.redis.deployments import plain, replicated
+from support.redis.promises import promises
 from support.redis.roles import FOR_DISK, create
-from support.specimens.messages import job, result, specimens, tokens
+from support.specimens.messages import job, tokens
 
 from rolloutmq import RolloutClient
-from rolloutmq.messages import Broker, Finished, Lease, NotOnDisk, Release, WeightAnnouncement
+from rolloutmq.messages import Broker, NotOnDisk
 from rolloutmq.messages.errors import ConfigError, RedisRefused
 from rolloutmq.messages.redis import disk, parse
 from rolloutmq.messages.redis.connection import connect, ping
 from rolloutmq.messages.scripts import runner
 from rolloutmq.ops.redis.embedded import EmbeddedRedis, find_server, server_version
-from rolloutmq.sync.transfer.ledger import Ledger
 
 HAS_WAITAOF = (server_version(find_server()) or (0, 0)) >= (7, 2)
 only_where_it_is = pytest.mark.skipif(not HAS_WAITAOF, reason="this server has no WAITAOF")
@@ -110,34 +110,17 @@ async def test_each_promise_waits_for_the_disk(
     server: EmbeddedRedis, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with connect(url) as safe:
-        broker, lease, ledger = Broker(safe, "p"), Lease(safe, "p", "w"), Ledger(safe, "p")
-        jobs = [job(reply_to="c") for _ in range(5)]
-        await broker.enqueue(jobs)
-        await lease.join(status("w"))
-        claims = {claim.job_id: claim for claim in await lease.claim(5, 5, 0)}
-        finished = Finished(jobs[0].id, claims[jobs[0].id].attempt, 0, result(jobs[0]))
-        announcement = specimens()["announcement"]
-        assert isinstance(announcement, WeightAnnouncement)
-        promises: list[Callable[[], object]] = [
-            lambda: broker.enqueue(jobs),  # known already: the one before may not be on disk yet
-            lambda: lease.complete([finished]),
-            lambda: broker.cancel([jobs[1].id]),
-            lambda: broker.cancel_client("c", jobs[1].group),
-            lambda: lease.release([Release(jobs[2].id, claims[jobs[2].id].attempt)], 3),
-            lambda: lease.bury(jobs[3].id, claims[jobs[3].id].attempt, "cause", "host", "error"),
-            lambda: lease.expire(jobs[4].id, claims[jobs[4].id].attempt),
-            lambda: ledger.close(announcement, True),
-        ]
+        made = await promises(safe)
         monkeypatch.setattr(disk, "FLUSH_TIMEOUT_MS", 20)
         with held(server, monkeypatch):
-            await lease.heartbeat(status("w"))  # what need not survive goes on
-            await ledger.announce(announcement)
-            for promise in promises:
+            await made.lease.heartbeat(status("w"))  # what need not survive goes on
+            await made.ledger.announce(made.announcement)
+            for promise in made.calls:
                 with pytest.raises(NotOnDisk, match="not on its disk for certain"):
-                    await promise()  # type: ignore[misc]
+                    await promise()
             before = await dump(safe, skip=("bell", "wake", "mark"))
-        for promise in promises:
-            await promise()  # type: ignore[misc]
+        for promise in made.calls:
+            await promise()
         assert await dump(safe, skip=("bell", "wake", "mark")) == before  # the second time changed nothing
 
 

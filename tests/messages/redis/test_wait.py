@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import pytest
 from redis.asyncio import Redis
 from support.pools.pool import dump, eventually, replies, short_retries, status, worker
 from support.redis.deployments import follow, plain, replicated
-from support.specimens.messages import job, result, specimens, tokens
+from support.redis.promises import promises
+from support.specimens.messages import job, tokens
 
 from rolloutmq import RolloutClient
-from rolloutmq.messages import Broker, Finished, Lease, Release, WeightAnnouncement
+from rolloutmq.messages import Broker
 from rolloutmq.messages.errors import ConfigError, NotReplicated, RedisRefused
 from rolloutmq.messages.redis.connection import connect
 from rolloutmq.messages.scripts import runner as lua
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
-from rolloutmq.sync.transfer.ledger import Ledger
 
 Pair = tuple[EmbeddedRedis, EmbeddedRedis]
 ACCEPTED = (["new"], ["q"])
@@ -94,34 +94,20 @@ async def test_something_is_written_before_each_wait(pair: Pair, safe: Redis) ->
 
 
 async def test_each_outcome_waits_for_the_replica(pair: Pair, safe: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    broker, lease, ledger = Broker(safe, "p"), Lease(safe, "p", "w"), Ledger(safe, "p")
-    jobs = [job(reply_to="c") for _ in range(5)]
-    await broker.enqueue(jobs)
-    await lease.join(status("w"))
-    claims = {claim.job_id: claim for claim in await lease.claim(5, 5, 0)}
-    finished = Finished(jobs[0].id, claims[jobs[0].id].attempt, 0, result(jobs[0]))
-    announcement = specimens()["announcement"]
-    assert isinstance(announcement, WeightAnnouncement)
-    attempts: list[Callable[[], object]] = [
-        lambda: lease.complete([finished]),
-        lambda: broker.cancel([jobs[1].id]),
-        lambda: lease.release([Release(jobs[2].id, claims[jobs[2].id].attempt)], 3),
-        lambda: lease.bury(jobs[3].id, claims[jobs[3].id].attempt, "cause", "host", "error"),
-        lambda: lease.expire(jobs[4].id, claims[jobs[4].id].attempt),
-        lambda: ledger.close(announcement, True),
-    ]
+    made = await promises(safe)
+    broker, lease, ledger = made.broker, made.lease, made.ledger
     with frozen(pair[1], monkeypatch):
         # What need not survive goes on.
         await lease.heartbeat(status("w"))
         await lease.reap(3)
         await broker.end_overdue()
-        await ledger.announce(announcement)
-        for attempt in attempts:
+        await ledger.announce(made.announcement)
+        for attempt in made.calls:
             with pytest.raises(NotReplicated):
-                await attempt()  # type: ignore[misc]
+                await attempt()
         before = await dump(safe, skip=("bell", "wake", "mark"))
-    assert await lease.complete([finished]) == ["again"]
-    await asyncio.gather(*(attempt() for attempt in attempts))  # type: ignore[call-overload]
+    assert await lease.complete([made.finished]) == ["again"]
+    await asyncio.gather(*(attempt() for attempt in made.calls))
     assert await dump(safe, skip=("bell", "wake", "mark")) == before  # the second time changed nothing
     with plain(pair[1]) as replica:
         assert replica.hget(broker.keys.weights, "committed") == b"3"

@@ -9,7 +9,7 @@ from redis.exceptions import BusyLoadingError, ReadOnlyError, RedisError, Respon
 from support.pools.pool import eventually, wait_replies, worker
 from support.specimens.messages import SHORT, job
 
-from rolloutmq.messages import Broker, JobFailure, Lease, RedisRefused, SamplingParams
+from rolloutmq.messages import Broker, GenerateJob, JobFailure, Lease, RedisRefused, SamplingParams
 from rolloutmq.messages.errors import RedisUnavailable
 from rolloutmq.worker.lease.batches import each, is_about_data
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -60,6 +60,14 @@ def in_the_way(monkeypatch: pytest.MonkeyPatch, call: str, job_id: str) -> None:
     monkeypatch.setattr(Lease, call, broken)
 
 
+async def two_jobs(broker: Broker, monkeypatch: pytest.MonkeyPatch, call: str) -> GenerateJob:
+    """Enqueues two long jobs; Redis cannot do `call` for the first one. Returns the other."""
+    bad, good = (job(sampling=SamplingParams(max_new_tokens=1000)) for _ in range(2))
+    in_the_way(monkeypatch, call, bad.id)
+    await broker.enqueue([bad, good])
+    return good
+
+
 async def test_a_result_that_cannot_be_published_ends_its_job_and_all_others_are_published(
     redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,9 +85,7 @@ async def test_a_result_that_cannot_be_published_ends_its_job_and_all_others_are
 async def test_a_checkpoint_that_cannot_be_saved_keeps_no_other_from_being_saved(
     redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad, good = (job(sampling=SamplingParams(max_new_tokens=1000)) for _ in range(2))
-    in_the_way(monkeypatch, "checkpoint", bad.id)
-    await broker.enqueue([bad, good])
+    good = await two_jobs(broker, monkeypatch, "checkpoint")
     async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=100.0), checkpoint_s=0.1, drain_s=0.0):
         await eventually(lambda: broker.redis.hexists(broker.keys.job(good.id), "k0"))
 
@@ -87,9 +93,7 @@ async def test_a_checkpoint_that_cannot_be_saved_keeps_no_other_from_being_saved
 async def test_a_job_that_cannot_be_given_back_keeps_no_other(
     redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad, good = (job(sampling=SamplingParams(max_new_tokens=1000)) for _ in range(2))
-    in_the_way(monkeypatch, "release", bad.id)
-    await broker.enqueue([bad, good])
+    await two_jobs(broker, monkeypatch, "release")
     async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=1.0), drain_s=0.0) as running:
         await eventually(lambda: running.worker._generation.running == 2)
     assert sum((await broker.load()).queued) == 1
