@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..messages.model import Float, Int
+
 
 class WorkerConfig(BaseModel):
     """Settings of one worker. Each field is a key of a configuration file and, by `ops.flags`, a flag of the command.
@@ -17,26 +19,26 @@ class WorkerConfig(BaseModel):
     """redis://, rediss:// or unix:// URL."""
     pool: str = "default"
     """Name of the pool."""
-    max_running: int = Field(default=256, ge=1, le=65536)
+    max_running: Int = Field(default=256, ge=1, le=65536)
     """Samples decoded at the same time."""
-    prefetch: int | None = Field(default=None, ge=0)
+    prefetch: Int | None = Field(default=None, ge=0)
     """Samples that wait in the engine's own queue, so that it never idles for a round trip; default: max-running / 8.
     An idle neighbour cannot run them."""
-    lease_s: float = Field(default=10.0, ge=0.2, le=3600.0)
+    lease_s: Float = Field(default=10.0, ge=0.2, le=3600.0)
     """Seconds of silence after which others get this worker's jobs."""
-    max_lost: int = Field(default=3, ge=1)
+    max_lost: Int = Field(default=3, ge=1)
     """A job is dead-lettered when its worker or engine died this often."""
-    checkpoint_s: float = Field(default=10.0, ge=0.1)
+    checkpoint_s: Float = Field(default=10.0, ge=0.1)
     """Seconds after which a running sample is saved again; a worker's death costs about this much."""
-    drain_s: float = Field(default=30.0, ge=0.0)
+    drain_s: Float = Field(default=30.0, ge=0.0)
     """Seconds that running samples have to end before the rest is handed back."""
     snapshots: str | None = Field(default=None, min_length=1)
     """Folder where the publisher saves versions; a worker that is behind looks there first."""
     media_hosts: frozenset[str] = frozenset()
     """Host to fetch media of jobs from; repeatable. Default: none."""
-    peer_after_s: float | None = Field(default=3.0, ge=0.0)
+    peer_after_s: Float | None = Field(default=3.0, ge=0.0)
     """Seconds without an answer to workers that are behind, after which it sends them its weights."""
-    engine_restarts: int = Field(default=5, ge=0)
+    engine_restarts: Int = Field(default=5, ge=0)
     """Restarts of the engine in a row without a finished sample, before it gives up."""
 
     @property

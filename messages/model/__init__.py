@@ -1,6 +1,6 @@
 """The messages: what travels between trainers, workers and operators, as checked pydantic models."""
 
-from .base import MAX_ARRAY_BYTES, Message, Metadata, TokenIds, as_invalid_field
+from .base import MAX_ARRAY_BYTES, Float, Int, Message, Metadata, TokenIds, as_invalid_field
 from .chat import MAX_CALLS, MAX_TEXT, MAX_TOOL_NAME, ChatMessage, MediaKind
 from .command_params import (
     ACTIONS,
@@ -78,7 +78,9 @@ __all__ = [
     "DeadLetter",
     "EmbedJob",
     "EmbedResult",
+    "Float",
     "GenerateJob",
+    "Int",
     "JobFailure",
     "JobFields",
     "Keep",

@@ -34,15 +34,28 @@ Items = Annotated[tuple[T, ...], Field(fail_fast=True)]
 """An array whose validation ends at the first wrong element. A hundred thousand errors would take seconds."""
 
 
+_NO_NUMBERS = bool | np.bool_ | str | bytes
+"""What pydantic would turn into a number."""
+
+
 def _whole(value: Any) -> Any:
-    if type(value) is not int and isinstance(value, bool | np.bool_ | str | bytes):
+    if type(value) is not int and isinstance(value, _NO_NUMBERS):
         raise ValueError(f"an integer, not {type(value).__name__}")
+    return value
+
+
+def _number(value: Any) -> Any:
+    if type(value) is not float and isinstance(value, _NO_NUMBERS):
+        raise ValueError(f"a number, not {type(value).__name__}")
     return value
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
 """An integer, Python's or numpy's. Booleans and texts are refused. Messages that only our own code makes use StrictInt,
 which is faster."""
+Float = Annotated[float, BeforeValidator(_number)]
+"""A number, Python's or numpy's. Booleans and texts are refused. Every field for a number is one of Int, StrictInt and
+Float: plain `int` and `float` take True for 1, and "0.5" for 0.5."""
 
 MAX_METADATA_ITEMS = 64
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import InvalidField
-from .base import Int, Name, as_invalid_field
+from .base import Float, Int, Name, as_invalid_field
 
 PauseMode = Literal["finish", "abort", "retract", "in_place"]
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
@@ -69,7 +69,7 @@ class AbortParams(Params):
 class StopParams(Params):
     """Drain workers and wait until they have left; unfinished jobs go back to the pool."""
 
-    drain_s: float | None = Field(
+    drain_s: Float | None = Field(
         default=None,
         ge=0,
         le=86400,

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from .base import Message, PlainObject
+from .base import Float, Message, PlainObject
 
 MAX_TIMEOUT_S = 86400.0
 
@@ -27,7 +27,7 @@ class Command(Message):
     action: ActionName
     worker_id: str = Field(default="", max_length=256)
     params: PlainObject = Field(default_factory=dict, max_length=64)
-    timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
+    timeout_s: Float = Field(gt=0, le=MAX_TIMEOUT_S)
 
 
 class CommandReply(Message):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from .base import MAX_METADATA_ITEMS, Int, Items, Metadata, Name, Submitted, TokenIds, exactly_one
+from .base import MAX_METADATA_ITEMS, Float, Int, Items, Metadata, Name, Submitted, TokenIds, exactly_one
 from .chat import ChatMessage
 from .media import MAX_MEDIA, Medium, check_media
 from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
@@ -116,13 +116,13 @@ class GenerateJob(Submitted):
     sampling: SamplingParams = SamplingParams()
     group_id: str = Field(default="", max_length=128)
     priority: Priority = "normal"
-    deadline_s: float | None = Field(default=None, gt=0, le=30 * 86400.0)
+    deadline_s: Float | None = Field(default=None, gt=0, le=30 * 86400.0)
     min_version: Int = Field(default=0, ge=0)
     max_staleness: Int | None = Field(default=None, ge=0)
     session_id: Name | None = None
     context_ids: TokenIds | None = None
     prefer_worker: str | None = Field(default=None, min_length=1, max_length=256)
-    prefer_s: float = Field(default=2.0, gt=0, le=60.0)
+    prefer_s: Float = Field(default=2.0, gt=0, le=60.0)
     lora: Name | None = None
     min_adapter_version: Int = Field(default=0, ge=0)
     logprobs: LogprobOptions = LogprobOptions()

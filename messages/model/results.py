@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, StrictInt, model_validator
 
-from .base import Arrays, Floats, Items, Message, Metadata, Record, TokenIds
+from .base import Arrays, Float, Floats, Items, Message, Metadata, Record, TokenIds
 from .tools import ToolCall
 
 
@@ -49,9 +49,9 @@ class Timings(Record):
     waiting: on the worker outside the engine: for a slot, and while weights were updated.
     """
 
-    queued: float = Field(default=0.0, ge=0)
-    generating: float = Field(default=0.0, ge=0)
-    waiting: float = Field(default=0.0, ge=0)
+    queued: Float = Field(default=0.0, ge=0)
+    generating: Float = Field(default=0.0, ge=0)
+    waiting: Float = Field(default=0.0, ge=0)
 
 
 def _add_up(token_ids: TokenIds, segments: tuple[Segment, ...], name: str) -> None:
@@ -181,8 +181,8 @@ class JobFailure(Message):
     group_id: str = ""
     outcome: Outcome
     cause: str
-    attempts: int = 0
-    published: int = 0
+    attempts: StrictInt = 0
+    published: StrictInt = 0
     host: str = ""
     error: str = ""
     prompt_ids: TokenIds | None = Field(default=None, exclude=True, repr=False)

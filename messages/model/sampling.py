@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from .base import MAX_TOKENS, Int, Items, Name, PlainObject, Record
+from .base import MAX_TOKENS, Float, Int, Items, Name, PlainObject, Record
 
 TokenId = Annotated[Int, Field(ge=0)]
 GRAMMARS = ("json_schema", "regex", "ebnf")
@@ -51,13 +51,13 @@ class SamplingParams(Record):
 
     max_new_tokens: Int = Field(default=128, ge=1, le=MAX_TOKENS)
     min_new_tokens: Int = Field(default=0, ge=0, le=MAX_TOKENS)
-    temperature: float = Field(default=1.0, ge=0.0, le=100.0, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    temperature: Float = Field(default=1.0, ge=0.0, le=100.0, allow_inf_nan=False)
+    top_p: Float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: Int = Field(default=-1, ge=-1, le=1 << 30)
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(default=1.0, ge=0.01, le=2.0)  # logits are divided by it, and stay finite
+    min_p: Float = Field(default=0.0, ge=0.0, le=1.0)
+    frequency_penalty: Float = Field(default=0.0, ge=-2.0, le=2.0)
+    presence_penalty: Float = Field(default=0.0, ge=-2.0, le=2.0)
+    repetition_penalty: Float = Field(default=1.0, ge=0.01, le=2.0)  # logits are divided by it, and stay finite
     stop_token_ids: Items[TokenId] = Field(default=(), max_length=64)
     stop: Items[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default=(), max_length=32)
     stop_regex: Items[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default=(), max_length=32)
@@ -69,7 +69,7 @@ class SamplingParams(Record):
     json_schema: str | None = Field(default=None, min_length=1, max_length=1 << 20)
     regex: str | None = Field(default=None, min_length=1, max_length=1 << 16)
     ebnf: str | None = Field(default=None, min_length=1, max_length=1 << 18)
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = Field(
+    logit_bias: dict[TokenId, Annotated[Float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = Field(
         default_factory=dict, max_length=1024
     )
 

@@ -7,7 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, StrictInt, model_validator
 
-from .base import MAX_METADATA_ITEMS, Floats, Int, Items, Message, Metadata, Submitted, TokenIds, exactly_one
+from .base import (
+    MAX_METADATA_ITEMS,
+    Float,
+    Floats,
+    Int,
+    Items,
+    Message,
+    Metadata,
+    Submitted,
+    TokenIds,
+    exactly_one,
+)
 from .chat import MAX_TEXT, ChatMessage
 from .jobs import MAX_SAMPLES, Priority
 from .results import Timings
@@ -28,7 +39,7 @@ class TaskJob(Submitted):
     reply_to: str = Field(default="", max_length=128)
     group_id: str = Field(default="", max_length=128)
     priority: Priority = "normal"
-    deadline_s: float | None = Field(default=None, gt=0, le=30 * 86400.0)
+    deadline_s: Float | None = Field(default=None, gt=0, le=30 * 86400.0)
     min_version: Int = Field(default=0, ge=0)
     max_staleness: Int | None = Field(default=None, ge=0)
     trace_id: str | None = Field(default=None, max_length=64)

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StrictInt
 
-from .base import Items, Message, Record
+from .base import Float, Items, Message, Record
 
 WorkerState = Literal["starting", "syncing", "serving", "updating", "paused", "draining", "quarantined"]
 
@@ -40,7 +40,7 @@ class WorkerStatus(Message):
     finished_samples: StrictInt = Field(default=0, ge=0)
     refused_publishes: StrictInt = Field(default=0, ge=0)
     engine_restarts: StrictInt = Field(default=0, ge=0)
-    started_at: float = 0.0
+    started_at: Float = 0.0
 
 
 class DeadLetter(Record):
@@ -56,7 +56,7 @@ class DeadLetter(Record):
     cause: str
     error: str
     host: str
-    attempts: int
-    at: float
+    attempts: StrictInt
+    at: Float
     payload: bytes
-    dropped: int = 0
+    dropped: StrictInt = 0

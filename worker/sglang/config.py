@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...messages.errors import ConfigError, InvalidField
-from ...messages.model import StagingPolicy
+from ...messages.model import Float, Int, StagingPolicy
 from .wire import HEAD_LOADER
 
 OWNED_ARGUMENTS = frozenset(
@@ -77,21 +77,21 @@ class SGLangConfig(BaseModel):
     """Type of weights and computation: auto (what the model says), bfloat16, float16 or float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto (a GPU if there is one), cpu or cuda."""
-    tp_size: int = Field(default=1, ge=1)
+    tp_size: Int = Field(default=1, ge=1)
     """Tensor-parallel size: GPUs that one engine is split over."""
-    ep_size: int = Field(default=1, ge=1)
+    ep_size: Int = Field(default=1, ge=1)
     """Expert-parallel size: ranks that the experts of a layer are spread over; divides the tensor-parallel size."""
-    pp_size: int = Field(default=1, ge=1)
+    pp_size: Int = Field(default=1, ge=1)
     """Pipeline-parallel size; only 1 is supported."""
-    dp_size: int = Field(default=1, ge=1)
+    dp_size: Int = Field(default=1, ge=1)
     """Data-parallel size; only 1: start a worker for each replica."""
-    max_running: int | None = Field(default=None, ge=1)
+    max_running: Int | None = Field(default=None, ge=1)
     """Most requests decoded at the same time."""
-    context_length: int | None = Field(default=None, ge=16)
+    context_length: Int | None = Field(default=None, ge=16)
     """Most tokens of prompt and output together that SGLang is told. It keeps a few for itself."""
-    mem_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
+    mem_fraction: Float | None = Field(default=None, gt=0.0, lt=1.0)
     """Share of device memory for weights and KV cache; on a CPU 0.05 of the host's memory."""
-    max_total_tokens: int | None = Field(default=None, ge=64)
+    max_total_tokens: Int | None = Field(default=None, ge=64)
     """Size of the KV cache in tokens; on a CPU 65536."""
     load_format: str = "auto"
     """auto loads the checkpoint; dummy starts from random weights, for benchmarks or where the trainer publishes the
@@ -107,19 +107,19 @@ class SGLangConfig(BaseModel):
     overlap_schedule: bool | None = None
     """Prepare the next batch while the current one runs; default: on GPUs only, since on a CPU both need the same
     cores."""
-    random_seed: int | None = Field(default=None, ge=0)
+    random_seed: Int | None = Field(default=None, ge=0)
     """Seed of SGLang's sampling."""
-    cpu_threads: int | None = Field(default=None, ge=1)
+    cpu_threads: Int | None = Field(default=None, ge=1)
     """torch's threads in the scheduler process on a CPU; default: 1. More slow down every other process on the same
     cores."""
     staging: StagingPolicy = "auto"
     """Receive new weights beside those that serve, so that an update's pause is a local copy: auto (where the GPU has
     room; not with tensor parallelism), on (insist) or off. A CPU always stages."""
-    max_lora_rank: int | None = Field(default=None, ge=1, le=4096)
+    max_lora_rank: Int | None = Field(default=None, ge=1, le=4096)
     """Take LoRA adapters up to this rank (GPUs only); default: no adapter can be used."""
     lora_target_modules: tuple[str, ...] = Field(default=LORA_TARGETS, min_length=1)
     """Module that adapters may change, by PEFT's name; repeatable. An adapter for others is refused."""
-    max_loras_per_batch: int = Field(default=8, ge=2)
+    max_loras_per_batch: Int = Field(default=8, ge=2)
     """Most adapter versions that run in one batch; the model alone counts as one, an adapter has two during an update.
     Each takes GPU memory for the full rank."""
     hidden_states: bool = False

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
+from ....messages.model import Float, Int
 from ..audit import Sweep
 from .operation import Context, Operation, Params, operation
 
@@ -13,8 +14,8 @@ from .operation import Context, Operation, Params, operation
 class AuditBrokerParams(Params):
     """pause_s: longest pause between two looks at what seemed wrong. most: violations that are reported one by one."""
 
-    pause_s: float = Field(default=0.5, gt=0, le=60)
-    most: int = Field(default=1000, ge=1, le=5000)
+    pause_s: Float = Field(default=0.5, gt=0, le=60)
+    most: Int = Field(default=1000, ge=1, le=5000)
 
 
 @operation

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from ....messages.broker import Broker, DeadFilter, DeadLetters
 from ....messages.errors import CannotRequeue, InvalidField, NoSuchDeadLetter, PoolBusy
+from ....messages.model import Float, Int
 from .operation import Context, Operation, Params, operation
 
 RETRY_S = 0.25
@@ -23,10 +24,10 @@ class DeadRequeueParams(Params):
     patience_s: how long the run waits for a busy pool."""
 
     cause: str = ""
-    since: float | None = Field(default=None, ge=0)
-    limit: int | None = Field(default=None, ge=1)
+    since: Float | None = Field(default=None, ge=0)
+    limit: Int | None = Field(default=None, ge=1)
     reply_to: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]{1,128}$")
-    patience_s: float = Field(default=300.0, ge=0, le=86400)
+    patience_s: Float = Field(default=300.0, ge=0, le=86400)
 
 
 @operation
