@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from rolloutmq.messages import GenerateJob, InvalidField, SamplingParams, decode, encode
 from rolloutmq.messages.codec import KINDS
 from rolloutmq.messages.model import ACTIONS, DeadLetter, Float, Int, JobFailure
 from rolloutmq.ops.operations.catalog import operations
@@ -113,3 +115,36 @@ def test_numbers_of_numpy_are_numbers() -> None:
     for number in (np.float32(0.5), np.float64(0.5), np.float16(0.5)):
         assert TypeAdapter(Float).validate_python(number) == 0.5
     assert TypeAdapter(Float).validate_python(np.int64(2)) == 2.0
+
+
+def test_a_thousand_biases_are_decoded_without_a_python_call_for_each() -> None:
+    frame = encode(GenerateJob(token_ids=[1], sampling=SamplingParams(logit_bias=dict.fromkeys(range(1000), -0.5))))
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        decode(frame, GenerateJob)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 100, calls[-10:]
+
+
+@pytest.mark.parametrize(
+    ("bias", "field"),
+    [
+        ({1: True}, "1"),
+        ({True: 1.0}, "1"),
+        ({1: "1"}, "1"),
+        ({-1: 1.0}, "-1"),
+        ({1: float("nan")}, "1"),
+        ({1: 1e5}, "1"),
+        ({1: 10**400}, "1"),
+    ],
+)
+def test_a_wrong_bias_is_named_by_its_token(bias: dict[Any, Any], field: str) -> None:
+    with pytest.raises(InvalidField, match=rf"^sampling\.logit_bias\.{field}"):
+        GenerateJob.build(token_ids=[1], sampling={"logit_bias": {5: 0.5} | bias})
+
+
+def test_biases_may_be_integers_and_numpys_numbers() -> None:
+    given = {1: 2, np.int64(3): np.float32(0.5)}
+    assert SamplingParams(logit_bias=given).logit_bias == {1: 2.0, 3: 0.5}
