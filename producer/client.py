@@ -9,6 +9,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from ..messages.arguments import checks_arguments
 from ..messages.broker import Broker, Caps, PoolLoad
 from ..messages.errors import RolloutMQError
 from ..messages.model import (
@@ -25,13 +26,14 @@ from ..messages.model import (
 )
 from .calls import Delta, Groups, Mapped, Prompt, Results, Session, Streams, as_jobs, generate, tasks
 from .control import PoolControl
-from .core import ClientCore
+from .core import ClientCore, jobs_given
 from .inbox import Group, Handle, JobHandle, Outcome
 
 __all__ = ["Group", "JobHandle", "Outcome", "RolloutClient"]
 MAX_OUTSTANDING = 1 << 18
 
 
+@checks_arguments(GenerateJob, Handle, Caps)
 class RolloutClient:
     """An asyncio client of one pool, for one task or many of one event loop.
 
@@ -145,7 +147,7 @@ class RolloutClient:
 
     async def check(self, jobs: Iterable[GenerateJob]) -> None:
         """Raises FeatureUnavailable for the first job that no worker of the pool can run. `submit` does it, too."""
-        await self._core.features.check(jobs)
+        await self._core.features.check(jobs_given(jobs))
 
     async def cancel(self, jobs: Sequence[Handle | str]) -> list[str]:
         """Cancel jobs (handles or ids). Each ends with a JobFailure unless it had ended already.

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from ..messages.arguments import checks_arguments
 from ..messages.broker import Broker, CommandSender
 from ..messages.errors import RolloutMQError
 from ..messages.model import MemoryTag, PauseMode, ProfileActivity, check_params
@@ -103,6 +104,7 @@ class PoolAudit:
         return self.answers.ok and found and len(set(self.versions.values())) == 1 and not self.apart
 
 
+@checks_arguments()
 class PoolControl:
     """Gives commands to the workers of one pool, over a connection of its own: use it in `async with`, or close it.
 

@@ -103,7 +103,8 @@ class ClientCore:
 
     async def submit_many(self, jobs: Iterable[GenerateJob], timeout: float | None) -> list[JobHandle]:
         """See RolloutClient.submit_many."""
-        mine = [job if job.reply_to else job.model_copy(update={"reply_to": self.client_id}) for job in jobs]
+        given = jobs_given(jobs)
+        mine = [job if job.reply_to else job.model_copy(update={"reply_to": self.client_id}) for job in given]
         for job in mine:
             if job.reply_to != self.client_id:
                 raise InvalidField("reply_to", job.reply_to, f"empty, or this client's own id {self.client_id!r}")
@@ -249,7 +250,19 @@ class ClientCore:
                 self.inbox.release(job_id)
 
 
+def jobs_given(jobs: Iterable[GenerateJob]) -> list[GenerateJob]:
+    """What a caller submits. Raises InvalidField for what is no job."""
+    given = list(jobs)
+    for place, job in enumerate(given):
+        if not isinstance(job, GenerateJob):
+            raise InvalidField(f"jobs[{place}]", job, "a GenerateJob")
+    return given
+
+
 def _ids(jobs: Sequence[Handle | str]) -> list[str]:
+    for place, job in enumerate(jobs):
+        if not isinstance(job, str | Handle):
+            raise InvalidField(f"jobs[{place}]", job, "a handle that submit returned, or a job's id")
     return [job if isinstance(job, str) else job.job_id for job in jobs]
 
 

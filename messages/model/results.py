@@ -181,8 +181,8 @@ class JobFailure(Message):
     group_id: str = ""
     outcome: Outcome
     cause: str
-    attempts: StrictInt = 0
-    published: StrictInt = 0
+    attempts: int = 0  # a text on the reply stream, as the script wrote it
+    published: int = 0
     host: str = ""
     error: str = ""
     prompt_ids: TokenIds | None = Field(default=None, exclude=True, repr=False)

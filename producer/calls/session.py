@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from ...messages.arguments import checks_arguments
 from ...messages.errors import InvalidField, RolloutMQError, WaitTimeout
 from ...messages.ids import new_id
 from ...messages.model import ChatMessage, GenerateJob, RolloutResult, TokenIds, TurnFields, as_invalid_field
@@ -69,6 +70,15 @@ def _ids(name: str, value: Any) -> npt.NDArray[np.int32]:
         raise InvalidField(name, value, as_invalid_field(error).allowed) from None
 
 
+def _messages(role: str, content: str) -> tuple[ChatMessage, ...]:
+    """One message. Raises InvalidField for a text that is too long."""
+    try:
+        return (ChatMessage(role=role, content=content),)
+    except ValidationError as error:
+        raise InvalidField(role, content, as_invalid_field(error).allowed) from None
+
+
+@checks_arguments()
 class Session:
     """A conversation, made by `RolloutClient.session`. It runs one turn at a time; branches run beside each other.
 
@@ -99,7 +109,7 @@ class Session:
         """The worker that has the history in its cache, as far as is known."""
         self._core, self._streams, self._fields = core, streams, fields
         self._chat = chat or system is not None
-        self._opening = () if system is None else (ChatMessage(role="system", content=system),)
+        self._opening = () if system is None else _messages("system", system)
         self._history = History().given(_ids("token_ids", () if token_ids is None else token_ids))
         self._turn: str | None = None  # the job under way
         self._branches = itertools.count(1)
@@ -223,7 +233,7 @@ class Session:
         history = self._history.ids
         given = {} if prompt is None else prompt_fields(prompt)
         if self._chat and "text" in given:
-            given = {"messages": (ChatMessage(role="user", content=given["text"]),)}
+            given = {"messages": _messages("user", given["text"])}
         if self._opening and not len(history):
             if "messages" not in given:
                 raise InvalidField("prompt", prompt, "messages, or a user's text, behind the system message")

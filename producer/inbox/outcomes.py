@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...messages.arguments import checks_arguments
 from ...messages.broker import Reply
 from ...messages.errors import RolloutMQError
 from ...messages.model import JobFailure, Metadata, RolloutResult, TokenIds
@@ -26,6 +27,7 @@ class Handle:
     state: str = "new"
 
 
+@checks_arguments()
 @dataclass(frozen=True, slots=True)
 class JobHandle(Handle):
     """A submitted job of a RolloutClient; `await handle` gives its results.

@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rolloutmq.messages import GenerateJob, InvalidField, SamplingParams, decode, encode
 from rolloutmq.messages.codec import KINDS
-from rolloutmq.messages.model import ACTIONS, DeadLetter, Float, Int, JobFailure
+from rolloutmq.messages.model import ACTIONS, DeadLetter, Float, Int
 from rolloutmq.ops.operations.catalog import operations
 from rolloutmq.sync.transfer import SyncSettings
 from rolloutmq.worker.config import WorkerConfig
@@ -23,7 +23,6 @@ ROOTS: tuple[type, ...] = (
     *KINDS.values(),
     *ACTIONS.values(),
     *(operation.params for operation in operations().values()),
-    JobFailure,
     DeadLetter,
     WorkerConfig,
     SGLangConfig,
