@@ -1,7 +1,8 @@
-"""Weight sync, as a trainer meets it: publish a version, and learn what became of it.
+"""Weight sync, as a trainer uses it: publish a version, and get a report of what became of it.
 
-Importing this package imports no torch; using a name of it does.
-Few files: everything is in rooms.
+Importing this package imports no torch. Using one of its names does.
+Few files: everything is in rooms. A version goes through them in this order: `packing` copies it, `publish` sends it
+(in rounds of `transfer`, over `wire`), `receive` gets, checks and loads it.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""LoRA adapters: what one must be, reading one from a folder, and its transfer."""
+"""LoRA adapters: the format that is accepted, reading one from a folder, and its transfer."""
 
 from . import format
 from .folder import read_adapter

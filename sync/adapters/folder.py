@@ -13,7 +13,11 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def read_adapter(folder: Path, name: str, version: int) -> Adapter:
-    """Configuration and tensors, checked. Raises NoSuchSnapshot, BrokenSnapshot, InvalidField."""
+    """Read and check a folder's configuration and tensors. The tensors are on the CPU.
+
+    Raises NoSuchSnapshot if a file is missing, BrokenSnapshot if one cannot be read, and InvalidField for an adapter
+    that engines cannot run.
+    """
     from safetensors import SafetensorError  # noqa: PLC0415
     from safetensors.torch import load_file  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""What a LoRA adapter must be: PEFT's configuration and PEFT's names, as far as an engine follows them."""
+"""Checks that a LoRA adapter is one that engines can run: PEFT's configuration, and tensors under PEFT's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..packing import PackedWeights
 
 MOST_BYTES = 4 << 30
 MOST_VERSION = (1 << 40) - 1
-"""The pool's scripts sort jobs by it; see later_key in lib.lua."""
+"""The highest version. The pool's scripts sort jobs by it; see `later_key` in lib.lua."""
 CONFIG_BYTES = 64 << 10
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
@@ -35,12 +35,13 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
 }
-"""What the engine would ignore, so that it would sample with something else than the trainer trains."""
+"""Setting -> allowed values. Engines ignore these settings. With other values they would sample from another model than
+the trainer trains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One version as it arrived: tensors (CPU, read only) by PEFT name, and its PEFT configuration."""
+    """One version of an adapter. tensors: on the CPU and read-only, by PEFT's name. config: PEFT's configuration."""
 
     name: str
     version: int
@@ -49,10 +50,10 @@ class Adapter:
 
 
 def check_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A PEFT adapter_config as plain JSON data: `r`, `lora_alpha`, `target_modules`, and whatever else it has.
+    """Return a PEFT adapter_config as plain JSON data: `r`, `lora_alpha`, `target_modules`, and its other settings.
 
-    Sets become sorted lists, enums their values. Raises InvalidField for what is missing or wrong, and for settings
-    that change what the adapter computes and that the engine would ignore (DoRA, rsLoRA, rank patterns, biases, …).
+    Sets become sorted lists, and enums become their values. Raises InvalidField for a setting that is missing or wrong,
+    and for one that changes what the adapter computes and that engines ignore (DoRA, rsLoRA, rank patterns, biases, …).
     """
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(config), default=_plain, allow_nan=False))
@@ -86,9 +87,10 @@ def _plain(value: object) -> object:
 
 
 def check_tensors(config: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-    """Whether tensors, by name their shape and dtype, are what a checked `config` says.
+    """Check shapes and dtypes against a checked `config`. Raises InvalidField, which names the tensor.
 
-    lora_A: (r, inputs), lora_B: (outputs, r), both for every module, modules as in target_modules. Raises InvalidField.
+    Every module of target_modules needs lora_A (r, inputs) and lora_B (outputs, r), both of a floating dtype. No other
+    module may have tensors.
     """
     rank, targets = config["r"], config["target_modules"]
     sides: dict[str, set[str]] = {}
@@ -125,10 +127,10 @@ def pack(
     bucket_bytes: int,
     leader: bool,
 ) -> tuple[str, PackedWeights, dict[str, Any]]:
-    """A copy of an adapter, in host memory, with its name and its checked configuration.
+    """Copy an adapter into host memory. Returns its name, the copy, and its checked configuration.
 
-    newest: the newest version of every adapter so far. Raises InvalidField, after the last gather of a distributed
-    trainer: on every rank alike.
+    newest: adapter -> its newest version so far. leader: False on ranks that only take part in gathers.
+    Raises InvalidField on every rank of a distributed trainer alike, and only after the last gather.
     """
     packed = PackedWeights(version, tensors, bucket_bytes, keep="host", leader=leader)
     if not isinstance(name, str) or not _NAME.fullmatch(name):

@@ -1,6 +1,6 @@
-"""The transfer of a LoRA adapter: a `sync.transfer.Transfer` like that of weights, but without a process group.
+"""The transfer of a LoRA adapter. It is a `sync.transfer.Transfer`, as that of weights, but has no process group.
 
-The trainer puts manifest, configuration and bytes into its rendezvous store. Every worker reads them there.
+The trainer puts the manifest, the configuration and the bytes into its rendezvous store. Every worker reads them there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..wire import Broadcaster, EpochKeys, fetch, fetch_manifest, join_store, wh
 from .format import MOST_BYTES, Adapter, check_config, check_tensors
 
 CHUNK_BYTES = 4 << 20
-"""Of one value in the store, which takes 8 MiB at most (torch 2.11 to 2.13)."""
+"""Bytes of one value in the store, which takes 8 MiB at most (torch 2.11 to 2.13)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One version as it is sent, any number of times."""
+    """One version that can be sent any number of times."""
 
     name: str
     config: dict[str, Any]
@@ -45,24 +45,24 @@ class Parcel:
 
 
 class AdapterSender:
-    """Sends adapters, and keeps the newest committed version of each for workers that come later."""
+    """Sends adapters. Keeps the newest committed version of each, for workers that join later."""
 
     def __init__(self, ledger: Ledger, bell: Bell, settings: SyncSettings, line: Broadcaster) -> None:
-        # Adapters interrupt no request, whatever the mode is in which weights are updated.
+        # An adapter interrupts no request, whatever mode updates of the weights have.
         self._bell, self._settings, self._line = bell, settings.model_copy(update={"mode": "resume"}), line
         self._ledger = ledger
         self._retained: dict[str, Parcel] = {}
         self._patience = Patience()
 
     async def send(self, parcel: Parcel, only: frozenset[str] | None = None) -> TransferResult:
-        """Send a version to every live worker, or to these only; retained if it is committed.
+        """Send a version to every live worker, or to `only` these. It is retained if it is committed.
 
-        Workers whose line broke are sent it again.
+        Workers whose connection broke are sent it again.
         """
         return await repeated(self._ledger, lambda whom: self._transfer(parcel, whom), only)
 
     async def catch_up(self) -> TransferResult | None:
-        """Bring those that ask for it to a retained version. None if nobody asks."""
+        """Send a retained version to the workers that ask for it. Returns None if nobody asks."""
         lacking = await self.lacking()
         if lacking is None:
             return None
@@ -83,7 +83,7 @@ class AdapterSender:
         return result
 
     async def lacking(self) -> tuple[Parcel, frozenset[str]] | None:
-        """A retained adapter and the live workers that ask for it; None if nobody asks for any."""
+        """Return a retained adapter and the live workers that ask for it, or None if nobody asks for any."""
         if not self._retained:
             return None
         try:
@@ -100,7 +100,7 @@ class AdapterSender:
 
 
 class _Source:
-    """A parcel in the trainer's store: a `TransferSource` whose receivers all help themselves."""
+    """A parcel in the trainer's store: a `TransferSource` from which every receiver reads by itself."""
 
     absent: frozenset[int] = frozenset()
 
@@ -118,7 +118,7 @@ class _Source:
         return True
 
     def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
-        """See TransferSource. All of them: nobody gets a rank."""
+        """See TransferSource. Returns all of them, because an adapter's receivers have no rank."""
         return set(joins)
 
     def backend(self, joins: Mapping[str, Join]) -> Literal["gloo", "nccl"]:
@@ -168,7 +168,7 @@ def _chunk_key(epoch: int, bucket: int, offset: int) -> str:
 
 
 class Fetch:
-    """Reads one version out of the trainer's store. phase: how far it got."""
+    """Reads one version out of the trainer's store. phase: how far it is, for the report of a failure."""
 
     def __init__(self, announcement: WeightAnnouncement) -> None:
         self.phase: Literal["rendezvous", "receive", "verify"] = "rendezvous"
@@ -176,7 +176,7 @@ class Fetch:
         self._deadline = time.monotonic() + announcement.deadline_s
 
     def run(self) -> Adapter:
-        """Blocks, until the announcement's deadline at most.
+        """Read, check and return the adapter. Blocks until the announcement's deadline at most.
 
         Raises TransferTimeout, DigestMismatch with the tensor's name, InvalidField or MalformedMessage.
         """

@@ -50,7 +50,7 @@ DTYPES = {
 """torch's name -> the name in safetensors, and bytes per element."""
 _BESIDE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _GAP = 4096
-"""Most bytes of padding per tensor that a manifest's buckets may have."""
+"""Most bytes of padding per tensor in a manifest's buckets."""
 
 
 class FileEntry(BaseModel):

@@ -1,4 +1,4 @@
-"""A version taken out of the trainer: gathered, named as a checkpoint names it, copied into flat buckets."""
+"""Copies a version out of the trainer into flat buckets. Gathers sharded tensors, and names them as checkpoints do."""
 
 from .buckets import fill, release_host_memory
 from .experts import unfuse_experts

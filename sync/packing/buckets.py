@@ -1,4 +1,4 @@
-"""The memory in which a trainer keeps a version: on its GPU, or in pinned host memory."""
+"""The memory in which a trainer keeps a copy of a version: on its GPU, or in pinned host memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 
 
 class Buckets:
-    """The buckets of one version, filled one after the other on one device, and kept there or moved to the host.
+    """The buckets of one version, filled one after the other on one device. They stay there, or move to the host.
 
-    Everything is queued on the current stream of that device. full: flat uint8 tensors. ready: a torch.cuda.Event after
-    which they are filled, None before `close` and where they are on the CPU from the start.
+    Everything is queued on the current stream of that device.
+    full: flat uint8 tensors. ready: a torch.cuda.Event after which they are filled. It is None before `close`, and for
+    buckets that are on the CPU from the start.
     """
 
     def __init__(self, keep: Keep, expected: int = 0) -> None:
-        """keep: see PackedWeights. expected: bytes that will come, as far as that is known."""
+        """keep: see PackedWeights. expected: bytes of the whole version, 0 if they are not known.
+
+        Raises InvalidField for another `keep`.
+        """
         if keep not in get_args(Keep):
             raise InvalidField("keep", keep, "'auto', 'device' or 'host'")
         self.full: list[torch.Tensor] = []
@@ -37,7 +41,7 @@ class Buckets:
         self._device: torch.device | None = None
 
     def add(self, tensors: list[tuple[Place, torch.Tensor]]) -> None:
-        """Copy one bucket's tensors into a new one, in the order of their places."""
+        """Copy tensors into a new bucket. They come in the order of their places."""
         devices = [tensor.device for _, tensor in tensors if tensor.is_cuda]
         if self._device is None:
             self._device = devices[0] if devices else torch.device("cpu")
@@ -56,11 +60,11 @@ class Buckets:
             self._move()
 
     def _room(self, device: torch.device, size: int) -> bool:
-        """Whether a bucket more leaves the trainer its margin; asked once for all of them, if their size is known."""
+        """Whether another bucket leaves MARGIN of the GPU's memory free. If the total is known, it is asked once."""
         if self._granted < size:
             wanted = max(size, self._expected)
             free, total = torch.cuda.mem_get_info(device)
-            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch will give us that
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch has it for us
             if free + unused - wanted <= MARGIN * total:
                 return False
             self._granted = wanted
@@ -68,7 +72,7 @@ class Buckets:
         return True
 
     def _move(self) -> None:
-        """What is still on the GPU goes to the host; its digests are made before, where they cost next to nothing."""
+        """Move buckets on the GPU to the host. Their digests are made first, because they cost little on the GPU."""
         for index, bucket in enumerate(self.full):
             if bucket.is_cuda:
                 self._found.append(_digests([self._places[index]], [bucket]))
@@ -76,14 +80,14 @@ class Buckets:
                 self.full[index] = host.copy_(bucket, non_blocking=True)
 
     def close(self) -> None:
-        """Nothing more is added."""
+        """Say that nothing more is added. Sets `ready`."""
         if self._device is not None and self._device.type == "cuda":
             self.ready = torch.cuda.current_stream(self._device).record_event()
 
     def digests(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """((n,) int64 digests, (n,) int32 counts of NaN and Inf) of the tensors, on the CPU. Waits for them.
+        """Return digests, (n,) int64, and counts of NaN and Inf, (n,) int32, of the n tensors, on the CPU.
 
-        Computed on the calling thread's current stream, for buckets on a GPU.
+        Waits for them. For buckets on a GPU they are computed on the calling thread's current stream.
         """
         if self.ready is not None and self.full[0].is_cuda:
             stream = torch.cuda.current_stream(self._device)
@@ -100,22 +104,22 @@ class Buckets:
 def release_host_memory() -> None:
     """Give pinned memory back that no version uses any more.
 
-    Until then torch keeps it for the next version, since pinning 16 GB takes seconds.
+    Without this call torch keeps it for the next version, because pinning 16 GB takes seconds.
     """
     if torch.cuda.is_initialized():
         torch._C._host_emptyCache()
 
 
 def _digests(places: list[list[Place]], buckets: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """((n,) int64 digests, (n,) int32 counts of NaN and Inf) of the tensors in some buckets, on their device."""
+    """Return digests, (n,) int64, and counts of NaN and Inf, (n,) int32, of the buckets' tensors, on their device."""
     views = [place.view(bucket) for bucket, inside in zip(buckets, places, strict=True) for place in inside]
     return look(views)
 
 
 def fill(bucket: torch.Tensor, tensors: list[tuple[Place, torch.Tensor]]) -> None:
-    """Copy tensors to their places in a flat uint8 bucket, bit by bit; the gaps between them become zero.
+    """Copy tensors bit by bit to their places in a flat uint8 bucket. The gaps between them become zero.
 
-    Queued on the current stream, if all is on one CUDA device.
+    If everything is on one CUDA device, the copies are queued on its current stream and the host does not wait.
     """
     words = bucket.view(torch.int64)
     gaps: list[torch.Tensor] = []
@@ -132,7 +136,7 @@ def fill(bucket: torch.Tensor, tensors: list[tuple[Place, torch.Tensor]]) -> Non
             pairs.append((words[start // _WORD : end // _WORD], tensor.view(-1).view(torch.int64)))
         else:
             size = place.dtype.itemsize
-            same = _SAME_SIZE[size]  # a copy as integers keeps every bit, and exists for every dtype
+            same = _SAME_SIZE[size]  # a copy of integers keeps every bit, and torch has it for every size
             pairs.append((bucket[start:end].view(same).view(place.shape), tensor.view(same)))
     Copies(pairs).run()
     if gaps:

@@ -1,4 +1,7 @@
-"""Mixture-of-experts models under their checkpoints' names, as `publish` wants them; see docs/weights.md."""
+"""Gives the fused tensors of a mixture of experts the names that `publish` needs, those of a checkpoint.
+
+docs/weights.md says when a trainer needs it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a checkpoint calls them. block: what it has in the place of "mlp"."""
+    """What a family's checkpoints call the parts of an expert. block: what stands in the place of "mlp"."""
 
     gate: str
     up: str
@@ -37,27 +40,28 @@ CHECKPOINT_NAMES: Mapping[str, Names] = {
     "qwen3_moe": _PROJECTIONS,
     "qwen3_next": _PROJECTIONS,
 }
-"""By `config.model_type`, after transformers' conversion_mapping: gate is the first half of gate_up_proj in all."""
+"""`config.model_type` -> names, from transformers' conversion_mapping. In all of them gate is the first half of
+gate_up_proj."""
 
 
 def unfuse_experts(
     tensors: Iterable[tuple[str, Any]] | Mapping[str, Any], model_type: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same weights under the names that `save_pretrained` writes; for `WeightPublisher.publish`.
+    """Yield the same weights under the names that `save_pretrained` writes, for `WeightPublisher.publish`.
 
     >>> publisher.publish(version, unfuse_experts(model.named_parameters(), model.config.model_type))  # doctest: +SKIP
 
-    tensors: (name, tensor) pairs as the Hugging Face module has them; what wrappers add to names stays there, and
-        `rename=strip_wrappers` undoes it. A module that keeps its experts apart (transformers 4) comes out as it is.
-    model_type: the module's `config.model_type`, one of `CHECKPOINT_NAMES`. Names and shapes alone do not tell Qwen's
-        checkpoints from Mixtral's, nor a layout with gate and up interleaved.
+    tensors: (name, tensor) pairs as the Hugging Face module has them. What wrappers add to names stays, and
+        `rename=strip_wrappers` removes it. A module that keeps its experts apart (transformers 4) comes out unchanged.
+    model_type: the module's `config.model_type`, one of `CHECKPOINT_NAMES`. It is needed because names and shapes alone
+        do not tell Qwen's checkpoints from Mixtral's, nor a layout with gate and up interleaved.
 
-    What comes of a fused tensor are views of it: nothing is copied. If it is a DTensor it is gathered first, whole and
-    by one collective, in the order of `tensors`: every rank of the trainer iterates over all of them. Other DTensors
-    stay as they are. Nothing of one tensor is kept while the next one is made.
+    The parts of a fused tensor are views of it: nothing is copied. A fused DTensor is first gathered whole, by one
+    collective, in the order of `tensors`. So every rank of the trainer iterates over all of them. Other DTensors stay
+    as they are. No tensor is kept while the next one is made.
 
-    Raises InvalidField, on every rank alike: for an unknown model_type (at once), for tensors under `experts` that are
-    not of this layout, or not of one model.
+    Raises InvalidField on every rank alike: at once for an unknown model_type, and for tensors under `experts` that do
+    not have this layout, or are of different models.
     """
     names = CHECKPOINT_NAMES.get(model_type)
     if names is None:
@@ -97,7 +101,7 @@ def _renamed(parent: str, names: Names) -> str:
 
 
 def _sizes(name: str, leaf: str, tensor: Any) -> tuple[int, int, int]:
-    """(experts, inner, hidden) of a fused tensor. Raises InvalidField for what is none."""
+    """Return (experts, inner, hidden) of a fused tensor. Raises InvalidField for another tensor."""
     if leaf not in {GATE_UP, DOWN}:
         raise InvalidField("tensors", name, f"under experts {GATE_UP} and {DOWN}, or modules by number")
     shape = tuple(tensor.shape)

@@ -1,4 +1,4 @@
-"""Makes plain tensors of a trainer's: gathers sharded parameters, undoes wrappers' names, refuses the rest by name.
+"""Makes plain tensors of a trainer's tensors: gathers sharded parameters, undoes wrappers' names, refuses the rest.
 
 FSDP2 (`fully_shard`) and tensor parallelism keep parameters as DTensors. Each is gathered by a collective of its own.
 So every rank that holds a part of it must take part, in the same order.

@@ -1,4 +1,4 @@
-"""Taking a version out of the trainer: copies of its tensors in flat buckets, while training goes on."""
+"""Copies a version out of the trainer into flat buckets. Training continues meanwhile."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ PAIRS = "(name, tensor) pairs, such as model.named_parameters()"
 
 
 class PackedWeights:
-    """A copy of (name, tensor) pairs; digests are computed later, by whoever has the time.
+    """A copy of (name, tensor) pairs. Its digests are computed later, by `snapshot`.
 
-    When the constructor returns every tensor is copied, on CUDA as far as work queued on the current stream sees it:
-    training may go on changing the originals there. The host does not wait for the GPU unless tensors on the CPU are to
-    be copied to it, and does no work per tensor on the GPU besides preparing views.
+    When the constructor returns, every tensor is copied. On CUDA the copies are queued on the current stream, and
+    training may change the originals by work that is queued there later. The host waits for the GPU only to copy
+    tensors from the CPU to it. For a tensor on the GPU the host only prepares views.
 
     Memory beside the copy: at most one bucket and one gathered tensor, whatever the size of the model.
 
     Args:
         version: number of the version.
-        tensors: (name, tensor) pairs: tensors and parameters on CPU or CUDA, of any strided layout and any dtype, also
-            FSDP2's and tensor parallel DTensors, which are gathered one at a time. Gathering is a collective: every
-            rank of the trainer makes a PackedWeights, with the same names in the same order and the same `rename`.
-        bucket_bytes: a bucket is no larger, unless for a single tensor.
-        keep: where the copy lives. "device": on the CUDA device of the first bucket's tensors (CPU, if they are there).
-            "host": in host memory, pinned where the tensors come from a GPU; takes the GPU's copy engine as long as its
-            bus needs, on the current stream. "auto": on the device as long as 10% of its memory stay free and all
-            CUDA tensors are on one; else on the host.
-        rename: the name under which a tensor is sent, or None for one that is not; see `strip_wrappers`.
-        dtype: torch's name of the dtype that floats of 16 bits and more are rounded to before they are digested and
-            sent; None leaves every tensor as it is.
-        leader: False on ranks that only take part in the gathers: nothing is copied, `snapshot` is not for them.
-        like: `places` of an earlier version, so that what is the same is not worked out and checked again.
+        tensors: (name, tensor) pairs. Tensors and parameters are on CPU or CUDA, of any strided layout and any dtype.
+            FSDP2's and tensor-parallel DTensors are gathered one at a time. Gathering is a collective, so every rank of
+            the trainer makes a PackedWeights with the same names in the same order and the same `rename`.
+        bucket_bytes: most bytes in a bucket. A larger tensor has a bucket for itself.
+        keep: where the copy is kept. "device": on the CUDA device of the first bucket's tensors, or the CPU if they are
+            there. "host": in host memory, pinned if the tensors come from a GPU; the copy is queued on the current
+            stream and takes as long as the GPU's bus needs. "auto": on the device if all CUDA tensors are on one and
+            10% of its memory stay free, else on the host.
+        rename: returns the name under which a tensor is sent, or None to leave it out; see `strip_wrappers`.
+        dtype: torch's name of a dtype. Floats of 16 bits and more are rounded to it before they are digested and sent.
+            None leaves every tensor as it is.
+        leader: False on ranks that only take part in the gathers. They copy nothing and cannot call `snapshot`.
+        like: `places` of an earlier version. Places that stay the same are not computed and checked again.
 
-    Raises InvalidField, on every rank alike and after the last gather, so that no rank waits for another: for what is
-    no pair, a name that is no string or comes twice, a tensor that is not dense or is a shard, and if there is nothing
-    to take.
+    Raises InvalidField for an item that is no pair, a name that is no string or comes twice, a tensor that is not dense
+    or is a shard, and if there is no tensor. It is raised on every rank alike, after the last gather, so that no rank
+    waits for another.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PackedWeights:
             if wrong := _no_pair(item):
                 failure, pending = failure or wrong, []
                 for part in item if isinstance(item, tuple | list) else (item,):
-                    gathered(part)  # as another rank may do, which then waits for this one
+                    gathered(part)  # another rank may gather it, and would wait for this one
                 continue
             given, tensor = item
             name = given if rename is None else rename(given)
@@ -91,7 +91,7 @@ class PackedWeights:
             whole = gathered(tensor)
             del item, tensor  # nothing of it lives while the next one is made
             try:
-                if failure is None:  # else: the other ranks gather what is left, and cannot without this one
+                if failure is None:  # kept for the end: the other ranks gather the rest, and need this one for it
                     pending = self._place(given, name, whole, planner, pending)
             except Exception as error:
                 failure, pending = error, []
@@ -107,7 +107,7 @@ class PackedWeights:
     def _place(
         self, given: str, name: str, tensor: Any, planner: PlacePlanner, pending: list[tuple[Place, torch.Tensor]]
     ) -> list[tuple[Place, torch.Tensor]]:
-        """What waits for its bucket to be full, now with `tensor`."""
+        """Add `tensor` to `pending`, which waits until its bucket is full. Returns what is pending now."""
         outside = is_sharded(tensor) and not tensor.is_meta  # of the mesh: nothing that only the lead needs
         if self._buckets is not None or not outside:
             tensor = plain(given, tensor)
@@ -124,25 +124,25 @@ class PackedWeights:
 
     @property
     def buckets(self) -> tuple[torch.Tensor, ...]:
-        """Flat uint8 tensors, each as large as `places.sizes` says; none where leader=False."""
+        """Flat uint8 tensors of `places.sizes` bytes. Empty if leader=False."""
         return tuple(self._buckets.full) if self._buckets is not None else ()
 
     @property
     def ready(self) -> Any:
-        """A torch.cuda.Event after which the buckets are filled; None if they are already."""
+        """A torch.cuda.Event after which the buckets are filled, or None if they are filled already."""
         return self._buckets.ready if self._buckets is not None else None
 
     def snapshot(self) -> Snapshot:
-        """With the digests: what is sent, and what receivers compare with. Waits until they are there.
+        """Compute the digests, and return the version as it is sent. Waits until the digests are there.
 
-        May be called in any thread; on CUDA the digests are computed on that thread's current stream, after `ready`.
-        NaN and Inf are counted, not judged. Raises ConfigError where leader=False.
+        Any thread may call it. On CUDA the digests are computed on that thread's current stream, after `ready`. NaN and
+        Inf are counted, and not refused. Raises ConfigError if leader=False.
         """
         if self._buckets is None:
             raise ConfigError("leader=False: this rank has no copy to send")
         values, nonfinite = self._buckets.digests()
         sizes, buckets = self.places.sizes, self.buckets
-        # The smallest comes last: what is done with the last bucket to arrive is done while nothing else is on its way.
+        # The smallest comes last: while the last bucket is loaded, nothing else is on the wire.
         order = sorted(range(len(sizes)), key=lambda bucket: -sizes[bucket])
         number = {bucket: turn for turn, bucket in enumerate(order)}
         told = zip(self.places.tensors, hex_of(values), nonfinite.tolist(), strict=True)
@@ -156,7 +156,7 @@ class PackedWeights:
 
 
 def _items(tensors: Iterable[Any]) -> Iterable[Any]:
-    """What should be pairs. Raises InvalidField for what has nothing in it that another rank might gather."""
+    """Return the items of `tensors`, which should be pairs. Raises InvalidField if it cannot be iterated over."""
     if isinstance(tensors, Mapping):
         return tensors.items()
     if isinstance(tensors, torch.nn.Module):
@@ -168,7 +168,7 @@ def _items(tensors: Iterable[Any]) -> Iterable[Any]:
 
 
 def _no_pair(item: Any) -> InvalidField | None:
-    """What is wrong with it, if it is no pair of a name and something."""
+    """Return the error for an item that is no pair of a name and something, else None."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         return InvalidField("tensors", _what(item), PAIRS)
     if not isinstance(item[0], str):
@@ -177,6 +177,6 @@ def _no_pair(item: Any) -> InvalidField | None:
 
 
 def _what(given: object) -> str:
-    """Its kind: what it holds may be large, or on another device."""
+    """Describe it by its type, because its contents may be large or on another device."""
     size = f" of {len(given)}" if isinstance(given, tuple | list) else ""
     return f"{type(given).__name__}{size}"

@@ -1,4 +1,4 @@
-"""The copy plan: what loading a checkpoint into an engine comes down to, recorded once and replayed."""
+"""The copy plan: the copies that loading a checkpoint into an engine consists of, recorded once and replayed."""
 
 from .plan import Bound, CopyPlan
 from .trace import PlanImpossible

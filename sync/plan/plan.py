@@ -1,4 +1,4 @@
-"""The copy plan: what SGLang's `load_weights` does with one layout of tensors, recorded once and done in a few calls.
+"""The copy plan: what SGLang's `load_weights` does with one layout of tensors, recorded once and replayed in few calls.
 
 `CopyPlan.trace` records it (see trace.py). `CopyPlan.for_layout` applies it to given buckets. `Bound.run` does it.
 docs/architecture.md says why.
@@ -26,9 +26,9 @@ Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """From a view of the checkpoint tensor `name` into a view of an engine tensor, of the same shape.
+    """A copy from a view of the checkpoint tensor `name` into a view of an engine tensor, both of one shape.
 
-    whole: the destination is contiguous and has every byte of the tensor in its order, so both have one digest.
+    whole: the destination is contiguous and has every byte of the tensor in its order. So both have one digest.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Copy:
 
 
 class Bound:
-    """The copies of some tensors, with their sources at fixed addresses. Valid as long as those are.
+    """The copies of some tensors, bound to sources at fixed addresses. Valid as long as the sources stay there.
 
-    whole: (name, destination) where the destination's digest must be the checkpoint tensor's.
-    partial: (name, source, destination) of slices and conversions: the destination's digest must be that of the
-        source in the destination's dtype.
-    sources, destinations: all of them, in the same order.
+    whole: (name, destination) of copies whose destination must have the checkpoint tensor's digest.
+    partial: (name, source, destination) of slices and conversions. The destination must have the digest of the source
+        in the destination's dtype.
+    sources, destinations: of all copies, in the same order.
     """
 
     def __init__(self, copies: Sequence[tuple[Copy, torch.Tensor]], fills: Sequence[Write]) -> None:
@@ -55,9 +55,9 @@ class Bound:
         self._copies = Copies(zip(self.destinations, self.sources, strict=True), often=True)
 
     def run(self, *, beside_wire: bool = False) -> None:
-        """Queue the copies on the current stream. Where both sides are on one device, the host waits for nothing.
+        """Queue the copies on the current stream. If both sides are on one device, the host does not wait.
 
-        beside_wire: see Copies.
+        beside_wire: see `Copies.run`.
         """
         with torch.no_grad():
             for target, value in self._fills:
@@ -67,12 +67,12 @@ class Bound:
 
 @dataclass(eq=False, slots=True)
 class CopyPlan:
-    """What `load_weights` does with a layout of tensors, on this rank.
+    """What `load_weights` does with one layout of tensors on this rank.
 
-    specs: the tensors, by checkpoint name. unused: names that led to no copy.
+    specs: the tensors, by checkpoint name. unused: names of tensors that are copied nowhere.
     copies: by checkpoint name. No two of them write the same element, so their order does not matter.
     superseded: copies that a later one overwrites whole (tied embeddings sent under both names). They are not done.
-    fills: writes of a constant. missing: parameters with elements that no copy or fill writes.
+    fills: writes of a constant. missing: names of parameters with elements that no copy or fill writes.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -86,9 +86,9 @@ class CopyPlan:
     def trace(cls, model: Any, specs: Sequence[TensorSpec], load: Load | None = None) -> CopyPlan:
         """Record what `load` (the model's `load_weights`) does with tensors of these names, dtypes and shapes.
 
-        No bit of the model's parameters and buffers changes. Must run where nothing else uses the model; loaders that
-        copy in threads of their own are not followed. Raises PlanImpossible if it is more than copies, or fails;
-        InvalidField for a dtype that torch does not know, or a repeated name.
+        No bit of the model's parameters and buffers changes. Nothing else may use the model meanwhile. Copies that a
+        loader makes in threads of its own are not seen. Raises PlanImpossible if the loader does more than copying, or
+        fails, and InvalidField for a dtype that torch does not know, or a repeated name.
         """
         layout = {spec.name: (_dtype(spec), spec.shape) for spec in specs}
         if len(layout) != len(specs):
@@ -115,11 +115,11 @@ class CopyPlan:
         return cls({spec.name: spec for spec in specs}, unused, copies, superseded, fills, missing)
 
     def for_layout(self, buckets: Sequence[torch.Tensor], specs: Iterable[TensorSpec] | None = None) -> list[Bound]:
-        """The copies from flat uint8 buckets, one Bound for each; valid as long as the buckets stay where they are.
+        """Return the copies from flat uint8 buckets, one Bound per bucket. Valid as long as the buckets stay in place.
 
-        buckets: at least as long as the layout has it; several may be the same memory, used in turn.
-        specs: where the tensors are, if not where they were in the specs the plan was made from.
-        Raises InvalidField for a tensor that does not fit, or is not as it was when the plan was made.
+        buckets: each at least as long as the layout's. Several may be the same memory, used in turn.
+        specs: places of the tensors, if they differ from those in the specs that the plan was made from.
+        Raises InvalidField for a tensor that does not fit, or differs from the plan's in dtype or shape.
         """
         copies: list[list[tuple[Copy, torch.Tensor]]] = [[] for _ in buckets]
         names: list[list[str]] = [[] for _ in buckets]
@@ -145,9 +145,10 @@ class CopyPlan:
         return [Bound(some, self._fills_of(those)) for some, those in zip(copies, names, strict=True)]
 
     def export(self) -> dict[str, torch.Tensor]:
-        """The checkpoint as the engine holds it: views of its parameters, by checkpoint name, without the unused ones.
+        """Return the checkpoint as the engine holds it: name -> view of a parameter. Unused names are left out.
 
-        Raises PlanImpossible naming the first tensor that is not here whole: cut for tensor parallelism, or converted.
+        Raises PlanImpossible for a tensor that is not here whole, because it was cut for tensor parallelism or
+        converted.
         """
         views: dict[str, torch.Tensor] = {}
         unused = set(self.unused)

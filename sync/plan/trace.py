@@ -21,7 +21,7 @@ aten = torch.ops.aten
 DERIVES = {aten.clone.default, aten._to_copy.default}
 COPIES = {aten.copy_.default, aten.fill_.Tensor}
 FILLS = {aten.zero_.default, aten.fill_.Scalar}
-FACTORIES = {  # these look at nothing but shape, dtype and device
+FACTORIES = {  # these use only shape, dtype and device
     aten.empty_like.default,
     aten.zeros_like.default,
     aten.ones_like.default,
@@ -34,14 +34,15 @@ VIEWS_BY_NATURE = {aten._unsafe_view.default}  # an alias, though its schema doe
 
 
 class PlanImpossible(WeightSyncError):
-    """What this model's loader does is more than copying; the text names the operation and the tensor."""
+    """This model's loader does more than copying. The text names the operation and the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A view into a checkpoint tensor: `tensor.contiguous().view(-1).view(dtype).as_strided(shape, stride, offset)`.
 
-    offset, stride: in elements of dtype, which is the tensor's own unless the loader looked at its bytes as another.
+    offset, stride: in elements of `dtype`. That is the tensor's own dtype, unless the loader viewed its bytes as
+    another.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Source:
 
     @property
     def contiguous(self) -> bool:
-        """Whether its elements follow one another as they do in the tensor."""
+        """Whether its elements follow one another as in the tensor."""
         expected = 1
         for extent, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if extent != 1 and stride != expected:
@@ -63,10 +64,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One write the loader would have done, in the order of its calls.
+    """One write that the loader would have done, in the order of its calls.
 
-    name: of the checkpoint tensor that it was given last. source: None where it fills with the constant `value`.
-    destination: a view of an engine tensor; not written to.
+    name: of the checkpoint tensor that the loader got last. source: None for a fill with the constant `value`.
+    destination: a view of an engine tensor. The trace does not write to it.
     """
 
     name: str
@@ -77,11 +78,11 @@ class Write:
 
 @dataclass(slots=True)
 class _Origin:
-    """What a stand-in's storage holds, in terms of the checkpoint tensor: the same elements at other places.
+    """Which elements of a checkpoint tensor a stand-in's storage holds, and where.
 
     steps: (extent, stride in this storage, stride in the checkpoint tensor) per dimension, largest stride first.
-    chain: dtypes that the elements have gone through, the checkpoint tensor's first.
-    storage: kept, so that its address means nothing else as long as this lives.
+    chain: dtypes that the elements have had, the checkpoint tensor's first.
+    storage: kept alive, so that no other storage gets its address.
     """
 
     name: str
@@ -92,7 +93,7 @@ class _Origin:
     root: bool
 
     def source(self, view: torch.Tensor) -> Source:
-        """`view`, which is in this storage, as a view of the checkpoint tensor. Raises PlanImpossible if it is none."""
+        """Express `view` of this storage as a view of the checkpoint tensor. Raises PlanImpossible if it is none."""
         if self.root:
             strides = _plain(view.shape, view.stride())
             return Source(self.name, view.dtype, tuple(view.shape), strides, view.storage_offset())
@@ -118,7 +119,7 @@ class _Origin:
 
 
 def _plain(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The strides with those of one-element dimensions, which may be anything, as in a contiguous tensor."""
+    """Return the strides. Dimensions of one element, which may have any, get those of a contiguous tensor."""
     result: list[int] = []
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
         inner = shape[len(shape) - len(result)] * result[-1] if result else 1
@@ -127,7 +128,7 @@ def _plain(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def _steps(shape: Iterable[int], strides: Iterable[int], root: Iterable[int]) -> list[tuple[int, int, int]]:
-    """Dimensions of more than one element, largest stride first; those that lie alike in both places are merged."""
+    """Return dimensions of more than one element, largest stride first. Those that lie alike in both are merged."""
     steps: list[tuple[int, int, int]] = []
     for extent, step, root_step in sorted(zip(shape, strides, root, strict=True), key=lambda s: -s[1]):
         if extent == 1:
@@ -140,18 +141,18 @@ def _steps(shape: Iterable[int], strides: Iterable[int], root: Iterable[int]) ->
 
 
 class _Scalar:
-    """What `.item()` of a stand-in gives: good for nothing but `fill_`."""
+    """What `.item()` of a stand-in returns. It can only be given to `fill_`."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return NotImplemented  # to be seen by `_Scalars`, torch's functions must take it for an argument at all
+        return NotImplemented  # torch only hands an object to `_Scalars` if it has this method
 
 
 class _Scalars(TorchFunctionMode):  # type: ignore[misc]
-    """`param.fill_(tensor.item())`, as SGLang loads tensors of one element, is a copy of that element."""
+    """Records `param.fill_(tensor.item())` as a copy: SGLang loads tensors of one element so."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -166,7 +167,7 @@ class _Scalars(TorchFunctionMode):  # type: ignore[misc]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[misc]
-    """One trace. names: engine tensors by the address of their storage, for messages."""
+    """One trace. names: address of a storage -> name of the engine tensor in it, for error texts."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
@@ -213,7 +214,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         if not touched:
             return func(*args, **kwargs)
         if func not in self._elementary:
-            with self:  # in inference mode `reshape` and the like arrive whole: what they come to depends on the tensor
+            with self:  # in inference mode `reshape` and the like arrive whole, and what they do depends on the tensor
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
@@ -230,11 +231,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             what = origin.name if origin else self._names[touched[0]]
             raise PlanImpossible(f"load_weights calls {func} on {what} (at {self._current})")
         except PlanImpossible as error:
-            self.reason = self.reason or error  # kept, because a loader may catch it
+            self.reason = self.reason or error  # a loader may catch it
             raise
 
     def _derive(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        """A contiguous copy, or one in another dtype or on another device: the same elements elsewhere."""
+        """Make the stand-in for a copy: contiguous, in another dtype, or on another device."""
         origin, view = self._origins[_key(args[0])], args[0]
         # It stays a stand-in: a copy on another device, or in pinned memory, has the same elements.
         kwargs = {key: value for key, value in kwargs.items() if key not in {"device", "pin_memory"}}
@@ -246,7 +247,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def _copy(self, destination: torch.Tensor, value: torch.Tensor) -> bool:
-        """Record a copy into an engine tensor; False if it is none."""
+        """Record a copy into an engine tensor. Returns False if `destination` is none."""
         origin = self._origins.get(_key(value))
         if _key(destination) not in self._names or value.is_conj() or value.is_neg():
             return False
@@ -265,7 +266,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         return True
 
     def _fill(self, destination: torch.Tensor, value: float) -> bool:
-        """Record that an engine tensor is filled with a constant; False for a stand-in."""
+        """Record that an engine tensor is filled with a constant. Returns False for a stand-in."""
         if self.is_stand_in(destination):
             return False
         if destination.numel():
@@ -274,7 +275,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Those among an operation's arguments, which may be lists of tensors."""
+    """Yield the tensors among an operation's arguments, also those inside lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -283,14 +284,14 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    """The address of the storage's description, which views share; 0 for what has none."""
+    """Return the address of torch's storage object, which views share, or 0 if there is none."""
     if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
         return 0
     return int(tensor.untyped_storage()._cdata)
 
 
 def storage_key(name: str, tensor: torch.Tensor) -> int:
-    """Raises PlanImpossible for an engine tensor that is not plain memory."""
+    """Return the key of an engine tensor's storage. Raises PlanImpossible if the tensor is not plain memory."""
     if torch.nn.parameter.is_lazy(tensor) or (key := _key(tensor)) == 0:
         raise PlanImpossible(f"{name} is a {type(tensor).__name__}, not plain memory")
     return key

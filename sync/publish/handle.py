@@ -1,4 +1,4 @@
-"""What a publication comes to: a handle at once, a report in the end."""
+"""What `publish` returns: a handle at once, and in the end a report."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ State = Literal["committed", "failed", "aborted", "superseded", "delegated"]
 class PublishReport:
     """What became of one `publish`.
 
-    state: "committed" (at least one worker serves it, or the pool is empty and later workers will catch up to it),
-        "failed" (no worker has it), "aborted" (likewise, and because of `PublishHandle.abort`), "superseded" (a newer
-        version was published before this one's turn came), or "delegated" (on a rank of the trainer that only helped
-        to gather: its leader has the report).
-    workers: those that serve it. failures: worker id -> why it does not; "trainer" for a version that was not sent.
-    seconds: from `publish` to the commit. adapter: name of the LoRA adapter it is a version of, "" for the weights.
-    readback: whether every one of `workers` compared what its engine holds with what was published, not only what had
-        arrived: not with `verify=False`, for adapters, or where an engine loads in a way that cannot be turned round.
+    state: "committed": at least one worker serves it, or the pool is empty and later workers will catch up to it.
+        "failed": no worker has it. "aborted": no worker has it, because of `PublishHandle.abort`. "superseded": a newer
+        version was published before this one's turn came. "delegated": this rank of the trainer only helped to gather,
+        and the leader has the report.
+    workers: ids of those that serve it. failures: worker id -> why it does not; "trainer" if the version was not sent.
+    seconds: from `publish` to the commit. adapter: name of the LoRA adapter, "" for the weights.
+    readback: whether every one of `workers` compared its engine's parameters with what was published, and not only the
+        bytes that arrived. False with `verify=False`, for adapters, and for an engine whose loader does more than
+        copying.
     """
 
     version: int
@@ -49,8 +50,9 @@ class PublishProgress:
     """How far a publication is.
 
     phase: "waiting" for its turn, "digesting" on the trainer's device, "announced" to the pool, "sending", "done".
-    sent_bytes of total_bytes have been given to the transport; they begin again when a transfer is repeated without a
-        worker that broke it. workers: those that take part, once that is settled; in the end those that have it.
+    sent_bytes, total_bytes: given to the transport so far, and in all. sent_bytes starts again at 0 when a transfer is
+        repeated without a worker that broke it.
+    workers: ids of those that take part, once that is known. In the end, of those that have the version.
     """
 
     phase: Phase
@@ -60,18 +62,18 @@ class PublishProgress:
 
 
 class PublishHandle:
-    """A version on its way. All methods may be called from any thread."""
+    """A version on its way to the workers. Any thread may call its methods."""
 
     def __init__(self, version: int, on_abort: Callable[[PublishHandle], None] = lambda handle: None) -> None:
         self.version = version
         self.aborted = ""
-        """Why `abort` was called, or empty."""
+        """Why `abort` was called; "" if it was not."""
         self._on_abort = on_abort
         self._look: Callable[[], PublishProgress] = lambda: PublishProgress("waiting")
         self._future: Future[PublishReport] = Future()
 
     def progress(self) -> PublishProgress:
-        """How far it is now. Costs nothing: nobody is asked."""
+        """Return how far it is now. It sends nothing and does not wait."""
         if not self.done():
             return self._look()
         try:
@@ -81,18 +83,24 @@ class PublishHandle:
         return PublishProgress("done", report.nbytes if report.workers else 0, report.nbytes, report.workers)
 
     def abort(self, why: str = "aborted by the trainer") -> None:
-        """Give it up. Returns at once; `wait` says what became of it: "aborted", or "committed" where it was too late
-        for a worker, or an adapter. Workers that had not loaded it go on with the weights they have."""
+        """Give the version up. Returns at once, and `wait` tells the outcome.
+
+        It is "aborted", or "committed" if a worker had already loaded it. Workers that had not loaded it keep the
+        weights that they have. An adapter under way is not stopped.
+        """
         if not self.done():
             self.aborted = self.aborted or why
             self._on_abort(self)
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> PublishReport:
-        """The report, when there is one. Raises WaitTimeout, or WeightSyncError if the publisher itself broke."""
+        """Wait for the report and return it. timeout: in seconds; None waits for ever.
+
+        Raises WaitTimeout, after which it can be waited for again, or WeightSyncError if the publisher itself failed.
+        """
         try:
             return self._future.result(timeout)
         except TimeoutError:
@@ -101,7 +109,7 @@ class PublishHandle:
 
 @dataclass(slots=True)
 class Publication:
-    """A publication until its report: what is sent, and since when. config: of a LoRA adapter."""
+    """A publication until its report: what is sent, and since when. config: a LoRA adapter's."""
 
     packed: PackedWeights
     handle: PublishHandle
@@ -111,12 +119,12 @@ class Publication:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The version's name in logs and errors."""
         version = f"version {self.packed.version}"
         return f"{version} of adapter {self.adapter}" if self.adapter else version
 
     def tell(self, state: State, **found: Any) -> None:
-        """Give the handle its report; `found` are further fields of it."""
+        """Give the handle its report. found: the report's other fields."""
         seconds = time.monotonic() - self.began
         report = PublishReport(self.packed.version, state, seconds=seconds, adapter=self.adapter, **found)
         self.handle._future.set_result(report)

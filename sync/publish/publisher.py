@@ -1,4 +1,4 @@
-"""The trainer's side of weight sync: `publish` copies, a thread does the rest, training goes on."""
+"""The trainer's side of weight sync: `publish` copies, a thread does the rest, and training continues."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ RETRY_S = 1.0
 
 
 class WeightPublisher:
-    """Publishes weights versions to a pool, and catches late joiners up with the newest one.
+    """Publishes weights versions to a pool, and sends the newest one to workers that join late.
 
-    Runs in the trainer, on every rank of a distributed one; the leader sends, the others help to gather what is
-    sharded. It uses its own process groups and no environment variable of torchrun; the trainer's groups are not
-    touched, but for gathers of DTensors inside `publish`.
+    It runs in the trainer, on every rank of a distributed one. The leader sends, and the others help to gather sharded
+    tensors. It uses process groups of its own, and no environment variable of torchrun. The trainer's groups are only
+    used for gathers of DTensors inside `publish`.
 
     Guarantees: `publish` returns as soon as the tensors are copied (on a GPU: as soon as the copies are queued on the
-    current stream); a worker serves a version only after every digest matched; versions commit in order; every wait
-    inside is bounded by the two timeouts, whoever dies.
+    current stream). A worker serves a version only after every digest matched. Versions commit in order. Whoever dies,
+    every wait inside ends by the two timeouts.
 
     Args:
         redis_url: the pool's Redis; by default $ROLLOUTMQ_REDIS, or the one on this host.
         pool: its name.
         rename: name of a tensor in the trainer -> its name in the checkpoint, or None to leave it out.
-        leader: whether this rank sends; by default rank 0 of the trainer's default process group, or the only one.
+        leader: whether this rank sends; by default rank 0 of the trainer's default process group, or the only rank.
         snapshots: a folder (or a SnapshotStore) to save committed versions in. A version that waits to be saved is
             skipped when a newer one is committed. See `SyncSettings.snapshots`, and `snapshots_saved`.
         settings: fields of `SyncSettings`, which describes them.
 
-    Raises InvalidField for a setting that cannot be; RedisUnavailable; WeightSyncError if nothing can listen on `port`;
-    SnapshotError if the folder of `snapshots` cannot be made.
+    Raises InvalidField for a setting that is not allowed, RedisUnavailable, WeightSyncError if nothing can listen on
+    `port`, and SnapshotError if the folder of `snapshots` cannot be made.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class WeightPublisher:
         self._leader = _leads() if leader is None else leader
         self._like: Places | None = None
         self._lock = threading.Lock()
-        self._last = {"": 0}  # newest version, of the weights and by adapter
-        self._waiting: dict[str, Publication] = {}  # for their turn, of each the newest
+        self._last = {"": 0}  # newest version: of the weights under "", of adapters under their names
+        self._waiting: dict[str, Publication] = {}  # the newest of each that waits for its turn
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sending: PublishHandle | None = None
@@ -98,42 +98,42 @@ class WeightPublisher:
 
     @property
     def mode(self) -> UpdateMode:
-        """How running samples cross an update."""
+        """What an update does with running samples; see `SyncSettings.mode`."""
         return self._settings.mode
 
     @property
     def renames(self) -> bool:
-        """Whether a `rename` was given: the trainer's names are not the checkpoint's then."""
+        """Whether a `rename` was given. Then the trainer's names differ from the checkpoint's."""
         return self._rename is not None
 
     @property
     def last_version(self) -> int:
-        """Newest version published or found in the pool's ledger; the next one has to be higher."""
+        """Newest version that was published or found in the pool's ledger. The next one has to be higher."""
         return self._last[""]
 
     @property
     def snapshots_saved(self) -> int:
-        """Versions that this publisher has written to disk."""
+        """Number of versions that this publisher has written to disk."""
         return self._saver.saved if self._saver is not None else 0
 
     @property
     def snapshots_failed(self) -> int:
-        """Versions that it could not write; the log says why."""
+        """Number of versions that it could not write. The log says why."""
         return self._saver.failed if self._saver is not None else 0
 
     def publish(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
     ) -> PublishHandle:
-        """Copy `tensors` and send them as `version`, in the background.
+        """Copy `tensors`, and send them as `version` in the background.
 
-        tensors: (name, tensor) pairs under the names the model's checkpoint has (`model.named_parameters()` of a
-            Hugging Face model, through `unfuse_experts` if it is a mixture of experts; see `rename`), any device,
-            DTensors too, in dtypes that the engine takes (see `SyncSettings.dtype`). All of the model's weights, every
-            time. On a distributed trainer every rank
-            calls it, with the same names in the same order.
+        tensors: (name, tensor) pairs with all of the model's weights, under the names of the model's checkpoint. That
+        is
+            `model.named_parameters()` of a Hugging Face model, through `unfuse_experts` if it is a mixture of experts;
+            see also `rename`. They may be on any device, may be DTensors, and have dtypes that the engine takes (see
+            `SyncSettings.dtype`). On a distributed trainer every rank calls it, with the same names in the same order.
         version: higher than every one before.
 
-        If an earlier version still waits for its turn it is given up as "superseded". Raises InvalidField, or
+        An earlier version that still waits for its turn is given up as "superseded". Raises InvalidField, or
         WeightSyncError after `close`.
         """
         began = time.monotonic()
@@ -148,8 +148,8 @@ class WeightPublisher:
             like=self._like,
         )
         self._like = packed.places
-        # Not before: a rank that stays away from a gather would leave the others waiting, and only the leader knows
-        # the ledger's newest version.
+        # Checked only now: only the leader knows the ledger's newest version, and the other ranks would wait in a
+        # gather for a leader that raises before it.
         if isinstance(version, bool) or not isinstance(version, int) or version <= self._last[""]:
             raise InvalidField("version", version, f"an integer above {self._last['']}, the newest one")
         return self._queue(Publication(packed, PublishHandle(version, self._abort), began))
@@ -161,16 +161,16 @@ class WeightPublisher:
         tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
         config: Mapping[str, Any],
     ) -> PublishHandle:
-        """Copy a LoRA adapter and send it as `version` of `name`, in the background; interrupts no request.
+        """Copy a LoRA adapter, and send it as `version` of `name` in the background. It interrupts no request.
 
-        tensors: as PEFT's get_peft_model_state_dict gives them, …lora_A.weight (r, inputs) and …lora_B.weight (outputs,
-            r), on any device, DTensors too. On a distributed trainer every rank calls it.
-        version: 1 or more, higher than every one of this adapter before; independent of the weights' versions.
-        config: PEFT's adapter_config (r, lora_alpha, target_modules, …).
+        tensors: as PEFT's get_peft_model_state_dict returns them: …lora_A.weight (r, inputs) and …lora_B.weight
+            (outputs, r), on any device, DTensors too. On a distributed trainer every rank calls it.
+        version: 1 or more, and higher than every earlier one of this adapter. It does not depend on the weights'
+        versions. config: PEFT's adapter_config (r, lora_alpha, target_modules, …).
 
-        Requests that run keep the version they began with. Jobs ask for the adapter by `lora=name`, once a version
-        is committed. What waits for its turn is superseded as with `publish`, by a version of the same adapter.
-        Raises InvalidField, or WeightSyncError after `close`.
+        Running requests keep the version that they began with. Jobs ask for the adapter by `lora=name`, once a version
+        is committed. A version that waits for its turn is superseded by a newer one of the same adapter. Raises
+        InvalidField, or WeightSyncError after `close`.
         """
         began = time.monotonic()
         name, packed, plain = adapter_format.pack(
@@ -185,7 +185,7 @@ class WeightPublisher:
         return self._queue(Publication(packed, PublishHandle(version, self._abort), began, name, plain))
 
     def _queue(self, order: Publication) -> PublishHandle:
-        """Make it wait for its turn. It takes the place of an older one of its kind."""
+        """Let it wait for its turn, in the place of an older version of the same name that waits."""
         version, adapter, handle = order.packed.version, order.adapter, order.handle
         if not self._leader:
             self._last[adapter] = version
@@ -214,7 +214,7 @@ class WeightPublisher:
             loop.call_soon_threadsafe(sender.stop, handle.aborted)
 
     def close(self) -> None:
-        """Finish what was published and what is being saved, then stop. Late joiners are not served any more."""
+        """Finish what was published and what is being saved, then stop. Workers that join later get nothing from it."""
         with self._lock:
             self._closing = True
             self._poke()
@@ -318,7 +318,7 @@ class WeightPublisher:
 
 
 def _snapshot(packed: PackedWeights) -> Snapshot:
-    """Digests on a stream of their own: the trainer's goes on."""
+    """Make the digests on a stream of their own, so that the trainer's stream does not wait."""
     with side_stream(packed.buckets[0].device):
         return packed.snapshot()
 

@@ -1,4 +1,4 @@
-"""Committed versions to disk, behind the trainer's back: neither training nor the next publication waits for it."""
+"""Saves committed versions to disk in the background. Neither training nor the next publication waits for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def store_of(snapshots: str | Path | SnapshotStore, keep: int) -> SnapshotStore:
-    """The store, its folder made now: a mistyped path is told when training begins, not at the first version."""
+    """Return the store, and make its folder now: so a mistyped path is an error when training begins."""
     if isinstance(snapshots, SnapshotStore):
         return snapshots
     with disk_errors("making", snapshots):
@@ -24,16 +24,16 @@ def store_of(snapshots: str | Path | SnapshotStore, keep: int) -> SnapshotStore:
 
 
 class SnapshotSaver:
-    """Saves in a thread of its own, one version at a time; of those that wait the newest wins.
+    """Saves in a thread of its own, one version at a time. Of the versions that wait only the newest is kept.
 
-    While a version is being written its copy in memory is kept, even if a newer one has been published meanwhile.
+    While a version is being written its copy stays in memory, even if a newer one is published.
 
-    saved: versions on disk by now. failed: versions that could not be written; that is logged, and harms nobody but
-        workers that would have looked for them.
+    saved: number of versions written. failed: number of versions that could not be written. A failure is logged; only
+        workers that look for that snapshot miss it.
     """
 
     def __init__(self, store: SnapshotStore, every: int = 1) -> None:
-        """every: the first version is saved, and then each `every`th."""
+        """every: the first committed version is saved, and then each `every`th."""
         self.saved = self.failed = 0
         self._store, self._every, self._count = store, every, 0
         self._next: Snapshot | None = None
@@ -43,7 +43,7 @@ class SnapshotSaver:
         self._thread.start()
 
     def offer(self, snapshot: Snapshot) -> None:
-        """A version has been committed. Returns at once."""
+        """Take a version that has been committed. Returns at once."""
         with self._changed:
             turn = self._count % self._every == 0
             self._count += 1
@@ -55,7 +55,7 @@ class SnapshotSaver:
             self._changed.notify()
 
     def close(self) -> None:
-        """Save what is under way and what waits, then stop."""
+        """Save the version under way and the one that waits, then stop. Blocks."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -76,11 +76,11 @@ class SnapshotSaver:
         try:
             with side_stream(snapshot.device):
                 path = self._store.save(snapshot)
-        except WeightSyncError as error:  # a full disk: the text has it all
+        except WeightSyncError as error:  # a full disk, for example: the text says enough
             self.failed += 1
             log.error("version %s could not be saved: %s", version, error)
             return
-        except Exception:  # whatever it is, it must not end anything else
+        except Exception:  # nothing that fails here may end the thread
             self.failed += 1
             log.exception("version %s could not be saved", version)
             return

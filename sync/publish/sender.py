@@ -1,4 +1,4 @@
-"""The trainer's transfers: new versions to everybody, the retained one to whoever comes late."""
+"""The trainer's transfers: a new version to all workers, and the retained one to workers that join late."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ __all__ = ["GRACE_S", "Sender", "TransferResult"]
 
 
 class Sender:
-    """Sends snapshots to a pool's workers. Keeps the last one for workers that come later."""
+    """Sends snapshots to a pool's workers. Retains the last committed one for workers that join later."""
 
     def __init__(self, redis: Redis, blocking: Redis, pool: str, host: str, settings: SyncSettings) -> None:
-        """blocking: a connection for commands that wait. host: this host as workers reach it."""
+        """blocking: a connection for commands that wait. host: address under which workers reach this host."""
         self._settings = settings
         self._ledger = Ledger(redis, pool)
         self._bell = Bell(blocking, pool)
@@ -53,25 +53,25 @@ class Sender:
         self._stopped = ""
 
     async def open(self) -> dict[str, int]:
-        """Start to listen. Returns the newest versions, committed or not: by adapter, and under "" of the weights."""
+        """Start to listen to the bell. Returns name -> newest version, committed or not; the weights' name is ""."""
         await self._bell.open()
         self._listening = asyncio.create_task(self._bell.listen())
         newest = await self._ledger.newest()
         return await self._ledger.newest_adapters() | {"": newest}
 
     async def close(self) -> None:
-        """Stop to listen."""
+        """Stop listening, and leave the process group."""
         if self._listening is not None:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
         await asyncio.to_thread(self._line.close)
 
     def poke(self) -> None:
-        """End a `wait_for_work`; to be called on the sender's loop."""
+        """Let `wait_for_work` look again. Call it on the sender's loop."""
         self._bell.ring_here()
 
     async def wait_for_work(self, ready: Callable[[], bool]) -> None:
-        """Until `ready()` (looked at after each `poke`) or a worker asks for a transfer that can be given."""
+        """Wait until `ready()` is true, which is checked after each `poke`, or a worker asks for a retained version."""
         while True:
             self._bell.quiet()
             if ready() or (self._retained is not None and await self._waiting()) or await self.adapters.lacking():
@@ -79,7 +79,7 @@ class Sender:
             await self._bell.wait(float("inf"), GLANCE_S)
 
     async def _waiting(self) -> set[str]:
-        """Live workers that ask for a transfer and are behind what is retained."""
+        """Return the live workers that ask for a transfer and have less than the retained version."""
         assert self._retained is not None
         try:
             behind = await self._ledger.behind(self._retained.manifest.version)
@@ -88,7 +88,10 @@ class Sender:
         return {worker for worker in behind if self._patience.lasts(worker)}
 
     async def catch_up(self) -> TransferResult | None:
-        """Send the retained version to the workers that ask for it, or else an adapter. None if nobody asks."""
+        """Send the retained version to the workers that ask for it, or else a retained adapter.
+
+        Returns None if nobody asks.
+        """
         if self._retained is None or not (waiting := await self._waiting()):
             return await self.adapters.catch_up()
         self._stopped = ""
@@ -107,13 +110,13 @@ class Sender:
         return result
 
     def stop(self, why: str) -> None:
-        """End the `send` under way; to be called on the sender's loop."""
+        """End the `send` under way. Call it on the sender's loop."""
         self._stopped = why
         if self._under_way is not None:
             self._under_way.stop(why)
 
     def progress(self, total_bytes: int) -> PublishProgress:
-        """How far the `send` under way is; from any thread."""
+        """Return how far the `send` under way is. Any thread may call it."""
         transfer = self._under_way
         if transfer is None:
             return PublishProgress("announced", 0, total_bytes)
@@ -121,7 +124,7 @@ class Sender:
         return PublishProgress(phase, min(self._line.sent_bytes, total_bytes), total_bytes, transfer.roster)
 
     async def _send(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
-        """To every live worker, or to these only. What one worker broke is repeated without it."""
+        """Send to every live worker, or to `only` these. A transfer that one worker broke is repeated without it."""
         return await repeated(self._ledger, lambda whom: self._transfer(snapshot, whom), only)
 
     async def _transfer(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
@@ -140,10 +143,10 @@ class Sender:
 
 
 class _Retained:
-    """A snapshot in this process, and the line it is sent over: a `TransferSource`."""
+    """A snapshot in this process, and the Broadcaster that sends it: a `TransferSource`."""
 
     def __init__(self, snapshot: Snapshot, line: Broadcaster, gpu_direct: bool, not_by_ipc: AbstractSet[str]) -> None:
-        """not_by_ipc: workers on which handing over has failed before."""
+        """not_by_ipc: workers to which handing over by CUDA IPC has failed before."""
         self.version, self.digest = snapshot.manifest.version, snapshot.manifest.fingerprint
         self.handed_over: set[str] = set()
         self._snapshot, self._line = snapshot, line
@@ -158,7 +161,7 @@ class _Retained:
         return self._line.host, self._line.store.port
 
     async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
-        """See TransferSource. A trainer may always announce."""
+        """See TransferSource. Returns True, because a trainer may always announce."""
         await asyncio.to_thread(self._line.offer, announcement.epoch, self._snapshot)
         await ledger.announce(announcement)
         return True
