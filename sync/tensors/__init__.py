@@ -1,4 +1,4 @@
-"""Work on many tensors at once: digests, copies, places in buckets, staging memory."""
+"""Work on many tensors at once: digests, copies, their places in buckets, and the memory that receives them."""
 
 from .copies import Copies
 from .digest_keys import length_term

@@ -1,6 +1,6 @@
-"""Copies on a GPU: one kernel for any number of them, as fast as memory is.
+"""Copies on a GPU: one kernel for any number of them, at the speed of memory.
 
-Runs under Triton's interpreter too (TRITON_INTERPRET=1, tensors on the CPU), which is how it is tested without a GPU.
+It also runs under Triton's interpreter (TRITON_INTERPRET=1, tensors on the CPU). So it is tested without a GPU.
 """
 
 # Triton has no types: its decorator and what it decorates.
@@ -18,19 +18,20 @@ from ...messages.model import NCCL_CTAS
 from .tables import WORD, Table, blocks_of
 
 STEP_WORDS = 4096
-"""16 KB: four loads of 16 bytes each a thread, all under way before the first is stored."""
+"""Words per block, 16 KB: each thread has four loads of 16 bytes under way before it stores the first."""
 BLOCK_WORDS = 16 * STEP_WORDS
 WARPS = 8
 PROGRAMS = 4
-"""Per multiprocessor; each takes blocks in turn. More are no faster."""
+"""Programs per multiprocessor. Each takes one block after the other. More programs are no faster."""
 BESIDE_WIRE = 64
-"""On the whole GPU, while NCCL receives; fewer where that would leave it less than one multiprocessor for each of its
-thread blocks. More slow down a rank that passes on what it receives, and all behind it: 16 GB to three receivers take
-55 ms with PROGRAMS, 47 with this (docs/benchmarks.md)."""
+"""Programs on the whole GPU while NCCL receives. There are fewer if NCCL would have less than one multiprocessor for
+each of its thread blocks. More programs slow down a rank that passes on what it receives, and all ranks behind it: 16
+GB to three receivers take 55 ms with PROGRAMS, and 47 ms with this (docs/benchmarks.md)."""
 _STEP, _BLOCK = tl.constexpr(STEP_WORDS), tl.constexpr(BLOCK_WORDS)
 
 
-# Where the second table begins depends on how many pairs there are, and compiling takes a second: one variant for all.
+# The second table begins at a place that depends on the number of pairs. Not specialised, because compiling takes a
+# second.
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["blocks"])
 def _kernel(pairs, blocks, count):
     """pairs: (n, 3) int64, addresses of source and target, and words; blocks: (count,) int64, pair * 2^32 + block."""
@@ -44,7 +45,7 @@ def _kernel(pairs, blocks, count):
         words = tl.minimum(tl.load(row + 2) - first, _BLOCK).to(tl.int32)
         steps = words // _STEP
         for step in range(0, steps):
-            # Else loads and stores are not merged into ones of 16 bytes.
+            # Without this hint loads and stores are not merged into ones of 16 bytes.
             here = tl.multiple_of(source + step * _STEP + lane, 16)
             there = tl.multiple_of(target + step * _STEP + lane, 16)
             tl.store(there, tl.load(here, eviction_policy="evict_first"))
@@ -53,7 +54,7 @@ def _kernel(pairs, blocks, count):
 
 
 class Launch:
-    """Its tables for (target, source) pairs on one device, of which `copies.fits` is true. Keeps them alive."""
+    """The kernel's tables for (target, source) pairs on one device that `copies.fits` allows. Keeps them alive."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._pairs = list(pairs)
@@ -70,7 +71,7 @@ class Launch:
             self._beside = max(1, min(BESIDE_WIRE, multiprocessors - NCCL_CTAS))
 
     def run(self, *, beside_wire: bool = False) -> None:
-        """Queue the copies on the current stream. beside_wire: while NCCL receives, see BESIDE_WIRE."""
+        """Queue the copies on the current stream. beside_wire: NCCL receives meanwhile, see BESIDE_WIRE."""
         if not len(self._blocks):
             return
         if self._device.type == "cuda":

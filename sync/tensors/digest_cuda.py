@@ -1,10 +1,10 @@
 """Digests on a GPU: one kernel for any number of tensors. The definition is in digester.py.
 
-A program takes a block of up to BLOCK_CHUNKS chunks of one region (a tensor's bytes), sums them column by column with
-the chunks' factors, applies the columns' keys to the sums and adds its part to the region's digest. A word costs one
-load, two multiply-adds and, where NaN and Inf are counted, five more instructions: memory is what limits it.
+A program takes a block of up to BLOCK_CHUNKS chunks of one region (a tensor's bytes). It sums them column by column
+with the chunks' factors, applies the columns' keys to the sums, and adds the result to the region's digest. A word
+costs one load and two multiply-adds, and five more instructions if NaN and Inf are counted. So memory is the limit.
 
-Runs under Triton's interpreter too (TRITON_INTERPRET=1, tensors on the CPU), which is how it is tested without a GPU.
+It also runs under Triton's interpreter (TRITON_INTERPRET=1, tensors on the CPU). So it is tested without a GPU.
 """
 
 # Triton has no types: its decorator and what it decorates.
@@ -33,18 +33,19 @@ from .digest_keys import (
 from .tables import Table, blocks_of
 
 BLOCK_CHUNKS = 32
-"""Chunks per program, 256 KB. Below 256: NaN and Inf are counted in bytes."""
+"""Chunks per program, 256 KB. It must be below 256, because NaN and Inf are counted in bytes."""
 WARPS = 8
 UNROLL = 2
-"""64 registers a thread, so 32 warps per multiprocessor with two loads of 16 bytes each under way."""
+"""Chunks per step of the loop. A thread then needs 64 registers, so a multiprocessor holds 32 warps, each thread with
+two loads of 16 bytes under way."""
 _FIELDS = tl.constexpr(8)
 _MIX_FIRST, _MIX_SECOND = tl.constexpr(MIX_FIRST), tl.constexpr(MIX_SECOND)
 _LOWBIAS_FIRST, _LOWBIAS_SECOND = tl.constexpr(LOWBIAS_FIRST), tl.constexpr(LOWBIAS_SECOND)
 _FACTOR_MASK, _FACTOR_HALF = tl.constexpr((1 << FACTOR_BITS) - 1), tl.constexpr(FACTOR_BITS // 2)
 
 _EXPONENTS = {
-    # Masks of the even and the odd words: the bits that are all ones exactly in a number that is not finite. Adding
-    # their lowest one carries into the bit above them, `carry`, and never further.
+    # Exponent masks of the even and the odd words. In a number that is not finite, and in no other, all of these bits
+    # are ones. Then adding the lowest of them carries into the bit above them, `carry`, and never further.
     torch.bfloat16: (0x7F807F80, 0x7F807F80, 0x00800080, 0x80008000),
     torch.float16: (0x7C007C00, 0x7C007C00, 0x04000400, 0x80008000),
     torch.float32: (0x7F800000, 0x7F800000, 0x00800000, 0x80000000),
@@ -56,7 +57,7 @@ _EXPONENTS = {
 
 @triton.jit
 def _factor(chunk):
-    """`chunk_factors` of one chunk: its lower and its upper 32 bits, int32 both."""
+    """Return `chunk_factors` of one chunk as its lower and its upper 32 bits, both int32."""
     x = chunk.to(tl.uint32)
     low = (x * _MIX_FIRST) & _FACTOR_MASK
     low = (low ^ (low >> _FACTOR_HALF)) * _MIX_SECOND
@@ -71,7 +72,7 @@ def _factor(chunk):
 def _add(  # noqa: PLR0917
     words, chunk, sums, uppers, bad, exponents, unit, carry, COUNT: tl.constexpr
 ):
-    """One chunk's words (C,) int32 into the columns' sums. w * F = w * low + 2^32 * w * high, all wrapping around."""
+    """Add one chunk's words, (C,) int32, to the columns' sums. w * F = w * low + 2^32 * w * high, modulo 2^64."""
     low, high = _factor(chunk)
     sums += words.to(tl.int64) * low.to(tl.int64)
     uppers += words * high
@@ -88,14 +89,14 @@ def _chunks(  # noqa: PLR0917
 ):  # fmt: skip
     for row in tl.range(0, rows, loop_unroll_factor=UNROLL):
         places = start + row * CHUNK + lane
-        if ALIGNED:  # else loads are not merged into ones of 16 bytes
+        if ALIGNED:  # without this hint loads are not merged into ones of 16 bytes
             places = tl.multiple_of(places, 16)
         words = tl.load(places, eviction_policy="evict_first")
         sums, uppers, bad = _add(words, first + row, sums, uppers, bad, exponents, unit, carry, COUNT)
     return sums, uppers, bad
 
 
-# Any slice may be written to, and compiling takes a second: one variant for all of them.
+# `out` may be any slice. Its alignment is not specialised, because compiling takes a second.
 @triton.jit(do_not_specialize_on_alignment=["out", "nonfinite"])
 def _kernel(  # noqa: PLR0917
     regions, blocks, keys, out, nonfinite,
@@ -135,7 +136,7 @@ def _kernel(  # noqa: PLR0917
         some = tl.load(start + rows * CHUNK + lane, mask=lane < rest, other=0)
         sums, uppers, bad = _add(some, first + rows, sums, uppers, bad, exponents, unit, carry, COUNT)
     if (tail > 0) & (left <= BLOCK * CHUNK):
-        # The last, incomplete word, byte by byte: what follows it is not ours to read.
+        # The last, incomplete word is read byte by byte, because what follows it may be other memory.
         byte = tl.arange(0, 4)
         place = (address + total * 4).to(tl.pointer_type(tl.uint8))
         last = tl.sum(tl.load(place + byte, mask=byte < tail, other=0).to(tl.int32) << (byte * 8))
@@ -151,14 +152,14 @@ def _kernel(  # noqa: PLR0917
 
 
 class Launch:
-    """The kernel's tables for contiguous tensors of one device, which it keeps alive. See `digester.Digester`."""
+    """The kernel's tables for contiguous tensors on one device. Keeps the tensors alive. See `digester.Digester`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._device = tensors[0].device
         self._flats = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
         self._staged = [(flat, torch.empty_like(flat)) for flat in self._flats if flat.data_ptr() % 4]
         copies = {id(flat): copy for flat, copy in self._staged}
-        # Formats with a single NaN and no exponent to mask: rare in weights, counted by torch.
+        # These formats have a single NaN and no exponent to mask. They are rare in weights, so torch counts them.
         self._others = [i for i, t in enumerate(tensors) if t.dtype in COUNTED and t.dtype not in _EXPONENTS]
         self._dtypes = [tensor.dtype for tensor in tensors]
         rows, programs, self._block_chunks = [], [], BLOCK_CHUNKS
@@ -168,10 +169,10 @@ class Launch:
             rows.append([address, words, tail, address % 16 == 0, *_EXPONENTS.get(tensor.dtype, (0, 0, 0, 0))])
             programs.append(max(-(-words // (CHUNK_WORDS * self._block_chunks)), min(tail, 1)))
         lengths = torch.tensor([length_term(flat.numel()) for flat in self._flats])
-        # The kernel's tables first, each a multiple of 16 bytes before the next, for the same reason.
+        # The kernel's tables come first, each at a multiple of 16 bytes, for the same reason.
         blocks = blocks_of(torch.tensor(programs))
         self._table = Table(self._device, [column_keys(), torch.tensor(rows), blocks, lengths])
-        # Only counts that could wrap around need 64 bits while they are summed.
+        # Counts are summed in 64 bits only if they could wrap around in 32.
         large = any(tensor.numel() >= 1 << 31 for tensor in tensors)
         self._wide = torch.empty(len(rows), dtype=torch.int64, device=self._device) if large else None
         self._keys, self._regions, self._blocks, self._lengths = self._table.parts

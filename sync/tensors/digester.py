@@ -8,21 +8,22 @@ The words form rows, "chunks", of C = 2048; word i lies in chunk c = floor(i / C
     K[j] = splitmix64(j) with the lowest 12 bits replaced by 2 * mix(j, 11) + 1
     F[c] = 2^32 * lowbias32(c) + low,  low = 2^12 * mix(c mod 2^20, 20) + 1 read as a signed 32-bit number
 
-where mix(x, b) is a bijection of b-bit numbers (`_mix`) and L an odd constant. That is a multilinear hash (Lemire and
-Kaser, "Strongly universal string hashing is fast", 2014) whose keys are products, so that the sum over chunks comes
-first: one multiplication a word with a factor that a whole chunk shares; K is applied once per column.
+where mix(x, b) is a bijection of b-bit numbers (`_mix`) and L an odd constant. It is a multilinear hash (Lemire and
+Kaser, "Strongly universal string hashing is fast", 2014) whose keys are products. So the sum over chunks can come
+first: a word costs one multiplication by a factor that its whole chunk shares, and K is applied once per column.
 
-What is certain, since a word's change is less than 2^32 and every k_i is odd and different from the others mod 2^32
-(K tells the columns apart mod 2^12, where F is 1; F tells the chunks of a column apart):
+Certain are these, because a word's change is less than 2^32, and every k_i is odd and different from the others mod
+2^32 (K tells the columns apart mod 2^12, where F is 1; F tells the chunks of a column apart):
 
 - any change of a single word, so any flipped bit, changes the digest;
 - so does swapping any two different words of a tensor of up to 8 GiB.
 
-Everything else (several words changed, shifted or mixed-up slices, other lengths) is seen but for a chance that nobody
-proved: with keys as good as random about 2^-60, and about 2^-30 if the words differ in nothing but their highest bits,
-of which a sum mod 2^64 keeps 33. The keys are fixed and public: this guards against corruption, not against forgery.
+Any other damage (several words changed, shifted or mixed-up slices, other lengths) is missed with a small probability.
+It is an estimate and not proved: about 2^-60 if the keys are as good as random, and about 2^-30 if the words differ
+only in their highest bits, of which a sum mod 2^64 keeps 33. The keys are fixed and public. So a digest guards against
+corruption, and not against forgery.
 
-The sum is additive: words of a tensor, in any order and in any number of parts, may be summed apart.
+The sum is additive: the words of a tensor may be summed in any order and in any number of parts.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ if TYPE_CHECKING:
 
 
 _BLOCK_CHUNKS = 64
-"""Chunks taken at a time on a CPU: 512 KB of words and 1 MB of products stay in its caches."""
+"""Chunks that a CPU takes at a time: 512 KB of words and 1 MB of products stay in its caches."""
 
 
 @lru_cache(maxsize=4)
 def _factors(bits: int) -> torch.Tensor:
-    """F of the first 2^bits chunks, (2^bits, 1) int64. Not to be written to."""
+    """Return F of the first 2^bits chunks, (2^bits, 1) int64. Do not write to it."""
     return chunk_factors(torch.arange(1 << bits)).unsqueeze(1)
 
 
 class Digester:
-    """Digests of the same tensors again and again, prepared once for their addresses. Not safe for several threads.
+    """Digests the same tensors again and again. It is prepared once for their addresses. Not safe for several threads.
 
-    tensors: contiguous, on one device; any dtypes and sizes, empty ones too. The object keeps them alive. On CUDA
-        those that do not start at a multiple of four bytes are copied to a buffer of their own size in each run.
+    tensors: contiguous, on one device, of any dtypes and sizes, also empty. The object keeps them alive. On CUDA each
+        run copies those that do not start at a multiple of four bytes to a buffer of their own size.
 
-    Raises InvalidField for anything else.
+    Raises InvalidField for tensors that are not contiguous, or on several devices.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -77,14 +78,15 @@ class Digester:
             self._launch = digest_cuda.Launch(self._tensors)
 
     def run(self, out: torch.Tensor, nonfinite: torch.Tensor | None = None) -> None:
-        """Writes the digest of every tensor, as it is now, into `out`.
+        """Write the digest of every tensor, as it is now, into `out`.
 
-        out: (n,) int64, on the tensors' device; the digest's 64 bits as a signed number.
-        nonfinite: (n,) int32 there, or None: how many elements are NaN or infinite, at most 2^31 - 1; 0 for
-            tensors of other dtypes than COUNTED.
+        out: (n,) int64 on the tensors' device. It gets the digest's 64 bits as a signed number.
+        nonfinite: (n,) int32 there, or None. It gets the number of NaN and infinite elements, at most 2^31 - 1, and 0
+            for a tensor whose dtype is not in COUNTED.
 
-        On CUDA everything is ordered on the current stream of the tensors' device, without waiting for it; the bytes
-        must not be written meanwhile. Raises InvalidField for an `out` or `nonfinite` of another form.
+        On CUDA the work is queued on the current stream of the tensors' device, and the host does not wait. Nothing may
+        write the tensors until it is done. Raises InvalidField for an `out` or `nonfinite` of another shape, dtype or
+        device.
         """
         count = len(self._tensors)
         for field, value, dtype in (("out", out, torch.int64), ("nonfinite", nonfinite, torch.int32)):
@@ -106,10 +108,10 @@ class Digester:
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Digests of tensors on one device, in one go: (n,) int64 there (on the CPU when there are none).
+    """Return the digests of tensors on one device: (n,) int64 there, or on the CPU if there are no tensors.
 
-    Like a `Digester` used once, but tensors that are not contiguous are copied first. On CUDA: ordered on the current
-    stream, which is not waited for; do not free the tensors to another stream before it is through.
+    It is a `Digester` used once, but copies tensors that are not contiguous. On CUDA the work is queued on the current
+    stream, and the host does not wait. Do not free the tensors to another stream before it is done.
     """
     device = tensors[0].device if tensors else torch.device("cpu")
     out = torch.empty(len(tensors), dtype=torch.int64, device=device)
@@ -118,9 +120,9 @@ def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def look(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Digests, (n,) int64, and counts of NaN and infinite elements, (n,) int32, of tensors on one device; both there.
+    """Return digests, (n,) int64, and counts of NaN and infinite elements, (n,) int32, of tensors on one device, there.
 
-    A `Digester` used once, and ordered as `digests` on CUDA.
+    It is a `Digester` used once. On CUDA the work is queued as that of `digests`.
     """
     device = tensors[0].device if tensors else torch.device("cpu")
     out = torch.empty(len(tensors), dtype=torch.int64, device=device)
@@ -130,17 +132,17 @@ def look(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """16 hex digits over the bytes of `tensor` in row-major order, computed on its device and waited for."""
+    """Return the digest of `tensor` as 16 hex digits. It is computed on the tensor's device, and waited for."""
     return hex_of(digests([tensor]))[0]
 
 
 def hex_of(values: torch.Tensor) -> list[str]:
-    """Digests (n,) int64 on any device as 16 hex digits each. Waits for the current stream of a CUDA device."""
+    """Return digests, (n,) int64 on any device, as 16 hex digits each. On CUDA it waits for the current stream."""
     return [f"{value & U64:016x}" for value in values.tolist()]
 
 
 def values_of(hexes: Sequence[str], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Back from hex digits to (n,) int64 on `device`. Raises InvalidField for what is not 16 of them."""
+    """Return digests of 16 hex digits as (n,) int64 on `device`. Raises InvalidField for any other text."""
     for place, text in enumerate(hexes):
         if len(text) != 16 or not set(text) <= set("0123456789abcdef"):
             raise InvalidField(f"digests[{place}]", text, "16 hex digits, lower case")
@@ -148,7 +150,7 @@ def values_of(hexes: Sequence[str], device: torch.device | str = "cpu") -> torch
 
 
 def _on_cpu(tensor: torch.Tensor, count: bool) -> tuple[int, int]:
-    """(digest as a signed 64-bit number, NaN and Inf if counted) of a contiguous tensor outside CUDA."""
+    """Return digest (a signed 64-bit number) and count of NaN and Inf of a contiguous tensor outside CUDA."""
     flat = tensor.reshape(-1)
     data = flat.view(torch.uint8)
     keys = column_keys()
@@ -174,7 +176,7 @@ def _on_cpu(tensor: torch.Tensor, count: bool) -> tuple[int, int]:
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """Bytes as int32 words; copied where they are not aligned for that, or not a whole number of words."""
+    """Return bytes as int32 words. Copies them if they are not aligned, or not a whole number of words."""
     if tail := data.numel() % 4:
         data = torch.cat([data, data.new_zeros(4 - tail)])
     elif data.storage_offset() % 4:
@@ -186,7 +188,7 @@ def _nonfinite(part: torch.Tensor) -> int:
     if part.dtype in BYTE_PATTERNS:
         mask, pattern = BYTE_PATTERNS[part.dtype]
         return int(torch.count_nonzero((part.view(torch.uint8) & mask) == pattern))
-    # One NaN or infinity leaves no sum finite: a finite one, which is quickly had, clears the whole part.
+    # One NaN or infinity makes the sum not finite. So a finite sum, which is fast, shows that the part has none.
     if part.sum(dtype=torch.promote_types(part.dtype, torch.float32)).isfinite():
         return 0
     return int(torch.count_nonzero(~part.isfinite()))

@@ -1,4 +1,4 @@
-"""Where each tensor of a version lies: worked out while the tensors come, or known from the version before."""
+"""The place of each tensor in its bucket: computed while the tensors come, or known from the version before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...messages.errors import InvalidField
 from ...messages.model import TensorSpec
 
 ALIGN = 64
-"""Every tensor starts at a multiple of this in its bucket, so that a slice of it can be viewed as its own dtype."""
+"""Bytes. Every tensor starts at a multiple of this in its bucket, so its bytes can be viewed as its dtype."""
 MOST_DIMENSIONS = 16
 LONGEST_NAME = 512
 
@@ -20,19 +20,19 @@ _DTYPE = re.compile(r"(b?float|u?int|complex)[0-9]+(_e[0-9]m[0-9]\w*)?|bool")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without the prefix ("bfloat16"); "" for one that a manifest cannot have, such as quantized ones."""
+    """Return torch's name without the prefix ("bfloat16"), or "" for a dtype that no manifest has (quantized ones)."""
     name = str(dtype).removeprefix("torch.")
     return name if _DTYPE.fullmatch(name) else ""
 
 
 def dtype_named(name: str) -> torch.dtype | None:
-    """The dtype of that name, or None: `name` comes from outside, and torch has other attributes, too."""
+    """Return the dtype of that name, or None. `name` comes from outside, and torch has other attributes too."""
     found = getattr(torch, name, None) if _DTYPE.fullmatch(name) else None
     return found if isinstance(found, torch.dtype) else None
 
 
 def padded(nbytes: int) -> int:
-    """`nbytes`, rounded up to where the next tensor may start."""
+    """Return `nbytes` rounded up to where the next tensor may start."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
@@ -48,7 +48,7 @@ class Place:
     nbytes: int
 
     def spec(self, digest: str, bucket: int | None = None) -> TensorSpec:
-        """The manifest's entry. bucket: its number there, if it is another one."""
+        """Return the manifest's entry. bucket: the bucket's number in the manifest, if it differs."""
         return TensorSpec(
             name=self.name,
             dtype=dtype_name(self.dtype),
@@ -60,13 +60,13 @@ class Place:
         )
 
     def view(self, bucket: torch.Tensor) -> torch.Tensor:
-        """The tensor inside its bucket, a flat uint8 tensor; nothing is copied."""
+        """Return the tensor as a view of its bucket, a flat uint8 tensor. Nothing is copied."""
         return bucket[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """All of a version's, in the order in which the tensors came, bucket after bucket. sizes: bytes of each bucket."""
+    """All places of a version, bucket after bucket, in the order of the tensors. sizes: bytes of each bucket."""
 
     bucket_bytes: int
     sizes: tuple[int, ...]
@@ -74,11 +74,11 @@ class Places:
 
 
 class PlacePlanner:
-    """Places tensors one after the other, so that a stream of them can be packed while it comes.
+    """Gives tensors their places one after the other, so that a stream of them can be packed while it comes.
 
-    A bucket is closed when the next tensor would make it larger than `bucket_bytes`; a tensor that is larger than that
-    has a bucket for itself. like: the places of an earlier version; as long as names, dtypes and shapes are the same
-    ones, nothing is worked out or checked again, and `done` returns this very object.
+    A bucket is closed when the next tensor would make it larger than `bucket_bytes`. A larger tensor has a bucket for
+    itself. like: places of an earlier version. As long as names, dtypes and shapes are the same, nothing is computed or
+    checked again. If all are the same, `done` returns this very object.
     """
 
     def __init__(self, bucket_bytes: int, like: Places | None = None) -> None:
@@ -92,8 +92,11 @@ class PlacePlanner:
         self._size = 0
 
     def place(self, name: str, tensor: Any) -> Place:
-        """The next tensor's. Raises InvalidField for a name that is none, is too long, or was there before, and for a
-        dtype or a shape that no manifest can have."""
+        """Return the next tensor's place.
+
+        Raises InvalidField for a name that is empty, too long, or was there before, and for a dtype or a shape that no
+        manifest has.
+        """
         place = self._known(name, tensor) or self._new(name, tensor)
         if place.bucket > len(self._sizes):
             self._sizes.append(self._size)
@@ -130,7 +133,7 @@ class PlacePlanner:
         return Place(name, tensor.dtype, tuple(tensor.shape), bucket, offset, nbytes)
 
     def done(self) -> Places:
-        """The whole, when the last tensor is placed. Raises InvalidField if there was none."""
+        """Return all places, once the last tensor has one. Raises InvalidField if there was no tensor."""
         if not self._places:
             raise InvalidField("tensors", "nothing", "at least one (name, tensor) pair")
         if self._like is not None and len(self._like.tensors) == len(self._places):
@@ -138,5 +141,5 @@ class PlacePlanner:
         return Places(self._bucket_bytes, (*self._sizes, self._size), tuple(self._places))
 
     def expected(self) -> int:
-        """Bytes that are to come as far as that is known: the earlier version's, or 0."""
+        """Return the bytes of the earlier version, which are likely to come again, or 0."""
         return sum(self._like.sizes) if self._like is not None else 0

@@ -1,4 +1,4 @@
-"""Work beside what never rests: on a GPU that computes, in an interpreter whose main thread loops."""
+"""Lets a transfer's thread work beside a busy engine: short turns at Python's interpreter, a CUDA stream of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _before = 0.0
 def short_turns() -> Iterator[None]:
     """Within this block threads take turns at the interpreter every 20 microseconds, instead of every 5 milliseconds.
 
-    It holds for the whole process, as long as one thread is in such a block. docs/architecture.md says why.
+    It holds for the whole process while any thread is in such a block. docs/architecture.md says why.
     """
     global _users, _before  # noqa: PLW0603 – the setting is the process's
     with _lock:
@@ -38,9 +38,9 @@ def short_turns() -> Iterator[None]:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """What is queued inside goes to a new stream of `device`: it waits for nothing, and nothing waits for it.
+    """Queue what is queued inside this block on a new stream of `device`. It is not ordered with any other stream.
 
-    Whatever has to be ordered is ordered by events. Off CUDA nothing is changed.
+    Whatever has to be ordered is ordered by events. Does nothing if `device` is not CUDA.
     """
     if device.type != "cuda":
         yield

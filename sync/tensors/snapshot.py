@@ -1,4 +1,4 @@
-"""A weights version that nobody changes any more: what a trainer sends, and what a receiver finds in its buckets."""
+"""A weights version that no longer changes: what a trainer sends, and what a receiver finds in its buckets."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _MOST_BYTES = 1 << 62
 class Snapshot:
     """A version with its digests, ready to be sent any number of times.
 
-    buckets: flat uint8 tensors, as the manifest lays them out; all on one CUDA device, or all in host memory (pinned,
-        if they come from a GPU). nonfinite: names of the tensors that have NaN or Inf in them, in the manifest's order.
+    buckets: flat uint8 tensors, as the manifest lays them out. All are on one CUDA device, or all in host memory
+        (pinned, if they come from a GPU).
+    nonfinite: names of the tensors with NaN or Inf, in the manifest's order.
     """
 
     manifest: WeightManifest
@@ -33,16 +34,16 @@ class Snapshot:
 
     @property
     def device(self) -> torch.device:
-        """Where the buckets are."""
+        """The buckets' device."""
         return self.buckets[0].device
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of each, as a view into its bucket: to be read only."""
+        """Yield (name, tensor). The tensors are views of the buckets: do not write to them."""
         return ((spec.name, tensor) for spec, tensor in unpack(self.manifest, self.buckets))
 
 
 def unpack(manifest: WeightManifest, buckets: Sequence[torch.Tensor]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """Each tensor of the manifest as a view into its bucket, all of them checked before the first one is given.
+    """Yield each tensor of the manifest as a view of its bucket. All are checked before the first one is yielded.
 
     Raises InvalidField for a manifest that does not fit the buckets, or itself; see `check_places`.
     """
@@ -56,10 +57,11 @@ def unpack(manifest: WeightManifest, buckets: Sequence[torch.Tensor]) -> Iterato
 
 
 def check_places(manifest: WeightManifest) -> list[torch.dtype]:
-    """The dtypes of a manifest's tensors, if all it says about places is true of any memory it could describe.
+    """Check that a manifest describes memory without contradictions. Returns the dtypes of its tensors.
 
-    Trusts nothing, and allocates nothing: names are there once, dtypes are dtypes, each tensor's bytes are as many as
-    its shape takes, inside its bucket, where its dtype may start, and belong to no other. Raises InvalidField.
+    It trusts nothing and allocates nothing. Every name is there once and every dtype is torch's. Each tensor has as
+    many bytes as its shape takes, inside its bucket, at a place where its dtype may start, and shares none with
+    another. Raises InvalidField.
     """
     sizes = manifest.bucket_nbytes
     if sum(sizes) > _MOST_BYTES:

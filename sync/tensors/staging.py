@@ -11,17 +11,18 @@ from ...messages.model import StagingPolicy
 
 log = logging.getLogger(__name__)
 ROTATING = 3
-"""Buffers of a direct receive: one is filled while another is loaded, and a third evens out their speeds."""
+"""Buffers of a version that is loaded as it arrives. One is filled while another is loaded. The third evens out their
+speeds."""
 ALIGN = 512
 MARGIN = 0.03
 """Share of a GPU's memory that "auto" leaves to the engine's activations."""
 
 
 class Staging:
-    """Buffers for one rank, kept from one update to the next: taking memory in the midst of serving is slow.
+    """Buffers of one rank. They are kept from one update to the next, because to allocate while serving is slow.
 
-    policy: "on" stages a whole version (as much memory as the weights), "off" never does on a GPU, "auto" does where
-    enough memory is free. Host memory is always staged.
+    policy: "on" stages a whole version (as much memory as the weights), "off" never does on a GPU, and "auto" does if
+    enough memory is free. In host memory a version is always staged.
     """
 
     def __init__(self, device: torch.device, policy: StagingPolicy) -> None:
@@ -31,7 +32,7 @@ class Staging:
         self._rotating: list[torch.Tensor] = []
 
     def whole(self, sizes: Sequence[int]) -> list[torch.Tensor] | None:
-        """Room for all buckets, or None if there is none. Raises torch.OutOfMemoryError with "on"."""
+        """Return buffers for all buckets, or None if there is no room; with "on" raises torch.OutOfMemoryError."""
         places, total = [], 0
         for size in sizes:
             places.append(total)
@@ -50,7 +51,7 @@ class Staging:
         return [flat[place : place + size] for place, size in zip(places, sizes, strict=True)]
 
     def rotating(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """A few buffers, each as large as the largest bucket."""
+        """Return ROTATING buffers, each as large as the largest bucket."""
         most = max(sizes, default=0)
         if not self._rotating or self._rotating[0].numel() < most:
             self._rotating = []
@@ -58,7 +59,10 @@ class Staging:
         return self._rotating
 
     def borrow(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """As `rotating`, out of the room for a whole version if there is one; what was staged there is lost."""
+        """Return buffers as `rotating` does, inside the memory of a staged version if there is one.
+
+        That version is lost.
+        """
         most = -(-max(sizes, default=0) // ALIGN) * ALIGN
         if self._whole is None or self._whole.numel() < most:
             return self.rotating(sizes)
@@ -66,7 +70,7 @@ class Staging:
         return [self._whole[index * most : (index + 1) * most] for index in range(count)]
 
     def release(self) -> None:
-        """Give the memory back; it is taken again when it is next needed."""
+        """Free the memory. It is allocated again when it is next needed."""
         self._whole, self._rotating = None, []
 
     def _affordable(self, total: int) -> bool:

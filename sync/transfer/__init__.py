@@ -1,4 +1,7 @@
-"""A transfer as a record: its order and report, the ledger in Redis, and its rounds. Free of torch."""
+"""A transfer without its bytes: the order and the report, the ledger in Redis, and the steps of a transfer.
+
+No torch.
+"""
 
 from .ledger import Epoch, Join, Ledger, LedgerView, TransferRecord, VersionRecord, nccl_settings, through_outage
 from .order import Phase, TransferOrder, TransferReport

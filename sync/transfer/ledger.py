@@ -1,7 +1,7 @@
 """The ledger of weights versions and transfers in Redis: announced, then committed or failed.
 
-A transfer is an epoch: joining -> sealed -> closed. Membership is settled at the seal, before anything is sent; a
-worker that is not in the sealed roster has no part in it and asks for a later one.
+A transfer is called an epoch. Its states are joining -> sealed -> closed. At the seal it is fixed who takes part,
+before anything is sent. A worker that is not in the sealed roster asks for a later transfer.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ from .order import TransferReport
 T = TypeVar("T")
 REDIS_RETRY_S = 0.2
 MAX_RANKS = 4096
-"""Processes of one engine. A world that a stranger's number made larger could not be announced."""
+"""Most processes of one engine. A join with more is ignored: a transfer with so many ranks could not be announced."""
 REMEMBER_S = 7 * 86400
-"""How long versions and epochs stay in the ledger."""
+"""Seconds that versions and epochs stay in the ledger."""
 
 EpochState = Literal["joining", "sealed", "closed"]
 
 
 async def through_outage(call: Callable[[], Awaitable[T]], deadline: float) -> T:
-    """What `call` returns, tried again while Redis is away, until `deadline` (time.monotonic); then what it raised."""
+    """Return what `call` returns.
+
+    While Redis is away it is tried again until `deadline` (time.monotonic), then raises.
+    """
     while True:
         try:
             return await call()
@@ -48,7 +51,7 @@ async def through_outage(call: Callable[[], Awaitable[T]], deadline: float) -> T
 
 
 def nccl_settings() -> str:
-    """This process's NCCL settings that all ranks of a group must share."""
+    """Return this process's NCCL settings that all ranks of a group must share."""
     return " ".join([*(f"{name}={os.environ.get(name, '')}" for name in NCCL_AGREED), f"ctas={NCCL_CTAS}"])
 
 
@@ -56,8 +59,8 @@ def nccl_settings() -> str:
 class Join:
     """What a worker says when it joins a transfer.
 
-    ranks: its engine's processes. cuda: whether its weights are on GPUs; gpu: that GPU's unique id, if it is one.
-    group: the process group it is still in, "" for none. nccl: its settings that all ranks of a group must share.
+    ranks: number of its engine's processes. cuda: whether its weights are on GPUs. gpu: the GPU's unique id, if it is
+    one GPU. group: name of the process group that it is still in, "" for none. nccl: see `nccl_settings`.
     """
 
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
@@ -72,8 +75,10 @@ _JOIN = TypeAdapter(Join)
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """A transfer as the ledger has it. joins: by worker; reports: worker -> how it went there. by: the worker that
-    sends, "" for a trainer."""
+    """A transfer as the ledger has it.
+
+    joins, reports: by worker id. by: id of the worker that sends, "" for a trainer.
+    """
 
     state: EpochState
     announcement: WeightAnnouncement
@@ -83,41 +88,41 @@ class Epoch:
 
 
 class Ledger:
-    """Reads and writes of one pool's ledger; every write is one idempotent script."""
+    """Reads and writes one pool's ledger. Every write is one idempotent script."""
 
     def __init__(self, redis: Redis, pool: str) -> None:
-        # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
+        # redis-py types a reply as the union over all modes and protocols. Here replies are RESP2 and bytes.
         self.redis: Any = redis
         self.keys = Keys(pool)
         self._scripts = Scripts(redis, self.keys)
 
     async def committed(self) -> int:
-        """Newest committed version; 0 before the first, which is the model as workers load it from disk."""
+        """Return the newest committed version. 0 is the model as workers load it from disk."""
         return await self._number("committed")
 
     async def newest(self) -> int:
-        """Newest version that was ever announced, whatever became of it; 0 before the first."""
+        """Return the newest version that was ever announced, committed or not; 0 before the first."""
         found = await self.redis.hmget(self.keys.weights, "committed", "highest")
         return max(whole(number, "weights: committed or highest") for number in found)
 
     async def committed_digest(self) -> tuple[int, str]:
-        """Newest committed version, and what `manifest_digest` says of its tensors; "" if that was not told."""
+        """Return the newest committed version and the digest of its manifest, "" if the sender did not give it."""
         version, digest = await self.redis.hmget(self.keys.weights, "committed", "digest")
         return whole(version, "weights: committed"), text(digest)
 
     async def open_epoch(self) -> int:
-        """Number of the transfer under way, 0 for none."""
+        """Return the number of the transfer under way, 0 for none."""
         return await self._number("open")
 
     async def _number(self, field: str) -> int:
         return whole(await self.redis.hget(self.keys.weights, field), f"weights: {field}")
 
     async def new_epoch(self) -> int:
-        """A number no other transfer of this pool has. A re-sent increment only skips one."""
+        """Return a number that no other transfer of this pool has. A re-sent increment only skips one."""
         return int(await self.redis.hincrby(self.keys.weights, "epochs", 1))
 
     async def epoch(self, number: int) -> Epoch | None:
-        """The transfer, or None if it is not remembered."""
+        """Return the transfer, or None if the ledger does not have it."""
         raw = await self.redis.hgetall(self.keys.epoch(number))
         if b"m" not in raw:
             return None
@@ -144,17 +149,18 @@ class Ledger:
             )
 
     async def reserve(self, version: int, of: str) -> int:
-        """Take a number for weights that no trainer announced; `of` names them, and may take it again.
+        """Take a version number for weights that no trainer announced. No trainer can announce it any more.
 
-        Returns 0, or the newest number that is taken, which this one is not above. No trainer can announce it then.
+        of: names the weights. The same weights may take the number again. Returns 0, or, if `version` is not above it,
+        the newest number that is taken.
         """
         return int(await self._scripts.run(calls.reserve(version, of, REMEMBER_S)))
 
     async def offer(self, announcement: WeightAnnouncement, worker_id: str, over: int = 0) -> str:
-        """Open a transfer of the newest version as the worker that has it, if others wait for it.
+        """Open a transfer of the newest version as a worker that has it, if others wait for it.
 
-        over: number of an open transfer that was watched past its deadline. Answers "ok", or why not: "nolease",
-        "older" (the version is not the newest any more), "nobody" (waits), "busy" (another transfer is under way).
+        over: number of an open transfer whose deadline has passed. Returns "ok", or why not: "nolease", "older" (the
+        version is not the newest any more), "nobody" (waits), "busy" (another transfer is under way).
         """
         message = encode(announcement)
         answer: bytes = await self._scripts.run(
@@ -163,32 +169,32 @@ class Ledger:
         return answer.decode()
 
     async def join(self, epoch: int, worker_id: str, join: Join) -> bool:
-        """Take part. False if it is too late or the worker holds no lease."""
+        """Take part. Returns False if the transfer is sealed, or the worker holds no lease."""
         answer: bytes = await self._scripts.run(calls.join(epoch, worker_id, json.dumps(asdict(join))))
         return answer == b"ok"
 
     async def seal(self, announcement: WeightAnnouncement) -> None:
-        """Close the transfer for joins; `announcement` now carries roster and world size."""
+        """Close the transfer for joins. `announcement` now has roster and world size."""
         await self._scripts.run(calls.seal(announcement.epoch, encode(announcement)))
 
     async def report(self, epoch: int, worker_id: str, report: TransferReport, adapter: str = "") -> None:
-        """How the transfer ended on a worker; success also takes it off the list of those that wait for one."""
-        told = replace(report, switched={}).to_json()  # that is between the worker and its engine
+        """Write how the transfer ended on a worker. After success the worker no longer counts as waiting for one."""
+        told = replace(report, switched={}).to_json()  # `switched` is between the worker and its engine
         await self._scripts.run(calls.report(epoch, worker_id, told, int(report.ok), adapter))
 
     async def close(self, announcement: WeightAnnouncement, committed: bool, digest: str = "") -> None:
-        """End the transfer; a committed version becomes the pool's newest if it is. digest: see `manifest_digest`."""
+        """End the transfer. A committed version becomes the pool's, if it is the newest. digest: of its manifest."""
         state = "committed" if committed else "failed"
         await self._scripts.run(calls.close(announcement.epoch, _what(announcement), state, REMEMBER_S, digest))
 
     async def adapters(self) -> dict[str, int]:
-        """The pool's LoRA adapters: name -> newest committed version."""
+        """Return the pool's LoRA adapters: name -> newest committed version."""
         raw = await self.redis.hgetall(self.keys.weights)
         found = {text(name): whole(version, f"weights: {text(name)}") for name, version in raw.items()}
         return {name[8:]: version for name, version in found.items() if name.startswith("adapter:")}
 
     async def newest_adapters(self) -> dict[str, int]:
-        """The same, but the newest version that was ever announced of each, whatever became of it."""
+        """Return LoRA adapters: name -> newest version that was ever announced, committed or not."""
         raw = await self.redis.hgetall(self.keys.weights)
         newest: dict[str, int] = {}
         for key, version in raw.items():
@@ -198,24 +204,24 @@ class Ledger:
         return newest
 
     async def version_state(self, version: int | str) -> str:
-        """announced, committed, failed, given (by an operator's command), or "" if unknown; see `Keys.version`."""
+        """Return announced, committed, failed, given (by an operator's command), or "" if unknown."""
         return text(await self.redis.hget(self.keys.version(version), "st"))
 
     async def want(self, worker_id: str, version: int, adapter: str = "") -> None:
-        """Ask for a transfer: this worker has only `version`, of the weights or of an adapter."""
+        """Ask for a transfer. version: what this worker has, of the weights or of an adapter."""
         await self._scripts.run(calls.want(worker_id, version, adapter))
 
     async def unwant(self, worker_id: str) -> None:
-        """Take the question back: the worker has found a version elsewhere."""
+        """Withdraw the request for weights: the worker has got a version elsewhere."""
         await self.redis.hdel(self.keys.wanted, worker_id)
 
     async def wanted(self) -> dict[str, int]:
-        """Workers that wait for a transfer, and the version each has."""
+        """Return the workers that wait for a transfer of the weights: id -> the version that it has."""
         raw = await self.redis.hgetall(self.keys.wanted)
         return {text(worker): whole(version, "wanted") for worker, version in raw.items() if b"@" not in worker}
 
     async def wanted_adapters(self) -> dict[str, dict[str, int]]:
-        """Adapter -> the workers that wait for a transfer of it, and the version each has; 0 for none."""
+        """Return who waits for adapters: adapter -> worker id -> the version that it has, 0 for none."""
         found: dict[str, dict[str, int]] = {}
         for wish, version in (await self.redis.hgetall(self.keys.wanted)).items():
             adapter, at, worker = text(wish).partition("@")
@@ -224,17 +230,17 @@ class Ledger:
         return found
 
     async def behind(self, version: int) -> set[str]:
-        """Live workers that wait for a transfer and have less than `version`."""
+        """Return the live workers that wait for a transfer and have less than `version`."""
         waiting = {worker for worker, has in (await self.wanted()).items() if has < version}
         return waiting & await self.live_workers() if waiting else set()
 
     async def live_workers(self) -> set[str]:
-        """Workers whose lease has not run out."""
+        """Return the workers whose lease has not run out."""
         return await living_workers(self.redis, self.keys)
 
 
 def _what(announcement: WeightAnnouncement) -> int | str:
-    """What the scripts call the version."""
+    """Return the scripts' name of the version."""
     return f"{announcement.adapter}@{announcement.version}" if announcement.adapter else announcement.version
 
 
@@ -244,7 +250,7 @@ def _joins(fields: dict[str, Any]) -> dict[str, Join]:
         if name.startswith("join:"):
             try:
                 joins[name[5:]] = _JOIN.validate_json(value, strict=True)
-            except ValidationError:  # one strange worker does not stop the others
+            except ValidationError:  # one bad join does not stop the others
                 continue
     return joins
 
@@ -252,32 +258,32 @@ def _joins(fields: dict[str, Any]) -> dict[str, Join]:
 def _report(value: bytes) -> TransferReport:
     try:
         return TransferReport.from_json(value.decode(errors="replace"))
-    except MessageError as error:  # one strange worker does not stop the others
+    except MessageError as error:  # one bad report does not stop the others
         return TransferReport(ok=False, phase="load", error=str(error))
 
 
 # --- for people: nothing here decides anything ---------------------------------------------------------------------
 
 FARTHEST = 10_000
-"""Transfers that are looked back at."""
+"""Most transfers that LedgerView reads, newest first."""
 PAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TransferRecord:
-    """One epoch of a version."""
+    """One transfer (epoch) of a version."""
 
     number: int
     epoch: Epoch
 
     @property
     def served(self) -> list[str]:
-        """Workers on which it succeeded."""
+        """The workers on which it succeeded."""
         return sorted(worker for worker, report in self.epoch.reports.items() if report.ok)
 
     @property
     def failures(self) -> dict[str, str]:
-        """Worker -> why not: what it reported, or that it has not until the transfer was closed."""
+        """Worker -> why it failed there: its report, or that it had not reported when the transfer was closed."""
         found = {w: f"{r.phase}: {r.error}" for w, r in self.epoch.reports.items() if not r.ok}
         if self.epoch.state == "closed":
             silent = self.epoch.announcement.roster.keys() - self.epoch.reports.keys()
@@ -289,8 +295,8 @@ class TransferRecord:
 class VersionRecord:
     """A version and its transfers, newest first.
 
-    state: announced, committed, failed, given (by an operator's command), or "" if only its transfers are remembered.
-    announced_at, ended_at: Unix seconds by Redis' clock, None where that is not known.
+    state: announced, committed, failed, given (by an operator's command), or "" if the ledger has only its transfers.
+    announced_at, ended_at: Unix seconds by Redis' clock, None if not known.
     """
 
     version: int
@@ -301,13 +307,16 @@ class VersionRecord:
 
 
 class LedgerView:
-    """Reads, one at a time; what is announced meanwhile may be missing. What cannot be read is left out."""
+    """The ledger for people. It reads one record after the other, so what is announced meanwhile may be missing.
+
+    Records that cannot be read are left out.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     async def versions(self, limit: int = 20) -> list[VersionRecord]:
-        """The newest `limit` ones, newest first."""
+        """Return the newest `limit` versions, newest first."""
         found: dict[int, list[TransferRecord]] = {}
         async for transfer in self._transfers():
             version = transfer.epoch.announcement.version
@@ -317,13 +326,16 @@ class LedgerView:
         return [await self._record(version, found[version]) for version in sorted(found, reverse=True)]
 
     async def version(self, version: int) -> VersionRecord:
-        """One version. Raises WeightSyncError if the ledger does not know it, InvalidField if it cannot be one."""
+        """Return one version.
+
+        Raises WeightSyncError if the ledger does not have it, InvalidField for a number below 1.
+        """
         if version < 1:
             raise InvalidField("version", version, "at least 1; 0 is the model as workers load it from disk")
         if not await self._ledger.version_state(version):
             raise WeightSyncError(f"the ledger knows no version {version}: never announced, or more than a week ago")
         found: list[TransferRecord] = []
-        others = 0  # since its last transfer: one version's are close together
+        others = 0  # transfers of others since its last one: those of one version are close together
         async for transfer in self._transfers():
             others += 1
             if transfer.epoch.announcement.version == version:
@@ -334,7 +346,7 @@ class LedgerView:
         return await self._record(version, found)
 
     async def _transfers(self) -> AsyncIterator[TransferRecord]:
-        """Newest first, until a page of numbers has none: older ones are forgotten."""
+        """Yield transfers, newest first, until a page of numbers has none. Older ones have expired."""
         newest = whole(await self._ledger.redis.hget(self._ledger.keys.weights, "epochs"))
         missing = 0
         for number in range(newest, max(0, newest - FARTHEST), -1):

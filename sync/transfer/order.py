@@ -1,4 +1,4 @@
-"""One weight transfer, as told to an engine and reported back by it."""
+"""The order of one weight transfer to an engine, and the engine's report."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Phase = Literal["rendezvous", "receive", "verify", "load", "ready", "staged", "d
 class TransferOrder:
     """Where an engine receives a weights version from.
 
-    The trainer is rank 0 of `world_size` in process group `group`; tensor-parallel rank r of this engine is rank
-    `rank_offset + r`. `host:port` is the trainer's TCPStore, which has the manifest (names, dtypes, shapes, buckets,
-    digests) under the epoch's keys; see wire.EpochKeys. Everything must be over within `timeout_s` seconds of
-    the moment the engine learns of it; with mode "drain" what runs has `drain_s` of them to end. transport: "nccl" and
-    "gloo" are broadcasts in `group`, "ipc" opens the trainer's own buffers on the same GPU (then there is no group and
-    no rank), "disk" reads the version from the snapshots in folder `path` (then there is no sender either).
-    As an order to send (`Engine.send_weights`) it makes this engine rank 0, in the trainer's place.
+    The trainer is rank 0 of `world_size` in process group `group`. Tensor-parallel rank r of this engine is rank
+    `rank_offset + r`. `host:port` is the trainer's TCPStore. It has the manifest (names, dtypes, shapes, buckets,
+    digests) under the epoch's keys; see `EpochKeys` in sync/wire/store.py. The transfer must be over `timeout_s`
+    seconds after the engine gets the order. With mode "drain" running requests have `drain_s` of them to end.
+    transport: "nccl" and "gloo" are broadcasts in `group`. "ipc" opens the trainer's own buffers on the same GPU,
+    without group and rank. "disk" reads the version from the snapshots in folder `path`, without a sender. As an order
+    to send (`Engine.send_weights`) it makes this engine rank 0, in the trainer's place.
     """
 
     version: int
@@ -47,12 +47,14 @@ class TransferOrder:
     def of_announcement(
         cls, announcement: WeightAnnouncement, rank: int, *, timeout_s: float | None = None
     ) -> TransferOrder:
-        """What a sealed announcement asks of an engine whose first rank in the group is `rank`.
+        """Make the order that a sealed announcement is for an engine whose first rank in the group is `rank`.
 
-        rank: as in its roster; 0 for a receiver that opens the sender's buffers by IPC, and for the sender itself,
-        whose order goes by the announcement's backend. timeout_s: of a sender; None is a receiver's deadline.
+        rank: as in the roster; 0 for a receiver that opens the sender's buffers by IPC. It is 0 for the sender itself
+        too,
+            whose transport is the announcement's backend.
+        timeout_s: a sender's. None takes a receiver's deadline from the announcement.
 
-        Raises InvalidField for a transfer through SGLang's own update group, as older trainers announce them.
+        Raises InvalidField for a transfer through SGLang's own update group, as older trainers announce it.
         """
         if announcement.stock:
             raise InvalidField("transfer", "stock", STOCK_GONE)
@@ -75,10 +77,10 @@ class TransferOrder:
 
     @classmethod
     def from_disk(cls, path: str, version: int, number: int, *, timeout_s: float) -> TransferOrder:
-        """To read `version` from folder `path`: there is no sender and no group.
+        """Make an order to read `version` from folder `path`. It has no sender and no group.
 
-        number: below 0, and another one for each order: it stands for the epoch. Values that are not finite are let
-        pass: a snapshot has what its trainer let pass, and a checkpoint with NaN is refused when it is opened.
+        number: stands for the epoch. It is below 0 and differs from order to order. NaN and Inf are not refused by it:
+        a snapshot has only those that its trainer allowed, and a checkpoint with some is refused when it is opened.
         """
         return cls(
             version=version,
@@ -96,20 +98,20 @@ class TransferOrder:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> TransferOrder:
-        """From `dataclasses.asdict` of one."""
+        """Make one from the dictionary that `dataclasses.asdict` makes of it."""
         return cls(**raw)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """What became of a transfer, or of its first half, on one engine (its worst rank, if it has several).
+    """What became of a transfer, or of its first half, on one engine. Of several ranks the worst one counts.
 
-    phase: "ready" (in the group, will receive while it loads) or "staged" (received and verified, not yet loaded)
-        after the first half; "done" at the end; else where it failed.
+    phase: after the first half "ready" (in the group, will receive while it loads) or "staged" (received and verified,
+        not yet loaded). At the end "done". After a failure the phase in which it failed.
     intact: whether the engine's weights are a whole version: the old one, or after "done" the new one. An engine that
         is not intact must not serve.
-    switched: of an update under running requests: request id -> tokens that the old weights have sampled.
-    readback: whether what the engine's parameters hold after the load was compared with the trainer's digests.
+    switched: request id -> number of tokens that the old weights sampled, after an update under running requests.
+    readback: whether the engine's parameters were compared with the trainer's digests after the load.
     """
 
     ok: bool
@@ -129,7 +131,7 @@ class TransferReport:
 
     @classmethod
     def from_json(cls, text: str) -> TransferReport:
-        """Unknown fields are dropped. Raises MalformedMessage for what is no report."""
+        """Decode a report. Unknown fields are dropped. Raises MalformedMessage for a text that is no report."""
         try:
             return _REPORT.validate_json(text, strict=True)
         except ValidationError as error:

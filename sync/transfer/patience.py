@@ -1,4 +1,4 @@
-"""A worker that asks for a transfer and then refuses it is tried less and less often, for the others' sake."""
+"""Backs off from workers that ask for a transfer and then refuse it, so that they do not hold up the others."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ LONGEST_PAUSE_S = 60.0
 
 
 class Patience:
-    """Pauses of 1, 2, 4 … seconds, at most LONGEST_PAUSE_S, for each worker by itself."""
+    """A back-off per worker: pauses of 1, 2, 4 … seconds, at most LONGEST_PAUSE_S."""
 
     def __init__(self) -> None:
-        self._refusals: dict[str, tuple[int, float]] = {}  # how often in a row, and until when there is a pause
+        self._refusals: dict[str, tuple[int, float]] = {}  # refusals in a row, and the end of the pause
 
     def lasts(self, who: str) -> bool:
         """Whether `who` may be tried now."""
         return self._refusals.get(who, (0, 0.0))[1] <= time.monotonic()
 
     def tried(self, who: str, *, well: bool) -> None:
-        """How it went with `who`."""
+        """Note how a transfer to `who` went. well: it has the version now."""
         if well:
             self._refusals.pop(who, None)
             return
@@ -26,5 +26,5 @@ class Patience:
         self._refusals[who] = times + 1, time.monotonic() + min(LONGEST_PAUSE_S, 2.0**times)
 
     def forget(self) -> None:
-        """There is something new for everybody."""
+        """End all pauses: there is a new version."""
         self._refusals.clear()

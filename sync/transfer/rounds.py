@@ -1,4 +1,4 @@
-"""One transfer, whoever sends: announce, settle who takes part, have it sent, hear the reports, close."""
+"""The steps of one transfer, whoever sends: announce, fix who takes part, send, collect the reports, close."""
 
 from __future__ import annotations
 
@@ -23,21 +23,27 @@ from .settings import SyncSettings
 
 log = logging.getLogger(__name__)
 GRACE_S = 2.0
-"""A receiver's own deadline starts when it reads the seal; its report may be this much later than the sender's."""
+"""Seconds that a receiver's report may come after the sender's deadline.
+
+Its own deadline starts when it reads the seal.
+"""
 GLANCE_S = 1.0
-"""How often a wait on the bell looks whether a worker it waits for is still alive."""
+"""Seconds between looks whether the workers that it waits for are alive."""
 CLOSE_S = 30.0
 ATTEMPTS = 3
-"""A transfer that a dead or stuck worker broke is repeated without it, this often in all."""
+"""Most attempts of a transfer. After one that a dead or stuck worker broke it is repeated without that worker."""
 LINE_TROUBLE = frozenset({"rendezvous", "receive"})
-"""Phases in which a transfer can fail for another rank's sake."""
+"""Phases in which a transfer can fail because of another rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """workers: those that have the version now. failures: worker id -> what went wrong there. again: of these, the
-    ones for which it may go better without the others that failed. readback: whether all of `workers` compared what
-    their engines hold."""
+    """What became of a transfer.
+
+    workers: ids of those that have the version now. failures: worker id -> what went wrong there. again: those of
+    `failures` for which a transfer without the others may succeed. readback: whether all of `workers` compared their
+    engines' parameters after the load.
+    """
 
     committed: bool
     workers: tuple[str, ...] = ()
@@ -46,7 +52,7 @@ class TransferResult:
     readback: bool = False
 
     def then(self, more: TransferResult, again: AbstractSet[str]) -> TransferResult:
-        """Together with a transfer of the same version to `again`."""
+        """Return the result of this transfer and of a repeated one of the same version to `again`."""
         failures = {worker: why for worker, why in self.failures.items() if worker not in again} | more.failures
         read = [each.readback for each in (self, more) if each.workers]
         workers, committed = (*self.workers, *more.workers), self.committed or more.committed
@@ -54,44 +60,47 @@ class TransferResult:
 
 
 class TransferSource(Protocol):
-    """One version, at the process that can send it."""
+    """One version, in the process that sends it."""
 
     version: int
     digest: str
-    """What the ledger keeps of the tensors, if the version becomes its newest."""
+    """Digest of the manifest. The ledger keeps it if the version becomes the newest."""
 
     @property
     def absent(self) -> frozenset[int]:
-        """Ranks that the last `send` waited for up to its deadline."""
+        """The ranks that the last `send` waited for until its deadline."""
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the rendezvous store, as receivers reach it."""
+        """Return host and port under which receivers reach the rendezvous store."""
 
     async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
-        """Open the transfer in the ledger; False if that is not for us to do any more. Receivers find the manifest."""
+        """Open the transfer in the ledger, and put the manifest where receivers find it.
+
+        Returns False if another process should send the version, or nobody needs it any more.
+        """
 
     def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
-        """Workers that open the buffers themselves, on the same GPU."""
+        """Return the workers that open the buffers themselves, on the same GPU."""
 
     def backend(self, joins: Mapping[str, Join]) -> Literal["gloo", "nccl"]:
-        """What the others can be sent it by."""
+        """Return the backend that reaches the other workers."""
 
     def name_group(self, epoch: int, members: Mapping[str, int], joins: Mapping[str, Join]) -> str:
-        """The process group for this transfer."""
+        """Return the name of the process group for this transfer."""
 
     async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
-        """Send it to the announcement's group. Raises TransferTimeout, also after `give_up`."""
+        """Send the version to the announcement's group. Raises TransferTimeout, also after `give_up`."""
 
     def give_up(self, why: str) -> None:
         """End the `send` under way."""
 
     async def clean(self, announcement: WeightAnnouncement) -> None:
-        """Forget what receivers were offered: the transfer is over, or was never announced."""
+        """Delete what was put there for receivers. The transfer is over, or was never announced."""
 
 
 class Transfer:
-    """Carries out one transfer of `source`; of a LoRA adapter, if `adapter` names one."""
+    """Carries out one transfer of `source`. adapter: name of the LoRA adapter, "" for the weights."""
 
     def __init__(
         self, ledger: Ledger, bell: Bell, settings: SyncSettings, source: TransferSource, *, adapter: str = ""
@@ -100,24 +109,25 @@ class Transfer:
         self._adapter = adapter
         self._given_up = self._stopped = ""
         self.roster: tuple[str, ...] = ()
-        """Who takes part, once that is settled."""
+        """Ids of the workers that take part, once that is fixed."""
 
     def stop(self, why: str) -> None:
-        """End it for everybody who has not loaded yet, and still hear how it went; to be called on the same loop."""
+        """End it for all workers that have not loaded yet, and still collect the reports. Call it on the same loop."""
         self._stopped = why
         self._source.give_up(why)
         self._bell.ring_here()
 
     def give_up(self, why: str) -> None:
-        """End it; to be called on the same loop."""
+        """End it. Call it on the same loop."""
         self._given_up = why
         self._source.give_up(why)
         self._bell.ring_here()
 
     async def run(self, expected: AbstractSet[str], *, catch_up: bool) -> TransferResult | None:
-        """To the end; None if the announcement was not ours to make.
+        """Carry it out to its end. Returns None if `source.announce` returned False.
 
-        expected: who is waited for. catch_up: only these take part, the others have the version.
+        expected: ids of the workers that it waits for. catch_up: only these take part, because the others have the
+        version.
         """
         ledger, source = self._ledger, self._source
         host, port = source.address
@@ -129,14 +139,14 @@ class Transfer:
             catch_up=catch_up,
             **self._settings.announced(),
         )
-        if self._adapter:  # an unset field does not travel
+        if self._adapter:  # a field that is not set is not encoded
             announcement = announcement.model_copy(update={"adapter": self._adapter})
         self._told = announcement
         try:
             if not await source.announce(ledger, announcement):
                 return None
             result = await self._announced(announcement, expected)
-        finally:  # whatever happens, nothing of the version stays in the sender's store
+        finally:  # nothing of the version may stay in the sender's store
             await source.clean(self._told)
         if result.failures:
             of = f" of adapter {self._adapter}" if self._adapter else ""
@@ -144,14 +154,14 @@ class Transfer:
         return result
 
     async def _announced(self, announcement: WeightAnnouncement, expected: AbstractSet[str]) -> TransferResult:
-        """Settle who takes part, have it sent, hear the reports, close."""
+        """Fix who takes part, send, collect the reports, close."""
         try:
             result = await self._result(announcement, expected)
         except Exception:
-            with contextlib.suppress(RedisError, OSError, WeightSyncError):  # else those that joined wait for the seal
+            with contextlib.suppress(RedisError, OSError, WeightSyncError):  # workers that joined wait for the seal
                 await self._ledger.close(announcement, committed=False)
             raise
-        # Workers may serve the version by now, so Redis is told even if it is away for a while.
+        # Workers may serve the version by now. So the result is written even if Redis is away for a while.
         close = partial(self._ledger.close, announcement, result.committed, self._source.digest)
         await through_outage(close, time.monotonic() + CLOSE_S)
         return result
@@ -170,7 +180,7 @@ class Transfer:
         return TransferResult(committed=not expected, failures=failures)
 
     def _seal(self, announcement: WeightAnnouncement, joins: dict[str, Join]) -> WeightAnnouncement:
-        """Who is which rank of which group, over what."""
+        """Return the announcement with roster, ranks, group and transports."""
         by_ipc = self._source.by_ipc(joins)
         roster, world = dict.fromkeys(sorted(by_ipc), 0), 1
         grouped = {worker: join for worker, join in joins.items() if worker not in by_ipc}
@@ -198,10 +208,10 @@ class Transfer:
                 self._source.give_up("not every worker came through")
                 await asyncio.wait({sending}, timeout=GRACE_S + timeout_s)
             if sending.done() and not sending.cancelled():
-                sending.exception()  # the failures say so
+                sending.exception()  # marks it as seen: `failures` has it
 
     async def _joins(self, announcement: WeightAnnouncement, expected: AbstractSet[str]) -> dict[str, Join]:
-        """Wait until every expected worker has joined, is dead, or the time is over. Returns those that take part."""
+        """Wait until every expected worker has joined or is dead, or the time is over. Returns those that take part."""
         deadline = time.monotonic() + announcement.join_timeout_s
         while True:
             self._bell.quiet()
@@ -216,14 +226,14 @@ class Transfer:
     async def _reports(
         self, announcement: WeightAnnouncement, sending: asyncio.Task[None], failures: dict[str, str]
     ) -> TransferResult:
-        """Wait until every worker of the roster has reported, is dead, or the time is over. Returns how it went."""
+        """Wait until every worker of the roster has reported or is dead, or the time is over. Returns the result."""
         deadline = time.monotonic() + announcement.deadline_s + GRACE_S
         while True:
             self._bell.quiet()
             epoch, alive = await self._look(announcement.epoch, deadline)
             silent = announcement.roster.keys() - epoch.reports.keys()
             stray = sorted(w for w, report in epoch.reports.items() if w in announcement.roster and _has_left(report))
-            # The others of the group need not wait for them; who has no rank holds up nobody.
+            # The group need not wait for its dead members any longer. A worker without a rank holds up nobody.
             gone = sorted(worker for worker in {*(silent - alive), *stray} if announcement.roster[worker])
             if gone and not sending.done():
                 self._source.give_up(f"{', '.join(gone)} died or refused")
@@ -250,7 +260,7 @@ class Transfer:
         return TransferResult(bool(workers), workers, failures, frozenset(again), readback)
 
     def _late(self, announcement: WeightAnnouncement, epoch: Epoch) -> set[str]:
-        """Workers that the sender waited for in vain. They cannot reach it or are too slow, so they are not retried."""
+        """Return the workers that the sender waited for in vain. They cannot reach it or are too slow: no retry."""
         late = set()
         for worker, first in announcement.roster.items():
             ranks = epoch.joins[worker].ranks if worker in epoch.joins else 1
@@ -259,7 +269,7 @@ class Transfer:
         return late
 
     async def _look(self, number: int, deadline: float) -> tuple[Epoch, set[str]]:
-        """The transfer, and the workers that are alive. Waits while Redis is away."""
+        """Return the transfer and the workers that are alive. Waits while Redis is away."""
 
         async def look() -> tuple[Epoch, set[str]]:
             epoch = await self._ledger.epoch(number)
@@ -275,7 +285,7 @@ async def repeated(
     transfer: Callable[[frozenset[str] | None], Awaitable[TransferResult]],
     only: frozenset[str] | None,
 ) -> TransferResult:
-    """`transfer` to these workers, or to all (None); what one of them broke is repeated for the others."""
+    """Run `transfer` to `only` these workers, or to all (None). What some of them broke is repeated for the others."""
     result = await transfer(only)
     for _ in range(ATTEMPTS - 1):
         if not (again := result.again & await ledger.live_workers()):
@@ -285,12 +295,12 @@ async def repeated(
 
 
 def _own_fault(report: TransferReport) -> bool:
-    """Whether it failed before it was in the group, and not because others did not come."""
+    """Whether it failed before it was in the group, for a reason other than missing members."""
     return not report.ok and report.phase == "rendezvous" and not report.error.startswith(TransferTimeout.__name__)
 
 
 def _has_left(report: TransferReport) -> bool:
-    """Whether it failed by itself before it had received everything. The others wait for it in vain then."""
+    """Whether it failed by itself before it had received everything. Then the others wait for it in vain."""
     all_here = report.phase == "verify" or (
         report.phase == "receive" and report.error.startswith(DigestMismatch.__name__)
     )

@@ -13,7 +13,7 @@ STOCK_GONE = (
     "'own'; updates no longer go through SGLang's own update group: where NCCL does not work, publish with "
     "gpu_direct=False, which sends over gloo"
 )
-"""What is allowed where transfer='stock' was asked for."""
+"""The error's text about what is allowed instead of transfer='stock'."""
 ANNOUNCED = {"mode", "join_timeout_s", "transfer_timeout_s", "verify", "nonfinite"}
 """Settings that receivers are told in the announcement."""
 HIGHEST_PORT = 65535
@@ -40,21 +40,21 @@ class SyncOptions(TypedDict, total=False):
 
 
 class SyncSettings(BaseModel):
-    """Settings of a `WeightPublisher`; the same keys stand below `publisher` in a configuration file."""
+    """Settings of a `WeightPublisher`. The section `publisher` of a configuration file has the same keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, strict=True)
 
     host: str | None = Field(default=None, min_length=1)
-    """This host as workers reach it; by default the address that the route to Redis leaves from."""
+    """Address under which workers reach this host; by default the local address of the route to Redis."""
     port: int = Field(default=0, ge=0, le=HIGHEST_PORT)
     """Where the rendezvous store listens; 0 picks a free port."""
     mode: UpdateMode = "resume"
-    """'resume' interrupts running samples and continues them under the new weights, 'in_place' changes the weights
-    under them and keeps their KV cache, 'drain' lets them finish first."""
+    """What an update does with running samples. 'resume' interrupts them and continues them under the new weights.
+    'in_place' changes the weights under them and keeps their KV cache. 'drain' lets them finish first."""
     join_timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """Seconds that workers have to answer an announcement; with 'drain', to finish what runs."""
     transfer_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-    """Seconds that a transfer may take from the seal to the last report."""
+    """Seconds that a transfer may take, from the seal to the last report."""
     bucket_bytes: int = Field(default=BUCKET_BYTES, ge=1)
     """Bytes of one broadcast."""
     keep: Keep = "auto"
@@ -64,20 +64,20 @@ class SyncSettings(BaseModel):
     """Floats are rounded to this dtype before they are digested and sent; None sends them as they are. A worker refuses
     a tensor that its engine would have to convert with a loss, unless float32 becomes bfloat16."""
     nonfinite: NonFinitePolicy = "refuse"
-    """'refuse' sends no version with NaN or Inf in it, and no worker loads one; 'allow' does."""
+    """'refuse': a version with NaN or Inf is neither sent nor loaded. 'allow': it is."""
     gpu_direct: bool = True
     """False sends through host memory (gloo), even between GPUs."""
     verify: bool = True
-    """False leaves the digests unchecked, to measure what checking costs."""
+    """False leaves the digests unchecked. It is for measuring what the check costs."""
     transfer: Literal["own"] = "own"
-    """'own' is the only one."""
+    """'own' is the only value. Others were possible in earlier releases."""
     snapshots: str | None = Field(default=None, min_length=1)
-    """Folder where committed versions are saved in the background, for workers that come when this trainer is gone, and
-    for a trainer that starts again."""
+    """Folder where committed versions are saved in the background. Workers read them when this trainer is gone, and a
+    trainer that starts again may."""
     snapshot_every: int = Field(default=1, ge=1)
-    """The first committed version is saved, and then every one at this distance."""
+    """1 saves every committed version, n the first one and then each nth."""
     keep_snapshots: int = Field(default=2, ge=1)
-    """Newest versions that stay in the folder."""
+    """Number of newest versions that stay in the folder."""
 
     @field_validator("transfer", mode="before")
     @classmethod
@@ -88,12 +88,12 @@ class SyncSettings(BaseModel):
 
     @classmethod
     def build(cls, **given: Any) -> Self:
-        """Checked settings. Raises InvalidField, which names field, value and what is allowed."""
+        """Make settings. Raises InvalidField, which names field, value and what is allowed."""
         try:
             return cls(**given)
         except ValidationError as error:
             raise as_invalid_field(error) from None
 
     def announced(self) -> dict[str, Any]:
-        """The fields of a WeightAnnouncement that come from here."""
+        """Return the fields of a WeightAnnouncement that are settings."""
         return self.model_dump(include=ANNOUNCED)
