@@ -1,4 +1,4 @@
-"""One engine rank's side of a transfer: receive, verify, load, and send on to others."""
+"""One engine rank's side of a transfer: receive a version, check it, load it, and send it on to other workers."""
 
 from .from_disk import open_version
 from .lend import held_tensors, send_held

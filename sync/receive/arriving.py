@@ -20,7 +20,7 @@ from .verify import Arrival
 
 
 class Arriving:
-    """Broadcasts of one transfer, bucket after bucket, and the digests of what came.
+    """Broadcasts of one transfer, bucket after bucket, and the digests of what arrived.
 
     Not safe for several threads, but for what `watch` does.
     """
@@ -122,7 +122,7 @@ class Arriving:
             self._queued.append(self._group.broadcast(self._views[len(self._queued)], self._deadline))
 
     def _look(self, index: int) -> None:
-        """Have the current stream wait for a bucket, and no longer: what is done with it need not wait for the next."""
+        """Let the current stream wait for this bucket alone, so that its load need not wait for the next bucket."""
         self._queued[index].wait()
         if self._arrival is not None:
             self._arrival.queue(index)
@@ -131,7 +131,10 @@ class Arriving:
     # --- between the halves ------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Until `take`, end the broadcasts if the transfer breaks off or its time is over: else they never end."""
+        """Until `take`, end the broadcasts if the transfer breaks off or its time is over.
+
+        Nothing else would end them.
+        """
         Thread(target=self._watch, name="rolloutmq-arriving", daemon=True).start()
 
     def take(self) -> None:

@@ -30,7 +30,7 @@ LEAVE_LOOK_S = 0.05
 
 
 class Held:
-    """A version as an engine holds it: a `Sendable` whose buckets are filled one after the other, in a few buffers."""
+    """A version in an engine's parameters: a `Sendable` that fills its buckets one after the other in a few buffers."""
 
     def __init__(
         self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor], buffers: Sequence[torch.Tensor]
@@ -60,7 +60,7 @@ class Held:
 
     @property
     def buckets(self) -> Iterator[torch.Tensor]:
-        """Each is filled on the current stream. It is valid until `rotation` more have been asked for."""
+        """Yield buckets, each filled on the current stream. One is valid until `rotation` more have been asked for."""
         for index, (size, inside) in enumerate(zip(self.manifest.bucket_nbytes, self._inside, strict=True)):
             bucket = self._buffers[index % self.rotation][:size]
             bucket.zero_()
@@ -69,7 +69,7 @@ class Held:
 
 
 class PeerLine(Broadcaster):
-    """The sender's end of a wire whose rendezvous store is the worker's. The worker also says when to stop."""
+    """A Broadcaster in an engine. The rendezvous store is in the worker's process, and the worker says when to stop."""
 
     def __init__(self, order: TransferOrder, deadline: float) -> None:
         """Raises TransferTimeout if the store is not there."""

@@ -1,4 +1,4 @@
-"""From received buckets into the model: by recorded copies, or by `load_weights` where those cannot be recorded."""
+"""Loads received buckets into the model: by recorded copies, or by `load_weights` if those cannot be recorded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Model(Protocol):
 
 
 class Loading:
-    """Loads one layout of buckets into one model. Worked out once, and used by every update with that layout."""
+    """Loads one layout of buckets into one model. It is made once, and used by every update with that layout."""
 
     def __init__(self, model: Model, plan: CopyPlan | None, arrival: Arrival, known: Known) -> None:
         """plan, known: see `plan_for`; without a plan `load_weights` is called. arrival: of the buckets to load from.

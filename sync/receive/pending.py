@@ -204,7 +204,7 @@ class Kept:
 
 @cache
 def warm_up(device: torch.device) -> None:
-    """Do once, while the old weights serve, everything that is slow the first time in a process."""
+    """Do everything that is slow the first time in a process, while the old weights still serve."""
     importlib.import_module("torch._dynamo")  # takes seconds; torch needs it to record a copy plan
     if device.type == "cuda":  # compiles the kernels
         sample = torch.zeros(1 << 20, dtype=torch.bfloat16, device=device)

@@ -25,11 +25,11 @@ from .ways import Way, standing_way, way_of
 
 
 class Receiver:
-    """State of one rank. `prepare` may be called from any thread, `commit` only where nothing else uses the model.
+    """One rank's part in transfers. Any thread may call `prepare`; call `commit` only where nothing uses the model.
 
-    device: where the engine's weights are. rank: among its tensor-parallel ranks. model_dir: the engine's checkpoint,
-    which has the names that must come. alone: whether the engine has one rank. Others serve with collectives, and only
-    a staged version is received beside those.
+    device: of the engine's weights. rank: among the engine's tensor-parallel ranks. model_dir: the engine's checkpoint.
+    A version must have its names. staging: see `Staging`. alone: whether the engine has one rank. An engine of several
+    ranks serves with collectives, and only a staged version is received beside those.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Receiver:
         return way.report("staged" if way.staged else "ready", receive_s=way.receive_s)
 
     def _join(self, order: TransferOrder, deadline: float) -> Way:
-        """In the last transfer's group, where group and layout are the same; else anew."""
+        """Join in the last transfer's group if group and layout are the same, else anew."""
         way = standing_way(self.kept, order, deadline)
         if way is not None:
             self._under_way = way
@@ -99,8 +99,8 @@ class Receiver:
     def commit(self, epoch: int, model: Model, *, idle: bool = False) -> TransferReport:
         """Bring what `prepare` prepared into the model. Never raises.
 
-        Must run where no forward pass can start; one that still runs on the GPU is waited for first.
-        idle: for certain none does. Then buckets are loaded while those after them are on their way from the first on.
+        Call it where no forward pass can start. It first waits for one that still runs on the GPU.
+        idle: certainly none runs. Then the first bucket is loaded while the second one arrives.
         """
         if self._lent:
             return TransferReport(ok=False, phase="load", error="the engine is sending its weights to another")
@@ -109,7 +109,7 @@ class Receiver:
             if way is None or way.order.epoch != epoch:
                 self._end_under_way()
                 return TransferReport(ok=False, phase="load", error=f"transfer {epoch} is not prepared here")
-            self._under_way = None  # ours from here on, whatever is prepared next
+            self._under_way = None  # this commit ends it, whatever is prepared next
         began, kept, intact, verify = time.monotonic(), self.kept, True, way.order.verify
         way.phase = "load"
         try:
@@ -138,13 +138,14 @@ class Receiver:
             readback=loading.readback and verify,
         )
 
-    # --- handing it on ---------------------------------------------------------------------------------------------
+    # --- sending it on ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def lending(self, version: int) -> Iterator[Lent]:
-        """The version as it is held: nothing is prepared or committed inside. Raises WeightSyncError.
+        """Give the version that the engine holds. Nothing is prepared or committed inside this block.
 
-        A transfer that was prepared and not committed is dropped.
+        A transfer that was prepared and not committed is dropped. Raises WeightSyncError if the engine takes part in a
+        transfer, or does not hold `version`, received and verified.
         """
         if not self._lock.acquire(blocking=False):
             raise WeightSyncError("the engine takes part in a transfer itself")
@@ -162,11 +163,14 @@ class Receiver:
             self._lock.release()
 
     def stage(self, policy: StagingPolicy) -> None:
-        """Receive beside the weights that serve, or not, from now on; nothing on a CPU, which always does."""
+        """Set whether versions are received beside the weights that serve.
+
+        No effect on a CPU, which always does that.
+        """
         self.kept.stage(policy)
 
     def forget(self, *, held: bool) -> None:
-        """Let go of all buffers; and, with `held`, of what the parameters hold: something else writes them."""
+        """Free all buffers. held: forget which version the parameters hold too, because something else writes them."""
         self._end_under_way()
         self._pending = None
         self.kept.drop_buffers()

@@ -45,7 +45,7 @@ class Way(Pending):
             arriving.queue_ahead()
 
     def restart(self) -> bool:
-        """Do as `start` before the version's digests are known. They are fetched while buckets arrive.
+        """Do what `start` does, before the version's digests are known. They are fetched while buckets arrive.
 
         Returns False if nobody answers at the sender's store. Another sender may listen there by now.
         """
@@ -102,7 +102,7 @@ class Way(Pending):
     def _make_arriving(self) -> Arriving:
         assert self.group is not None
         arrival = self.kept.arrival(self)
-        # A bucket that is loaded as it arrives cannot be refused before, so one look in the parameters is enough.
+        # A bucket that is loaded as it arrives cannot be refused before. So it is checked once, in the parameters.
         twice = self.staged or not self.kept.compares_all(self)
         return Arriving(
             self.group,

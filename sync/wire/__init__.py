@@ -1,4 +1,4 @@
-"""Connections between a sender and its receivers: the rendezvous store, the process group, CUDA IPC."""
+"""Connections between a sender of weights and its receivers: rendezvous store, process group, CUDA IPC."""
 
 from .brief import Brief, group_for, is_group_for
 from .broadcaster import Broadcaster

@@ -1,4 +1,7 @@
-"""A version in brief, for receivers that know its layout: the layout's name, the version's number, the digests."""
+"""A version in brief: its layout's name, its number and its digests.
+
+A receiver that knows the layout needs no manifest.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +22,27 @@ _HEAD = struct.Struct(f"<{NAME_BYTES}sq")
 
 
 def layout_name(manifest: WeightManifest) -> str:
-    """32 hex digits, equal for manifests that differ in nothing but version and digests."""
+    """Return 32 hex digits. They are equal for manifests that differ only in version and digests."""
     places = [(t.name, t.dtype, t.shape, t.bucket, t.offset) for t in manifest.tensors]
     return hashlib.blake2b(repr((manifest.bucket_nbytes, places)).encode(), digest_size=NAME_BYTES).hexdigest()
 
 
 def group_for(name: str, layout: str) -> str:
-    """A group's name that says how each version lies: who stands in it need not ask how the next one does."""
+    """Return a group's name with the layout in it. A member of the group then knows the layout of the next version."""
     return f"{name}-{layout[:_SHOWN]}"
 
 
 def is_group_for(group: str, layout: str) -> bool:
-    """Whether that is the name of a group for this layout."""
+    """Whether `group` is the name of a group for this layout."""
     return group.endswith(f"-{layout[:_SHOWN]}")
 
 
 @dataclass(frozen=True, slots=True)
 class Brief:
-    """A version as its sender told of it: how it lies, and its digests.
+    """A version as its sender announced it: its layout and its digests.
 
-    layout: `layout_name`. outline: a manifest of that layout, whichever version's. digests: (tensors,) int64 on the
-    CPU, in the outline's order. nbytes: of all tensors.
+    layout: see `layout_name`. outline: a manifest of that layout, of any version. digests: (tensors,) int64 on the CPU,
+    in the outline's order. nbytes: bytes of all tensors.
     """
 
     layout: str
@@ -50,12 +53,12 @@ class Brief:
 
     @classmethod
     def of(cls, manifest: WeightManifest) -> Brief:
-        """A version whose manifest is at hand."""
+        """Make it from a version's manifest."""
         digests = values_of([spec.digest for spec in manifest.tensors])
         return cls(layout_name(manifest), manifest, manifest.version, digests, manifest.nbytes)
 
     def manifest(self) -> WeightManifest:
-        """The version's own. Its parts were checked when they came."""
+        """Return the version's own manifest. Its parts were checked when they arrived."""
         tensors = tuple(
             TensorSpec.model_construct(**(dict(spec) | {"digest": digest}))
             for spec, digest in zip(self.outline.tensors, hex_of(self.digests), strict=True)
@@ -63,15 +66,15 @@ class Brief:
         return self.outline.model_copy(update={"version": self.version, "tensors": tensors})
 
     def to_bytes(self) -> bytes:
-        """What `updated` reads: 16 bytes of the layout's name, int64 version, int64 digests, all little-endian."""
+        """Encode it for `updated`: 16 bytes of the layout's name, int64 version, int64 digests, all little-endian."""
         head = _HEAD.pack(bytes.fromhex(self.layout), self.version)
         digests: bytes = self.digests.numpy().astype("<i8").tobytes()
         return head + digests
 
     def updated(self, brief: bytes) -> Brief | None:
-        """The version that `brief` is about, if it lies as this one does; else None.
+        """Return the version that `brief` describes, or None if it has another layout than this one.
 
-        Raises DigestMismatch for a brief that is none.
+        Raises DigestMismatch for bytes that are no version in brief.
         """
         if len(brief) < _HEAD.size:
             raise DigestMismatch(f"a version in brief of {len(brief)} bytes; at least {_HEAD.size}")

@@ -1,4 +1,4 @@
-"""The sender's end of the wire: one rendezvous store, one standing process group, one transfer at a time."""
+"""The sender's end: one rendezvous store, one process group that is kept between transfers, one transfer at a time."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ CPU = torch.device("cpu")
 
 
 class Sendable(Protocol):
-    """A version that can be sent: a Snapshot, or what fills its buckets when their turn has come.
+    """A version that can be sent: a Snapshot, or one whose buckets are filled when they are sent.
 
-    rotation: this many buckets after a bucket its memory is filled again; 0 for never.
+    rotation: the memory of a bucket is filled again this many buckets later. 0: never.
     """
 
     @property
@@ -43,21 +43,21 @@ class Sendable(Protocol):
 
 
 class Broadcaster:
-    """Sends snapshots from one process. Everything but `give_up` is called from one thread at a time."""
+    """Sends versions from one process. One thread at a time may call its methods, and any thread `give_up`."""
 
     def __init__(self, host: str, port: int, store: Any = None) -> None:
-        """store: a connection to another process's rendezvous store, instead of one that is served at host:port."""
+        """host, port: where it serves a rendezvous store. store: a connection to another process's store, instead."""
         self.store: Any = store or serve_store(host, port)
         self.host = host
         self._group: Group | None = None
         self._members: dict[str, int] = {}
         self._groups = 0
         self.absent: frozenset[int] = frozenset()
-        """Ranks that the last `send` waited for up to its deadline."""
+        """The ranks that the last `send` waited for until its deadline."""
         self.layout = ""
-        """Name of how the version that was published last lies."""
+        """Name of the last published version's layout; see brief.py."""
         self.sent_bytes = 0
-        """Of the transfer under way, as far as they are given to the transport."""
+        """Bytes of the transfer under way that the transport has been given."""
         self._newest, self._most_ranks = 0, 1
         self._stopped = Event()
         self._why = ""
@@ -65,17 +65,17 @@ class Broadcaster:
         self._staging: Staging | None = None
 
     def close(self) -> None:
-        """Leave the standing group."""
+        """Leave the group."""
         self._drop_group()
         self.store = None
 
     # --- before the seal -------------------------------------------------------------------------------------------
 
     def offer(self, epoch: int, snapshot: Snapshot) -> None:
-        """Begin a transfer: forget the last one, and publish the manifest."""
+        """Begin a transfer: delete the last one's keys, and publish the manifest."""
         self._stopped.clear()
         self.sent_bytes = 0
-        # Numbers of transfers begin again where Redis lost its data; this store did not.
+        # After Redis has lost its data the numbers of transfers start again. This store still has the old keys.
         keys = EpochKeys(epoch)
         said = [] if epoch > self._newest else [keys.ready(rank) for rank in range(1, self._most_ranks)]
         for key in (keys.broken, keys.go, *said):
@@ -84,14 +84,17 @@ class Broadcaster:
         self.publish(epoch, snapshot.manifest)
 
     def publish(self, epoch: int, manifest: WeightManifest) -> None:
-        """Put the manifest into the store, for which receivers wait."""
+        """Put the manifest into the store. Receivers wait for it."""
         told = Brief.of(manifest)
         self.layout = told.layout
         self.store.set(EpochKeys(epoch).brief, told.to_bytes())
         self.store.set(EpochKeys(epoch).manifest, encode(manifest))
 
     def name_group(self, epoch: int, roster: Mapping[str, int], joins: Mapping[str, Join]) -> str:
-        """Name the group of this transfer: the standing one, if layout and members are the same and all are in it."""
+        """Return the name of this transfer's group.
+
+        It is the last one's, if layout and members are the same and all of them are still in it.
+        """
         if self._group is not None and self._members == dict(roster):
             name = self._group.name
             if is_group_for(name, self.layout) and all(joins[worker].group == name for worker in roster):
@@ -104,12 +107,13 @@ class Broadcaster:
     # --- after it --------------------------------------------------------------------------------------------------
 
     def send(self, snapshot: Sendable, announcement: WeightAnnouncement, timeout_s: float) -> None:
-        """Send every bucket to the announcement's group. Blocks; raises TransferTimeout, also after `give_up`."""
+        """Send every bucket to the announcement's group. Blocks. Raises TransferTimeout, also after `give_up`."""
         keys = EpochKeys(announcement.epoch)
         deadline, self.absent = time.monotonic() + timeout_s, frozenset()
         self._most_ranks = max(self._most_ranks, announcement.world_size)
         try:
-            # Engines may stand still until the last bucket, so no training loop keeps its turn for long.
+            # Engines may stand still until the last bucket, so the training loop must not keep the interpreter for
+            # long.
             with quiet_torch(), short_turns():
                 if 0 in announcement.roster.values():
                     self.store.set(keys.handles, export_handles(tuple(snapshot.buckets)))
@@ -123,12 +127,12 @@ class Broadcaster:
             raise
 
     def give_up(self, why: str) -> None:
-        """End the `send` under way, from another thread."""
+        """End the `send` under way. It is called from another thread."""
         self._why = why
         self._stopped.set()
 
     def clean(self, announcement: WeightAnnouncement) -> None:
-        """Forget what the store holds of a transfer that is over."""
+        """Delete the keys of a transfer that is over."""
         keys = EpochKeys(announcement.epoch)
         ready = [keys.ready(rank) for rank in range(1, announcement.world_size)]
         for key in (keys.brief, keys.manifest, keys.handles, keys.go, *ready):
@@ -162,7 +166,7 @@ class Broadcaster:
     def _send_from_gpu(
         self, group: Group, snapshot: Sendable, device: torch.device, deadline: float, go: Callable[[], object]
     ) -> None:
-        """go: says that from here on receivers may give up what they have."""
+        """go: tells receivers that they may overwrite the weights that they have."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         buffers: list[torch.Tensor] = []
@@ -180,7 +184,7 @@ class Broadcaster:
                     source.copy_(bucket, non_blocking=True)
                 queued.append(group.broadcast(source, deadline))
                 self.sent_bytes += source.numel()
-                if index == 0:  # after it: the wire is what everybody waits for
+                if index == 0:  # after the first broadcast is queued: everybody waits for the wire
                     go()
                 if 0 < snapshot.rotation <= len(queued):
                     queued[-snapshot.rotation].wait()
@@ -189,10 +193,10 @@ class Broadcaster:
             await_broadcasts(group, self._stream.record_event(), deadline, self._broken)
 
     def _await_ready(self, announcement: WeightAnnouncement, deadline: float) -> None:
-        """Until every receiver has its buffers: a broadcast that waits for one would hold this GPU busy."""
+        """Wait until every receiver has its buffers. A broadcast that waits for a receiver would keep this GPU busy."""
         keys = EpochKeys(announcement.epoch)
         missing = [keys.ready(rank) for rank in range(1, announcement.world_size)]
-        pause = 0.00005  # a small model is over in a few milliseconds
+        pause = 0.00005  # seconds; the transfer of a small model takes a few milliseconds
         while True:
             missing = [key for key in missing if not self.store.check([key])]
             if not missing:
@@ -206,9 +210,9 @@ class Broadcaster:
             pause = min(pause * 1.02, 0.02)
 
     def _absent(self, announcement: WeightAnnouncement) -> frozenset[int]:
-        """The ranks that did not come to make the group; once it is made, those that were not ready to receive.
+        """Return the ranks that did not come to make the group or, once it is made, were not ready to receive.
 
-        None if all came and it could not be made: one of them broke off, and nothing tells which.
+        Empty if all came and the group could not be made: one of them broke off, and nothing tells which.
         """
         keys, ranks = EpochKeys(announcement.epoch), range(1, announcement.world_size)
         away = frozenset(rank for rank in ranks if not self.store.check([here(announcement.group, rank)]))
@@ -230,7 +234,7 @@ class Broadcaster:
 
 
 def _device_of(snapshot: Sendable) -> torch.device:
-    """The GPU that a snapshot is sent from: where it is, or the current one for a copy in host memory."""
+    """Return the GPU that a snapshot is sent from: its own, or the current one for a copy in host memory."""
     if snapshot.device.type == "cuda":
         return snapshot.device
     return torch.device("cuda", torch.cuda.current_device())

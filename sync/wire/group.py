@@ -1,4 +1,4 @@
-"""Process groups of our own, beside the trainer's and the engine's. docs/architecture.md says how they are made."""
+"""Process groups for weights, beside the trainer's and the engine's. docs/architecture.md says how they are made."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ STUCK_AFTER_ABORT_S = 5.0
 AT_ONCE_S = 0.1
 ALERT_S = 0.2
 MARGIN_S = 0.5
-"""For gloo to keep its own deadline, before it is left alone with it."""
+"""Seconds after the deadline that gloo gets to end by itself, before the wait for it ends."""
 _NCCL_ENV = {
-    # The deadline is ours. torch's own watchdog would take the whole process down with a broken communicator.
+    # This package keeps the deadline. torch's own watchdog would end the whole process over a broken communicator.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -38,29 +38,29 @@ class Queued(Protocol):
     """A broadcast on its way."""
 
     def wait(self) -> object:
-        """Nothing queued on the current stream from now on runs before the broadcast is over; the host goes on."""
+        """Let the current stream wait for the broadcast before it runs what is queued next. The host does not wait."""
 
 
 class _Over:
     def wait(self) -> None:
-        """It is over."""
+        """Do nothing: the broadcast is over."""
 
 
 class Group(Protocol):
-    """Rank 0 sends, the others receive."""
+    """A process group in which rank 0 sends and the others receive."""
 
     name: str
 
     def broadcast(self, buffer: torch.Tensor, deadline: float) -> Queued:
         """Send (rank 0) or fill (others) a flat uint8 buffer.
 
-        With NCCL it is queued behind the current stream and the broadcasts before it; `wait` of what is returned lets
-        the then current stream wait for it, and `await_broadcasts` tells whether it came. With gloo it blocks up to
-        `deadline` (of time.monotonic) and raises TransferTimeout, also when a peer died.
+        With NCCL it is queued behind the current stream and the broadcasts before it. Call `wait` of the result before
+        using the buffer, and `await_broadcasts` to learn whether it arrived. With gloo it blocks until `deadline` (of
+        time.monotonic) at most, and raises TransferTimeout, also when a peer died.
         """
 
     def abort(self) -> None:
-        """End what is under way here. What was being received is half written. The group cannot be used any more."""
+        """End what is under way here. The buffer being received is half written. The group cannot be used any more."""
 
 
 def open_group(
@@ -74,10 +74,10 @@ def open_group(
     deadline: float,
     broken: Callable[[], str] = never,
 ) -> Group:
-    """Join a group of `world` ranks; NCCL if `device` is a GPU, else gloo.
+    """Join a group of `world` ranks, with NCCL if `device` is a GPU, else with gloo.
 
-    host: an address whose route leads to the peers; gloo listens on this host's end of it.
-    Raises TransferTimeout if the others are not there by `deadline`, or as soon as `broken()` gives a reason.
+    host: an address of a peer. gloo listens on this host's address on the route to it.
+    Raises TransferTimeout if the others are not there by `deadline`, or as soon as `broken()` returns a reason.
     """
     if deadline <= time.monotonic():
         raise TransferTimeout(f"rank {rank} of {world} came too late for group {name}")
@@ -90,7 +90,7 @@ def open_group(
 
 
 class GlooGroup:
-    """Over TCP, through host memory."""
+    """A group over TCP, through host memory."""
 
     def __init__(self, store: Any, name: str, *, rank: int, world: int, host: str, deadline: float) -> None:
         self.name = name
@@ -116,12 +116,12 @@ class GlooGroup:
         return _Over()
 
     def abort(self) -> None:
-        """See Group. Blocked peers find their connections closed: what closes them is the end of torch's object."""
+        """See Group. Dropping torch's object closes the connections, so blocked peers get an error."""
         self._group = None
 
 
 class NcclGroup:
-    """Between GPUs. No call blocks longer than its deadline. The ranks must have met: see `_meet`."""
+    """A group between GPUs. No call blocks longer than its deadline. The ranks must have met first; see `_meet`."""
 
     def __init__(self, store: Any, name: str, *, rank: int, world: int, device: torch.device, deadline: float) -> None:
         from torch.distributed import ProcessGroupNCCL  # noqa: PLC0415 – missing from CPU builds
@@ -130,8 +130,8 @@ class NcclGroup:
         self._device = device
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(days=30)
-        options.is_high_priority_stream = True  # digests and copies fill the GPU; the wire must not wait for them
-        options.config.min_ctas = options.config.max_ctas = NCCL_CTAS  # the environment goes before it
+        options.is_high_priority_stream = True  # digests and copies fill the GPU, and broadcasts must not wait for them
+        options.config.min_ctas = options.config.max_ctas = NCCL_CTAS  # environment variables override it
         with nccl_environment():
             self._group = ProcessGroupNCCL(
                 PrefixStore("cuda/", PrefixStore(f"{name}/", _raw(store))), rank, world, options
@@ -142,7 +142,7 @@ class NcclGroup:
             raise TransferTimeout(f"rank {rank} of {world} met no full group: {error}") from error
 
     def _connect(self) -> None:
-        """The first collective makes the communicator, and blocks until everybody is there."""
+        """Make the communicator, which the first collective does. Blocks until every rank is there."""
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
             probe = torch.zeros(1, dtype=torch.uint8, device=self._device)
             self._broadcast(probe).wait()
@@ -172,17 +172,17 @@ class NcclGroup:
 
 
 def _raw(store: Any) -> Any:
-    """What torch can build on."""
+    """Return the store as torch's groups take it."""
     return store.raw if isinstance(store, BoundedStore) else store
 
 
 def here(name: str, rank: int) -> str:
-    """Key in the store under which `rank` tells that it is there to make group `name`."""
+    """Return the key that `rank` sets in the store when it is there to make group `name`."""
     return f"{name}/here/{rank}"
 
 
 def _meet(store: Any, name: str, *, rank: int, world: int, deadline: float, broken: Callable[[], str]) -> None:
-    """Wait until every rank is here, because nobody can end what comes next (making a communicator) from outside.
+    """Wait until every rank is here. The next step, making a communicator, cannot be ended from outside.
 
     Raises TransferTimeout, which names the ranks that are missing.
     """
@@ -214,11 +214,14 @@ def await_broadcasts(
     *,
     alert: bool = False,
 ) -> None:
-    """Wait until `event` (torch.cuda.Event) has happened. since: when what it is behind was queued, if not just now.
-    alert: without a sleep, at first: for a thread that holds everything up, in a process where nobody wants its turn.
+    """Wait until `event` (torch.cuda.Event), which was recorded behind the broadcasts, has happened.
 
-    Raises TransferTimeout, after the group was aborted, at `deadline` (time.monotonic) or as soon as `broken()` gives a
-    reason. It is asked ten times a second, and only once the wait has lasted that long; see `check_unbroken`.
+    since: when the broadcasts were queued (time.monotonic), if not just now.
+    alert: poll without a sleep at first. For a thread that everything waits for, in a process with no other busy
+    thread.
+
+    At `deadline` (time.monotonic), or as soon as `broken()` returns a reason, it aborts the group and raises
+    TransferTimeout. `broken` is called ten times a second, the first time after a tenth; see `check_unbroken`.
     """
     began = time.monotonic()
     pause, look = 0.00005, began + 0.1
@@ -236,19 +239,24 @@ def await_broadcasts(
             raise TransferTimeout(f"transfer broken off: {reason}")
         if not alert or now - began > ALERT_S:
             time.sleep(pause)
-            pause = min(pause * 1.2, 0.0001)  # an update is a few milliseconds
+            pause = min(pause * 1.2, 0.0001)  # seconds; an update takes a few milliseconds
     check_unbroken(began if since is None else since, broken)
 
 
 def check_unbroken(since: float, broken: Callable[[], str]) -> None:
-    """A sender that breaks off ends NCCL's kernels here, too: events happen, and nothing has come. Raises
-    TransferTimeout if that may be so of what was queued at `since`; within AT_ONCE_S nobody asks."""
+    """Raise TransferTimeout if `broken()` returns a reason. It is not called within AT_ONCE_S of `since`.
+
+    NCCL's kernels end here too when the sender breaks off. Then events behind them happen although nothing arrived.
+    """
     if time.monotonic() - since > AT_ONCE_S and (reason := broken()):
         raise TransferTimeout(f"transfer broken off: {reason}")
 
 
 def _drain(event: Any) -> None:
-    """An aborted collective ends by itself; what was queued behind it must not run on while its buffers are reused."""
+    """Wait until an aborted collective, and what was queued behind it, has ended.
+
+    Only then its buffers may be reused.
+    """
     until = time.monotonic() + STUCK_AFTER_ABORT_S
     while not event.query():
         if time.monotonic() >= until:
@@ -269,7 +277,7 @@ def _with_deadline(work: Callable[[], None], deadline: float, abort: Callable[[]
 
 @contextlib.contextmanager
 def nccl_environment() -> Iterator[None]:
-    """What ProcessGroupNCCL reads when it is made, for this one only."""
+    """Set the environment variables that ProcessGroupNCCL reads when it is made, inside this block only."""
     with _env_lock:
         before = {name: os.environ.get(name) for name in _NCCL_ENV}
         os.environ.update(_NCCL_ENV)

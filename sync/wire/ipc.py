@@ -1,6 +1,6 @@
 """A trainer's buckets in another process on the same GPU: handed over as CUDA IPC handles, without a copy.
 
-torch's own way pickles the handles. These are the same ones as plain values, so that nothing that arrives is unpickled.
+torch pickles such handles. Here they travel as plain values, so nothing that arrives is unpickled.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _FIELDS = 8
 
 
 def gpu_id(device: torch.device) -> str:
-    """What tells one GPU of the world from another; "" for a CPU."""
+    """Return an id that no other GPU has, on any host; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def export_handles(buckets: Sequence[torch.Tensor]) -> bytes:
-    """Handles of flat uint8 tensors on one GPU; the tensors must live until the receivers have reported.
+    """Return handles of flat uint8 tensors on one GPU. The tensors must live until the receivers have reported.
 
-    torch would keep the memory of an exported tensor until a receiver has counted down, so for ever if the receiver
-    died or never opened it. The transfer keeps the tensors as long as they are needed. So torch's count goes back to
-    zero at once. Receivers are not told where it is: below zero torch would keep the memory, too.
+    torch keeps the memory of an exported tensor until a receiver has counted down, so for ever if the receiver dies or
+    never opens it. The transfer itself keeps the tensors as long as they are needed. So torch's count is set back to
+    zero at once. Receivers do not get the counter's address, because below zero torch would keep the memory too.
     """
     torch.cuda.current_stream(buckets[0].device).synchronize()
     handles = []
@@ -41,7 +41,7 @@ def export_handles(buckets: Sequence[torch.Tensor]) -> bytes:
 
 
 def open_handles(raw: bytes, device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The sender's buckets, as they lie in its memory: read only. Raises MalformedMessage for what are no handles."""
+    """Return the sender's buckets, in its own memory: do not write to them. Raises MalformedMessage for other bytes."""
     try:
         handles = list(zip(msgpack.unpackb(raw), sizes, strict=True))
         buckets = []
