@@ -22,7 +22,7 @@ from ..plan import CopyPlan, PlanImpossible
 from ..tensors import Place, dtype_named, short_turns, side_stream, values_of
 from ..transfer import TransferOrder, TransferReport
 from ..wire import Broadcaster, EpochKeys, join_store
-from .names import TIED, Dropped
+from .compatibility import TIED, Dropped
 from .receiver import Receiver
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from ...messages.errors import DigestMismatch
 from ...messages.model import WeightManifest
 from ..plan import CopyPlan, PlanImpossible
 from ..tensors import dtype_named
-from .names import HEAD, TIED, Dropped, Shape, check_dtype, is_tied, loses_nothing
+from .compatibility import HEAD, TIED, Dropped, Shape, check_dtype, is_tied, loses_nothing
 from .verify import Arrival, Readback
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from ...messages.model import StagingPolicy, WeightManifest
 from ..plan import CopyPlan
 from ..tensors import Copies, Digester, Staging
 from ..transfer import Phase, TransferOrder, TransferReport
-from ..wire import Brief, EpochKeys, Group, Wire, fetch_brief, fetch_manifest
+from ..wire import Brief, EpochKeys, Group, SenderConnection, fetch_brief, fetch_manifest
+from .compatibility import check_names
 from .loading import Known, Loading, Model, plan_for
-from .names import check_names
 from .verify import Arrival
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ class Kept:
     def __init__(self, device: torch.device, rank: int, known: Known, staging: StagingPolicy, *, alone: bool) -> None:
         """known: of the engine's checkpoint. Receiver describes the others."""
         self.device, self.rank, self.alone, self._known = device, rank, alone, known
-        self.wire = Wire(device, rank)
+        self.wire = SenderConnection(device, rank)
         self.memory = {CPU: Staging(CPU, "on")}
         self.told: Brief | None = None
         self._streams: tuple[Any, Any] | None = None

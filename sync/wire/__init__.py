@@ -4,7 +4,7 @@ from .brief import Brief, group_for, is_group_for
 from .broadcaster import Broadcaster
 from .group import MARGIN_S, Group, Queued, await_broadcasts, check_unbroken, nccl_environment, open_group
 from .ipc import gpu_id, open_handles
-from .line import Wire
+from .sender_connection import SenderConnection
 from .store import (
     SLICE_S,
     EpochKeys,
@@ -28,7 +28,7 @@ __all__ = [
     "EpochKeys",
     "Group",
     "Queued",
-    "Wire",
+    "SenderConnection",
     "await_broadcasts",
     "await_key",
     "begin",

@@ -16,7 +16,7 @@ from .store import join_store, lost, why_broken
 CPU = torch.device("cpu")
 
 
-class Wire:
+class SenderConnection:
     """Store and group of the last transfer. The next one uses them again if sender and members are the same.
 
     newest: the order that goes first. Waits for any other order end. group: the process group, if there is one.

@@ -1,4 +1,4 @@
-"""Whether the tensors of a version are the ones of an engine's model: names, shapes, dtypes, and tied embeddings."""
+"""Whether a version fits an engine's model: names, shapes, dtypes, tied embeddings. A refusal names the tensor."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rolloutmq.messages.errors import DigestMismatch
-from rolloutmq.sync.receive.names import check_names
+from rolloutmq.sync.receive.compatibility import check_names
 
 
 def test_tensors_of_another_model_are_named() -> None:
