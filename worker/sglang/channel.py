@@ -1,4 +1,4 @@
-"""The worker's end of the socket to SGLang's scheduler processes. The questions are in :mod:`.wire`.
+"""The worker's end of the sockets to SGLang's scheduler processes. The questions are in :mod:`.wire`.
 
 Connections are kept open. A new connection, and a thread to serve it, takes a millisecond on hosts where processes wake
 slowly, and an update asks twice.
@@ -16,7 +16,7 @@ from .wire import LINE_LIMIT, socket_path
 
 
 class Channel:
-    """Questions to the schedulers that listen in `folder`, any number at a time; for one event loop."""
+    """Asks the schedulers that listen in `folder`, any number of questions at a time. For one event loop."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -31,7 +31,7 @@ class Channel:
             raise EngineError(f"the engine's rank {rank} does not answer: {error}") from error
 
     async def operate(self, rank: int, operation: str, **params: Any) -> dict[str, Any]:
-        """Have a scheduler process do something else. Raises EngineError, also for what went wrong there."""
+        """Have a scheduler process run an operation, and return its result. Raises EngineError, also for its errors."""
         text = await self._ask(rank, {"operate": {"operation": operation, **params}})
         try:
             answer: dict[str, Any] = json.loads(text)

@@ -1,4 +1,4 @@
-"""How an SGLang engine is configured, and what that means as SGLang's own server arguments."""
+"""The configuration of an SGLang engine, and its translation into SGLang's own server arguments."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ OWNED_ARGUMENTS = frozenset(
 )
 
 MOST_IN_GRAPHS = 1024
-"""Requests of a batch. Each graph costs memory and time at the start; nothing larger has been measured.
+"""Most requests of a batch that a decode graph is captured for. Each graph costs memory and time at the start.
 
-A larger batch is decoded without graphs: on a small model at a fraction of the speed (docs/benchmarks.md). SGLang's own
-limit depends on the GPU's memory alone (256 on an H200 with less than four ranks).
+A larger batch is decoded without graphs, on a small model at a fraction of the speed (docs/benchmarks.md). SGLang's own
+limit depends only on the GPU's memory (256 on an H200 with less than four ranks). Nothing larger than this was
+measured.
 """
 SAME_NAMES = {
     *("dtype", "tp_size", "load_format", "log_level", "context_length", "max_total_tokens"),
     *("attention_backend", "sampling_backend", "random_seed"),
 }
-"""Settings that SGLang knows under the same name."""
+"""Settings that have the same name in SGLang."""
 CPU_DEFAULTS = {
     "attention_backend": "torch_native",  # the only one that needs no compiled CPU kernels
     "sampling_backend": "pytorch",
@@ -145,12 +146,12 @@ class SGLangConfig(BaseModel):
 
 
 def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weight_loader: str) -> dict[str, Any]:
-    """SGLang's server arguments for `config` on `device`.
+    """Return SGLang's server arguments for `config` on `device`.
 
     weight_loader: dotted path of the function that receives weights inside the engine.
 
-    Raises ConfigError if `extra` names an argument that this package sets itself, or for LoRA on a CPU; InvalidField
-    for sizes that weight sync cannot follow.
+    Raises ConfigError if `extra` names an argument that this package sets itself, or a setting needs a GPU and there is
+    none. Raises InvalidField for sizes that weight sync does not support.
     """
     check_parallelism(tp=config.tp_size, pp=config.pp_size, dp=config.dp_size, ep=config.ep_size)
     if owned := sorted(OWNED_ARGUMENTS & config.extra.keys()):
@@ -158,11 +159,11 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
     arguments: dict[str, Any] = {
         **config.model_dump(include=SAME_NAMES),
         "model_path": config.model,
-        "skip_tokenizer_init": True,  # tokens in, tokens out: text is the worker's edge
+        "skip_tokenizer_init": True,  # tokens in, tokens out: the worker makes the text
         "custom_weight_loader": [weight_loader],
         "device": device,
         "ep_size": config.ep_size if config.ep_size > 1 else None,
-        # Else an idle scheduler's loop takes the interpreter from the thread that receives a version.
+        # Without it an idle scheduler's loop takes the interpreter from the thread that receives a version.
         "sleep_on_idle": True,
         "disable_cuda_graph": not config.cuda_graph,
         "disable_prefill_cuda_graph": not config.prefill_cuda_graph,
@@ -174,7 +175,7 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
         if device == "cpu" or config.max_running is None
         else min(config.max_running, MOST_IN_GRAPHS),
         "mem_fraction_static": config.mem_fraction,
-        # Costs nothing in a batch without one; the class comes from this program (calls/ask.py).
+        # It costs nothing in a batch without one. The class is this program's own (calls/ask.py).
         "enable_custom_logit_processor": True,
         "return_hidden_states_mode": "last" if config.hidden_states else None,
         "enable_return_routed_experts": config.routed_experts or None,
@@ -183,7 +184,8 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
     if config.task != "generate":
         if config.max_lora_rank is not None:
             raise ConfigError(f"max_lora_rank={config.max_lora_rank}: adapters are for task='generate'")
-        # Its requests carry no cache key, so a prefix of older weights could be found again.
+        # Requests of a pooling engine carry no cache key. With a prefix cache they could reuse a prefix of older
+        # weights.
         arguments |= {"is_embedding": True, "disable_radix_cache": True}
         if config.task == "reward":
             arguments["custom_weight_loader"] = [weight_loader, HEAD_LOADER]
@@ -202,8 +204,8 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": config.memory_saver == "backup"}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if device == "cpu":
-        # SGLang takes what other processes allocate while it starts for its own. A KV cache of a given size needs no
-        # tight limit besides.
+        # SGLang counts memory that other processes allocate while it starts as its own. A KV cache whose size is given
+        # needs no tight limit.
         limit = {} if config.max_total_tokens is None else {"mem_fraction_static": 0.5}
         never = {"disable_cuda_graph": True, "disable_prefill_cuda_graph": True}
         arguments = CPU_DEFAULTS | limit | arguments | never
@@ -211,7 +213,7 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
 
 
 def check_parallelism(*, tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> None:
-    """Raises InvalidField, with the reason, for sizes that weight sync cannot follow or that do not fit together.
+    """Check parallel sizes. Raises InvalidField, with the reason, for those that weight sync does not support.
 
     Every scheduler process of an engine receives a version under its tensor-parallel rank. So tensor parallelism works,
     and expert parallelism, which spreads experts over the same ranks. Pipeline stages, and the replicas of SGLang's own

@@ -56,13 +56,13 @@ class SGLangEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Valid after `start`, and still after `close`."""
+        """See the protocol. Also valid after `close`."""
         if self._info is None:
             raise EngineError("the engine has not been started")
         return self._info
 
     async def start(self) -> None:
-        """See the protocol; seconds on a tiny model, minutes on a large one. Raises ConfigError, too."""
+        """See the protocol. It takes seconds for a tiny model and minutes for a large one. Raises ConfigError too."""
         if self._run is not None:
             if self._run.alive:
                 raise EngineError("the engine is already running")
@@ -77,7 +77,7 @@ class SGLangEngine:
             if self.config.task == "reward":
                 await clear_head(run.manager, self.config.model, self.config.tp_size)
         except BaseException as error:
-            await self.close()  # or nothing could be started in this process any more
+            await self.close()  # without this no engine could be started in this process any more
             if isinstance(error, RolloutMQError) or not isinstance(error, Exception):
                 raise
             raise EngineError(f"SGLang started {self.config.model!r}, which cannot be used: {error}") from error
@@ -85,7 +85,7 @@ class SGLangEngine:
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """See the protocol."""
         run = self._current()
-        if self.info.features & POOLING_FEATURES:  # it would end the scheduler
+        if self.info.features & POOLING_FEATURES:  # such a request would end the scheduler
             raise RequestRefused(f"generate: this engine was started for task={self.config.task!r}")
         seeded = self.config.deterministic
         check_request(request, self.info, self._shapes, self._processors, deterministic=seeded)
@@ -113,7 +113,7 @@ class SGLangEngine:
             return await perform(run.manager, request)
 
     def progress(self, request_id: str, start: int = 0) -> Progress | None:
-        """See the protocol. SGLang reports what it has every 50 tokens, of a request that streams every step."""
+        """See the protocol. SGLang reports every 50 tokens, and every step of a request that streams."""
         if self._run is None or not self._run.ready:
             return None
         if (found := generated_so_far(self._run.manager, request_id, start)) is None:
@@ -167,7 +167,7 @@ class SGLangEngine:
         return self._run is not None and self._run.alive
 
     async def close(self) -> None:
-        """See the protocol. Python's own resource tracker, one per process and not SGLang's, stays."""
+        """See the protocol. Python's resource tracker stays: each process has one, and it is not SGLang's."""
         run, self._run = self._run, None
         if run is not None:
             await run.close()
@@ -180,7 +180,7 @@ class SGLangEngine:
 
 @contextmanager
 def _asked(run: SGLangRun, request: EngineRequest | TaskRequest) -> Iterator[None]:
-    """SGLang's errors as those of the protocol; EngineDead if the engine is gone when the block ends."""
+    """Raise SGLang's errors as those of the protocol, and EngineDead if the engine is gone when the block ends."""
     try:
         yield
     except RequestRefused:

@@ -1,4 +1,4 @@
-"""Which optional parts of a job an SGLang engine honours, and by which of its settings."""
+"""Which optional parts of a job an SGLang engine supports, by its settings and its model."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .config import SGLangConfig
 
 LOGPROBS = ("logprobs.top", "logprobs.prompt", "logprobs.token_ids")
 TOOLS = "tools"
-"""SGLang's own parsers read the calls, in the worker."""
+"""Feature: the worker reads tool calls with SGLang's parsers."""
 MEDIA = "media"
-"""The model sees or hears, and SGLang can prepare what it is shown."""
+"""Feature: the model takes images, video or audio, and SGLang can prepare them."""
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model", "tekken.json")
 """A model directory with none of these has no tokenizer."""
 
 
 def features(config: SGLangConfig, manager: Any, device: str) -> frozenset[str]:
-    """Names as in GenerateJob.unsupported. manager: SGLang's, of the running engine."""
+    """Return the names of features, as in GenerateJob.unsupported. manager: the running engine's tokenizer manager."""
     # Models with encoders run on GPUs only.
     media = {MEDIA} if device == "cuda" and getattr(manager, "mm_processor", None) is not None else set()
     if config.task != "generate":
         return frozenset({TASK_FEATURES[config.task], *media})
     found = {*media, TASK_FEATURES["score"], TOOLS, *LOGPROBS, "stream"}
-    if "speculative_algorithm" not in config.extra:  # SGLang then samples elsewhere
+    if "speculative_algorithm" not in config.extra:  # with one SGLang does not use this package's sampler
         found |= {"logprobs.kind", "logit_processors", "sampling.min_new_tokens"}
         found |= {f"logit_processors:{name}" for name in known_processors(config.logit_processors)}
     found |= {name for name in ("hidden_states", "routed_experts") if getattr(config, name)}
@@ -43,12 +43,12 @@ def features(config: SGLangConfig, manager: Any, device: str) -> frozenset[str]:
 
 
 def engine_tokenizer(config: SGLangConfig) -> str:
-    """Where the engine's tokenizer is, "" for none. Raises ConfigError if one is asked for and there is none."""
+    """Return the path of the engine's tokenizer, "" for none. Raises ConfigError if it must have one and has none."""
     if config.tokenizer == "off" or config.task != "generate":
         return ""
     path = str(config.extra.get("tokenizer_path") or config.model)
     folder = Path(path)
-    # A model of the hub has one, downloaded or not.
+    # A model of the hub is taken to have a tokenizer. It may not be downloaded yet.
     found = not folder.is_dir() or any((folder / name).is_file() for name in FILES)
     if not found and config.tokenizer == "on":
         raise ConfigError(f"tokenizer='on': {path} has none of {', '.join(FILES)}; allowed: 'auto' or 'off'")

@@ -29,7 +29,7 @@ prepare_engine()
 _policy = asyncio.get_event_loop_policy()
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it warns of every kernel that this host has no use for
+    warnings.simplefilter("ignore")  # SGLang warns about every kernel that this host lacks and does not need
     import sglang
     import torch
     from sglang.srt.entrypoints import engine as engine_module
@@ -43,7 +43,7 @@ VERSION: str = sglang.__version__
 
 
 class Manager(TokenizerManager):  # type: ignore[misc]
-    """SGLang's tokenizer manager as a part of somebody else's program.
+    """SGLang's tokenizer manager inside a program that is not SGLang's own.
 
     The original installs SIGTERM and SIGQUIT handlers and ends the whole process when something goes wrong. This one
     touches no signals, runs only the task that receives outputs, and reports a failure to `on_lost`.
@@ -65,9 +65,10 @@ class Manager(TokenizerManager):  # type: ignore[misc]
             self.on_lost(f"receiving from the scheduler failed: {error!r}")
 
     def add_logprob_to_meta_info(self, meta_info: dict[str, Any], state: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Hand over the sampled tokens' log-probabilities as the list they are in.
+        """Return the sampled tokens' log-probabilities as the list that SGLang has.
 
-        The original makes a tuple (logprob, token id, None) of each token: half of the work per token in this process.
+        The original makes a tuple (logprob, token id, None) for each token. That is half of this process's work per
+        token.
         """
         meta_info[LOGPROBS] = state.output_token_logprobs_val
         if state.obj.top_logprobs_num or state.obj.token_ids_logprob or state.input_token_logprobs_val:
@@ -77,7 +78,7 @@ class Manager(TokenizerManager):  # type: ignore[misc]
 
 
 def check_names(extra: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an argument that this release of SGLang does not have."""
+    """Check names of server arguments. Raises ConfigError for one that this release of SGLang does not have."""
     known = inspect.signature(ServerArgs).parameters
     for name in extra:
         if name not in known:
@@ -85,16 +86,16 @@ def check_names(extra: Mapping[str, Any]) -> None:
 
 
 class Launched:
-    """A running `sgl.Engine`: facts about it, and its end. manager: its tokenizer manager, which takes requests."""
+    """A running `sgl.Engine`. manager: its tokenizer manager, which takes requests."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.manager = engine.tokenizer_manager
 
     def describe(self, config: SGLangConfig) -> EngineInfo:
-        """What the engine is, but for its features."""
+        """Return what the engine is. Its features are not set yet."""
         model, arguments = self.manager.model_config, self._engine.server_args
-        gpu = ""  # of several or none
+        gpu = ""  # if it runs on several GPUs, or none
         if arguments.device == "cuda" and arguments.tp_size == 1:
             gpu = str(torch.cuda.get_device_properties(arguments.base_gpu_id).uuid)
         return EngineInfo(
@@ -111,17 +112,17 @@ class Launched:
         )
 
     def _token_limit(self) -> int:
-        """Most tokens of prompt and output together that the scheduler neither cuts short nor leaves waiting for ever.
+        """Return the most tokens of prompt and output together that the scheduler neither cuts off nor leaves waiting.
 
-        SGLang keeps a few positions for itself (`max_req_input_len` has them taken off, from the context length as well
-        as from the KV cache); admission also wants one free page, which counts where pages are larger than a token.
+        SGLang keeps a few positions of the context length and of the KV cache for itself. `max_req_input_len` does not
+        include them. Admission also needs one free page, which matters if a page is larger than a token.
         """
         facts = self._engine._scheduler_init_result.scheduler_infos[0]
         page = getattr(self._engine.server_args, "page_size", None) or 1
         return min(int(facts["max_req_input_len"]), int(facts["max_total_num_tokens"]) - 6 - int(page))
 
     def shapes(self) -> Shapes:
-        """The shapes of the model's arrays."""
+        """Return the shapes of the model's arrays."""
         model = self.manager.model_config
         text = getattr(model, "hf_text_config", None) or model.hf_config
         experts = int(getattr(text, "num_experts_per_tok", None) or 0)
@@ -169,10 +170,10 @@ class Launched:
 
 
 def launch(arguments: dict[str, Any], setup: ChildSetup, on_lost: Callable[[str], None]) -> Launched:
-    """A running engine; blocks until its model is loaded, so call it outside the event loop.
+    """Start an engine. Blocks until its model is loaded, so call it outside the event loop.
 
-    No detokenizer process is started: without a tokenizer in the engine the scheduler answers the manager directly,
-    and that process would only cost its start-up. Raises EngineError if this release is not as it is expected.
+    No detokenizer process is started. It would do nothing, because without a tokenizer in the engine the scheduler
+    answers the manager directly. Raises EngineError if this release of SGLang is not as expected.
     """
     patches.check("worker")
 
@@ -190,22 +191,26 @@ def launch(arguments: dict[str, Any], setup: ChildSetup, on_lost: Callable[[str]
             return [], []
 
         def shutdown(self) -> None:
-            """Do nothing: SGLang's kills every child of this process, at exit too. EngineProcesses ends ours."""
+            """Do nothing. SGLang's own kills every child of this process, also at exit.
+
+            EngineProcesses ends the engine.
+            """
 
     if arguments["device"] == "cpu" and arguments.get("enable_deterministic_inference"):
         _allow_deterministic("torch_native")
-    # It would replace the root logger's handlers, which belong to the host program; the children still call theirs.
+    # SGLang's would replace the root logger's handlers, which belong to the host program. Its child processes still
+    # call it.
     patches.replace("entrypoints.engine:configure_logger", lambda *_args, **_kwargs: None)
     logging.getLogger("sglang").setLevel(arguments["log_level"].upper())
     engine = _Engine(**arguments)
     atexit.unregister(engine.shutdown)  # keeps the engine in memory
-    # Sends SIGQUIT to this process when a child ends; this package watches them itself.
+    # SGLang's watchdog sends SIGQUIT to this process when a child ends. This package watches them itself.
     engine.tokenizer_manager._subprocess_watchdog.stop()
     return Launched(engine)
 
 
 def _allow_deterministic(attention_backend: str) -> None:
-    """SGLang lists the attention backends for deterministic inference; the CPU's computes each sequence by itself."""
+    """Allow the CPU's attention backend for deterministic inference. It computes each sequence by itself."""
     from sglang.srt import server_args  # noqa: PLC0415
 
     server_args.add_deterministic_attention_backend_choices([attention_backend])

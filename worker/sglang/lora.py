@@ -1,4 +1,4 @@
-"""LoRA adapters in SGLang: how one version of an adapter gets in and out.
+"""Loads and unloads versions of LoRA adapters in SGLang.
 
 SGLang knows adapters by unique names, and unloads one when no request refers to it any more. So every version is one of
 SGLang's adapters, `<name>@<version>`, and versions live beside each other as long as requests need them.
@@ -27,14 +27,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 async def load(manager: Any, adapter: Adapter, *, model: str, tp_size: int) -> None:
-    """Load one version while requests run; nothing happens if it is there. Raises EngineError."""
+    """Load one version while requests run. Does nothing if SGLang has it. Raises EngineError."""
     from ...sync.disk.checkpoint import checkpoint_shapes  # noqa: PLC0415 – torch
 
     try:
         tensors = complete(adapter, checkpoint_shapes(model))
     except InvalidField as error:
         raise EngineError(str(error)) from error
-    # By value, and each tensor without the rest of its bucket. This goes to processes that this one has started.
+    # Tensors are pickled by value, each without the rest of its bucket. Only processes that this one started read them.
     payload = pickle.dumps({name: tensor.clone() for name, tensor in tensors.items()})
     name = adapter_name(adapter.name, adapter.version)
     if name in manager.lora_registry.get_all_adapters():
@@ -67,14 +67,14 @@ async def unload(manager: Any, name: str, version: int) -> None:
     answer = await manager.unload_lora_adapter(request, None)
     if not answer.success:
         raise EngineError(f"SGLang did not unload adapter {loaded}: {answer.error_message}")
-    manager.lora_ref_cache.pop(loaded, None)  # else SGLang keeps it, to load it again from a path that it has not
+    manager.lora_ref_cache.pop(loaded, None)  # SGLang would keep it, to load it again from a path that is not there
 
 
 def complete(adapter: Adapter, shapes: Shapes) -> dict[str, torch.Tensor]:
-    """The adapter's tensors, with zeros for the modules that SGLang wants together with others.
+    """Return the adapter's tensors, with zeros for modules that SGLang needs beside the adapter's own.
 
-    shapes: of the base model's own weights, {} if they are not known. Raises InvalidField for tensors that do not fit
-    them, and for an incomplete set if they are not known.
+    shapes: the base model's weights, {} if they are not known. Raises InvalidField for tensors that do not fit them. If
+    they are not known, an incomplete set is refused.
     """
     import torch  # noqa: PLC0415
 

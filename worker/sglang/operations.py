@@ -1,4 +1,4 @@
-"""What an operator asks of an SGLang engine: its caches, its memory, freezing, profiles, saving. One function for each.
+"""An operator's operations on an SGLang engine: caches, memory, freezing, profiles, saving. One function for each.
 
 Questions to SGLang itself go through its tokenizer manager. Questions about the weights go through the control channel
 to the scheduler processes (`inside/operations.py`).
@@ -23,7 +23,7 @@ IDLE_S = 10.0
 FREEZE_S = 10.0
 LOOK_S = 0.01
 _profiles: WeakKeyDictionary[SGLangRun, str] = WeakKeyDictionary()
-"""The folder that the profile started last writes to."""
+"""The folder of the profile that was started last."""
 
 
 async def operate(run: SGLangRun, info: EngineInfo, operation: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -65,14 +65,14 @@ async def _freeze(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> d
 
 
 async def _thaw(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
-    # Emptying the device's cache is for memory that an update has freed; and there is none on a CPU.
+    # Emptying the device's cache gives back what an update has freed. Nothing was updated, and a CPU has no such cache.
     await run.manager.continue_generation(sglang_request("ContinueGenerationReqInput", torch_empty_cache=False))
     await _until_paused(run, False)
     return {}
 
 
 async def _until_paused(run: SGLangRun, wanted: bool) -> None:
-    """SGLang does not answer these requests: ask the scheduler of every rank whether it has acted on them."""
+    """Ask the scheduler of every rank until it has paused or gone on. SGLang itself does not answer these requests."""
     deadline = time.monotonic() + FREEZE_S
     for rank in range(run.config.tp_size):
         while (await run.channel.operate(rank, "paused"))["paused"] != wanted:
@@ -93,9 +93,9 @@ def _check_memory(run: SGLangRun, info: EngineInfo) -> None:
 
 async def _sleep(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
     _check_memory(run, info)
-    if not (tags := list(params["tags"])):  # only asked whether it can
+    if not (tags := list(params["tags"])):  # the question is only whether it could
         return {}
-    await _every_rank(run, "idle")  # else SGLang's assertion ends the scheduler
+    await _every_rank(run, "idle")  # if one is not idle, an assertion of SGLang's ends the scheduler
     if "weights" in tags:
         await _every_rank(run, "mark")
     await run.manager.release_memory_occupation(sglang_request("ReleaseMemoryOccupationReqInput", tags=tags))
@@ -135,7 +135,7 @@ async def _stop_profile(run: SGLangRun, info: EngineInfo, params: dict[str, Any]
     try:
         await run.manager.stop_profile()
     except RuntimeError as error:
-        if not await asyncio.to_thread(_files, folder):  # else it has stopped by itself, after its steps
+        if not await asyncio.to_thread(_files, folder):  # with files it has stopped by itself, after its steps
             raise EngineError(f"SGLang did not stop its profiler: {error}") from error
     del _profiles[run]
     return {"folder": folder, "files": await asyncio.to_thread(_files, folder)}

@@ -27,14 +27,14 @@ _SRT = "sglang.srt."
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One attribute of SGLang that does not stay as it is.
+    """One attribute of SGLang that this package changes.
 
     what: "module:attribute", the module without "sglang.srt.".
-    by: what changes it, in this folder: a class that is a subclass of it, or the function or object that replaces it.
-    part: where it is changed: in the worker's process, in every scheduler process, or in a scheduler on a CPU and for
-        what there.
+    by: what changes it, in this folder: a subclass of it, or the function or object that replaces it.
+    part: where it is changed: in the worker's process, in every scheduler process, or in a scheduler on a CPU, and for
+        which purpose.
     has: attributes that it must have, because they are overridden or called. takes: parameters that it must have.
-    since: the first release that has it; older ones are left alone. "" if all RELEASES have it.
+    since: the first release that has it. Older ones are left alone. "" if all RELEASES have it.
     """
 
     what: str
@@ -46,7 +46,10 @@ class Patch:
     since: str = ""
 
     def find(self) -> Any:
-        """What it is now. Raises EngineError unless it is as expected; None for one that this release does not have."""
+        """Return the attribute as it is now, or None if this release does not have it.
+
+        Raises EngineError unless it is as expected.
+        """
         module, _, path = self.what.partition(":")
         try:
             found: Any = import_module(_SRT + module)
@@ -238,7 +241,10 @@ def check(part: Part) -> None:
 
 
 def original(what: str) -> Any:
-    """A listed attribute as it is now; None where the release does not have it. Raises EngineError as `check` does."""
+    """Return a listed attribute as it is now, or None if this release does not have it.
+
+    Raises EngineError as `check`.
+    """
     return _KNOWN[what].find()
 
 

@@ -1,4 +1,4 @@
-"""The processes of one SGLang engine: started from a thread that outlives them, watched, ended without collateral.
+"""The processes of one SGLang engine: started from a thread that outlives them, watched, and ended without any others.
 
 SGLang's own `shutdown` kills every child process of the calling process. A worker has others (an embedded Redis, an
 RQ child), so this module remembers which ones are the engine's.
@@ -23,8 +23,8 @@ T = TypeVar("T")
 class EngineProcesses:
     """What one engine starts through `multiprocessing`, with everything those processes start in turn.
 
-    The scheduler asks the kernel to be killed when the *thread* that started it ends; so :meth:`launch` runs on a
-    thread of its own that lives until :meth:`close`.
+    The scheduler asks the kernel to kill it when the *thread* that started it ends. So :meth:`launch` runs on a thread
+    of its own, which lives until :meth:`close`.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class EngineProcesses:
         self._descendants: set[psutil.Process] = set()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
-        # Registered after multiprocessing's own exit handler, so it runs before that one, which waits for children.
+        # multiprocessing's own exit handler waits for children. This one is registered later, so it runs before that.
         atexit.register(self.kill)
 
     def launch(self, function: Callable[[], T]) -> Future[T]:
@@ -41,14 +41,14 @@ class EngineProcesses:
         return self._thread.submit(function)
 
     def remember(self) -> None:
-        """Take down which processes exist now: what a killed parent leaves behind is found only through this list."""
+        """Note which processes exist now. Children of a process that is killed later are found only by this list."""
         with self._lock:
             self._roots |= set(multiprocessing.active_children()) - self._others
             for root in self._roots:
                 self._descendants |= _tree(root)
 
     def ended(self) -> str | None:
-        """Which remembered process is gone, in words; None while all of them run."""
+        """Say which remembered process is gone, or return None while all of them run."""
         for root in self._roots:
             if root.exitcode is not None:
                 return f"process {root.pid} ended with exit code {root.exitcode}"
@@ -69,7 +69,7 @@ class EngineProcesses:
             self._descendants.clear()
 
     def close(self) -> None:
-        """End everything, the launching thread too, which must be idle. Blocks like :meth:`kill`."""
+        """End everything, also the launching thread, which must be idle. Blocks as :meth:`kill` does."""
         self.kill()
         atexit.unregister(self.kill)
         self._thread.shutdown(wait=True)

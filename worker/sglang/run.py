@@ -32,11 +32,11 @@ T = TypeVar("T")
 class SGLangRun:
     """SGLang's processes and its part of this process, for one :meth:`open` and one :meth:`close`.
 
-    At most one is open in a process, because SGLang keeps its configuration in globals. While it is, SIGQUIT means
-    "a process of the engine failed" (that is how SGLang's processes tell it) and makes this run lost, where SGLang
-    would end the whole program. No other signal is touched.
+    At most one is open in a process, because SGLang keeps its configuration in globals. SGLang's processes send SIGQUIT
+    when one of them fails. SGLang would then end the whole program. While a run is open, SIGQUIT makes it lost instead.
+    No other signal is touched.
 
-    lost: why the engine is gone, or None. channel: to its scheduler processes; only this user can enter its folder.
+    lost: why the engine is gone, or None. channel: to its scheduler processes. Only this user can enter its folder.
     """
 
     _open: ClassVar[SGLangRun | None] = None
@@ -58,7 +58,7 @@ class SGLangRun:
 
     @property
     def engine(self) -> Launched:
-        """The running engine. Raises EngineDead if its processes are gone or not there yet."""
+        """The running engine. Raises EngineDead if its processes are gone, or not there yet."""
         self.check()
         if self._engine is None:
             raise EngineDead("the SGLang engine is still starting")
@@ -70,23 +70,25 @@ class SGLangRun:
         return self.engine.manager
 
     def check(self) -> None:
-        """Raises EngineDead if the processes are gone."""
+        """Raise EngineDead if the processes are gone."""
         if self.lost is not None:
             raise EngineDead(f"the SGLang engine is gone: {self.lost}")
 
     @property
     def ready(self) -> bool:
-        """Whether requests can be sent, as far as is known without looking at the processes."""
+        """Whether requests can be sent, as far as known without looking at the processes."""
         return self._engine is not None and self.lost is None
 
     @property
     def alive(self) -> bool:
-        """Whether every process of the engine runs, looked up now."""
+        """Look whether every process of the engine runs."""
         return self._engine is not None and self.lost is None and self._processes.ended() is None
 
     async def open(self) -> EngineInfo:
-        """Launch SGLang and load the model. Raises EngineError, or ConfigError for an `extra` argument that it has not;
-        nothing is left behind then.
+        """Launch SGLang and load the model.
+
+        Raises EngineError, or ConfigError for an `extra` argument that SGLang does not have. Nothing is left behind
+        then.
         """
         if SGLangRun._open is not None:
             raise EngineError("an SGLang engine is already running in this process; one per process is the limit")
@@ -104,9 +106,9 @@ class SGLangRun:
             raise EngineError(f"SGLang could not start {self.config.model!r}: {error}") from error
 
     async def race(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, or EngineDead as soon as the engine is lost; `work` is cancelled only then.
+        """Return the result of `work`. Raises EngineDead, and cancels `work`, as soon as the engine is lost.
 
-        If the caller is cancelled, `work` still goes on to its end: it must not be left half done.
+        If the caller is cancelled, `work` still continues to its end, because it must not be left half done.
         """
         task = asyncio.create_task(work)
         lost = asyncio.create_task(self._lost_event.wait())
@@ -115,7 +117,7 @@ class SGLangRun:
         try:
             await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
             if task.done() and not task.cancelled() and isinstance(task.exception(), EngineError):
-                await asyncio.wait({lost}, timeout=3 * WATCH_INTERVAL_S)  # who dies hangs up before it is missed
+                await asyncio.wait({lost}, timeout=3 * WATCH_INTERVAL_S)  # a dying process hangs up before it is missed
         finally:
             lost.cancel()
         if self.lost is not None:
@@ -125,13 +127,13 @@ class SGLangRun:
         return task.result()
 
     async def close(self) -> None:
-        """End every process of this run and give back what it holds here; pending requests raise EngineDead."""
+        """End every process of this run, and give back what it holds here. Pending requests raise EngineDead."""
         self._lose("it was closed", expected=True)
         self.channel.close()
         if self._watch is not None:
             self._watch.cancel()
         while self._launch is not None and not self._launch.done():
-            # The launching thread cannot be stopped; without its processes it soon fails by itself.
+            # The launching thread cannot be stopped. Without its processes it soon fails by itself.
             await self._loop.run_in_executor(None, self._processes.kill)
             await asyncio.wait({self._launch}, timeout=WATCH_INTERVAL_S)
         await self._loop.run_in_executor(None, self._processes.close)
@@ -155,7 +157,7 @@ class SGLangRun:
             quiet=self.config.log_level in ("error", "critical"),
             control=self.channel.folder,
             model=self.config.model,
-            # Ranks that decide alone may decide differently, and would wait for one another.
+            # Ranks that decide by themselves may decide differently, and would wait for one another.
             staging="off" if self.config.tp_size > 1 and self.config.staging == "auto" else self.config.staging,
             environment={name: os.environ.get(name) for name in NCCL_AGREED},
             logit_processors=self.config.logit_processors,
@@ -175,7 +177,7 @@ class SGLangRun:
         return engine
 
     async def _watch_processes(self) -> None:
-        # Asked again and again: a process that is gone is seen this way whatever else holds its pipes open.
+        # Polled, because that sees a process that is gone whatever else holds its pipes open.
         while (reason := self._processes.ended()) is None:  # noqa: ASYNC110
             await asyncio.sleep(WATCH_INTERVAL_S)
         self._lose(reason)

@@ -12,13 +12,13 @@ from typing import Any
 from ...messages.model import Tool
 
 logger = logging.getLogger(__name__)
-logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # what it complains of is in the result
+logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # a result has the error of its call
 Raw = tuple[str | None, str]
-"""Name and arguments of a call, the latter as JSON text."""
+"""Name and arguments of a call. The arguments are JSON text."""
 
 
 def parser_names() -> Iterable[str]:
-    """The parsers of this release."""
+    """Return the names of the parsers in this release of SGLang."""
     from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: PLC0415
 
     names: Iterable[str] = FunctionCallParser.ToolCallParserEnum
@@ -26,10 +26,10 @@ def parser_names() -> Iterable[str]:
 
 
 class ToolParser:
-    """SGLang's parser of one name. Raises whatever SGLang raises for one that needs what no job says.
+    """One of SGLang's parsers, by name. Raises whatever SGLang raises for one that needs more than name and tools.
 
-    opening, closing: tags around a call as the parser knows them, "" without. begin, end: the same, as the model was
-    trained to write them; some parsers want the line breaks.
+    opening, closing: tags around a call as the parser has them, "" for none. begin, end: the same as the model was
+    trained to write them. Some parsers need the line breaks.
     """
 
     def __init__(self, name: str, tools: Sequence[Tool] = ()) -> None:
@@ -46,14 +46,14 @@ class ToolParser:
         return bool(self._detector.has_tool_call(text))
 
     def read(self, text: str) -> list[Raw]:
-        """The calls in `text`, also of tools that do not exist; none if the parser fails."""
+        """Return the calls in `text`, also of tools that do not exist. Returns none if the parser fails."""
         from sglang.srt.environ import envs  # noqa: PLC0415
 
         parser = self._made()  # a parser keeps state: a new one for each text
         with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
             try:
                 return [(item.name, item.parameters) for item in parser.parse_non_stream(text)[1]]
-            except Exception as error:  # written for what models mean to write
+            except Exception as error:  # parsers expect well-formed text, and models write any
                 logger.debug("a parser of SGLang failed", exc_info=error)
                 return []
 

@@ -1,4 +1,4 @@
-"""Weights into SGLang: the two halves of a transfer on all of its ranks, and the head of a reward model."""
+"""Brings weights into SGLang: the two halves of a transfer on all of its ranks, and the head of a reward model."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from .channel import Channel
 from .wire import HEAD_LOADER, loader_request, refused
 
 COMMIT_GRACE_S = 30.0
-"""Seconds that a commit may take beyond its transfer's deadline: copies on the GPU, a trace of the model's loader."""
+"""Seconds that a commit may take beyond its transfer's deadline: it copies, and may trace the model's loader."""
 
 REFUSED_S = 0.5
-"""For the ranks' own reports of an update that SGLang refused."""
+"""Seconds to wait for the ranks' own reports of an update that SGLang refused."""
 HEAD = "score"
 """What SGLang calls the head of a reward model."""
 logger = logging.getLogger(__name__)
 
 
 async def prepare_weights(channel: Channel, order: TransferOrder, *, tp_size: int) -> TransferReport:
-    """The first half on every rank at once, while the engine serves on. Raises EngineError if a rank is silent."""
+    """Run the first half on all ranks at once, while the engine serves.
+
+    Raises EngineError if a rank does not answer.
+    """
     question = {"prepare": dataclasses.asdict(order)}
     async with asyncio.timeout(order.timeout_s + COMMIT_GRACE_S):
         return combine(await asyncio.gather(*(channel.ask(rank, question) for rank in range(tp_size))))
@@ -40,13 +43,13 @@ async def commit_weights(
     loader: str,
     tp_size: int,
 ) -> TransferReport:
-    """The second half: SGLang calls `loader` on every rank between two batches.
+    """Run the second half: SGLang calls `loader` on every rank between two batches.
 
-    An engine of one rank without requests is asked to by the control channel, which is faster than SGLang's own. The
-    channel is used under SGLang's own lock of updates: no request and no other update begins meanwhile.
+    If the engine has one rank and no requests, the control channel sets it off, which is faster than SGLang's own way.
+    It holds SGLang's own lock of updates, so no request and no other update begins meanwhile.
 
-    Prefixes cached under older weights stay until their memory is wanted; every request's cache key keeps versions
-    apart. Raises EngineError if a rank is silent.
+    Prefixes cached under older weights stay until their memory is needed. Cache keys of requests keep versions apart.
+    Raises EngineError if a rank does not answer.
     """
     ticket = secrets.token_hex(8)  # not the epoch: those numbers start again in a Redis that lost its data
     told = {"epoch": order.epoch, "mode": order.mode, "version": order.version, "ticket": ticket}
@@ -57,7 +60,7 @@ async def commit_weights(
                 question = {"commit": ticket, "loader": loader, "told": json.dumps(told), "timeout_s": timeout_s}
                 async with manager.model_update_lock.writer_lock:  # alike in 0.5.17 and 0.5.23
                     report = await channel.ask(0, question)
-                if report.phase != "ready":  # else a request came first
+                if report.phase != "ready":  # "ready": a request came first, so SGLang's own way follows
                     return report
             question = {"committed": ticket, "timeout_s": timeout_s}
             asked = [asyncio.create_task(channel.ask(rank, question)) for rank in range(tp_size)]
@@ -75,7 +78,7 @@ async def commit_weights(
 
 
 async def send_weights(channel: Channel, order: TransferOrder, *, tp_size: int) -> TransferReport:
-    """Send what the engine holds to others, while it serves on. Raises EngineError if it is silent."""
+    """Send what the engine holds to others, while it serves. Raises EngineError if it does not answer."""
     if tp_size > 1:
         return TransferReport(ok=False, phase="load", error="a tensor-parallel engine holds no tensor whole")
     async with asyncio.timeout(order.timeout_s + COMMIT_GRACE_S):
@@ -83,7 +86,7 @@ async def send_weights(channel: Channel, order: TransferOrder, *, tp_size: int) 
 
 
 async def _refused(asked: list[asyncio.Task[TransferReport]], why: str) -> TransferReport:
-    """The report of an update that SGLang refused, with what the ranks reported of it."""
+    """Return the report of an update that SGLang refused, with the ranks' own reports if there are any."""
     done, _ = await asyncio.wait(asked, timeout=REFUSED_S)
     failed = [task for task in done if task.exception() is not None]
     report = refused(why, *(task.result() for task in done if task.exception() is None))
@@ -91,13 +94,13 @@ async def _refused(asked: list[asyncio.Task[TransferReport]], why: str) -> Trans
 
 
 def combine(reports: list[TransferReport]) -> TransferReport:
-    """One report for all ranks: the worst failure, or rank 0's with the longest times."""
+    """Return one report for all ranks: the worst failure, or rank 0's report with the longest times."""
     failures = [report for report in reports if not report.ok]
     for report in failures:
         if not report.intact:
             return report
     if failures:
-        # A rank that has the new version beside one that kept the old: no whole version at all.
+        # One rank has the new version and another one kept the old, so the engine holds no whole version.
         mixed = any(report.phase == "done" for report in reports)
         return dataclasses.replace(failures[0], intact=not mixed)
     return dataclasses.replace(
@@ -110,16 +113,16 @@ def combine(reports: list[TransferReport]) -> TransferReport:
 
 
 async def run_loader(manager: Any, loader: str, text: str, tp_size: int) -> None:
-    """Call `loader(model, [(text, tensor)])` on every tensor-parallel rank; the tensor's one element is the rank.
+    """Call `loader(model, [(text, tensor)])` on every tensor-parallel rank. The tensor's one element is the rank.
 
-    Requests may be running: the scheduler does it between two batches. (SGLang's own way, `update_weights_from_tensor`,
-    first waits until none is.) Raises RuntimeError if SGLang says that it did not happen.
+    Requests may be running, because the scheduler does it between two batches. (SGLang's `update_weights_from_tensor`
+    first waits until none runs.) Raises RuntimeError if SGLang says that it did not happen.
     """
     request = loader_request(loader, text, tp_size)
-    # A request on its way must not arrive after an update that it belongs before. SGLang has no event for its sending.
+    # A request that was made before the update must not arrive after it. SGLang has no event for when it is sent.
     while not all(state.dispatched for state in list(manager.rid_to_state.values())):  # noqa: ASYNC110
         await asyncio.sleep(0)
-    manager.auto_create_handle_loop()  # else nobody hears the answer on an engine that has had no request yet
+    manager.auto_create_handle_loop()  # without it nobody receives the answer of an engine that has had no request yet
     for answer in await manager.update_weights_from_tensor_communicator(request):
         success, message = (answer[0], answer[1]) if isinstance(answer, tuple) else (answer.success, answer.message)
         if not success:
@@ -129,16 +132,19 @@ async def run_loader(manager: Any, loader: str, text: str, tp_size: int) -> None
 async def clear_head(manager: Any, model: str, tp_size: int) -> None:
     """Set the bias of a reward model's head to zero if the checkpoint `model` has none.
 
-    SGLang gives the heads of some models (Qwen2ForSequenceClassification and its like) a bias. Without values in the
-    checkpoint it keeps those that the layer was made with: every score is off by a number that differs from engine to
-    engine.
+    SGLang gives the heads of some models (Qwen2ForSequenceClassification and similar ones) a bias. If the checkpoint
+    has no values for it, the layer keeps its initial ones. Then every score is off by a number that differs between
+    engines.
     """
     if f"{HEAD}.bias" not in checkpoint_names(model):
         await run_loader(manager, HEAD_LOADER, HEAD, tp_size)
 
 
 def checkpoint_names(model: str) -> frozenset[str]:
-    """The names of a checkpoint's tensors; none if they are unknown. model: a folder, or a name that SGLang fetched."""
+    """Return the names of a checkpoint's tensors, none if unknown.
+
+    model: a folder, or a hub name that SGLang fetched.
+    """
     from safetensors import safe_open  # noqa: PLC0415 – only for reward models
 
     folder = Path(model)

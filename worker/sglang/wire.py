@@ -1,9 +1,9 @@
-"""What the two halves of an SGLang engine say to each other: names, field names, where the socket is.
+"""What the two halves of an SGLang engine send each other: questions, names of fields, and where the socket is.
 
 The worker's process has one half. Each scheduler process has the other, in `inside/`. They talk in three ways.
 
-**Extras.** A request can carry more than SGLang's own parameters. It travels as one JSON text in `custom_params`, which
-every release of SGLang passes on untouched.
+**Extras.** A request can carry more than SGLang's own parameters. They travel as one JSON text in `custom_params`,
+which every release of SGLang passes on unchanged.
 
 **Questions** to a scheduler process, on a unix socket in a folder that only this user can enter. A question is a line
 of JSON, its answer one line back, before the next question of that connection:
@@ -39,40 +39,46 @@ LINE_LIMIT = 1 << 26
 """Bytes of a question or an answer."""
 
 KEY = "rolloutmq"
-"""The extras in `custom_params`. All further names are fields of the extras."""
+"""The extras' name in `custom_params`. All names below are fields of the extras."""
 GENERATED = "generated"
-"""How many tokens at the end of the prompt earlier legs generated, see EngineRequest.generated. In all extras."""
+"""Number of tokens at the end of the prompt that earlier legs generated; see EngineRequest.generated. In all extras."""
 PROCESSORS, SCALED, ALL_STATES = "processors", "scaled", "all_states"
-"""[[name, params], ...] in the job's order; logprobs after temperature; a hidden state for each token."""
+"""[[name, params], ...] in the job's order. Whether logprobs are after temperature.
+
+Whether each token has a hidden state.
+"""
 STOPS, LEAST, PENALISED = "stops", "least", "penalised"
-"""[texts, regexes, sequences, tokens]; min_new_tokens of the sample; whether earlier tokens count for penalties."""
+"""[texts, regexes, sequences, tokens]. The sample's min_new_tokens. Whether earlier tokens count for penalties."""
 GRAMMAR = "grammar"
-"""The request goes on with a sample that has a grammar."""
+"""Whether the request continues a sample that has a grammar."""
 STREAM = "stream"
-"""The scheduler reports each token of the request."""
+"""Whether the scheduler reports each token of the request."""
 
 STOP_TOKENS, STOP_TEXT = "rolloutmq_tokens", "rolloutmq_text"
-"""In SGLang's finish reason: how many tokens have a part of the stop that matched; the text from its beginning on."""
+"""Fields of SGLang's finish reason: how many tokens have a part of the matched stop; the text from where it begins."""
 _UNPACKED = "rolloutmq_extras"
 
 
 def socket_path(folder: str, rank: int) -> str:
-    """Where the scheduler of tensor-parallel rank `rank` listens."""
+    """Return the path of the socket on which the scheduler of tensor-parallel rank `rank` listens."""
     return str(Path(folder) / f"rank{rank}")
 
 
 def adapter_name(name: str, version: int) -> str:
-    """What SGLang calls one version of an adapter."""
+    """Return SGLang's name of one version of an adapter."""
     return f"{name}@{version}"
 
 
 def pack(extras: dict[str, Any]) -> dict[str, str] | None:
-    """`custom_params` for `extras`, or None for none: such a request costs nothing more than SGLang's own."""
+    """Return `custom_params` for `extras`, or None if there are none.
+
+    Then a request costs no more than SGLang's own.
+    """
     return {KEY: json.dumps(extras)} if extras else None
 
 
 def extras_of(request: Any) -> dict[str, Any]:
-    """The extras of a request of SGLang's scheduler (`Req`), unpacked once."""
+    """Return the extras of a request of SGLang's scheduler (`Req`). They are decoded once."""
     found: dict[str, Any] | None = getattr(request, _UNPACKED, None)
     if found is None:
         text = (request.sampling_params.custom_params or {}).get(KEY)
@@ -82,27 +88,27 @@ def extras_of(request: Any) -> dict[str, Any]:
 
 
 def generated_before(request: Any) -> list[int]:
-    """The tokens at the end of the prompt of a `Req` that earlier legs of its sample generated."""
+    """Return the tokens at the end of a `Req`'s prompt that earlier legs of its sample generated."""
     count = int(extras_of(request).get(GENERATED, 0))
     prompt = request.origin_input_ids
-    return list(prompt[-count:]) if 0 < count < len(prompt) else []  # SGLang takes the prompt of one it gave up on
+    return list(prompt[-count:]) if 0 < count < len(prompt) else []  # SGLang may drop the prompt of one that it gave up
 
 
 def refused(why: str, *told: TransferReport) -> TransferReport:
-    """The report of an update that SGLang says did not happen. told: what loaders reported that had begun anyway."""
+    """Return the report of an update that SGLang refused. told: reports of loaders that had begun anyway."""
     touched = any(report.ok or not report.intact for report in told)
     return TransferReport(ok=False, phase="load", error=f"SGLang refused the update: {why}", intact=not touched)
 
 
 def sglang_request(kind: str, **fields: Any) -> Any:
-    """One of SGLang's own request objects. kind: its class in `sglang.srt.managers.io_struct`."""
+    """Make one of SGLang's own request objects. kind: name of its class in `sglang.srt.managers.io_struct`."""
     from sglang.srt.managers import io_struct  # noqa: PLC0415 – loaded by the engine's start
 
     return getattr(io_struct, kind)(**fields)
 
 
 def loader_request(loader: str, text: str, tp_size: int) -> Any:
-    """SGLang's request to call `loader(model, [(text, tensor)])` on every tensor-parallel rank.
+    """Make SGLang's request to call `loader(model, [(text, tensor)])` on every tensor-parallel rank.
 
     loader: "module.function", one of the engine's `custom_weight_loader`. The tensor's one element is the rank.
     """
@@ -114,5 +120,5 @@ def loader_request(loader: str, text: str, tp_size: int) -> Any:
         "UpdateWeightsFromTensorReqInput",
         serialized_named_tensors=payloads,  # each rank unpacks its own
         load_format=loader,
-        flush_cache=False,  # a refused flush would end the scheduler; versions are kept apart by `extra_key`
+        flush_cache=False,  # a refused flush would end the scheduler, and `extra_key` keeps versions apart
     )

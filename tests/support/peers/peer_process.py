@@ -25,8 +25,7 @@ from rolloutmq.sync.receive.pending import Pending, warm_up
 from rolloutmq.sync.receive.receiver import Receiver
 from rolloutmq.sync.tensors.digester import digest
 from rolloutmq.sync.transfer.order import TransferOrder
-from rolloutmq.sync.wire import group
-from rolloutmq.sync.wire import line as wire
+from rolloutmq.sync.wire import group, sender_connection
 
 PR_SET_PDEATHSIG = 1
 
@@ -110,7 +109,7 @@ def watched(fault: Fault, owner: Any, name: str, at: str) -> None:
 
 def watch(fault: Fault) -> None:
     """Pass by `fault` at every point of a receiver."""
-    watched(fault, wire, "open_group", "rendezvous")
+    watched(fault, sender_connection, "open_group", "rendezvous")
     watched(fault, Pending, "say_ready", "ready")
     watched(fault, group.GlooGroup, "broadcast", "broadcast")
     watched(fault, group.NcclGroup, "broadcast", "broadcast")
