@@ -6,17 +6,17 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
-from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from ..codec import MAX_MESSAGE_BYTES, RESULTS, Job, Result, decode, decode_one_of
+from ..codec import MAX_MESSAGE_BYTES, Job, decode
 from ..errors import ClientReplaced, InvalidField, MessageError, PoolBusy, RedisRefused
-from ..model import GenerateJob, JobFailure, WorkerStatus
+from ..model import GenerateJob, WorkerStatus
 from ..redis import Keys, text, whole
 from ..scripts import Scripts, calls
 from .clock import Witness
+from .replies import News, Receipt, Reply, as_outcome, counted
 from .submissions import BATCH_JOBS, batches, same_job
 
 SHORT_JOBS = 64
@@ -25,6 +25,7 @@ SHORT_BYTES = 1 << 18
 NEWS_COUNT = 128
 PIECES_COUNT = 16
 READER_TTL_S = 86400
+ENDED = frozenset({"done", "cancelled", "expired", "dead"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class Caps:
     """How much of Redis' memory a pool may use. Beyond these limits it answers PoolBusy.
 
     jobs: open (queued or running) jobs.
-    nbytes: payloads of open jobs, results that no client has taken yet, and dead letters (a quarter of it at most).
+    nbytes: payloads of open jobs, what their unfinished samples have saved (a quarter of it at most), results that no
+    client has taken yet, and dead letters (a quarter of it at most).
     unread: results that one client may leave untaken before it can submit more.
     payload: one job, encoded; a larger one is refused before it is sent.
     """
@@ -41,34 +43,6 @@ class Caps:
     nbytes: int = 4 << 30
     unread: int = 1 << 30
     payload: int = MAX_MESSAGE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """One entry of a reply stream; it stays there until `Broker.ack`.
-
-    last: the job has no further outcomes. nbytes: its share of the client's unread bytes.
-    """
-
-    entry_id: str
-    outcome: Result | JobFailure
-    last: bool
-    nbytes: int = 0
-
-
-class News(NamedTuple):
-    """place: where to read on. jobs: those with new pieces. more: there may be further news, or some were lost."""
-
-    place: str
-    jobs: frozenset[str]
-    more: bool
-
-
-class Receipt(NamedTuple):
-    """A Reply without its outcome: what an acknowledgement needs."""
-
-    entry_id: str
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +58,7 @@ class PoolLoad:
     open_bytes: int
     unread_bytes: int
     letter_bytes: int
+    saved_bytes: int
     accepted: int
     done: int
     cancelled: int
@@ -109,7 +84,8 @@ class Broker:
         letter: entry id of the dead letter that the one job replaces. Accepting the job deletes the letter. If the
         letter is gone already, nothing is accepted, and the state is the job's, or "gone".
         Raises PoolBusy, which says how many jobs were accepted, or InvalidField: for a job over the payload limit, and
-        for an id that is open for another client or as another job. Then nothing of its batch was accepted.
+        for an id that is open for another client or as another job, or that was another job's which ended within the
+        hour. Then nothing of its batch was accepted.
         """
         states: list[str] = []
         # All jobs are encoded before the first is sent, so a refused job leaves none of the others in the pool.
@@ -141,6 +117,10 @@ class Broker:
         """
         batch = list(batch)
         places = [int(place) for place in taken[::3]]
+        for place, state in zip(places, taken[1::3], strict=True):
+            if text(state) in ENDED:
+                allowed = f"not the id of another job, which is {text(state)}: another job needs another id"
+                raise InvalidField("id", batch[place].job_id, allowed)
         payloads = await self._each([self.keys.job(batch[place].job_id) for place in places], "p")
         for place, payload, client in zip(places, payloads, taken[2::3], strict=True):
             one = batch[place]
@@ -157,7 +137,7 @@ class Broker:
         reason, caps = why[0].decode(), self.caps
         limit = {
             "jobs": f"{why[1]} jobs are open, at most {caps.jobs}",
-            "bytes": f"open jobs, results not taken yet and dead letters hold {why[2]} bytes, at most {caps.nbytes}",
+            "bytes": f"open jobs, saved pieces, results and dead letters hold {why[2]} bytes, at most {caps.nbytes}",
             "unread": f"this client has not taken {why[3]} bytes of results, at most {caps.unread}: take some first",
         }[reason]
         return PoolBusy(f"pool {self.keys.pool}: {limit}", states, reason)
@@ -265,7 +245,7 @@ class Broker:
             raise ClientReplaced(client_id)
         entries: list[tuple[bytes, dict[bytes, bytes]]] = found.get(self.keys.reply(client_id), [])
         return [
-            Reply(entry_id.decode(), _outcome(fields), fields.get(b"l") != b"0", _counted(fields))
+            Reply(entry_id.decode(), as_outcome(fields), fields.get(b"l") != b"0", counted(fields))
             for entry_id, fields in entries
         ]
 
@@ -302,11 +282,15 @@ class Broker:
         """Entries on a client's reply stream."""
         return int(await self.redis.xlen(self.keys.reply(client_id)))
 
-    async def ack(self, client_id: str, receipts: Sequence[Receipt | Reply]) -> None:
-        """Drop entries from a reply stream. Call it when the client has them safe."""
+    async def ack(self, client_id: str, receipts: Sequence[Receipt | Reply], owner: str = "") -> None:
+        """Drop entries from a reply stream. Call it when the client has them safe.
+
+        owner: Raises ClientReplaced, and drops nothing, if there is a later owner than this one.
+        """
         for start in range(0, len(receipts), BATCH_JOBS):
             entries = (calls.Entry(it.entry_id, it.nbytes) for it in receipts[start : start + BATCH_JOBS])
-            await self._scripts.run(calls.ack(client_id, *entries))
+            if await self._scripts.run(calls.ack(client_id, owner, *entries)) == b"replaced":
+                raise ClientReplaced(client_id)
 
     async def unread(self) -> dict[str, int]:
         """Bytes of results that wait to be taken, by client."""
@@ -341,6 +325,7 @@ class Broker:
             open_bytes=count("bytes"),
             unread_bytes=count("unread"),
             letter_bytes=count("letters"),
+            saved_bytes=count("saved"),
             accepted=count("accepted"),
             done=count("done"),
             cancelled=count("cancelled"),
@@ -363,36 +348,3 @@ class Broker:
             with contextlib.suppress(MessageError):
                 statuses += [decode(blob, WorkerStatus)] if blob else []
         return statuses
-
-
-ENTRY_BYTES = 64
-"""As in lib.lua."""
-
-
-def _counted(fields: dict[bytes, bytes]) -> int:
-    return ENTRY_BYTES + sum(len(fields.get(name, b"")) for name in (b"m", b"c", b"h", b"e"))
-
-
-def _outcome(fields: dict[bytes, bytes]) -> Result | JobFailure:
-    job_id = text(fields.get(b"j"))
-    if b"m" in fields:
-        try:
-            return decode_one_of(fields[b"m"], RESULTS)
-        except MessageError as error:
-            return JobFailure(job_id=job_id, outcome="dead", cause="a result cannot be read", error=str(error))
-    raw: dict[str, Any] = {name: text(fields.get(short)) for name, short in _FAILURE.items()}
-    try:
-        return JobFailure(job_id=job_id, **raw)
-    except ValidationError as error:
-        return JobFailure(job_id=job_id, outcome="dead", cause="an outcome cannot be read", error=str(error))
-
-
-_FAILURE = {
-    "group_id": b"G",
-    "outcome": b"o",
-    "cause": b"c",
-    "host": b"h",
-    "error": b"e",
-    "attempts": b"a",
-    "published": b"d",
-}

@@ -27,6 +27,8 @@ from .clock import living_workers
 ANSWERS_TTL_S = 600
 """How long answers are kept after the first one."""
 MAX_ANSWER_BYTES = 16 << 20
+MOST_ANSWERS_BYTES = 256 << 20
+"""Bytes of all answers of ANSWERS_TTL_S. So Redis has twice as many of them at most."""
 FIRST_LOOK_S = 0.005
 SLOWEST_LOOK_S = 0.2
 LOOK_FOR_THEM_S = 1.0
@@ -116,14 +118,21 @@ class CommandBox:
         return command.model_copy(update={"timeout_s": max(0.001, int(answer[1]) / 1000)})
 
     async def answer(self, reply: CommandReply) -> None:
-        """Answer the sender. An answer that is too large becomes an error that says so."""
+        """Answer the sender. An answer that is too large, or that finds no room, becomes an error that says so."""
         try:
             frame = encode(reply)
             if len(frame) > MAX_ANSWER_BYTES:
                 raise InvalidField("result", f"{len(frame)} bytes", f"at most {MAX_ANSWER_BYTES} bytes encoded")
+            if await self._store(reply.id, frame) == b"full":
+                allowed = f"at most {MOST_ANSWERS_BYTES} bytes of answers in {ANSWERS_TTL_S} s, of the whole pool"
+                raise InvalidField("result", f"{len(frame)} bytes", allowed)
         except InvalidField as error:
-            frame = encode(self.failure(reply.id, error))
-        await self._scripts.run(calls.answer_command(reply.id, self.worker_id, frame, ANSWERS_TTL_S))
+            await self._store(reply.id, encode(self.failure(reply.id, error)))
+
+    async def _store(self, command_id: str, frame: bytes) -> bytes:
+        call = calls.answer_command(command_id, self.worker_id, frame, ANSWERS_TTL_S, MOST_ANSWERS_BYTES)
+        stored: bytes = await self._scripts.run(call)
+        return stored
 
     def failure(self, command_id: str, error: BaseException) -> CommandReply:
         """The answer that reports an error."""

@@ -158,9 +158,10 @@ class Lease:
         return [state.decode() for state in await self._scripts.run(calls.complete(self.worker_id, *samples))]
 
     async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:
-        """Save what unfinished samples have generated. Returns for each piece "ok", "fenced", or "gap".
+        """Save what unfinished samples have generated. Returns for each piece "ok", "fenced", "gap" or "full".
 
         A repeated piece is harmless. "gap": an earlier piece is missing and this one was not kept. Begin with 0 again.
+        "full": the pool has no room for it, and it was not kept. It may be sent again, also as a part of a longer one.
         """
         saved = (
             calls.SavedPiece(it.job_id, it.attempt, it.sample, it.number, it.payload, 1 if it.streamed else "")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
-from ..codec import JOBS, Job, decode_one_of, encode
+import msgpack
+from pydantic import BaseModel
+
+from ..codec import HEADER, JOBS, Job, decode_one_of, encode
 from ..errors import InvalidField, MessageError
 from ..model import PRIORITIES
 from ..scripts import calls
 
 BATCH_JOBS = 512
+ENDS_BYTES = 1 << 15
+"""So much of each end of a longer payload is in its digest. What is longer holds media."""
 BATCH_BYTES = 4 << 20
 """One script call accepts at most this much, so that Redis is never busy with one client for long."""
 
@@ -41,6 +48,7 @@ def batches(jobs: Sequence[Job], most: int) -> Iterator[list[calls.Submission]]:
                 group=job.group_id,
                 adapter="" if job.lora is None else f"{job.lora}@{job.min_adapter_version}",
                 prefers=_preference(job),
+                digest=digest(job, payload),
             )
         )
         size += len(payload)
@@ -55,6 +63,39 @@ def same_job(one: bytes, other: bytes) -> bool:
     except MessageError:
         return False
     return first == second
+
+
+def digest(job: Job, payload: bytes) -> bytes:
+    """8 bytes that tell a job that has ended from another one under its id: of its kind, its length and what it says.
+
+    Fields at their default are left out, and so is `stream`, as in `same_job`.
+    """
+    left_out = _left_out(job)
+    if left_out:
+        payload = payload[:HEADER] + msgpack.packb(
+            job.model_dump(exclude_unset=True, exclude_none=True, exclude=left_out), use_bin_type=True
+        )
+    said = hashlib.sha1(len(payload).to_bytes(8, "big"), usedforsecurity=False)
+    said.update(payload if len(payload) <= 2 * ENDS_BYTES else payload[:ENDS_BYTES] + payload[-ENDS_BYTES:])
+    return said.digest()[:8]
+
+
+def _left_out(message: BaseModel) -> dict[str, Any]:
+    """Fields that do not count, in the form of pydantic's `exclude`."""
+    found: dict[str, Any] = {}
+    defaults = _defaults(type(message))
+    for name in message.model_fields_set:
+        value, default = getattr(message, name), defaults[name]
+        if value is default or name == "stream" or (type(value) is type(default) and value == default):
+            found[name] = True
+        elif isinstance(value, BaseModel) and (inner := _left_out(value)):
+            found[name] = inner if len(inner) < len(value.model_fields_set) or True not in inner.values() else True
+    return found
+
+
+@cache
+def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
+    return {name: field.get_default(call_default_factory=True) for name, field in kind.model_fields.items()}
 
 
 def _preference(job: Any) -> str:

@@ -45,6 +45,7 @@ class Submission(NamedTuple):
     group: str
     adapter: str
     prefers: str
+    digest: bytes
 
 
 class AdapterVersion(NamedTuple):
@@ -122,7 +123,7 @@ def stop(cause: str, *job_ids: str) -> None: ...
 @_call
 def overdue(most: int, heard: int | str, passed: int) -> None: ...
 @_call
-def ack(client: str, *entries: Entry) -> None: ...
+def ack(client: str, owner: str, *entries: Entry) -> None: ...
 @_call
 def claim(
     worker: str, claim: int, max_jobs: int, max_samples: int, version: int, classes: int, *adapters: AdapterVersion
@@ -183,7 +184,7 @@ def command(command_id: str, worker: str, command: bytes, lasts_ms: int) -> None
 @_call
 def take_command(command_id: str, worker: str, token: str) -> None: ...
 @_call
-def answer_command(command_id: str, worker: str, reply: bytes, keep_s: int) -> None: ...
+def answer_command(command_id: str, worker: str, reply: bytes, keep_s: int, most: int) -> None: ...
 
 
 # audit

@@ -5,10 +5,17 @@
 --   p payload   n samples   q priority class   y client id   z payload bytes   t accepted (ms)   e deadline (ms)
 --   v min_version   g max_staleness   l adapter, <name>@<least version>   G group id, where one was given   w owner
 --   P worker it prefers, <ms>@<worker id>: no other worker takes it for so many ms after its acceptance
---   c lost leases   x the next worker only ends it, with the tokens that it has, see stop
+--   c lost leases   x the next worker only ends it, with the tokens that it has, see stop   h digest of its content
 --   a attempt, the fencing token: +1 with every claim   d samples published   s<i> sample i is published
---   k<i>, k<i>.1, k<i>.2, … the saved pieces of unfinished sample i, in order   kk there is such a field
+--   k<i>, k<i>.1, k<i>.2, … the saved pieces of unfinished sample i, in order   kk bytes of these fields, once one was saved
+-- Of an ended job st and h are left.
 local TOMBSTONE_S = 3600       -- how long an id is remembered after its job ended
+local TOMBSTONE_LEAST_S = 60   -- and how long if more jobs ended in the same hour than may be remembered:
+local TOMBSTONE_BYTES = 256    -- about so many bytes each take
+local TOMBSTONES_SHARE = 4     -- this part of the pool's bytes, as the last submission said them;
+local TOMBSTONES_LEAST = 65536 -- but so many at least
+local PIECES_SHARE = 4         -- saved pieces have this part of the pool's bytes,
+local PIECES_LEAST = 1048576   -- or so many bytes at least; what does not fit is not saved
 local DEAD_LETTERS = 10000     -- the newest are kept; their clients have the outcome in any case
 local LETTERS_SHARE = 4        -- and only those that fit into this part of the pool's bytes, as the last submission
 local LETTERS_LEAST = 1048576  -- said them; but into so many bytes at least
@@ -84,8 +91,27 @@ local function nothing_unread(client)
   if left ~= 0 then redis.call('HINCRBY', load_key, 'unread', -left) end
 end
 
--- Replace the record of job `id` by a tombstone and remove it from every index. The caller updates the counters.
--- f: fields by name.
+-- Seconds for which the ids of jobs that end now are remembered. `load` has when this hour began, and how many jobs had
+-- ended by then.
+local tombstone_s
+local function remembered_s()
+  if not tombstone_s then
+    local f = redis.call('HMGET', load_key, 'accepted', 'jobs', 'cap', 'hour')
+    local ended, now = counted(f[1]) - counted(f[2]), math.floor(redis_ms() / 1000)
+    local since, before = string.match(f[4] or '', '^(%d+)@(%d+)$')
+    since, before = whole(since), whole(before)
+    if not since or not before or now < since or now - since >= TOMBSTONE_S or ended < before then
+      redis.call('HSET', load_key, 'hour', string.format('%d@%d', now, math.max(0, ended)))
+      before = ended
+    end
+    local most = math.max(counted(f[3]) / TOMBSTONES_SHARE / TOMBSTONE_BYTES, TOMBSTONES_LEAST)
+    tombstone_s = ended - before < most and TOMBSTONE_S or TOMBSTONE_LEAST_S
+  end
+  return tombstone_s
+end
+
+-- Replace the record of job `id` by a tombstone and remove it from every index. The caller updates the counters but
+-- `saved`. f: fields by name.
 local function bury_record(id, outcome, owner, f)
   local key = job_key(id)
   if owner then redis.call('SREM', held_key(owner), id) end
@@ -97,9 +123,10 @@ local function bury_record(id, outcome, owner, f)
     attempt(function() redis.call('ZREM', later_key(f.q), id) end)
   end
   if f.P then redis.call('ZREM', prefers_key, id) end
+  if f.kk then redis.call('HINCRBY', load_key, 'saved', 0 - (whole(f.kk) or 0)) end
   redis.call('DEL', key)
-  redis.call('HSET', key, 'st', outcome)
-  redis.call('EXPIRE', key, TOMBSTONE_S)
+  if f.h then redis.call('HSET', key, 'st', outcome, 'h', f.h) else redis.call('HSET', key, 'st', outcome) end
+  redis.call('EXPIRE', key, remembered_s())
 end
 
 -- Put an outcome on a client's reply stream, where it counts for `bytes`.
@@ -110,19 +137,26 @@ local function reply_to(client, bytes, ...)
   count_unread(client, ENTRY_BYTES + bytes)
 end
 
+-- Count jobs that ended, with the bytes of their payloads. With the last open job every saved piece is gone, whatever
+-- somebody has written into a record.
+local function jobs_ended(jobs, bytes, outcome)
+  if redis.call('HINCRBY', load_key, 'jobs', 0 - jobs) == 0 then redis.call('HDEL', load_key, 'saved') end
+  redis.call('HINCRBY', load_key, 'bytes', 0 - bytes)
+  redis.call('HINCRBY', load_key, outcome, jobs)
+end
+
 -- End job `id` with an outcome other than "done", and tell the client on its reply stream. Ends a job with a damaged
 -- record too; the client is told if the record says who it is and its reply stream can be written.
 local function fail(id, outcome, cause, host, err)
-  local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g', 'G', 'l', 'P')
+  local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g', 'G', 'l', 'P', 'h',
+                       'kk')
   if r[1] then
     attempt(reply_to, r[1], #cause + #host + #err, 'j', id, 'o', outcome, 'c', cause, 'h', host, 'e', err,
             'a', r[2] or '0', 'd', r[3] or '0', 'G', r[11] or id)
   end
   bury_record(id, outcome, r[4] or nil,
-              {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12], P = r[13]})
-  redis.call('HINCRBY', load_key, 'jobs', -1)
-  redis.call('HINCRBY', load_key, 'bytes', 0 - (whole(r[6]) or 0))
-  redis.call('HINCRBY', load_key, outcome, 1)
+              {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12], P = r[13], h = r[14], kk = r[15]})
+  jobs_ended(1, whole(r[6]) or 0, outcome)
 end
 
 -- ZSET '<entry id> <bytes>' of dead letters, by the first part of the id. `load` has the sum in `letters`.
@@ -194,24 +228,50 @@ local function piece_field(sample, number)
   return tonumber(number) == 0 and 'k' .. sample or 'k' .. sample .. '.' .. number
 end
 
-local function drop_pieces_from(key, sample, piece)
-  while redis.call('HDEL', key, 'k' .. sample .. '.' .. piece) == 1 do piece = piece + 1 end
+local UNEVEN = 'd must be the number of its published samples'
+-- Raises unless so many of a job's `n` samples are published as its record says: nobody could tell when it has ended.
+local function must_agree(key, said, n)
+  local found = 0
+  for _, field in ipairs(redis.call('HKEYS', key)) do
+    local sample = whole(string.match(field, '^s(%d+)$'))
+    if sample and sample < tonumber(n) then found = found + 1 end
+  end
+  if found ~= tonumber(said) then error(UNEVEN) end
 end
 
-local function drop_partials(key, sample)
-  if redis.call('HDEL', key, 'k' .. sample) == 1 then drop_pieces_from(key, sample, 1) end
+-- Count `bytes` of saved pieces, negative when they are dropped.
+local function count_saved(key, bytes)
+  redis.call('HINCRBY', key, 'kk', bytes)
+  redis.call('HINCRBY', load_key, 'saved', bytes)
+end
+
+local function drop_pieces_from(key, sample, piece)
+  local bytes = 0
+  while true do
+    local field = piece_field(sample, piece)
+    local size = redis.call('HSTRLEN', key, field)
+    if redis.call('HDEL', key, field) == 0 then break end
+    bytes, piece = bytes + size, piece + 1
+  end
+  if bytes > 0 then count_saved(key, -bytes) end
 end
 
 -- Save the next piece of an unfinished sample; it takes the place of itself and all later ones, so piece 0 starts the
 -- sample over. Within an attempt a worker starts over only to save the same tokens again, so a delayed copy of a piece
--- either fits or does not begin where the one before it ends, which the next worker looks at. Returns ok, or gap if its
--- forerunner is missing (a delayed copy of an earlier piece took it away): it is not kept, whoever sent it starts over.
+-- either fits or does not begin where the one before it ends, which the next worker looks at. Returns ok; gap if its
+-- forerunner is missing (a delayed copy of an earlier piece took it away): it is not kept, whoever sent it starts over;
+-- or full: it is not kept, and may be sent again.
 local function save_partial(key, sample, piece, bytes)
   if redis.call('HEXISTS', key, 's' .. sample) == 1 then return 'ok' end
   local number = tonumber(piece)
   if number > 0 and redis.call('HEXISTS', key, piece_field(sample, number - 1)) == 0 then return 'gap' end
+  local more = #bytes - redis.call('HSTRLEN', key, piece_field(sample, number))
+  local load = redis.call('HMGET', load_key, 'cap', 'saved')
+  local most = math.max(math.floor(counted(load[1]) / PIECES_SHARE), PIECES_LEAST)
+  if more > 0 and counted(load[2]) + more > most then return 'full' end
   -- Written before anything is deleted: a Redis at its memory limit refuses a script only at its first write.
-  redis.call('HSET', key, piece_field(sample, number), bytes, 'kk', 1)
+  redis.call('HSET', key, piece_field(sample, number), bytes)
+  count_saved(key, more)
   drop_pieces_from(key, sample, number + 1)
   return 'ok'
 end

@@ -82,7 +82,10 @@ class ReplyReader:
             self._task = None
         if self._flushing is not None:
             await asyncio.gather(self._flushing, return_exceptions=True)
-        await self._flush_acks()
+        try:
+            await self._flush_acks()
+        except ClientReplaced as replaced:  # the one that reads now gets these, too
+            log.warning("%s: %d outcomes that this client had taken come there again", replaced, len(self._acks))
 
     def check_open(self) -> None:
         """Raises RolloutMQError after `close`, WrongProcess in a forked child, ClientReplaced if another one reads."""
@@ -205,7 +208,7 @@ class ReplyReader:
             return
         acks, self._acks = self._acks, []
         try:
-            await self._broker.ack(self._client_id, acks)
+            await self._broker.ack(self._client_id, acks, self._owner)
         except BaseException as error:  # also when cancelled: they are still to be sent
             self._acks = acks + self._acks
             if not isinstance(error, RedisError | OSError):

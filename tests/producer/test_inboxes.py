@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rolloutmq.messages import JobFailure, new_id
-from rolloutmq.messages.broker.broker import Reply
+from rolloutmq.messages.broker import Reply
 from rolloutmq.producer.inbox import Inbox, Inboxes
 
 

@@ -25,7 +25,7 @@ from rolloutmq.messages import (
     Segment,
     encode,
 )
-from rolloutmq.messages.broker.broker import Reply
+from rolloutmq.messages.broker import Reply
 from rolloutmq.worker.scripted.engine import CONTEXT, ScriptedEngine
 
 SLOW = SamplingParams(max_new_tokens=1000)

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from ...messages.broker import Lease, Piece
 from ...messages.model import GenerateJob
+from ...messages.redis import name_once
 from ..engine import Progress
 from ..jobs import HeldJob, HeldJobs, Run, SampleRun
 from ..text import SampleStream
@@ -128,6 +129,9 @@ async def save(lease: Lease, batch: Sequence[tuple[Run, Piece]], on_fenced: Call
                 sample.keep_saved(piece)
             elif state == "gap":
                 sample.save_anew()
+            elif state == "full":
+                sample.saved_at = time.monotonic()  # not tried again at once
+                name_once("the pool has no room for what unfinished samples have generated: a lost worker costs it")
             else:
                 on_fenced(piece.job_id, piece.attempt)
 

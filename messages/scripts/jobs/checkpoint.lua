@@ -1,7 +1,7 @@
 -- Save pieces of unfinished samples, so the next worker continues from there.
 -- ARGV: prefix, worker, *pieces (job_id, attempt, sample, number, payload, tell)
 -- tell: 1 to tell the client.
--- Returns per piece: ok, fenced, or gap (see save_partial).
+-- Returns per piece: ok, fenced, gap or full (see save_partial).
 -- The client finds a notice in its `news`, and the piece here. News is short, and nobody needs to read it.
 local worker, states = ARGV[2], {}
 local function save(i)

@@ -36,8 +36,10 @@ local function damaged(f)
 end
 
 local given, bytes = {}, 0
-local function hand_over(id, f)
-  local progress = f[14] and {'x', ''} or {}
+-- What there is of a job already. Raises if its published samples are not as many as its record says, see must_agree, or
+-- if they are all that it has.
+local function progress_of(id, f)
+  local progress, published = f[14] and {'x', ''} or {}, 0
   if f[8] or tonumber(f[5]) > 0 then
     local all = redis.call('HGETALL', job_key(id))
     for i = 1, #all, 2 do
@@ -48,9 +50,15 @@ local function hand_over(id, f)
         local content = kind == 'k' and all[i + 1] or ''
         append(progress, all[i], content)
         bytes = bytes + #content
+        published = published + (kind == 's' and 1 or 0)
       end
     end
+    if published ~= tonumber(f[5]) or published >= tonumber(f[7]) then error(UNEVEN) end
   end
+  return progress
+end
+
+local function hand_over(id, f, progress)
   bytes = bytes + #f[1]
   local left = f[4] and tostring(tonumber(f[4]) - clock().now) or ''
   append(given, id, f[2], f[7], tostring(math.max(0, clock().now - tonumber(f[3]))), left, f[1], progress)
@@ -60,7 +68,9 @@ local last = redis.call('HMGET', worker_key, 'claim', 'ids', 'alone', 'number')
 if last[1] == number then
   for id in string.gmatch(last[2] or '', '%x+') do
     local f = record(id)
-    if f[6] == 'r' and f[11] == worker and not damaged(f) then hand_over(id, f) end
+    if f[6] == 'r' and f[11] == worker and not damaged(f) then
+      alone(id, function() hand_over(id, f, progress_of(id, f)) end)
+    end
   end
   return given
 end
@@ -129,13 +139,14 @@ local function settle(id, later)
   elseif score then
     redis.call('ZADD', later, score, id)       -- out of the way of those behind it
   elseif f[14] or not (f[13] and leave_to_preferred(id, f[13], f[2], f[3], later)) then
+    local progress = progress_of(id, f)
     f[2] = tostring(tonumber(f[2]) + 1)
     redis.call('HSET', job_key(id), 'st', 'r', 'w', worker, 'a', f[2])
     redis.call('SADD', held_key(worker), id)
     jobs = jobs + 1
     samples = samples + tonumber(f[7]) - tonumber(f[5])
     ids[#ids + 1] = id
-    hand_over(id, f)
+    hand_over(id, f, progress)
   end
 end
 local function consider(id, later)

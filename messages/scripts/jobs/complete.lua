@@ -9,10 +9,12 @@ local done_jobs, done_bytes = 0, 0
 local function publish(i)
   local id, attempt, sample = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local key = job_key(id)
-  local f = redis.call('HMGET', key, 'st', 'w', 'a', 'd', 'n', 'y', 's' .. sample, 'z', 'e', 'q', 'v', 'g', 'P')
+  local f = redis.call('HMGET', key, 'st', 'w', 'a', 'd', 'n', 'y', 's' .. sample, 'z', 'e', 'q', 'v', 'g', 'P',
+                       'h', 'kk')
   local state = 'ok'
   if f[1] == 'done' or (f[7] and f[3] == attempt) then
     state = 'again'
+    if f[1] ~= 'done' then must_agree(key, f[4], f[5]) end
   elseif f[1] ~= 'r' or f[2] ~= worker or f[3] ~= attempt
     or not string.match(sample, '^%d+$') or tonumber(sample) >= tonumber(f[5]) then
     state = 'fenced'
@@ -20,15 +22,17 @@ local function publish(i)
     local client, result = f[6], ARGV[i + 3]
     local done, nbytes = whole(f[4]) + 1, whole(f[8]) + 0
     local last = done == whole(f[5])
+    if done > 1 and done >= whole(f[5]) then must_agree(key, f[4], f[5]) end
     -- l marks the job's last result: a client that has forgotten which ones it took before still knows when to stop.
     redis.call('XADD', prefix .. 'reply:' .. client, '*', 'j', id, 's', sample, 'm', result, 'l', last and 1 or 0)
     unread[client] = (unread[client] or 0) + ENTRY_BYTES + #result
     if last then
-      bury_record(id, 'done', worker, {y = client, e = f[9], q = f[10], v = f[11], g = f[12], P = f[13]})
+      bury_record(id, 'done', worker, {y = client, e = f[9], q = f[10], v = f[11], g = f[12], P = f[13], h = f[14],
+                                           kk = f[15]})
       done_jobs, done_bytes = done_jobs + 1, done_bytes + nbytes
     else
       redis.call('HSET', key, 's' .. sample, 1, 'd', done)
-      drop_partials(key, sample)
+      if f[15] then drop_pieces_from(key, sample, 0) end
     end
   end
   return state
@@ -38,9 +42,5 @@ for client, bytes in pairs(unread) do
   redis.call('EXPIRE', prefix .. 'reply:' .. client, REPLY_TTL_S)
   count_unread(client, bytes)
 end
-if done_jobs > 0 then
-  redis.call('HINCRBY', load_key, 'jobs', -done_jobs)
-  redis.call('HINCRBY', load_key, 'bytes', -done_bytes)
-  redis.call('HINCRBY', load_key, 'done', done_jobs)
-end
+if done_jobs > 0 then jobs_ended(done_jobs, done_bytes, 'done') end
 return states

@@ -1,16 +1,17 @@
 -- Accept jobs in order, up to the first that does not fit.
 -- ARGV: prefix, max_jobs, max_bytes, max_unread, letter,
---       *jobs (job_id, payload, n, priority, client, min_version, max_staleness, deadline_ms, group, adapter, prefers)
--- max_bytes: payloads of open jobs, results that nobody has taken yet, and dead letters. max_unread: bytes of results
+--       *jobs (job_id, payload, n, priority, client, min_version, max_staleness, deadline_ms, group, adapter, prefers,
+--       digest)
+-- max_bytes: payloads of open jobs and their saved pieces, results that nobody has taken yet, and dead letters. max_unread: bytes of results
 -- that one client may leave untaken. letter: entry id of the dead letter that the job replaces.
 -- adapter: <name>@<least version>. prefers: the worker it prefers, as <ms>@<worker id>. letter, max_staleness,
--- deadline_ms (from now), group, adapter and prefers are '' for none.
+-- deadline_ms (from now), group, adapter and prefers are '' for none. digest: of the job's content, see same_job.
 -- Returns one of new|q|r|done|cancelled|expired|dead per job; if one does not fit, in its place and as the last:
 --   BUSY, why (jobs|bytes|unread), open jobs, bytes as for max_bytes, untaken bytes of this client
--- An id that is open for another client, or with another payload: nothing is accepted. Returned are TAKEN and, for each
--- of these, its place in the call (from 0) and the state and client of the open job.
+-- An id that is open for another client, or with another payload, or that ended with another digest: nothing is accepted.
+-- Returned are TAKEN and, for each of these, its place in the call (from 0), the state of the job that has the id, and its client if it is open.
 -- If the dead letter is gone, nothing is accepted. The job's state is returned, or gone if there is no such job either.
-local STRIDE = 11
+local STRIDE = 12
 local max_jobs, max_bytes, max_unread, letter = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
 if letter ~= '' and #redis.call('XRANGE', prefix .. 'dead', letter, letter) == 0 then
   return {redis.call('HGET', job_key(ARGV[6]), 'st') or 'gone'}
@@ -18,19 +19,20 @@ end
 local taken, given, state_of = {}, {}, {}
 for i = 6, #ARGV, STRIDE do
   local id, payload, client = ARGV[i], ARGV[i + 1], ARGV[i + 4]
-  local f = redis.call('HMGET', job_key(id), 'st', 'y', 'z')
+  local f = redis.call('HMGET', job_key(id), 'st', 'y', 'z', 'h')
   state_of[id] = f[1]
   local open = f[1] == 'q' or f[1] == 'r'
-  local same = not open or (f[2] == client and f[3] == tostring(#payload) and
-                            redis.call('HGET', job_key(id), 'p') == payload)
+  local same = not f[1] or (not open and (f[4] or ARGV[i + 11]) == ARGV[i + 11]) or
+    (f[2] == client and f[3] == tostring(#payload) and redis.call('HGET', job_key(id), 'p') == payload)
   if not same or (given[id] and given[id] ~= payload) then
-    append(taken, (i - 6) / STRIDE, open and f[1] or 'new', open and f[2] or client)
+    append(taken, (i - 6) / STRIDE, f[1] or 'new', open and f[2] or client)
   end
   given[id] = payload
 end
 if #taken > 0 then return {'TAKEN', unpack(taken)} end
-local load = redis.call('HMGET', load_key, 'jobs', 'bytes', 'unread', 'letters', 'cap')
-local jobs, open_bytes, kept = counted(load[1]), counted(load[2]), counted(load[3]) + counted(load[4])
+local load = redis.call('HMGET', load_key, 'jobs', 'bytes', 'unread', 'letters', 'cap', 'saved')
+local jobs, open_bytes = counted(load[1]), counted(load[2])
+local kept = counted(load[3]) + counted(load[4]) + counted(load[6])
 local accepted, bytes = 0, 0
 local now = clock().now
 local states, unread, waiting = {}, {}, {}
@@ -63,7 +65,7 @@ for i = 6, #ARGV, STRIDE do
     end
     state, state_of[id] = 'new', 'q'
     redis.call('HSET', key, 'st', 'q', 'p', payload, 'n', ARGV[i + 2], 'q', class, 'y', client, 'z', #payload,
-               't', now, 'a', 0, 'd', 0)
+               't', now, 'a', 0, 'd', 0, 'h', ARGV[i + 11])
     redis.call('SADD', client_key(client), id)
     if ARGV[i + 5] ~= '0' then redis.call('HSET', key, 'v', ARGV[i + 5]) end
     if ARGV[i + 6] ~= '' then redis.call('HSET', key, 'g', ARGV[i + 6]) end

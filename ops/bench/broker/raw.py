@@ -112,7 +112,7 @@ class _Client:
 
     def _flush(self) -> list[tuple[Any, ...]]:
         acks, self._acks = self._acks, []
-        return [self._raw.command("ack", CLIENT, *acks)] if acks else []
+        return [self._raw.command("ack", CLIENT, "", *acks)] if acks else []
 
     def _enqueues(self, room: int) -> list[tuple[Any, ...]]:
         caps, frames, sent = Caps(), self._frames, self._tally.sent
@@ -124,7 +124,7 @@ class _Client:
                 number = next(self._ids)
                 key, frame = b"%032x" % number, number % len(frames)
                 sent(key, frame)
-                args += (key, frames[frame], 1, 1, CLIENT, 0, "", "", "", "", "")
+                args += (key, frames[frame], 1, 1, CLIENT, 0, "", "", "", "", "", key[-8:])
             commands.append(self._raw.command("enqueue", *args))
             room -= batch
         return commands

@@ -19,6 +19,8 @@ from rolloutmq.messages import (
     Lease,
     Partial,
     Piece,
+    PoolBusy,
+    Release,
     RolloutResult,
     SamplingParams,
     Segment,
@@ -60,7 +62,7 @@ async def test_pieces_come_back_in_order(broker: Broker, db: Redis, joined) -> N
     assert [decode(blob, Partial).start for blob in claim.partials[0]] == list(range(0, 24, 2))
     for sample in (0, 2):
         await lease.complete([Finished(one.id, 1, sample, result(one, sample))])
-    assert await db.hgetall(broker.keys.job(one.id)) == {b"st": b"done"}
+    assert (await db.hgetall(broker.keys.job(one.id))).keys() == {b"st", b"h"}
 
 
 async def test_only_the_owner_in_its_attempt_may_save(broker: Broker, joined) -> None:
@@ -205,6 +207,62 @@ async def test_a_sample_saved_to_its_last_token_still_finds_its_end(redis_db: st
         assert running.worker._generation.generated_tokens == 1
     assert isinstance(reply.outcome, RolloutResult)
     assert (len(reply.outcome.token_ids), reply.outcome.finish_reason) == (2, "length")
+
+
+async def test_saved_pieces_count_in_the_pools_bytes(broker: Broker, joined) -> None:
+    """Until their sample is published, or starts over, or its job ends."""
+    one, other = job(n=2), job()
+    await broker.enqueue([one, other])
+    lease = await joined()
+    await lease.claim(2, 9, 0)
+    pieces = [piece(one, 0), piece(one, 1, start=2), piece(one, 0, sample=1), piece(other, 0)]
+    size = len(pieces[0].payload)
+
+    async def saved() -> int:
+        return (await broker.load()).saved_bytes
+
+    assert await lease.checkpoint(pieces) == ["ok"] * 4
+    assert await saved() == sum(len(it.payload) for it in pieces)
+    full = Broker(broker.redis, "default", replace(broker.caps, nbytes=(await broker.load()).open_bytes + 2 * size))
+    with pytest.raises(PoolBusy, match="saved pieces"):
+        await full.enqueue([job()])
+    await lease.checkpoint([piece(one, 0)])
+    assert await saved() == 3 * size
+    await lease.complete([Finished(one.id, 1, 0, result(one, 0))])
+    assert await saved() == 2 * size
+    await lease.release([Release(one.id, 1, (piece(one, 1, sample=1, start=2),))], 3)
+    assert await saved() == 2 * size + len(pieces[1].payload)
+    await broker.cancel([one.id])
+    assert await saved() == size
+    await lease.complete([Finished(other.id, 1, 0, result(other, 0))])
+    assert await saved() == 0
+
+
+async def test_what_finds_no_room_is_not_saved_and_said_once(
+    redis_db: str, broker: Broker, db: Redis, joined, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A quarter of the pool's bytes, or 1 MiB. The jobs run on, and what is there stays."""
+    caps = replace(broker.caps, nbytes=8 << 20)
+    first, second = job(sampling=LONG), job(sampling=LONG)
+    await Broker(db, "default", caps).enqueue([first, second])
+    lease = await joined()
+    await lease.claim(1, 1, 0)
+    million = Partial(token_ids=[1] * 130_000, logprobs=[0] * 130_000, segments=(Segment(0, 130_000),))
+    for number, state in enumerate(("ok", "ok", "full", "full")):
+        large = Piece(first.id, 1, 0, min(number, 2), replace_start(million, 130_000 * min(number, 2)))
+        assert await lease.checkpoint([large]) == [state]
+    assert (await broker.load()).saved_bytes <= 2 << 20
+    await db.hset(broker.keys.load, "saved", 2 << 20)
+    async with worker(redis_db, engine=ScriptedEngine(SLOW), checkpoint_s=0.1):
+        (reply,) = await wait_replies(broker, 1)
+        assert reply.outcome.ok
+        assert not await db.hkeys(broker.keys.job(second.id)) or b"k0" not in await db.hkeys(broker.keys.job(second.id))
+    said = [record.message for record in caplog.records if "no room" in record.message]
+    assert len(said) == 1
+
+
+def replace_start(partial: Partial, start: int) -> Partial:
+    return partial.model_copy(update={"start": start})
 
 
 class Wide(ScriptedEngine):

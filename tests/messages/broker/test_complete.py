@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from redis.asyncio import Redis
 from support.pools.pool import dump, replies
 from support.specimens.messages import job, result
 
-from rolloutmq.messages import Broker, Finished, Release
+from rolloutmq.messages import Broker, ClientReplaced, Finished, Release
 
 
 async def test_published_once(broker: Broker, db: Redis, joined) -> None:
@@ -48,7 +49,7 @@ async def test_the_samples_of_a_job_in_any_order(broker: Broker, db: Redis, join
     assert [reply.outcome.sample for reply in await replies(broker)] == [2, 0, 1]
     assert (await broker.load()).done == 1
     assert await lease.held() == frozenset()
-    assert await db.hgetall(broker.keys.job(one.id)) == {b"st": b"done"}
+    assert (await db.hgetall(broker.keys.job(one.id))).keys() == {b"st", b"h"}
 
 
 async def test_a_zombie_is_fenced(broker: Broker, joined, expire_lease) -> None:
@@ -145,3 +146,25 @@ async def test_a_reply_stream_is_never_trimmed(broker: Broker, db: Redis, joined
         await lease.complete([Finished(c.job_id, 1, 0, result(by_id[c.job_id])) for c in claims])
     assert await db.xlen(broker.keys.reply("client")) == 3000
     assert 0 < await db.ttl(broker.keys.reply("client")) <= 604800
+
+
+async def test_who_reads_no_more_acknowledges_nothing(broker: Broker, db: Redis, joined) -> None:
+    """The process that opened a client later may not have read what the earlier one would delete."""
+    one = job(n=3)
+    await broker.enqueue([one])
+    lease = await joined()
+    await lease.claim(1, 9, 0)
+    await lease.complete([Finished(one.id, 1, i, result(one, i)) for i in range(3)])
+    first, second, third = await replies(broker)
+    earlier = await broker.own_replies("client")
+    await broker.ack("client", [first], earlier)
+    later = await broker.own_replies("client")
+    before = await dump(db)
+    with pytest.raises(ClientReplaced):
+        await broker.ack("client", [second], earlier)
+    assert await dump(db) == before
+    await broker.ack("client", [second], later)
+    await db.delete(broker.keys.reader("client"))  # after a day nobody else has come
+    await broker.ack("client", [third], earlier)
+    assert await replies(broker) == []
+    assert await broker.unread() == {}

@@ -99,6 +99,47 @@ async def test_a_job_without_a_payload_is_dead_once_and_its_client_is_told(
     assert (load.open_jobs, load.open_bytes, load.dead) == (0, 0, 1)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        (1, "queued", {"s0": 1}),
+        (2, "queued", {"s0": 1}),
+        (2, "queued", {"d": 1}),
+        (2, "queued", {"s0": 1, "s1": 1, "d": 2, "kk": 0}),
+        (1, "running", {"s0": 1}),
+        (1, "running", {"d": 1}),
+        (2, "running", {"s1": 1}),
+        (2, "running", {"d": 1}),
+    ],
+)
+async def test_a_job_that_miscounts_its_samples_ends_and_its_client_is_told(
+    broker: Broker, db: Redis, joined: Any, expire_lease: Any, case: tuple[int, str, dict[str, int]]
+) -> None:
+    """It is never called done without all of its samples, and no worker gets it again and again."""
+    n, when, damage = case
+    one = job(n=n)
+    await broker.enqueue([one])
+    if when == "queued":
+        await db.hset(broker.keys.job(one.id), mapping=damage)
+    for turn in range(4):
+        lease = await joined(f"w{turn}")
+        claims = await lease.claim(9, 9, 0)
+        if when == "running" and turn == 0:
+            await db.hset(broker.keys.job(one.id), mapping=damage)
+        for claim in claims:
+            left = [sample for sample in range(n) if sample not in claim.published]
+            results = [Finished(one.id, claim.attempt, sample, result(one, sample)) for sample in left]
+            await lease.complete(results)
+        await expire_lease(lease)
+        await (await joined("reaper")).reap(9)
+    *samples, last = [reply.outcome for reply in await replies(broker)]
+    assert last.ok or last.outcome == "dead"
+    assert not last.ok or len({it.sample for it in (*samples, last)}) == n
+    load = await broker.load()
+    assert (load.open_jobs, load.done + load.dead) == (0, 1)
+    assert last.ok or "its published samples" in last.error
+
+
 async def _set_last_id(db: Redis, key: str) -> None:
     await db.execute_command("XSETID", key, LAST_ID)
 

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from support.pools.pool import dump, replies
 from support.specimens.messages import job, result
 
-from rolloutmq.messages import Broker, Caps, Finished, GenerateJob, InvalidField, encode
+from rolloutmq.messages import Broker, Caps, Finished, GenerateJob, InvalidField, SamplingParams, encode
 
 
 async def test_an_id_is_accepted_once(broker: Broker, db: Redis) -> None:
@@ -38,6 +38,54 @@ async def test_the_id_of_another_open_job_is_refused(broker: Broker, db: Redis) 
     with pytest.raises(InvalidField, match="another job needs another id"):
         await broker.enqueue([twice, job(id=twice.id, n=2)])
     assert await dump(db) == before
+
+
+async def _end(broker: Broker, joined, jobs: list[GenerateJob], ended: str) -> None:
+    """Have these jobs end in this way."""
+    await broker.enqueue(jobs)
+    if ended == "cancelled":
+        await broker.cancel([one.id for one in jobs])
+        return
+    lease = await joined()
+    for claim in await lease.claim(9, 99, 0):
+        if ended == "dead":
+            await lease.bury(claim.job_id, 1, "refused", "h", "why")
+        elif ended == "expired":
+            await lease.expire(claim.job_id, 1)
+        else:
+            await lease.complete([Finished(claim.job_id, 1, 0, result(job(id=claim.job_id)))])
+
+
+@pytest.mark.parametrize("ended", ["done", "cancelled", "dead", "expired"])
+async def test_the_id_of_another_job_that_has_ended_is_refused(broker: Broker, db: Redis, joined, ended: str) -> None:
+    """Within the hour for which it is remembered: what ended was another job, and nobody would do this one."""
+    one = job(deadline_s=60.0)
+    await _end(broker, joined, [one], ended)
+    before = await dump(db)
+    for change in ({"token_ids": [9]}, {"n": 2}, {"metadata": {"k": 1}}, {"sampling": SamplingParams(top_p=0.5)}):
+        other = GenerateJob(**one.model_dump(exclude_unset=True) | change)
+        with pytest.raises(InvalidField, match=f"id='{one.id}': .*, which is {ended}: another job needs another id"):
+            await broker.enqueue([job(), other])
+        assert await dump(db) == before
+    assert await broker.enqueue([one]) == [ended]
+
+
+async def test_a_job_that_has_ended_is_known_however_it_is_written(broker: Broker, joined) -> None:
+    """With fields at their default or left out, streamed or not; a long one, too."""
+    jobs = [
+        job(),
+        job(sampling=SamplingParams(max_new_tokens=3)),
+        job(token_ids=list(range(40_000)), sampling=SamplingParams()),
+        GenerateJob(messages=({"role": "user", "content": "hello"},), reply_to="client"),
+    ]
+    await _end(broker, joined, jobs, "cancelled")
+    same = [GenerateJob(**one.model_dump() | {"stream": True}) for one in jobs[:3]]
+    same += [jobs[3].model_copy(update={"stream": True, "n": 1})]
+    assert all(encode(one) != encode(other) for one, other in zip(jobs, same, strict=True))
+    assert await broker.enqueue(same) == ["cancelled"] * 4
+    longer = job(id=jobs[2].id, token_ids=[*range(39_999), 7])
+    with pytest.raises(InvalidField, match="another job needs another id"):
+        await broker.enqueue([longer])
 
 
 @pytest.mark.parametrize("field", ["y", "p", "z"])

@@ -31,7 +31,9 @@ LIES = {
     "the owner is not checked": ("complete", "f[2] ~= worker or f[3] ~= attempt", "f[3] ~= attempt"),
     "the attempt is not raised": ("claim", "tostring(tonumber(f[2]) + 1)", "f[2]"),
     "who loses a job still holds it": ("lib", "redis.call('SREM', held_key(owner), id)\n  if lost", "if lost"),
-    "bytes of done jobs stay counted": ("complete", "redis.call('HINCRBY', load_key, 'bytes', -done_bytes)", ""),
+    "bytes of done jobs stay counted": ("complete", "jobs_ended(done_jobs, done_bytes,", "jobs_ended(done_jobs, 0,"),
+    "saved bytes of ended jobs stay counted": ("lib", "if f.kk then", "if false then"),
+    "saved bytes of published samples stay counted": ("lib", "if bytes > 0 then count_saved(key, -bytes) end", ""),
     "a published sample is forgotten": ("complete", "'s' .. sample, 1, 'd', done)", "'d', done)"),
     "a claim sent again gives the next jobs": ("claim", "last[1] == number", "false"),
     "an ended job keeps its deadline": (
@@ -39,7 +41,11 @@ LIES = {
         "redis.call('ZREM', prefix .. 'deadlines', id) end\n  if f.v",
         "end\n  if f.v",
     ),
-    "what was saved of a published sample stays": ("complete", "done)\n      drop_partials(key, sample)", "done)"),
+    "what was saved of a published sample stays": (
+        "complete",
+        "done)\n      if f[15] then drop_pieces_from(key, sample, 0) end",
+        "done)",
+    ),
     "handing back counts as a loss": (
         "release",
         "lost > 0 and redis.call('HINCRBY', job_key(id), 'c', lost) or 0",

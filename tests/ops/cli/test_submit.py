@@ -18,7 +18,7 @@ from support.pools.pool import eventually, worker
 
 from rolloutmq import RolloutClient, RolloutResult
 from rolloutmq.messages import Broker, connect
-from rolloutmq.messages.broker.broker import Reply
+from rolloutmq.messages.broker import Reply
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.ops import submit as module
 from rolloutmq.ops.submit import Defaults, submit_file

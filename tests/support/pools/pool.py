@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from rolloutmq.messages import Broker, DeadLetter, RolloutResult, WorkerStatus
-from rolloutmq.messages.broker.broker import Reply
+from rolloutmq.messages.broker import Reply
 from rolloutmq.messages.broker.dead_letters import DeadLetters
 from rolloutmq.messages.redis.connection import BoundedRetry
 from rolloutmq.worker.config import WorkerConfig

@@ -65,13 +65,13 @@ class ClientRules(PoolCalls):
         if room == 3:  # the first job's queue is as long as it may be
             caps = (max(1, len(self.state.queue(jobs[0].cls)) // 2), AMPLE, AMPLE)
         if room == 0:  # no room by bytes, or by what this client has not taken
-            caps = (AMPLE, counts["bytes"] + counts["unread"] + counts["letters"] + 30, 200)
+            caps = (AMPLE, self.model.kept() + 30, 200)
         args: list[Any] = [*caps, letter]
         for job in jobs:
             staleness, deadline = "" if job.staleness is None else job.staleness, HOUR_MS if job.deadline else ""
             args += [
                 job.id, job.payload, job.n, job.cls, job.client, job.min_version, staleness, deadline, job.group, "",
-                job.record().get("P", ""),
+                job.record().get("P", ""), "h" + job.payload,
             ]  # fmt: skip
         answer, second = self.send("enqueue", *args, again=again)
 
@@ -81,8 +81,7 @@ class ClientRules(PoolCalls):
             known = self.model.jobs.get(job.id)
             why = None if known else self.misfit(job, caps, queues[job.cls])
             if why:
-                nbytes = counts["bytes"] + counts["unread"] + counts["letters"]
-                expected += ["BUSY", why, counts["jobs"], nbytes, unread[job.client]]
+                expected += ["BUSY", why, counts["jobs"], self.model.kept(), unread[job.client]]
                 break
             expected.append(known.state if known else "new")
             if not known:
@@ -91,7 +90,7 @@ class ClientRules(PoolCalls):
         if letter and "BUSY" not in expected:
             fields = self.model.dead.pop(letter)
             counts["letters"] -= 64 + sum(len(fields[it]) for it in ("cause", "host", "error", "payload"))
-        assert answer == expected
+        assert answer == expected, f"{answer}, not {expected}"
         assert second is None or second == ["q" if word == "new" else word for word in answer]
         self.settle()
         assert [self.state.queue(cls) for cls in range(CLASSES)] == queues, "at the end of their queues"
@@ -108,12 +107,10 @@ class ClientRules(PoolCalls):
                 return "jobs"
             del queue[0]
         if counts["jobs"] == 0:
-            return "bytes" if counts["unread"] + counts["letters"] > caps[1] else None
+            return "bytes" if self.model.kept() - counts["bytes"] > caps[1] else None
         if counts["jobs"] >= caps[0] or len(queue) >= 2 * caps[0]:
             return "jobs"
-        return (
-            "bytes" if sum(counts[it] for it in ("bytes", "unread", "letters")) + len(job.payload) > caps[1] else None
-        )
+        return "bytes" if self.model.kept() + len(job.payload) > caps[1] else None
 
     @rule(which=st.lists(index, min_size=1, max_size=2), again=twice)
     def cancel(self, which: list[int], again: bool) -> None:
@@ -157,7 +154,7 @@ class ClientRules(PoolCalls):
         args: list[Any] = []
         for entry in ["1-1", *taken, *taken[:1]]:  # one that is gone, and one said twice
             args += [entry, 64 + sum(len(stream.get(entry, {}).get(name, "")) for name in "mche")]
-        self.send("ack", client, *args, again=again)
+        self.send("ack", client, "", *args, again=again)
         self.model.take(client, taken)
 
     @precondition(lambda self: any(self.model.streams.values()))

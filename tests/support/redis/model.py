@@ -46,6 +46,10 @@ class Job:
     saved: bool = False
 
     @property
+    def saved_bytes(self) -> int:
+        return sum(len(piece) for pieces in self.pieces.values() for piece in pieces.values())
+
+    @property
     def open(self) -> bool:
         return self.state in ("q", "r")
 
@@ -74,9 +78,9 @@ class Job:
     def record(self) -> dict[str, str]:
         """Its hash, but for the times."""
         if not self.open:
-            return {"st": self.state}
+            return {"st": self.state, "h": "h" + self.payload}
         found: dict[str, Any] = {"st": self.state, "p": self.payload, "n": self.n, "q": self.cls, "y": self.client}
-        found |= {"z": len(self.payload), "a": self.attempt, "d": len(self.published)}
+        found |= {"z": len(self.payload), "a": self.attempt, "d": len(self.published), "h": "h" + self.payload}
         preference = f"{HOUR_MS}@{self.prefers}" if self.prefers else ""
         optional = {
             "P": preference,
@@ -87,7 +91,9 @@ class Job:
             "c": self.lost,
         }
         found |= {name: value for name, value in optional.items() if value or (name == "g" and value is not None)}
-        found |= {name: content or 1 for name, content in self.progress().items()} | ({"kk": 1} if self.saved else {})
+        found |= {name: content or 1 for name, content in self.progress().items()} | (
+            {"kk": self.saved_bytes} if self.saved else {}
+        )
         return {name: str(value) for name, value in found.items()}
 
 
@@ -169,6 +175,13 @@ class Model:
 
     def open_jobs(self) -> list[Job]:
         return [job for job in self.jobs.values() if job.open]
+
+    def saved(self) -> int:
+        return sum(job.saved_bytes for job in self.open_jobs())
+
+    def kept(self) -> int:
+        """Bytes that count against the pool's."""
+        return self.counts["bytes"] + self.counts["unread"] + self.counts["letters"] + self.saved()
 
     def held(self, worker: str) -> list[Job]:
         return [job for job in self.jobs.values() if job.owner == worker]
@@ -355,9 +368,11 @@ class Model:
 
     def _check_indexes(self, state: State) -> None:
         counters = {
-            name: int(n) for name, n in state["load"].items() if not name.startswith(("owed", "numbers", "cap"))
+            name: int(n) for name, n in state["load"].items() if not name.startswith(("owed", "numbers", "cap", "hour"))
         }
-        assert {k: v for k, v in counters.items() if v} == {k: v for k, v in self.counts.items() if v}, "counters"
+        assert {k: v for k, v in counters.items() if v} == {
+            k: v for k, v in {**self.counts, "saved": self.saved()}.items() if v
+        }, "counters"
         owed = {name: int(value) for name, value in state["load"].items() if name.startswith("owed")}
         assert owed.keys() <= {"owed1", "owed2"}
         assert all(value >= 0 for value in owed.values())

@@ -1,0 +1,73 @@
+"""What stands on a reply stream, and on a client's news, as the client reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from ..codec import RESULTS, Result, decode_one_of
+from ..errors import MessageError
+from ..model import JobFailure
+from ..redis import text
+
+ENTRY_BYTES = 64
+"""As in lib.lua."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One entry of a reply stream; it stays there until `Broker.ack`.
+
+    last: the job has no further outcomes. nbytes: its share of the client's unread bytes.
+    """
+
+    entry_id: str
+    outcome: Result | JobFailure
+    last: bool
+    nbytes: int = 0
+
+
+class News(NamedTuple):
+    """place: where to read on. jobs: those with new pieces. more: there may be further news, or some were lost."""
+
+    place: str
+    jobs: frozenset[str]
+    more: bool
+
+
+class Receipt(NamedTuple):
+    """A Reply without its outcome: what an acknowledgement needs."""
+
+    entry_id: str
+    nbytes: int
+
+
+def counted(fields: dict[bytes, bytes]) -> int:
+    return ENTRY_BYTES + sum(len(fields.get(name, b"")) for name in (b"m", b"c", b"h", b"e"))
+
+
+def as_outcome(fields: dict[bytes, bytes]) -> Result | JobFailure:
+    job_id = text(fields.get(b"j"))
+    if b"m" in fields:
+        try:
+            return decode_one_of(fields[b"m"], RESULTS)
+        except MessageError as error:
+            return JobFailure(job_id=job_id, outcome="dead", cause="a result cannot be read", error=str(error))
+    raw: dict[str, Any] = {name: text(fields.get(short)) for name, short in _FAILURE.items()}
+    try:
+        return JobFailure(job_id=job_id, **raw)
+    except ValidationError as error:
+        return JobFailure(job_id=job_id, outcome="dead", cause="an outcome cannot be read", error=str(error))
+
+
+_FAILURE = {
+    "group_id": b"G",
+    "outcome": b"o",
+    "cause": b"c",
+    "host": b"h",
+    "error": b"e",
+    "attempts": b"a",
+    "published": b"d",
+}
