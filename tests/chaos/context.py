@@ -123,11 +123,16 @@ class Chaos:
             yield Trainer(client, self.journal, patience)
 
     async def client_process(
-        self, jobs: Sequence[GenerateJob], client_id: str, run: str, options: Options | None = None
+        self,
+        jobs: Sequence[GenerateJob],
+        client_id: str,
+        run: str,
+        options: Options | None = None,
+        url: str | None = None,
     ) -> ClientProcess:
         """A client in a process of its own, under way. run: its name in the journal, another one each time."""
         file = self._jobs_file(jobs, run)
-        where = (self.redis.url, client_id, str(file), str(self.directory / "journal"), run)
+        where = (url or self.redis.url, client_id, str(file), str(self.directory / "journal"), run)
         process = await ClientProcess.launch(self.directory / f"client-{run}.log", *where, options=options)
         self.clients.append(process)
         return process

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["accept", "claim", "requeue", "lost", "publish", "failure", "terminal", "letter", "ack", "clock"]
+Kind = Literal["accept", "claim", "requeue", "lost", "publish", "failure", "terminal", "letter", "ack", "open", "clock"]
 ENDED = frozenset({"done", "cancelled", "expired", "dead"})
 
 
@@ -129,6 +129,8 @@ class _Teller:
         elif family == "reply":
             outcome, cause = (_text(fields.get(name, b"")) for name in (b"o", b"c"))
             self._say("failure", job, client=rest, entry=entry, outcome=outcome, cause=cause, at_ms=at_ms)
+        elif family == "reader":
+            self._say("open", client=rest, entry=entry, at_ms=at_ms)
         elif family == "dead":
             cause, host = _text(fields[b"cause"]), _text(fields[b"host"])
             self._say("letter", _text(fields[b"id"]), entry=entry, cause=cause, host=host, at_ms=at_ms)

@@ -68,6 +68,22 @@ async def _whole_batch(batch: list[Any], send: Callable[[list[Any]], Awaitable[N
     await send(batch)
 
 
+async def _read_by_anybody(broker: Any, *args: Any, owner: str = "", **named: Any) -> Any:
+    from rolloutmq.messages.broker.broker import Broker  # noqa: PLC0415
+
+    return await Broker.real_read_replies(broker, *args, **named)  # type: ignore[attr-defined]
+
+
+def _nobody_owns_a_stream() -> None:
+    from rolloutmq.messages.broker.broker import Broker  # noqa: PLC0415
+
+    Broker.real_read_replies = Broker.read_replies  # type: ignore[attr-defined]
+    Broker.read_replies = _read_by_anybody  # type: ignore[method-assign]
+
+
+_ACKS_OF_ANYBODY = _script("ack", r"if owner ~= ''", "if false")
+
+
 async def _only_cancelled(core: Any, job_ids: list[str]) -> None:
     await core.broker.cancel(list(job_ids), "its caller gave up")
 
@@ -130,6 +146,30 @@ SABOTAGES: dict[str, Sabotage] = {
     ),
     "a job id may belong to two": Sabotage(
         _script("enqueue", r"if #taken > 0 then", "if false then"), "a_job_id_that_is_taken", "was accepted"
+    ),
+    "another job may have the id of one that ended": Sabotage(
+        _script("enqueue", r"\(f\[4\] or ARGV\[i \+ 11\]\) == ARGV\[i \+ 11\]", "true"),
+        "a_job_id_that_is_taken",
+        "other content under a known id was accepted",
+    ),
+    "a client that was replaced acknowledges": Sabotage(
+        _ACKS_OF_ANYBODY, "two_processes_with_one_client_id", "the second process never had it"
+    ),
+    "a client that was replaced reads on": Sabotage(
+        _all(_nobody_owns_a_stream, _ACKS_OF_ANYBODY), "two_processes_with_one_client_id", "the first one was not told"
+    ),
+    "published samples are not counted": Sabotage(
+        _all(
+            _script("lib", r"if found ~= tonumber\(said\) then error\(UNEVEN\) end", ""),
+            _script("claim", r"if published ~= .* then error\(UNEVEN\) end", ""),
+        ),
+        "garbage_in_records",
+        "was claimed|was called done|not within|WaitTimeout",
+    ),
+    "the clock of another host is believed": Sabotage(
+        _script("lib", r"local function tick\(heard, passed\)\n", _BELIEVED),
+        "failover_to_a_clock_ahead",
+        "lost its lease|jobs expired|jobs failed",
     ),
     "nobody waits for the disk": Sabotage(
         _replaced("messages.redis.url", "Durability.waits", property(lambda durability: False)),

@@ -60,6 +60,9 @@ def _spoilers(chaos: Chaos) -> Iterator[list[tuple[Any, ...]]]:
     for field in (*FIELDS, *MORE):
         yield [("HSET", field, chaos.rng.choice(VALUES))]
     yield [("HSET", "k0", b"\xff" * 9, "kk", 1)]
+    yield [("HSET", "s0", 1)]
+    yield [("HSET", "s0", 1, "kk", 1)]
+    yield [("HSET", "d", 1)]
     yield [("DEL",), ("SET", b"\xff")]
     yield [("DEL",), ("RPUSH", b"\xff")]
     yield [("DEL",)]
