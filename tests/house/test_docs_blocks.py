@@ -24,8 +24,8 @@ import typer
 from chaos import __main__ as chaos_run
 from chaos import scenario
 from chaos.context import Chaos
+from support.engines.remote import RemoteEngine
 from support.pools.pool import worker
-from support.pools.worker_process import WorkerProcess
 from support.specimens.byte_tokenizer import Bytes
 from typer.testing import CliRunner
 
@@ -121,8 +121,8 @@ def write_files(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder like the one a reader is in: a Redis, a worker of the tiny model, and the files that pages name."""
+def place(text_engine: RemoteEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder like the one a reader is in: a Redis, a worker with the tiny model, and the files that pages name."""
     folder = tmp_path_factory.mktemp("reader")
     write_files(folder)
     with contextlib.chdir(folder), EmbeddedRedis() as server, pytest.MonkeyPatch.context() as patch:
@@ -130,13 +130,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.syspath_prepend(str(folder))
         made = CliRunner().invoke(app, ["tiny-model", "out/tiny"])
         assert made.exit_code == 0, made.output
-        process = WorkerProcess(folder / "out" / "tiny", server.url, folder / "worker.log")
-        try:
-            with embedding_worker(server.url, pool="embed"):
-                process.wait_joined()
-                yield folder
-        finally:
-            process.kill()
+        with text_engine.worker(server.url), embedding_worker(server.url, pool="embed"):
+            yield folder
 
 
 @contextlib.contextmanager

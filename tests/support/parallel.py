@@ -16,11 +16,17 @@ import pytest
 ENGINES = "tests/worker/sglang/"
 POOLS = "tests/worker/sglang/pools/"
 """Their engines are in processes of their own."""
+DOCUMENTATION = "tests/house/test_docs_blocks.py"
+"""Has a pool, too."""
 LONG = (
     "test_state_machine", "test_kills", "test_operations", "test_commands_serving", "test_cluster", "test_restart",
     "test_publish_faults", "test_skyrl_weights", "test_disk_crash", "test_torchrun",
 )  # fmt: skip
 """Modules that take longest of those without an engine."""
+
+
+ENDING = ("test_sglang_engine", "test_engine_ops")
+"""Modules that end the engine that they share, or the worker."""
 
 
 def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Dir | None:
@@ -38,6 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def rank(nodeid: str) -> int:
     """Of a test's file; the lowest begins first."""
+    if nodeid.startswith(DOCUMENTATION):
+        return 1
     if nodeid.startswith(ENGINES):
         return 1 if nodeid.startswith(POOLS) else 0
     return 2 if nodeid.partition(".py")[0].endswith(LONG) else 3
@@ -46,18 +54,19 @@ def rank(nodeid: str) -> int:
 def stage(item: pytest.Item) -> int:
     """What uses the shared engine comes last: a process can have one engine at a time, and other modules start theirs.
 
-    `test_sglang_engine` is the very last, because it ends the engine's life. A test that asks for it as it runs
+    What ends the life of something shared is the very last. A test that asks for the engine as it runs
     (getfixturevalue) has the marker `shared_engine`.
     """
     module = getattr(item, "module", None)
     asks = "engine" in getattr(item, "fixturenames", ()) or item.get_closest_marker("shared_engine") is not None
     shared = asks and not hasattr(module, "engine")
-    return shared + (getattr(module, "__name__", "") == "test_sglang_engine")
+    return shared + 2 * (getattr(module, "__name__", "") in ENDING)
 
 
 def unit(nodeid: str) -> str:
     """Tests of one unit run in one process."""
-    return (ENGINES, POOLS)[rank(nodeid)] if nodeid.startswith(ENGINES) else nodeid.partition("::")[0]
+    place = rank(nodeid)
+    return (ENGINES, POOLS)[place] if place < 2 else nodeid.partition("::")[0]
 
 
 class Xdist:

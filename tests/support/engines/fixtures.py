@@ -11,17 +11,21 @@ import pytest
 import pytest_asyncio
 from support.engines import forking
 from support.engines.remote import RemoteEngine
+from support.pools.in_place import InPlaceEngine
 from support.specimens.own_processors import OWN
 
 from rolloutmq.worker.cpu_support import prepare_transformers
-from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
+from rolloutmq.worker.sglang.engine import SGLangConfig
 
 VOCAB_SIZE = 512
 MAX_RUNNING = 8
-KV_TOKENS = 1024  # smaller than the model's context, so that the KV cache is what limits a request
+CONTEXT = 1000
+KV_TOKENS = 8192  # more than a request may have; where it is less: pools/test_engine_ops.py
 
 
-class EngineUnderTest(SGLangEngine):
+class EngineUnderTest(InPlaceEngine):
+    """With the loader of `substitute_loader`."""
+
     _weight_loader = "support.engines.substitute_loader.receive"
 
 
@@ -67,12 +71,13 @@ def reference(tiny_model: Path) -> Any:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def engine(tiny_model: Path) -> AsyncIterator[SGLangEngine]:
-    """Started; with the loader of `substitute_loader`."""
+async def engine(tiny_model: Path) -> AsyncIterator[EngineUnderTest]:
+    """Started."""
     config = SGLangConfig(
         model=str(tiny_model),
         dtype="float32",
         max_running=MAX_RUNNING,
+        context_length=CONTEXT,
         max_total_tokens=KV_TOKENS,
         random_seed=1,
         hidden_states=True,
@@ -98,10 +103,10 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def text_engine(text_model: Path) -> Iterator[RemoteEngine]:
-    """An engine with a tokenizer, and with overlap scheduling, in a process of its own."""
+    """An engine with a tokenizer, and with overlap scheduling, in a process of its own. Its workers serve pools."""
     config = SGLangConfig(
-        model=str(text_model), dtype="float32", max_running=8, max_total_tokens=8192, overlap_schedule=True
+        model=str(text_model), dtype="float32", max_running=8, max_total_tokens=32768, overlap_schedule=True
     )
-    engine = RemoteEngine(config)
+    engine = RemoteEngine(config, text_model.with_name("text-engine.log"))
     yield engine
     engine.close()

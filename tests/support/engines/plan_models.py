@@ -52,12 +52,21 @@ async def findings(folder: Path, **config: Any) -> list[dict[str, Any]]:
     )
     await engine.start()
     try:
-        manager, size = engine._run.manager, engine.config.tp_size
-        text = json.dumps({"weights": str(folder / "b" / "model.safetensors"), "report": str(folder / "report")})
-        await run_loader(manager, "support.engines.plan_loader.check", text, size)
+        return await compared(engine, folder / "b" / "model.safetensors", folder / "report")
     finally:
         await engine.close()
-    return [json.loads((folder / f"report.rank{rank}").read_text()) for rank in range(size)]
+
+
+async def compared(engine: SGLangEngine, weights: Path, report: Path) -> list[dict[str, Any]]:
+    """What the hook finds on every rank of an engine that runs and is idle; it has these weights then."""
+    size = engine.config.tp_size
+    text = json.dumps({"weights": str(weights), "report": str(report)})
+    await run_loader(engine._run.manager, engine._weight_loader, text, size)
+    return [_read(Path(f"{report}.rank{rank}")) for rank in range(size)]
+
+
+def _read(report: Path) -> dict[str, Any]:
+    return dict(json.loads(report.read_text()))
 
 
 def assert_exact(found: dict[str, Any]) -> None:
@@ -67,3 +76,15 @@ def assert_exact(found: dict[str, Any]) -> None:
     assert found["changed_by_load"] == found["parameters"]
     assert found["missing"] == []
     assert (found["wrong_whole"], found["wrong_partial"]) == ([], [])
+
+
+def assert_whole(found: dict[str, Any], kind: str, weights: Path) -> None:
+    """Of an engine of one rank: each tensor has a place of its own in it."""
+    from safetensors import safe_open  # noqa: PLC0415
+
+    assert_exact(found)
+    with safe_open(weights, "pt") as file:
+        count = len(file.keys())
+    assert found["model"] == f"{kind}ForCausalLM"
+    assert (found["whole"], found["partial"], found["unused"]) == (count, 0, [])
+    assert found["exported"] is True

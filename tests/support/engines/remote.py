@@ -1,35 +1,100 @@
-"""A second SGLang engine beside the tests' own, in a process of its own: only one can run in a process."""
+"""A second SGLang engine beside the tests' own, in a process of its own: only one can run in a process.
+
+It answers requests, and it serves pools: a worker is there as long as its test module needs it, the engine stays.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import multiprocessing
 import threading
-from dataclasses import fields
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil
 from support.engines import forking
 
+from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.engine.protocol import EngineInfo, EngineOutput, EngineRequest
-from rolloutmq.worker.sglang.engine import SGLangConfig
+from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
+from rolloutmq.worker.sglang.weights import run_loader
+from rolloutmq.worker.text.tokenizer import ModelTokenizer
+from rolloutmq.worker.worker import Worker
 
 START_S = 180.0
 
 
+class Kept(SGLangEngine):
+    """Stays, whatever a worker does; it is started by the first one, or before, and ended by :meth:`end`."""
+
+    _weight_loader = "support.engines.substitute_loader.receive"
+
+    async def start(self) -> None:
+        if self._run is None:
+            await super().start()
+
+    async def close(self) -> None:
+        """Stays."""
+
+    async def end(self) -> None:
+        await super().close()
+
+    async def restore(self) -> None:
+        """The model as it is on disk, nothing that runs, and nothing in the prefix cache."""
+        manager = self._current().manager
+        self.abort_all()
+        while manager.rid_to_state:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # between two looks
+        text = json.dumps({"restore": str(Path(self.config.model) / "model.safetensors")})
+        await run_loader(manager, self._weight_loader, text, self.config.tp_size)
+        await self.operate("flush_cache", {})
+
+
+@dataclass(frozen=True)
+class _Serve:
+    """Be a worker; the answer is its id, once it has joined."""
+
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Leave:
+    """End a worker. crash: without a word to anybody, as a lost pod."""
+
+    worker_id: str
+    crash: bool
+
+
+class RemoteWorker:
+    """A worker with the engine of a :class:`RemoteEngine`."""
+
+    def __init__(self, engine: RemoteEngine, settings: dict[str, Any]) -> None:
+        self._engine = engine
+        self.worker_id: str = engine.ask(_Serve(settings)).result(60)
+
+    def leave(self, *, crash: bool = False) -> None:
+        """End it, if it has not ended. crash: nobody hears of it, as of a pod that is lost."""
+        self._engine.ask(_Leave(self.worker_id, crash)).result(60)
+
+
 class RemoteEngine:
-    """`generate` of an engine elsewhere. Requests of one event loop run together."""
+    """`generate` of an engine elsewhere, and workers that have it. Everything that is asked at once runs together."""
 
     info: EngineInfo
 
-    def __init__(self, config: SGLangConfig) -> None:
+    def __init__(self, config: SGLangConfig, log: Path | None = None) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
-        self._process = forking.Forked(_run, config, theirs)
+        self._process = forking.Forked(_run, config, theirs, log=log)
         theirs.close()
         self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
+        self._waiting: dict[int, Future[Any]] = {}
         assert self._pipe.poll(START_S), "the engine did not start in time"
         answer = self._pipe.recv()
         if isinstance(answer, BaseException):
@@ -39,16 +104,33 @@ class RemoteEngine:
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """As the engine's; raises what it raises."""
-        loop, number = asyncio.get_running_loop(), next(self._numbers)
-        future: asyncio.Future[EngineOutput] = loop.create_future()
-        self._waiting[number] = loop, future
-        self._pipe.send((number, request))
-        return await future
+        output: EngineOutput = await asyncio.wrap_future(self.ask(request))
+        return output
+
+    @contextmanager
+    def worker(self, redis_url: str, **settings: Any) -> Iterator[RemoteWorker]:
+        """A worker that has joined. settings: of its WorkerConfig.
+
+        When the last one has left, the engine is as it was before the first one came.
+        """
+        fixed = {"redis_url": redis_url, "max_running": 8, "lease_s": 3.0, "drain_s": 5.0}
+        worker = RemoteWorker(self, fixed | settings)
+        try:
+            yield worker
+        finally:
+            worker.leave()
 
     def close(self) -> None:
         """End it; its own processes end with it."""
         self._pipe.send(None)
         assert self._process.wait(60) == 0
+
+    def ask(self, question: Any) -> Future[Any]:
+        """Of the process that has the engine."""
+        number, future = next(self._numbers), Future[Any]()
+        self._waiting[number] = future
+        self._pipe.send((number, question))
+        return future
 
     def _receive(self) -> None:
         while True:
@@ -56,40 +138,76 @@ class RemoteEngine:
                 number, answer = self._pipe.recv()
             except (EOFError, OSError):
                 return
-            loop, future = self._waiting.pop(number)
-            settle = future.set_exception if isinstance(answer, BaseException) else future.set_result
-            loop.call_soon_threadsafe(settle, answer)
+            future = self._waiting.pop(number)
+            if isinstance(answer, BaseException):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
 
 
 def _run(config: SGLangConfig, pipe: Connection) -> None:
-    asyncio.run(_serve(config, pipe))
+    asyncio.run(_Host(config).serve(pipe))
 
 
-async def _serve(config: SGLangConfig, pipe: Connection) -> None:
-    from rolloutmq.worker.sglang.engine import SGLangEngine  # noqa: PLC0415
+class _Host:
+    """The process that has the engine."""
 
-    engine = SGLangEngine(config)
-    try:
-        await engine.start()
-    except Exception as error:
-        pipe.send(error)
-        return
-    told = {one.name: getattr(engine.info, one.name) for one in fields(EngineInfo) if one.name != "adapters"}
-    pipe.send(told)
-    tasks = set()
+    def __init__(self, config: SGLangConfig) -> None:
+        self._engine = Kept(config)
+        self._workers: dict[str, tuple[Worker, asyncio.Task[None]]] = {}
 
-    async def answer(number: int, request: EngineRequest) -> None:
+    async def serve(self, pipe: Connection) -> None:
         try:
-            output: Any = await engine.generate(request)
+            await self._engine.start()
         except Exception as error:
-            output = error
-        pipe.send((number, output))
+            pipe.send(error)
+            return
+        info = self._engine.info
+        pipe.send({one.name: getattr(info, one.name) for one in fields(EngineInfo) if one.name != "adapters"})
+        tasks = set()
 
-    while (question := await asyncio.to_thread(pipe.recv)) is not None:
-        task = asyncio.create_task(answer(*question))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-    await engine.close()
+        async def answer(number: int, question: Any) -> None:
+            try:
+                output: Any = await self._answer(question)
+            except Exception as error:
+                output = error
+            pipe.send((number, output))
+
+        while (question := await asyncio.to_thread(pipe.recv)) is not None:
+            task = asyncio.create_task(answer(*question))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        await self._engine.end()
+
+    async def _answer(self, question: Any) -> Any:
+        if isinstance(question, _Serve):
+            return await self._join(question.settings)
+        if isinstance(question, _Leave):
+            return await self._leave(question)
+        return await self._engine.generate(question)
+
+    async def _join(self, settings: dict[str, Any]) -> str:
+        worker = Worker(WorkerConfig(**settings), self._engine, ModelTokenizer(self._engine.config.model))
+        serving, joined = asyncio.create_task(worker.run()), asyncio.create_task(worker.joined.wait())
+        await asyncio.wait({serving, joined}, return_when=asyncio.FIRST_COMPLETED)
+        joined.cancel()
+        if serving.done():
+            await serving
+        self._workers[worker.worker_id] = worker, serving
+        return worker.worker_id
+
+    async def _leave(self, who: _Leave) -> None:
+        worker, serving = self._workers.pop(who.worker_id, (None, None))
+        if worker is None or serving is None:
+            return
+        if who.crash:
+            serving.cancel()
+            await asyncio.wait({serving})
+        else:
+            worker.drain()
+            await serving
+        if not self._workers:
+            await self._engine.restore()
 
 
 def descendants() -> set[int]:

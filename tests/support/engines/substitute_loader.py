@@ -1,9 +1,16 @@
-"""rolloutmq's own loader, with a hand that changes a weight behind its back. Runs inside an engine."""
+"""rolloutmq's own loader, and beside it those that tests need. Runs inside an engine.
+
+An engine has one loader from its start, and many tests share an engine: what the message has decides which it is.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Any
+
+from safetensors.torch import load_file
+from support.engines import plan_loader
+from support.pools import in_place
 
 from rolloutmq.sync.receive.loading import Loading
 from rolloutmq.worker.sglang.inside.control import commit
@@ -18,7 +25,17 @@ def receive(model: Any, named_tensors: Any) -> None:
 
     named = list(named_tensors)
     assert [tensor.numel() for _, tensor in named] == [1]
-    if int(json.loads(named[0][0])["version"]) != TAMPERED:
+    told = json.loads(named[0][0])
+    if "report" in told:
+        plan_loader.check(model, named)
+        return
+    if "restore" in told:
+        model.load_weights(load_file(told["restore"]).items())
+        return
+    if "answer" in told:
+        in_place.receive(model, named)
+        return
+    if int(told["version"]) != TAMPERED:
         commit(model, named)
         return
     original, head = Loading.queue_readback, dict(model.named_parameters())["lm_head.weight"]

@@ -1,19 +1,29 @@
-"""A pool on the shared server: its broker, leases as workers would hold them, a client and a worker that serves it."""
+"""A pool on the shared server: its broker, leases as workers would hold them, a client and a worker that serves it.
+
+And the one pool of a real worker process that test modules share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 from support.pools.pool import status, worker
+from support.pools.worker_process import WorkerProcess
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, Lease, connect
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.producer.control import PoolControl
+from rolloutmq.worker.sglang.features import FILES
 
 MakeLease = Callable[..., Awaitable[Lease]]
+SMALL_RUNNING, SMALL_TOKENS = 12, 2000
+"""What the engine of `small_worker` decodes at once, and its KV cache, which holds less than these may want."""
 
 
 @pytest.fixture
@@ -65,3 +75,31 @@ async def serving(redis_db: str) -> AsyncIterator[None]:
 async def control(redis_db: str) -> AsyncIterator[PoolControl]:
     async with PoolControl(redis_db) as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def small_pool() -> Iterator[str]:
+    """URL of the server of `small_worker`."""
+    with EmbeddedRedis() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def small_worker(
+    text_model: Path, small_pool: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerProcess]:
+    """A process with the model of `text_engine`, but without its tokenizer, and with a small KV cache.
+
+    `test_engine_ops` comes last, and uses it up.
+    """
+    folder = tmp_path_factory.mktemp("small")
+    shutil.copytree(text_model, folder / "model", ignore=lambda *_: FILES)
+    options = ("--dtype", "float32", "--max-running", str(SMALL_RUNNING), "--max-total-tokens", str(SMALL_TOKENS))
+    # It admits requests as if they ended early, and warns when they do not and it retracts some.
+    options += ("--sglang", "schedule_conservativeness=0.05", "--sglang", 'log_level="warning"')
+    started = WorkerProcess(folder / "model", small_pool, folder / "worker.log", "--drain", "5", *options)
+    try:
+        started.wait_joined()
+        yield started
+    finally:
+        started.kill()

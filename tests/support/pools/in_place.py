@@ -106,14 +106,19 @@ def prompts(count: int, length: int = 70, seed: int = 0) -> list[list[int]]:
     return [rng.integers(3, 259, length).tolist() for _ in range(count)]
 
 
-def write_versions(folder: Path, count: int, dtype: str = "float32") -> list[Path]:
-    """The model that the engine starts with (a directory), and the weights of later versions (files)."""
+def write_versions(folder: Path, count: int, dtype: str = "float32", model: Path | None = None) -> list[Path]:
+    """The model that the engine starts with (a directory), and the weights of later versions (files).
+
+    model: the one that it is, else one is written.
+    """
     import torch  # noqa: PLC0415
     from safetensors.torch import load_file, save_file  # noqa: PLC0415
 
-    write_tiny_model(folder / "model", dtype=dtype)
-    base = load_file(folder / "model" / "model.safetensors")
-    paths = [folder / "model"]
+    if model is None:
+        model = folder / "model"
+        write_tiny_model(model, dtype=dtype)
+    base = load_file(model / "model.safetensors")
+    paths = [model]
     for version in range(1, count):
         torch.manual_seed(version)
         path = folder / f"version-{version}.safetensors"

@@ -37,7 +37,12 @@ def write_experts(path: Path, seed: int, *, dtype: str = "float32") -> Path:
         bos_token_id=None,
         eos_token_id=None,
     )
-    Qwen3MoeForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(path)
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms start as ones: every tensor should tell two versions apart
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
     return path
 
 

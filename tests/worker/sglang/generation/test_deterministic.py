@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from support.engines.asking import ask, judged, judged_states, processor
+from support.engines.plan_models import assert_whole, compared
+from support.engines.remote import Kept
 from support.pools.in_place import Judge, prompts, until
 from support.pools.pool import worker
 from support.specimens.moe import check_routes, routes, write_experts
@@ -44,17 +46,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pyte
 PROMPT = [11, 23, 5, 301, 42, 7]
 TOLERANCE = 2e-3
 TOKENS = 1500
-
-
-class Kept(SGLangEngine):
-    """Started and closed by its fixture, whatever a worker does."""
-
-    async def start(self) -> None:
-        if self._run is None:
-            await super().start()
-
-    async def close(self) -> None:
-        """Stays."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +81,7 @@ async def engine(versions: list[Path]) -> AsyncIterator[Kept]:
     engine = Kept(config)
     await engine.start()
     yield engine
-    await SGLangEngine.close(engine)
+    await engine.end()
 
 
 async def drawn(engine: SGLangEngine, seeds: list[int | None], count: int, **more: Any) -> list[list[int]]:
@@ -229,6 +220,14 @@ async def test_routed_experts_with_a_prefix_from_the_cache(engine: Kept, judge: 
         check_routes(output.token_arrays["routed_experts"], expected[request.token_ids.size - 1 : -1])
         check_routes(output.arrays["prompt_routed_experts"], expected[: request.token_ids.size])
     assert output.cached_tokens > 90
+
+
+async def test_its_copy_plan_does_what_loading_does(engine: Kept, versions: list[Path], tmp_path: Path) -> None:
+    """Of a mixture of experts; see weights/test_plan_models.py."""
+    for version in (1, 0):  # and back
+        weights = versions[version] / "model.safetensors"
+        [found] = await compared(engine, weights, tmp_path / f"report-{version}")
+        assert_whole(found, "Qwen3Moe", weights)
 
 
 async def test_the_examples_of_the_documentation_run(engine: Kept, monkeypatch: pytest.MonkeyPatch) -> None:

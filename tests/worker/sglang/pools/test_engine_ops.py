@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -15,17 +16,22 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
+from support.pools.fixtures import SMALL_RUNNING as RUNNING
 from support.pools.worker_process import WorkerProcess
 
-from rolloutmq import BlockingRolloutClient, GenerateJob, JobHandle, RolloutResult, SamplingParams, WeightPublisher
-from rolloutmq.ops.redis.embedded import EmbeddedRedis
-from rolloutmq.ops.tiny_model import write_tiny_model
+from rolloutmq import (
+    BlockingRolloutClient,
+    GenerateJob,
+    JobFailed,
+    JobHandle,
+    RolloutResult,
+    SamplingParams,
+    WeightPublisher,
+)
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync.disk.store import SnapshotStore
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
-RUNNING = 12
-KV_TOKENS = 2000
 PROMPT = list(range(5, 40))
 END_OF_SEQUENCE = 2
 """Of the tiny model."""
@@ -33,29 +39,18 @@ T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("ops") / "model"
-    write_tiny_model(path, context=2048)
-    return path
+def model_dir(text_model: Path) -> Path:
+    return text_model
 
 
 @pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with EmbeddedRedis() as server:
-        yield server.url
+def redis_url(small_pool: str) -> str:
+    return small_pool
 
 
 @pytest.fixture(scope="module")
-def worker(model_dir: Path, redis_url: str) -> Iterator[WorkerProcess]:
-    options = ("--dtype", "float32", "--max-running", str(RUNNING), "--max-total-tokens", str(KV_TOKENS))
-    # It admits requests as if they ended early, and warns when they do not and it retracts some.
-    options += ("--sglang", "schedule_conservativeness=0.05", "--sglang", 'log_level="warning"')
-    started = WorkerProcess(model_dir, redis_url, model_dir.with_name("worker.log"), "--drain", "5", *options)
-    try:
-        started.wait_joined()
-        yield started
-    finally:
-        started.kill()
+def worker(small_worker: WorkerProcess) -> WorkerProcess:
+    return small_worker
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +143,17 @@ def test_what_a_cpu_and_this_configuration_cannot_do_is_refused_with_the_reason(
         (refused,) = tell(ask).values()
         assert (refused.kind, why in refused.error) == ("RequestRefused", True), refused
     assert len(client.wait(client.submit(greedy(4)), 60)) == 1
+
+
+def test_the_kv_cache_is_what_limits_a_request_and_the_longest_one_runs(client: BlockingRolloutClient) -> None:
+    """The model's context is 2,048 tokens."""
+    with pytest.raises(JobFailed, match=r"the prompt has 35 tokens and the context \d+") as refused:
+        client.wait(client.submit(greedy(2000)), 60)
+    (limit,) = map(int, re.findall(r"the context (\d+)", str(refused.value)))
+    assert 1900 < limit < 2000
+    for count in (8, 300):
+        (result,) = client.wait(client.submit(greedy(count, [3] * (limit - count))), 60)
+        assert (result.finish_reason, len(result.token_ids)) == ("length", count)
 
 
 def test_a_profile_leaves_a_trace(client: BlockingRolloutClient, tell: Any, tmp_path: Path) -> None:

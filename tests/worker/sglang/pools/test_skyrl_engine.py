@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.engines.remote import RemoteEngine, RemoteWorker
 from support.pools import skyrl_trainer
-from support.pools.worker_process import WorkerProcess
 
 from rolloutmq.messages import SamplingParams
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
@@ -33,18 +33,13 @@ def redis_url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def worker(text_model: Path, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    log = tmp_path_factory.mktemp("skyrl") / "worker.log"
-    started = WorkerProcess(text_model, redis_url, log, "--dtype", "float32", "--max-running", "8", "--drain", "5")
-    try:
-        started.wait_joined()
-        yield started
-    finally:
-        started.kill()
+def worker(text_engine: RemoteEngine, redis_url: str) -> Iterator[RemoteWorker]:
+    with text_engine.worker(redis_url) as joined:
+        yield joined
 
 
 @pytest.fixture(scope="module")
-def versions(text_model: Path, worker: WorkerProcess) -> list[Any]:
+def versions(text_model: Path, worker: RemoteWorker) -> list[Any]:
     """transformers models in float32: as on disk, and after one and two steps of a stand-in for training."""
     import torch  # noqa: PLC0415
     from transformers import Qwen2ForCausalLM  # noqa: PLC0415
@@ -62,7 +57,7 @@ def versions(text_model: Path, worker: WorkerProcess) -> list[Any]:
 
 
 @pytest.fixture
-async def it(worker: WorkerProcess, redis_url: str, text_model: Path) -> AsyncIterator[SkyRLEngine]:
+async def it(worker: RemoteWorker, redis_url: str, text_model: Path) -> AsyncIterator[SkyRLEngine]:
     made = SkyRLEngine(redis_url, tokenizer=str(text_model), sampling_params=GREEDY, timeout_s=60.0)
     yield made
     await made.teardown()
@@ -87,7 +82,7 @@ def judge(output: InferenceEngineOutput, prompts: list[list[int]], versions: lis
 
 
 def test_a_training_loop(
-    worker: WorkerProcess, redis_url: str, text_model: Path, versions: list[Any], tmp_path: Path
+    worker: RemoteWorker, redis_url: str, text_model: Path, versions: list[Any], tmp_path: Path
 ) -> None:
     """Rank 0 of the trainer is a process of its own, and broadcasts as SkyRL's sender does."""
     from safetensors.torch import save_file  # noqa: PLC0415

@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.engines.remote import RemoteEngine, RemoteWorker
 from support.engines.text_requests import EOS, PROMPT, ids_of, text_of
 from support.pools.worker_process import WorkerProcess
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, SamplingParams, WeightPublisher
 from rolloutmq.messages.errors import RolloutMQError
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
-from rolloutmq.ops.tiny_model import write_tiny_model
-from rolloutmq.worker.sglang.features import FILES
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
-POOLS = {"default": "text", "tokens": "tokens"}
-"""Of each pool its model."""
-OPTIONS = ("--dtype", "float32", "--max-running", "8", "--drain", "5")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same model with a tokenizer and without."""
-    if find_spec("sglang") is None:
-        pytest.skip("SGLang is not installed")
-    folder = tmp_path_factory.mktemp("stops-pool")
-    write_tiny_model(folder / "text", context=2048, dtype="float32")
-    shutil.copytree(folder / "text", folder / "tokens", ignore=lambda *_: FILES)
-    return {pool: folder / name for pool, name in POOLS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +29,10 @@ def redis_url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def workers(models: dict[str, Path], redis_url: str) -> Iterator[dict[str, WorkerProcess]]:
-    """One worker in each pool."""
-    started = {
-        pool: WorkerProcess(path, redis_url, path.with_suffix(".log"), "--pool", pool, *OPTIONS)
-        for pool, path in models.items()
-    }
-    try:
-        for worker in started.values():
-            worker.wait_joined()
-        yield started
-    finally:
-        for worker in started.values():
-            worker.kill()
+def worker(text_engine: RemoteEngine, redis_url: str) -> Iterator[RemoteWorker]:
+    """The one with a tokenizer; `small_worker` has the same model and none."""
+    with text_engine.worker(redis_url) as joined:
+        yield joined
 
 
 def free(**sampling: object) -> GenerateJob:
@@ -66,11 +40,10 @@ def free(**sampling: object) -> GenerateJob:
     return GenerateJob(token_ids=PROMPT, sampling=SamplingParams.model_validate(fixed | sampling))
 
 
-def test_with_and_without_the_engines_tokenizer_it_is_the_same(redis_url: str) -> None:
-    with (
-        BlockingRolloutClient(redis_url, pool="default") as text,
-        BlockingRolloutClient(redis_url, pool="tokens") as other,
-    ):
+def test_with_and_without_the_engines_tokenizer_it_is_the_same(
+    redis_url: str, small_pool: str, small_worker: WorkerProcess
+) -> None:
+    with BlockingRolloutClient(redis_url) as text, BlockingRolloutClient(small_pool) as other:
         (whole,) = text.wait(text.submit(free()), 60)
         tokens = whole.token_ids
         said_at = {i: text_of(tokens[i : i + 3]) for i in range(90)}
@@ -90,8 +63,10 @@ def test_with_and_without_the_engines_tokenizer_it_is_the_same(redis_url: str) -
                 assert one.logprobs.tolist() == pytest.approx(two.logprobs.tolist(), abs=1e-4)
 
 
-def test_without_a_tokenizer_texts_and_grammars_are_refused_by_name(redis_url: str) -> None:
-    with BlockingRolloutClient(redis_url, pool="tokens") as client:
+def test_without_a_tokenizer_texts_and_grammars_are_refused_by_name(
+    small_pool: str, small_worker: WorkerProcess
+) -> None:
+    with BlockingRolloutClient(small_pool) as client:
         for name, value in (("stop", ("a",)), ("stop_regex", ("a",)), ("regex", "a")):
             with pytest.raises(RolloutMQError, match=f"sampling.{name}"):
                 client.wait(client.submit(free(**{name: value})), 60)
@@ -108,19 +83,16 @@ def test_the_examples_of_the_documentation_run_as_written(redis_url: str) -> Non
     assert ran.returncode == 0, ran.stderr
 
 
-def test_weights_change_in_the_middle_of_a_stop(redis_url: str, models: dict[str, Path]) -> None:
+def test_weights_change_in_the_middle_of_a_stop(redis_url: str, text_model: Path) -> None:
     """All that is said is the stop, but for three characters: wherever the update comes, it is in the middle of it."""
     from safetensors.torch import load_file  # noqa: PLC0415
 
-    weights = load_file(models["default"] / "model.safetensors")
+    weights = load_file(text_model / "model.safetensors")
     stop = "€" + "ab" * 510 + "END"
     sampling = {"temperature": 0.0, "max_new_tokens": 1200, "regex": "PRE€(ab){510}END[a-z]{100}"}
     kinds: list[dict[str, object]] = [{"stop": (stop,)}, {"stop_regex": ("€.*D",), "include_stop": False}]
     jobs = [GenerateJob(text="say", n=4, sampling=SamplingParams.model_validate(sampling | kind)) for kind in kinds]
-    with (
-        BlockingRolloutClient(redis_url, pool="default") as client,
-        WeightPublisher(redis_url, pool="default") as publisher,
-    ):
+    with BlockingRolloutClient(redis_url) as client, WeightPublisher(redis_url) as publisher:
         handles = client.submit_many(jobs)
         deadline = time.monotonic() + 30
         while not any(worker.running for worker in client.workers()):

@@ -1,27 +1,21 @@
-"""Streams, cancellation, deadlines and sessions on real SGLang; the tests use the worker up in order."""
+"""Streams, cancellation, deadlines and sessions on real SGLang."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.engines.remote import RemoteEngine
+from support.engines.remote import RemoteEngine, RemoteWorker
 from support.pools.worker_process import WorkerProcess
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, JobFailed, RolloutResult, SamplingParams
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.producer import Delta
-from rolloutmq.worker.config import WorkerConfig
-from rolloutmq.worker.engine.protocol import EngineInfo, EngineOutput, EngineRequest, Progress
 from rolloutmq.worker.text.tokenizer import ModelTokenizer
-from rolloutmq.worker.worker import Worker
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 SLOTS = 8
@@ -37,19 +31,13 @@ def redis_url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def worker(text_model: Path, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    options = ("--dtype", "float32", "--max-running", str(SLOTS), "--prefetch", "0", "--max-total-tokens", "32768")
-    log = tmp_path_factory.mktemp("stream-pool") / "worker.log"
-    started = WorkerProcess(text_model, redis_url, log, *options, "--drain", "5")
-    try:
-        started.wait_joined()
-        yield started
-    finally:
-        started.kill()
+def worker(text_engine: RemoteEngine, redis_url: str) -> Iterator[RemoteWorker]:
+    with text_engine.worker(redis_url, max_running=SLOTS, prefetch=0) as joined:
+        yield joined
 
 
 @pytest.fixture
-def client(worker: WorkerProcess, redis_url: str) -> Iterator[BlockingRolloutClient]:
+def client(worker: RemoteWorker, redis_url: str) -> Iterator[BlockingRolloutClient]:
     with BlockingRolloutClient(redis_url) as opened:
         yield opened
 
@@ -139,68 +127,10 @@ def test_slots_are_free_at_once(client: BlockingRolloutClient, how: str) -> None
             client.wait(handle, 60)
 
 
-class Borrowed:
-    """The tests' engine as a worker's, which neither starts nor ends it."""
-
-    def __init__(self, remote: RemoteEngine) -> None:
-        self._remote = remote
-        self.prompts = 0
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._remote.info
-
-    async def start(self) -> None:
-        """It runs."""
-
-    async def close(self) -> None:
-        """It is others', too."""
-
-    async def generate(self, request: EngineRequest) -> EngineOutput:
-        self.prompts += 1
-        return await self._remote.generate(request)
-
-    def progress(self, request_id: str, start: int = 0) -> Progress | None:
-        return None
-
-    def abort(self, request_id: str) -> None:
-        """Its requests are short."""
-
-    def abort_all(self) -> None:
-        """Its requests are short."""
-
-    async def healthy(self) -> bool:
-        return True
-
-
-@contextmanager
-def second_worker(remote: RemoteEngine, redis_url: str, model: Path) -> Iterator[str]:
-    """In this process; its id."""
-    config = WorkerConfig(redis_url=redis_url, max_running=SLOTS, drain_s=5.0)
-    one = Worker(config, Borrowed(remote), ModelTokenizer(str(model)))  # type: ignore[arg-type]
-    loops: list[asyncio.AbstractEventLoop] = []
-
-    async def serve() -> None:
-        loops.append(asyncio.get_running_loop())
-        await one.run()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        until = time.monotonic() + 30
-        while not one.worker_id or not one.joined.is_set():
-            assert time.monotonic() < until
-            assert thread.is_alive()
-        yield one.worker_id
-    finally:
-        loops[0].call_soon_threadsafe(one.drain)
-        thread.join(30)
-
-
 def test_a_session_stays_with_its_prefix_and_outlives_its_worker(
-    client: BlockingRolloutClient, worker: WorkerProcess, redis_url: str, text_model: Path, text_engine: RemoteEngine
+    text_engine: RemoteEngine, small_pool: str, small_worker: WorkerProcess
 ) -> None:
-    with second_worker(text_engine, redis_url, text_model) as other:
+    with text_engine.worker(small_pool) as worker, BlockingRolloutClient(small_pool) as client:
         opening = np.random.default_rng(0).integers(5, 200, 300).tolist()
         session = client.session(token_ids=opening, sampling=greedy(40), prefer_s=30.0)
         session.generate(timeout=60, prefer_worker=worker.worker_id)
@@ -214,9 +144,9 @@ def test_a_session_stays_with_its_prefix_and_outlives_its_worker(
         branch = session.branch(at=len(opening) + 20)
         assert branch.generate([7], timeout=60).cached_tokens >= len(opening) + 19
         before = len(session)
-        worker.kill()
+        worker.leave(crash=True)
         result = session.generate([30], timeout=60)
-        assert result.worker_id == session.worker == other
+        assert result.worker_id == session.worker == small_worker.worker_id
         assert result.cached_tokens == 0, "all of it is read again"
         assert session.generate([31], timeout=60).cached_tokens >= before
         assert len(session) == before + 82

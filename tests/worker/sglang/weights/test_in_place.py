@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from support.engines.fixtures import MAX_RUNNING as RUNNING
 from support.pools.in_place import InPlaceEngine, Judge, check_crossing, greedy, prompts, until, write_versions
 
 from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
-from rolloutmq.worker.sglang.engine import SGLangConfig
 
-pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
-MODES = [pytest.param(False, id="normal"), pytest.param(True, id="overlap", marks=pytest.mark.slow)]
-RUNNING = 8
+pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 TOLERANCE = 2e-3
 """Of a log-probability; both sides compute in float32, in batches of different shapes."""
 
 
 @pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    if find_spec("sglang") is None:
-        pytest.skip("SGLang is not installed")
-    return write_versions(tmp_path_factory.mktemp("in-place"), 4)
+def versions(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The engine has version 0; the tests below go on to 1, 2 and 3 in order, and back."""
+    return write_versions(tmp_path_factory.mktemp("in-place"), 4, model=tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +29,12 @@ def judge(versions: list[Path]) -> Judge:
     return Judge(versions)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=MODES)
-async def engine(versions: list[Path], request: pytest.FixtureRequest) -> AsyncIterator[InPlaceEngine]:
-    """Starts with version 0; the tests below go on to 1, 2 and 3 in order."""
-    config = SGLangConfig(
-        model=str(versions[0]),
-        dtype="float32",
-        max_running=RUNNING,
-        max_total_tokens=8192,
-        overlap_schedule=request.param,
-    )
-    engine = InPlaceEngine(config)
-    await engine.start()
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def switching(engine: InPlaceEngine, versions: list[Path]) -> AsyncIterator[InPlaceEngine]:
+    """The shared engine; it has its own weights again afterwards."""
     yield engine
-    await engine.close()
+    answer = await engine.replace(versions[0] / "model.safetensors", "4")
+    assert "error" not in answer, answer
 
 
 def start(engine: InPlaceEngine, requests: list[EngineRequest]) -> list[asyncio.Task[EngineOutput]]:
@@ -59,8 +47,9 @@ async def past(engine: InPlaceEngine, request: EngineRequest, count: int) -> Non
 
 
 async def test_running_requests_go_on_and_new_ones_find_nothing_old(
-    engine: InPlaceEngine, versions: list[Path], judge: Judge
+    switching: InPlaceEngine, versions: list[Path], judge: Judge
 ) -> None:
+    engine = switching
     overlap = bool(engine.config.overlap_schedule)
     asked = prompts(RUNNING + 4)
     for prompt in asked[RUNNING:]:  # cached under version 0
@@ -102,7 +91,8 @@ async def test_running_requests_go_on_and_new_ones_find_nothing_old(
         assert judge.error(prompt, output, [(1, 8)]) < TOLERANCE
 
 
-async def test_two_switches_within_one_request(engine: InPlaceEngine, versions: list[Path], judge: Judge) -> None:
+async def test_two_switches_within_one_request(switching: InPlaceEngine, versions: list[Path], judge: Judge) -> None:
+    engine = switching
     asked = prompts(RUNNING, seed=1)
     # Different lengths: some end before, between and after the switches.
     lengths = [40, 60, 120, 500, 500, 500, 500, 500]
@@ -124,7 +114,8 @@ async def test_two_switches_within_one_request(engine: InPlaceEngine, versions: 
     assert {1, 3} <= crossed
 
 
-async def test_a_version_that_has_been_used_cannot_come_again(engine: InPlaceEngine, versions: list[Path]) -> None:
+async def test_a_version_that_has_been_used_cannot_come_again(switching: InPlaceEngine, versions: list[Path]) -> None:
+    engine = switching
     await engine.generate(greedy(prompts(1)[0], 2, "3"))
     for key in ("0", "3"):
         answer = await engine.replace(versions[1], key)
