@@ -14,6 +14,8 @@ from support.pools import in_place
 
 from rolloutmq.sync.receive.loading import Loading
 from rolloutmq.worker.sglang.inside.control import commit
+from rolloutmq.worker.sglang.inside.scheduler import current
+from rolloutmq.worker.sglang.inside.switches import Switches
 
 TAMPERED = 666
 """A load of this version ends with one bit of lm_head.weight flipped, before it is read back."""
@@ -31,6 +33,7 @@ def receive(model: Any, named_tensors: Any) -> None:
         return
     if "restore" in told:
         model.load_weights(load_file(told["restore"]).items())
+        current().rolloutmq_switches = Switches()  # versions may come again: nothing runs, and the cache is flushed
         return
     if "answer" in told:
         in_place.receive(model, named)
