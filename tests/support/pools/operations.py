@@ -32,7 +32,7 @@ def work(queue: OperationQueue, url: str) -> bool:
             signal.signal(number, handler)
 
 
-def until(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
+def until(condition: Callable[[], Any], timeout: float = 90.0) -> Any:
     deadline = time.monotonic() + timeout
     while not (value := condition()):
         assert time.monotonic() < deadline

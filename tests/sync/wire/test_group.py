@@ -50,7 +50,7 @@ def test_a_host_that_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
         own_address_towards("redis://user:secret@nowhere")
 
 
-def broadcast(world: int, send: torch.Tensor, timeout_s: float = 5.0, ranks: int | None = None) -> list:
+def broadcast(world: int, send: torch.Tensor, timeout_s: float = 60.0, ranks: int | None = None) -> list:
     store = serve_store("127.0.0.1")
     outcomes: list = [None] * world
     deadline = time.monotonic() + timeout_s
@@ -69,7 +69,7 @@ def broadcast(world: int, send: torch.Tensor, timeout_s: float = 5.0, ranks: int
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(90)
     return outcomes
 
 
