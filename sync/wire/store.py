@@ -6,12 +6,13 @@ timeouts are for keys, not for answers. So `BoundedStore` makes its calls in a t
 
 from __future__ import annotations
 
+import atexit
 import ipaddress
 import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -28,6 +29,8 @@ from ...messages.model import WeightManifest
 T = TypeVar("T")
 ANSWER_S = 3.0
 """A server that is silent for so many seconds counts as gone: its thread does nothing else and answers at once."""
+EXIT_S = 2.0
+"""Most seconds for which the end of the process waits for calls that were left behind."""
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
@@ -48,13 +51,27 @@ def begin(work: Callable[[], T]) -> Future[T]:
     return future
 
 
+_under_way: set[Future[Any]] = set()
+
+
 def _run(work: Callable[[], T], future: Future[T]) -> None:
+    _under_way.add(future)
     try:
         result = work()
     except BaseException as error:
         future.set_exception(error)
     else:
         future.set_result(result)
+    finally:
+        _under_way.discard(future)
+
+
+def _let_end() -> None:
+    # A call of torch that comes back while the interpreter is being taken down ends the whole process with SIGABRT.
+    wait(list(_under_way), EXIT_S)
+
+
+atexit.register(_let_end)
 
 
 class BoundedStore:

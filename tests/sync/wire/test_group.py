@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -108,6 +110,29 @@ def test_no_store_there() -> None:
         port = closed.getsockname()[1]
     with pytest.raises(TransferTimeout, match=f"127.0.0.1:{port}"):
         join_store("127.0.0.1", port, 0.5)
+
+
+LEFT_BEHIND = """
+import socket, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from rolloutmq.sync.wire.store import begin
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(2.0)  # the interpreter is being taken down, and the call comes back meanwhile
+
+slow = Slow()
+with socket.socket() as closed:
+    closed.bind(("127.0.0.1", 0))
+    port = closed.getsockname()[1]
+begin(lambda: TCPStore("127.0.0.1", port, None, False, timedelta(seconds=0.5)))
+time.sleep(0.1)
+"""
+
+
+def test_a_process_that_leaves_a_call_behind_ends_in_order() -> None:
+    assert subprocess.run([sys.executable, "-c", LEFT_BEHIND], stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def test_who_comes_after_the_deadline_does_not_begin() -> None:
