@@ -16,7 +16,7 @@ class WorkerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     redis_url: str
-    """redis://, rediss:// or unix:// URL."""
+    """URL: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://."""
     pool: str = "default"
     """Name of the pool."""
     max_running: Int = Field(default=256, ge=1, le=65536)

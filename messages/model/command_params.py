@@ -45,9 +45,9 @@ class AdaptersParams(NoParams):
 
 
 class PauseParams(Params):
-    """Stop generating; `resume` goes on. Nothing new is claimed in any mode.
+    """Stop generating until `resume`. Nothing new is claimed in any mode.
 
-    finish: running samples go on to their end. abort: they stop and keep what they have. retract: the same, and the
+    finish: running samples run to their end. abort: they stop and keep what they have. retract: the same, and the
     memory of their KV and of cached prefixes goes back to the engine at once. in_place: the engine freezes with their
     KV and takes no weights until `resume`.
     """
@@ -57,13 +57,13 @@ class PauseParams(Params):
 
 
 class ResumeParams(NoParams):
-    """Go on after `pause`."""
+    """Continue after `pause`."""
 
 
 class AbortParams(Params):
     """Cancel the jobs that workers hold; their clients are told. What is queued stays."""
 
-    drop: bool = Field(default=True, description="Cancel the jobs, or only interrupt them: they go on at once.")
+    drop: bool = Field(default=True, description="Cancel the jobs, or only interrupt them: they continue at once.")
 
 
 class StopParams(Params):
@@ -95,7 +95,7 @@ class WakeParams(Params):
 
 
 class FlushCacheParams(NoParams):
-    """Forget cached prefixes. What runs is interrupted for it, and goes on."""
+    """Forget cached prefixes. What runs is interrupted for it, and continues."""
 
 
 class ClearStorageParams(NoParams):

@@ -14,7 +14,9 @@ app = group("Configuration: SkyRL's and VERL's files, too.")
 
 @app.command("explain")
 def explain_file(
-    file: Annotated[Path, typer.Argument(help="YAML, TOML or JSON: ours, or with SkyRL's or VERL's settings in it.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="YAML, TOML or JSON: ours, or with SkyRL's or VERL's settings in it.")
+    ],
     json: Json = False,
 ) -> None:
     """Each key of a file: what it became, or why it is ignored or refused. Exit code 1 if something is refused."""
@@ -32,12 +34,16 @@ def explain_file(
 @app.command("show", context_settings={"ignore_unknown_options": True})
 def show(
     flags: Annotated[
-        list[str] | None, typer.Argument(help="After --: flags of `rolloutmq worker`, as it would be started with.")
+        list[str] | None, typer.Argument(metavar="FLAGS", help="After --: flags that `rolloutmq worker` would get.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="The file that --config of the worker would name.")] = None,
     json: Json = False,
 ) -> None:
-    """Every setting a worker would have, and where it comes from: flag, environment, file or default."""
+    """Show every setting that a worker would have, and where it comes from: flag, environment, file or default.
+
+    \b
+    rolloutmq config show --config pool.yaml -- --tp 4
+    """
     from ..config import load_settings
     from ..config.report import print_settings, settings_json
 

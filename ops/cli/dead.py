@@ -25,7 +25,7 @@ T = TypeVar("T")
 Cause = Annotated[str, typer.Option(help="Only those whose cause contains this, in any case.")]
 Since = Annotated[str, typer.Option(help="Only newer ones: an age (90s, 30m, 2h, 7d) or a date (2026-01-31T08:00).")]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most so many.")]
-Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Entry ids, as `dead list` shows them.")]
+Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Entry ids, as `dead list` shows them.")]
 All = Annotated[bool, typer.Option("--all", help="All that the filters let through, instead of ids.")]
 
 
@@ -113,7 +113,12 @@ def _on_chosen(act: Callable[..., int], *more: inspect.Parameter) -> None:
 
 
 def requeue(chosen: Chosen, reply_to: str | None) -> int:
-    """Submit dead letters again, each as a new job, and delete them. Exit code 1 if some could not be."""
+    """Submit dead letters again, each as a new job, and delete them. Exit code 1 if that failed for some.
+
+    \b
+    rolloutmq dead requeue 1718000000000-0
+    rolloutmq dead requeue --all --cause "was lost" --since 2h
+    """
     ids, redis, pool, since = chosen.ids or [], chosen.redis, chosen.pool, chosen.since
     if chosen.every:
         known = _with(redis, pool, lambda letters: _since(letters, since))

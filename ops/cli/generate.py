@@ -23,16 +23,18 @@ from .options import Json, Pool, RedisUrl, finite, ids, say
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="A text; with --session also the lines of stdin.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="A text. With --session each line of stdin is a turn too.")
+    ] = None,
     token_ids: Annotated[str | None, typer.Option(help="Instead of a text: ids, such as 5,17,3.")] = None,
     system: Annotated[str | None, typer.Option(help="System message; makes it a chat.")] = None,
     chat: Annotated[bool, typer.Option(help="The text is a user's message, in the model's chat template.")] = False,
-    stream: Annotated[bool, typer.Option(help="Print as it is generated.")] = False,
+    stream: Annotated[bool, typer.Option(help="Print tokens as they are generated.")] = False,
     session: Annotated[bool, typer.Option(help="Every further line of stdin is a turn, until it ends.")] = False,
-    n: Annotated[int, typer.Option(help="Samples; more than one only at once.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(help="For each sample, or turn.")] = 128,
+    n: Annotated[int, typer.Option(help="Samples; more than one neither with --stream nor with --session.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of a sample, or of a turn.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends it; repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends a sample; repeatable.")] = None,
     lora: Annotated[str | None, typer.Option(help="LoRA adapter to sample with.")] = None,
     timeout: Annotated[
         float, typer.Option(min=0, callback=finite, help="Give up when nothing comes for so many seconds.")
@@ -41,7 +43,13 @@ def generate(
     pool: Pool = "default",
     json: Json = False,
 ) -> None:
-    """Generate in the pool and print it. A prompt of ids is answered with ids."""
+    """Generate in the pool, and print the answer. A prompt of ids is answered with ids.
+
+    \b
+    rolloutmq generate "Once upon a time" --n 4
+    rolloutmq generate --chat --session --system "Be brief." --stream
+    rolloutmq generate --token-ids 5,17,3 --json
+    """
     fields: dict[str, Any] = {
         "sampling": as_config(
             SamplingParams, max_new_tokens=max_new_tokens, temperature=temperature, stop=tuple(stop or ())

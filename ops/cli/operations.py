@@ -34,8 +34,8 @@ LOOK_S = 0.2
 
 @app.command()
 def run(
-    name: Annotated[str, typer.Argument(help="Of the operation; `ops list` shows them.")],
-    param: Annotated[list[str] | None, typer.Option(help="NAME=VALUE; repeatable.")] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the operation; `ops list` shows them.")],
+    param: Annotated[list[str] | None, typer.Option(help="A parameter, NAME=VALUE; repeatable.")] = None,
     redis: RedisUrl = DEFAULT_URL,
     ops_redis: OpsRedis = None,
     pool: Pool = "default",
@@ -44,7 +44,12 @@ def run(
     here: Annotated[bool, typer.Option("--here", help="In this process, without RQ and a worker.")] = False,
     json: Json = False,
 ) -> None:
-    """Submit an operation and print its id. With --wait: exit code 1 if it failed or found trouble."""
+    """Submit an operation and print its id. With --wait: exit code 1 if it failed or found trouble.
+
+    \b
+    rolloutmq ops run audit-broker --wait
+    rolloutmq ops run dead-requeue --param cause="was lost"
+    """
     params = parse_extra(param or [])
     checked(name, params)  # before anything is connected to
     if here:
@@ -77,7 +82,7 @@ def watch(
 def list_operations(
     redis: RedisUrl = DEFAULT_URL, ops_redis: OpsRedis = None, pool: Pool = "default", json: Json = False
 ) -> None:
-    """The operations there are, and those that are queued, under way, or were over within the last days."""
+    """List the operations that there are, and their runs: queued, under way, or ended within the last days."""
     kinds: list[dict[str, Any]] = [
         {"name": name, "help": kind.help(), "params": _described(kind.params.model_json_schema())}
         for name, kind in operations().items()
@@ -138,7 +143,7 @@ def _follow(queue: OperationQueue, run_id: str, timeout: float | None) -> int:
                 lonely = True
                 typer.secho("nobody runs operations here: start one with  rolloutmq ops worker", fg="yellow", err=True)
             if deadline is not None and time.monotonic() >= deadline:
-                typer.secho(f"still {run.state}; it goes on: rolloutmq ops watch {run_id}", err=True)
+                typer.secho(f"still {run.state}; it continues: rolloutmq ops watch {run_id}", err=True)
                 return 3
             line.show(run.done, run.total, f"{run.state}: {run.message}" if run.message else run.state)
             time.sleep(LOOK_S)

@@ -26,7 +26,12 @@ def finite(value: float | None) -> float | None:
     return value
 
 
-RedisUrl = Annotated[str, typer.Option(envvar="ROLLOUTMQ_REDIS", help="redis://, rediss:// or unix:// URL.")]
+RedisUrl = Annotated[
+    str,
+    typer.Option(
+        envvar="ROLLOUTMQ_REDIS", help="URL: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://."
+    ),
+]
 Pool = Annotated[str, typer.Option(envvar="ROLLOUTMQ_POOL", help="Name of the pool.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]

@@ -19,7 +19,7 @@ replies = group("Results that wait for their clients.")
 
 
 def status(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", json: Json = False) -> None:
-    """What is queued, who works on it, which weights they serve."""
+    """Show what is queued, who works on it, and which weights they serve."""
     from ..status import pool_state, status_lines
 
     state = asyncio.run(pool_state(redis, pool))
@@ -27,20 +27,27 @@ def status(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", json: Json = F
 
 
 def submit(
-    file: Annotated[Path, typer.Argument(help="JSONL: per line a job with text, messages or token_ids.", exists=True)],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="JSONL: a job per line, with text, messages or token_ids.", exists=True),
+    ],
     out: Annotated[Path, typer.Option(help="JSONL of results, in the order of the input.")],
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
-    n: Annotated[int, typer.Option(help="Samples per line, where the line does not say.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(help="Where the line does not say.")] = 128,
-    temperature: Annotated[float, typer.Option(help="Where the line does not say.")] = 1.0,
+    n: Annotated[int, typer.Option(help="Samples per line, unless the line has its own.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of a sample, unless the line has its own.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; unless the line has its own.")] = 1.0,
     window: Annotated[int, typer.Option(min=1, help="Jobs outstanding at a time.")] = 1024,
     logprobs: Annotated[bool, typer.Option(help="Write the logprob of every token.")] = False,
-    lora: Annotated[str | None, typer.Option(help="LoRA adapter to sample with, where the line does not say.")] = None,
+    lora: Annotated[str | None, typer.Option(help="LoRA adapter to sample with, unless the line has its own.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a finished output file.")] = False,
     json: Json = False,
 ) -> None:
-    """Answer every line of a file exactly once. Stopped with Ctrl-C, the same command goes on where it was."""
+    """Answer every line of a file exactly once. After Ctrl-C the same command continues where it was.
+
+    \b
+    rolloutmq submit prompts.jsonl --out answers.jsonl --n 4 --max-new-tokens 256
+    """
     from ..submit import Defaults, submit_file
 
     log_to_stderr("warning")
@@ -50,17 +57,22 @@ def submit(
 
 
 def cancel(
-    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Job ids.")] = None,
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="JOB", help="Job ids.")] = None,
     client: Annotated[str, typer.Option(help="Instead of ids: every open job of this client.")] = "",
-    group: Annotated[str, typer.Option(help="With --client: only those of this group.")] = "",
+    group: Annotated[str, typer.Option(help="With --client: only the jobs of this group.")] = "",
     partial: Annotated[
-        bool, typer.Option("--partial", help="Of jobs by id, publish what their samples have so far.")
+        bool, typer.Option("--partial", help="With job ids: publish what their samples have so far.")
     ] = False,
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     json: Json = False,
 ) -> None:
-    """Cancel jobs, queued or running. Their clients are told; samples that were published stand."""
+    """Cancel jobs, queued or running. Their clients are told. Samples that were published stay.
+
+    \b
+    rolloutmq cancel 0192f0c1a2b34c5d8e9fa0b1c2d3e4f5
+    rolloutmq cancel --client trainer-1 --group step-7
+    """
     if bool(jobs) == bool(client) or (group and not client) or (partial and client):
         raise ConfigError("give job ids (and --partial), or --client, or --client and --group")
     for job in jobs or []:
@@ -105,13 +117,13 @@ def list_replies(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", json: Js
 
 @replies.command("drop")
 def drop_replies(
-    client: Annotated[str, typer.Argument(help="The client that will not come back.")],
+    client: Annotated[str, typer.Argument(metavar="CLIENT", help="Id of the client that will not come back.")],
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     yes: Yes = False,
     json: Json = False,
 ) -> None:
-    """Throw away what waits for a client. Its open jobs go on; cancel them first."""
+    """Drop the results that wait for a client. Its open jobs continue: cancel them first."""
     count = ask(redis, pool, lambda broker: broker.count_replies(client))
     if count and not yes:
         typer.confirm(f"throw away {count} results of {client}?", abort=True, err=True)

@@ -17,7 +17,9 @@ from .options import Json, Pool, RedisUrl, finite, ids, say
 Inputs = Annotated[
     Path,
     typer.Argument(
-        help='JSONL: a string, {"text": …}, {"token_ids": […]} or {"messages": […]}, all of one form.', exists=True
+        metavar="FILE",
+        help='JSONL: a string, {"text": …}, {"token_ids": […]} or {"messages": […]}, all of one form.',
+        exists=True,
     ),
 ]
 Timeout = Annotated[
@@ -36,7 +38,11 @@ def embed(
     timeout: Timeout = None,
     json: Json = False,
 ) -> None:
-    """Embed every line of a file, on workers with --task embed."""
+    """Embed every line of a file, on workers with --task embed.
+
+    \b
+    rolloutmq embed texts.jsonl --out vectors.npy
+    """
     import numpy as np
 
     from ...producer.blocking import BlockingRolloutClient
@@ -58,7 +64,7 @@ def embed(
 def reward(
     file: Inputs, redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", timeout: Timeout = None, json: Json = False
 ) -> None:
-    """Score every line of a file with a reward model. For workers with --task reward; one JSON line for each."""
+    """Score every line of a file with a reward model, on workers with --task reward. Prints one JSON line for each."""
     from ...producer.blocking import BlockingRolloutClient
 
     inputs = _lines(file)
@@ -73,16 +79,22 @@ def reward(
 
 
 def score(
-    continuations: Annotated[list[str], typer.Argument(help="What may come next; several to compare.")],
-    prompt: Annotated[str, typer.Option(help="The text before.")],
+    continuations: Annotated[
+        list[str], typer.Argument(metavar="CONTINUATIONS", help="Texts that may come next, one or several.")
+    ],
+    prompt: Annotated[str, typer.Option(help="The text before them.")],
     as_ids: Annotated[bool, typer.Option("--ids", help="Prompt and continuations are ids, such as '5 17 3'.")] = False,
-    tokens: Annotated[bool, typer.Option("--tokens", help="The log-probability of each token, too.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Print the log-probability of each token too.")] = False,
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     timeout: Timeout = None,
     json: Json = False,
 ) -> None:
-    """How likely each continuation of a prompt is. One JSON line for each, in the order they are given."""
+    """Print how likely each continuation of a prompt is, one JSON line for each, in their order.
+
+    \b
+    rolloutmq score --prompt "The capital of France is" " Paris." " Rome."
+    """
     from ...producer.blocking import BlockingRolloutClient
 
     given: Any = ids("--prompt", prompt) if as_ids else prompt
@@ -100,12 +112,17 @@ def score(
 
 def decode(
     model: Annotated[str, typer.Option(help="Folder or hub name of the model, or a tokenizer.json.")],
-    token_ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Token ids.")] = None,
+    token_ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Token ids.")] = None,
     file: Annotated[Path | None, typer.Option(help="JSONL with token_ids, as `submit` writes.", exists=True)] = None,
     special: Annotated[bool, typer.Option("--special", help="Keep special tokens.")] = False,
     json: Json = False,
 ) -> None:
-    """Text of token ids. Of a file, one JSON string per line; asks no pool."""
+    """Print the text of token ids, or of each line of a file as a JSON string. No pool is needed.
+
+    \b
+    rolloutmq decode --model Qwen/Qwen3-8B 785 6722
+    rolloutmq decode --model Qwen/Qwen3-8B --file answers.jsonl
+    """
     from ...producer.data import Decoder
 
     if bool(token_ids) == (file is not None):

@@ -29,8 +29,14 @@ def redis(
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
 
 
-def tiny_model(directory: Annotated[Path, typer.Argument(help="Where to write it.")], json: Json = False) -> None:
-    """Write a tiny random Qwen2-style model and its tokenizer. It is something to try a worker with, offline."""
+def tiny_model(
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Folder to write it to.")], json: Json = False
+) -> None:
+    """Write a tiny random Qwen2-style model and its tokenizer, to try a worker offline.
+
+    \b
+    rolloutmq tiny-model out/tiny && rolloutmq worker --model out/tiny
+    """
     check_out("DIRECTORY", directory, folder=True)
     from ..tiny_model import write_tiny_model
 

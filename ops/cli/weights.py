@@ -33,7 +33,7 @@ def list_versions(
 
 @app.command()
 def show(
-    version: Annotated[int, typer.Argument(help="Number of the version.")],
+    version: Annotated[int, typer.Argument(metavar="VERSION", help="Number of the version.")],
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",
     json: Json = False,
@@ -66,7 +66,7 @@ def gc(
     yes: Yes = False,
     json: Json = False,
 ) -> None:
-    """Remove old versions from disk, but for those that are pinned or being read."""
+    """Remove old versions from disk, except those that are pinned or being read."""
     from ..weights_disk import store
 
     versions = store(folder, keep)
@@ -81,7 +81,7 @@ def gc(
 @app.command()
 def pin(
     folder: Folder,
-    version: Annotated[int, typer.Argument(help="Number of the version.")],
+    version: Annotated[int, typer.Argument(metavar="VERSION", help="Number of the version.")],
     remove: Annotated[bool, typer.Option("--remove", help="Take the pin away.")] = False,
     json: Json = False,
 ) -> None:
