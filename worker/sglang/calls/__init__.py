@@ -1,4 +1,4 @@
-"""One call of a running engine: what is refused, what SGLang is told, and what it answers."""
+"""One call of a running engine: the check of the request, its form for SGLang, and SGLang's answer."""
 
 from .answer import Shapes, engine_output, generated_so_far, progress_of
 from .request import check_request, grammar_refusal

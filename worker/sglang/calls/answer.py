@@ -1,4 +1,4 @@
-"""What SGLang answers to one request, as the arrays and reasons that the engine protocol names."""
+"""Turns SGLang's answer to one request into the arrays and reasons of the engine protocol."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from ...engine import NOTHING_MORE, EngineOutput, EngineRequest, FinishReason, M
 from ..wire import STOP_TEXT, STOP_TOKENS
 
 LOGPROBS, INPUT_LOGPROBS, STATE = "rolloutmq_output_logprobs", "rolloutmq_input_logprobs", "rolloutmq_state"
-"""In `meta_info`, put there by `launch.Manager`: two lists of logprobs as SGLang has them, and SGLang's state of the
-request, if it asked for more logprobs than those of its tokens."""
+"""Entries of `meta_info` that `launch.Manager` adds: two lists of logprobs as SGLang has them and, if the request asked
+for more logprobs than those of its tokens, SGLang's state of the request."""
 NO_TOKEN = -1
-"""In "prompt_top_ids" of the first token, which nothing predicted."""
+"""The value of "prompt_top_ids" for the first token, which nothing predicted."""
 MASKED = -1e20
-"""Where a token was impossible SGLang has -1e30 or less, divided by a temperature of at most 100."""
+"""Logprobs below this are of impossible tokens: SGLang has -1e30 or less, divided by a temperature up to 100."""
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Shapes of a model's arrays. dtype: torch's name of what its hidden states are in. layers, experts: 0 without
-    experts.
-    """
+    """Shapes of a model's arrays. dtype: of its hidden states, by torch's name. layers, experts: 0 without experts."""
 
     hidden: int = 0
     dtype: str = "float32"
@@ -38,7 +36,7 @@ class Shapes:
 
     @property
     def state_dtype(self) -> np.dtype[Any]:
-        """What hidden states travel as: bfloat16 as its bits, in uint16."""
+        """The dtype in which hidden states travel. bfloat16 travels as its bits, in uint16."""
         return np.dtype({"bfloat16": "uint16", "float16": "float16"}.get(self.dtype, "float32"))
 
 
@@ -46,10 +44,10 @@ class Shapes:
 
 
 def generated_so_far(manager: Any, request_id: str, start: int) -> tuple[list[int], list[float], Any] | None:
-    """Token ids and log-probabilities of a running request from token `start` on, as far as the scheduler has reported
-    them, with SGLang's state of the request; None if it does not run.
+    """Return a running request's ids and logprobs from token `start` on, as far as reported, and SGLang's state of it.
 
-    The scheduler reports every SGLANG_FORCE_STREAM_INTERVAL (50) tokens, also of a request that does not stream.
+    Returns None if the request does not run. The scheduler reports every SGLANG_FORCE_STREAM_INTERVAL (50) tokens, also
+    of a request that does not stream.
     """
     state = manager.rid_to_state.get(request_id)
     if state is None or state.finished:
@@ -60,7 +58,7 @@ def generated_so_far(manager: Any, request_id: str, start: int) -> tuple[list[in
 
 
 def _aborted() -> EngineOutput:
-    """An abort without tokens."""
+    """Return an abort without tokens."""
     return EngineOutput(np.empty(0, np.int32), np.empty(0, np.float32), "abort")
 
 
@@ -68,17 +66,17 @@ def _aborted() -> EngineOutput:
 
 
 def engine_output(request: EngineRequest, answer: dict[str, Any] | None, shapes: Shapes) -> EngineOutput:
-    """SGLang's answer as arrays; None, for a request that never ran, becomes an abort without tokens.
+    """Return SGLang's answer as arrays. None, for a request that never ran, becomes an abort without tokens.
 
-    Raises RequestRefused if a logit processor left a token without any choice, EngineError if SGLang did not tell what
-    was asked for.
+    Raises RequestRefused if a logit processor left no token to choose from, and EngineError if SGLang did not answer
+    everything that was asked for.
     """
     if answer is None:
         return _aborted()
     meta = answer["meta_info"]
     reason = meta["finish_reason"]
     token_ids, logprobs = np.array(answer["output_ids"], dtype=np.int32), meta.get(LOGPROBS, [])
-    # As many of the one as of the other: an abort can come between the two.
+    # An abort can come between the two lists, so both are cut to the shorter one.
     count = min(token_ids.size, len(logprobs))
     values = np.array(logprobs[:count], dtype=np.float32)
     try:
@@ -86,7 +84,7 @@ def engine_output(request: EngineRequest, answer: dict[str, Any] | None, shapes:
     except EngineError:
         if reason["type"] != "abort":
             raise
-        # SGLang had retracted it: its tokens come without what belongs to them. They are generated again.
+        # SGLang had retracted it: its tokens come without the other arrays. They are generated again.
         return _aborted()
     matched_stop, stop_tokens, stop_text = _what_ended(reason)
     return EngineOutput(
@@ -109,13 +107,13 @@ def _more(
     _check_choice(request, logprobs)
     states, whole = _hidden_arrays(request, meta.get("hidden_states"), count, shapes)
     experts, more = _expert_arrays(request, meta.get("routed_experts"), count, shapes)
-    # Without a token there are no arrays of the whole: the next leg is asked for them again.
+    # Without a token there are no arrays of the whole sample. The next leg asks for them again.
     prompt = _prompt_arrays(request, state) if count else {}
     return {**_token_rows(request, state, 0, count), **states, **experts}, {**prompt, **whole, **more}
 
 
 def progress_of(request: EngineRequest, found: tuple[list[int], list[float], Any], start: int) -> Progress | None:
-    """What a running request has from token `start` on, or None if that cannot be told without its end.
+    """Return what a running request has from token `start` on, or None if that is only known at its end.
 
     found: its tokens and logprobs from `start` on, and SGLang's state of it.
     """
@@ -131,7 +129,7 @@ def progress_of(request: EngineRequest, found: tuple[list[int], list[float], Any
 
 
 def _check_choice(request: EngineRequest, logprobs: Any) -> None:
-    """The logprob of a token is NaN where the sampler had no distribution to draw it from."""
+    """Raise RequestRefused for a NaN: the sampler had no distribution to draw that token from."""
     if request.wanted.logit_processors and (lost := np.flatnonzero(np.isnan(logprobs))).size:
         names = ", ".join(each.name for each in request.wanted.logit_processors)
         raise RequestRefused(
@@ -140,7 +138,7 @@ def _check_choice(request: EngineRequest, logprobs: Any) -> None:
 
 
 def _what_ended(reason: dict[str, Any]) -> tuple[MatchedStop | None, int, str]:
-    """`matched_stop`, `stop_tokens` and `stop_text` of an EngineOutput, from SGLang's finish reason."""
+    """Return `matched_stop`, `stop_tokens` and `stop_text` of an EngineOutput, from SGLang's finish reason."""
     matched = reason.get("matched")
     if STOP_TOKENS in reason:
         stop = tuple(matched) if isinstance(matched, list) else matched
@@ -152,7 +150,7 @@ def _what_ended(reason: dict[str, Any]) -> tuple[MatchedStop | None, int, str]:
 
 
 def check_sizes(request: EngineRequest, shapes: Shapes) -> None:
-    """Raises RequestRefused if an array would be larger than may travel."""
+    """Raise RequestRefused if an array could be larger than a result may carry."""
     wanted, most = request.wanted, request.sampling.max_new_tokens
     prompt = request.token_ids.size - request.generated
     logprobs = wanted.logprobs
@@ -170,7 +168,10 @@ def check_sizes(request: EngineRequest, shapes: Shapes) -> None:
 
 
 def _token_rows(request: EngineRequest, state: Any, start: int, end: int) -> dict[str, Array]:
-    """The logprobs asked for, of tokens `start` to `end` of this leg. state: SGLang's state of the request, or None."""
+    """Return the logprobs asked for, of tokens `start` to `end` of this leg.
+
+    state: SGLang's of the request, or None.
+    """
     logprobs, rows = request.wanted.logprobs, dict[str, Array]()
     if state is None or end <= start:
         return rows
@@ -183,7 +184,7 @@ def _token_rows(request: EngineRequest, state: Any, start: int, end: int) -> dic
 
 
 def _prompt_arrays(request: EngineRequest, state: Any) -> dict[str, Array]:
-    """The logprobs asked for, of the prompt's own tokens; not of tokens that earlier legs generated."""
+    """Return the logprobs asked for, of the prompt's own tokens, without those that earlier legs generated."""
     logprobs, count = request.wanted.logprobs, request.token_ids.size - request.generated
     if not (logprobs.prompt and request.wanted.prompt) or state is None or not state.input_token_logprobs_val:
         return {}
@@ -204,7 +205,10 @@ def _prompt_arrays(request: EngineRequest, state: Any) -> dict[str, Array]:
 def _hidden_arrays(
     request: EngineRequest, found: Any, count: int, shapes: Shapes
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Rows for `count` tokens, and arrays of the whole. found: SGLang's hidden states of the last token or of each."""
+    """Return rows for `count` tokens, and arrays of the whole.
+
+    found: SGLang's hidden states of the last or each token.
+    """
     wanted = request.wanted.hidden_states
     if wanted == "none" or not count:
         return {}, {}
@@ -220,7 +224,7 @@ def _hidden_arrays(
 def _expert_arrays(
     request: EngineRequest, found: Any, count: int, shapes: Shapes
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Rows for `count` tokens, and arrays of the whole. found: SGLang's table, a row for each token but the last.
+    """Return rows for `count` tokens, and arrays of the whole. found: SGLang's table, a row per token but the last.
 
     The row of a generated token is that of the forward pass that sampled it. So the first generated token has the row
     of the prompt's last token.

@@ -18,31 +18,31 @@ from .request import generate_arguments
 
 
 class Marker(CustomLogitProcessor):  # type: ignore[misc]
-    """Leaves logits as they are. Marks a request whose extras are for the sampler (`inside/sampler.py`).
+    """Marks a request whose extras are for the sampler (`inside/sampler.py`). It leaves logits as they are.
 
-    SGLang keeps a request's custom parameters beside its row of the batch only if the request names a class of a logit
-    processor, in a serialised form.
+    SGLang keeps a request's custom parameters beside its row of the batch only if the request names a logit processor's
+    class, in a serialised form.
     """
 
     def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
-        """Return `logits`."""
+        """Return `logits` unchanged."""
         return logits
 
 
 @cache
 def marker() -> str:
-    """The class in SGLang's serialised form. It is made in this process, and of nothing that a message brought."""
+    """Return Marker in SGLang's serialised form. It is made in this process, from nothing that a message brought."""
     text: str = Marker.to_str()
     return text
 
 
 def generate_input(request: EngineRequest, *, deterministic: bool = False) -> Any:
-    """The request as SGLang's GenerateReqInput."""
+    """Return the request as SGLang's GenerateReqInput."""
     return io_struct.GenerateReqInput(**generate_arguments(request, marker=marker, deterministic=deterministic))
 
 
 async def generate(manager: Any, request: EngineRequest, *, deterministic: bool = False) -> dict[str, Any] | None:
-    """SGLang's answer to a generation request, or None if it was aborted before it reached the scheduler.
+    """Return SGLang's answer to a generation request, or None if it was aborted before it reached the scheduler.
 
     deterministic: the engine samples by seeds. Raises what SGLang raises: ValueError for a request that it refuses.
     """
@@ -50,15 +50,15 @@ async def generate(manager: Any, request: EngineRequest, *, deterministic: bool 
 
 
 async def perform(manager: Any, request: TaskRequest) -> TaskOutput:
-    """The result of an embedding, reward or score task; not finished if it was aborted.
+    """Return the result of an embedding, reward or score task. It is not finished if it was aborted.
 
-    Raises RequestRefused for more dimensions than the model has; ValueError where SGLang refuses.
+    Raises RequestRefused for more dimensions than the model has, and ValueError if SGLang refuses the request.
     """
     return await (_score if request.task == "score" else _pool)(manager, request)
 
 
 async def _pool(manager: Any, request: TaskRequest) -> TaskOutput:
-    """The embedding, cut and normalised as asked for, or the scores: one forward pass on an engine that pools."""
+    """Return the embedding, cut and normalised as asked for, or the scores: one forward pass on a pooling engine."""
     found = await _answer(
         manager, io_struct.EmbeddingReqInput(rid=request.request_id, input_ids=request.token_ids.tolist())
     )
@@ -71,7 +71,7 @@ async def _pool(manager: Any, request: TaskRequest) -> TaskOutput:
 
 
 def shaped(values: npt.NDArray[np.float32], dimensions: int | None, normalize: bool) -> npt.NDArray[np.float32]:
-    """The first `dimensions` components of (d,) float32, scaled to length 1 if asked for; a zero vector stays zero.
+    """Return the first `dimensions` components of (d,) float32. normalize: scale to length 1, unless all are zero.
 
     Raises RequestRefused if there are fewer.
     """
@@ -83,10 +83,9 @@ def shaped(values: npt.NDArray[np.float32], dimensions: int | None, normalize: b
 
 
 async def _score(manager: Any, request: TaskRequest) -> TaskOutput:
-    """Log-probabilities of the tokens from `request.start` on: a prefill on an engine that generates.
+    """Return log-probabilities of the tokens from `request.start` on: a prefill on an engine that generates.
 
-    The prefix cache is used up to the last token before `start`: many continuations of one prompt cost one prefill of
-    it.
+    The prefix cache is used up to the last token before `start`. So many continuations of one prompt cost one prefill.
     """
     found = await _answer(
         manager,
@@ -109,13 +108,13 @@ async def _score(manager: Any, request: TaskRequest) -> TaskOutput:
 
 
 async def _answer(manager: Any, request: Any) -> dict[str, Any] | None:
-    """SGLang's last answer to `request`, or None if it was aborted before it reached the scheduler.
+    """Return SGLang's last answer to `request`, or None if it was aborted before it reached the scheduler.
 
     Raises what SGLang raises: ValueError for a request that it refuses.
     """
     last: dict[str, Any] | None = None
     try:
-        # To its end, not just the first item: only that gives back the lock that a weight update waits for.
+        # Read to its end, because only that releases the lock that a weight update waits for.
         async for item in manager.generate_request(request, None):
             last = item
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""A request in SGLang's form: what is refused before SGLang sees it, its parameters, and what the scheduler is told.
+"""A request in SGLang's form: the check before SGLang gets it, SGLang's parameters, and extras for the scheduler.
 
-Plain data: imports no SGLang. What SGLang has no parameter for goes to the scheduler's process as extras (`_extras`).
+It makes plain data and imports no SGLang. `_extras` has what SGLang has no parameter for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .answer import Shapes, check_sizes
 def check_request(
     request: EngineRequest, info: EngineInfo, shapes: Shapes, processors: Registry, *, deterministic: bool
 ) -> None:
-    """Raises RequestRefused for what SGLang would cut short, wait for without end, or crash on.
+    """Raise RequestRefused for a request that SGLang would cut off, keep waiting for ever, or crash on.
 
     deterministic: SGLang samples by seeds.
     """
@@ -44,7 +44,7 @@ def check_request(
     name = _grammar(request)
     if name is not None and f"sampling.{name}" not in info.features:
         raise RequestRefused(f"sampling.{name}: this engine has no tokenizer, which a grammar needs")
-    if deterministic and request.sampling.min_p > 0:  # SGLang asserts that this is not so
+    if deterministic and request.sampling.min_p > 0:  # an assertion of SGLang's would fail
         raise RequestRefused(f"sampling.min_p={request.sampling.min_p}: 0 on a deterministic engine")
     if (wanted := request.wanted) is NOTHING_MORE:
         return
@@ -67,7 +67,7 @@ def _check_tokens(request: EngineRequest, info: EngineInfo) -> None:
             f"token_ids ({tokens.size}) + max_new_tokens ({request.max_new_tokens}) = {total} tokens: "
             f"at most {info.context_length} fit into this engine's context and KV cache"
         )
-    # An id outside of the vocabulary would index past the embedding and take the whole scheduler down.
+    # An id outside of the vocabulary would index past the embedding and end the scheduler.
     _check_ids("token_ids", (int(tokens.min()), int(tokens.max())), info.vocab_size)
     _check_ids("sampling.stop_token_ids", request.sampling.stop_token_ids, info.vocab_size)
     _check_ids("sampling.logit_bias", request.sampling.logit_bias, info.vocab_size)
@@ -95,14 +95,14 @@ def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
 
 
 def grammar_refusal(request: EngineRequest, message: str) -> str:
-    """SGLang's reason for refusing a request, after the name of the field if the reason is a grammar."""
+    """Return SGLang's reason for a refusal. If the reason is a grammar, the field's name comes first."""
     name = _grammar(request)
     message = message.strip()
     return f"sampling.{name}: {message}" if name is not None and "grammar" in message.lower() else message
 
 
 def _grammar(request: EngineRequest) -> str | None:
-    """The name of the sampling parameter that is a grammar."""
+    """Return the name of the sampling parameter that is a grammar, or None."""
     return next((name for name in GRAMMARS if getattr(request.sampling, name) is not None), None)
 
 
@@ -112,9 +112,9 @@ def _grammar(request: EngineRequest) -> str | None:
 def generate_arguments(
     request: EngineRequest, *, marker: Callable[[], str], deterministic: bool = False
 ) -> dict[str, Any]:
-    """Arguments of SGLang's GenerateReqInput. It never streams by SGLang's means, see `_extras`.
+    """Return the arguments of SGLang's GenerateReqInput. SGLang's own streaming is not used; see `_extras`.
 
-    marker: makes the text that a request carries whose extras are for the sampler. deterministic: SGLang samples by
+    marker: makes the text that marks a request whose extras are for the sampler. deterministic: SGLang samples by
     seeds, and would give all requests without a seed the same one.
     """
     params = _sampling_params(request)
@@ -183,12 +183,12 @@ def _wanted(request: EngineRequest) -> dict[str, Any]:
 
 
 def _extras(request: EngineRequest) -> dict[str, Any]:
-    """What the scheduler's process is told beyond SGLang's parameters; empty for most requests.
+    """Return what the scheduler's process needs beyond SGLang's parameters. It is empty for most requests.
 
-    SGLang streams by waking the caller, with everything about the request, for every token: on an H200 that costs a
+    SGLang streams by waking the caller for every token, with everything about the request. On an H200 that costs a
     third of the throughput. So only the scheduler knows that a request streams (STREAM), and reports each of its steps.
-    In the worker's process the tokens go to the request's state, as those of every request do every 50 tokens. Nobody
-    is woken; the worker reads them there (SGLangEngine.progress) when it is time to.
+    In the worker's process the tokens go to the request's state, where those of every request go every 50 tokens. No
+    caller is woken. The worker reads them there (SGLangEngine.progress) when a piece is due.
     """
     sampling, wanted = request.sampling, request.wanted
     parts: dict[str, Any] = {

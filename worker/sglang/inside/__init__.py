@@ -1,4 +1,4 @@
-"""The half of an SGLang engine that runs in SGLang's scheduler processes; its door is how such a process begins."""
+"""The half of an SGLang engine that runs in SGLang's scheduler processes. The door has the start of such a process."""
 
 from .entry import ChildSetup, restore_environment, run_scheduler
 

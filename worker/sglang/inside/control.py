@@ -1,8 +1,8 @@
 """The scheduler process's end of the socket between the two halves, and the loaders that SGLang calls here.
 
-A version is received by a thread of its own in the scheduler's process while the process serves. SGLang answers its own
-requests between two batches, by the one thread that runs the model. So every scheduler process also listens on a unix
-socket; the questions are in :mod:`..wire`.
+A thread of its own in the scheduler's process receives a version while the process serves. SGLang's own requests are
+answered between two batches, by the one thread that runs the model. So every scheduler process also listens on a unix
+socket. The questions are in :mod:`..wire`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ from . import scheduler, switches
 logger = logging.getLogger(__name__)
 REMEMBERED = 8
 LONGEST_ERROR = 4000
-"""Characters. The thread that runs the model must not wait for somebody to read it."""
+"""Most characters of an error in an answer. The thread that runs the model must not wait for its reader."""
 
 
 class _Asked:
-    """A question that any thread may answer, as long as the answer is waited for."""
+    """A question that any thread may answer, as long as the asker waits."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._lock, self._over = threading.Lock(), threading.Event()
 
     def answer(self, text: str) -> bool:
-        """Raises OSError or ValueError if its other end is gone; False if nobody waits any more."""
+        """Send the answer. Returns False if nobody waits any more.
+
+        Raises OSError or ValueError if the asker is gone.
+        """
         with self._lock:
             if self._over.is_set():
                 return False
@@ -49,7 +52,7 @@ class _Asked:
             return True
 
     def answered(self, timeout_s: float) -> bool:
-        """Whether it is answered within `timeout_s`; if not, it never will be."""
+        """Return whether it is answered within `timeout_s`. If not, no answer is accepted later."""
         if self._over.wait(timeout_s):
             return True
         with self._lock:
@@ -72,7 +75,7 @@ class ControlServer:
         threading.Thread(target=self._listen, name="rolloutmq-control", daemon=True).start()
 
     def post(self, ticket: str, report: TransferReport) -> None:
-        """Answer whoever asks, or will ask, for the commit with this ticket."""
+        """Answer the question about the commit with this ticket, which may come before or after this call."""
         with self._posted:
             self._reports.append((ticket, report))
             self._posted.notify_all()
@@ -83,7 +86,7 @@ class ControlServer:
             threading.Thread(target=self._serve, args=(connection,), name="rolloutmq-ask", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Answer questions until the other end closes. Nonsense, or no answer in time, closes it from here."""
+        """Answer questions until the other end closes. A bad question, or no answer in time, closes the connection."""
         nonsense = contextlib.suppress(OSError, ValueError, TypeError, KeyError)
         with connection, nonsense, connection.makefile("rwb") as stream:
             while line := stream.readline(LINE_LIMIT):
@@ -92,7 +95,7 @@ class ControlServer:
                         return
 
     def _answer(self, question: dict[str, Any], asked: _Asked) -> bool:
-        """Whether there was an answer in time."""
+        """Answer one question. Returns whether there was an answer in time."""
         if "operate" in question:
             from .operations import Inside  # noqa: PLC0415 – what few engines are ever asked
 
@@ -108,7 +111,7 @@ class ControlServer:
         return report is not None and asked.answer(report.to_json())
 
     def _commit(self, question: dict[str, Any], asked: _Asked) -> bool:
-        """Have SGLang call the loader. The thread that called it answers, without waking this one."""
+        """Let SGLang call the loader. The thread that calls it also answers, so this one need not be woken."""
 
         def over(refusal: str) -> None:
             told = self._report_of(str(question["commit"]), 0.0)
@@ -140,7 +143,7 @@ _server: ControlServer | None = None
 
 
 def listen(folder: str, *, rank: int, ranks: int, gpu: int | None, model: str, staging: Any) -> None:
-    """Listen in this process, the scheduler of rank `rank` of `ranks`. gpu: its device, or None on a CPU."""
+    """Listen in this process, the scheduler of rank `rank` of `ranks`. gpu: index of its device, None on a CPU."""
     global _server  # noqa: PLW0603 – one scheduler per process, and SGLang calls `commit` by name
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     receiver = Receiver(device, rank=rank, model_dir=model, staging=staging, alone=ranks == 1)
@@ -172,7 +175,7 @@ def commit(model: Any, named_tensors: Any) -> None:
         return
     try:
         switches.switch(current, key, lambda counts: server.post(ticket, dataclasses.replace(report, switched=counts)))
-    except Exception as error:  # the weights are new, but which tokens they sampled cannot be told
+    except Exception as error:  # the weights are new, but nobody knows which tokens they sampled
         logger.exception("the switch to version %s could not be counted", key)
         failed = TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)
         server.post(ticket, failed)

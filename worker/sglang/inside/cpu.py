@@ -17,7 +17,7 @@ MAX_GATHERED_ELEMENTS = 1 << 24  # keys held at once: 64 MB in float32, and as m
 
 
 def batched_attention() -> None:
-    """Have SGLang use :class:`BatchedDecodeBackend`, in this process, where it is asked for `torch_native`."""
+    """Let SGLang use :class:`BatchedDecodeBackend` as `torch_native` in this process."""
     patches.check("cpu")
     register_attention_backend("torch_native")(BatchedDecodeBackend)
 
@@ -25,10 +25,10 @@ def batched_attention() -> None:
 class BatchedDecodeBackend(TorchNativeAttnBackend):  # type: ignore[misc]
     """`torch_native` with a batched decode step; results differ from the original only by rounding.
 
-    SGLang's backend goes through the batch in Python, one attention call for each sequence and layer; on a small model
-    that loop is most of the time. This one gathers the keys and values of many sequences into one padded array and
-    calls the operator once: 5 times faster at 64 to 256 sequences of 100 tokens. Cases that it does not know (cross
-    attention, sliding windows, a KV cache of another dtype) go to the original. Prefill is the original's.
+    SGLang's backend loops over the batch in Python, with one attention call for each sequence and layer. On a small
+    model that loop takes most of the time. This one gathers the keys and values of many sequences into one padded array
+    and calls the operator once: 5 times faster at 64 to 256 sequences of 100 tokens. Cases that it does not support
+    (cross attention, sliding windows, a KV cache of another dtype) go to the original, and so does prefill.
     """
 
     def _run_sdpa_forward_decode(  # noqa: PLR0917  (the signature is SGLang's)
@@ -76,9 +76,9 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):  # type: ignore[misc]
 
 
 def _slots(req_to_token: Any, requests: Any, lengths: Any) -> tuple[Any, Any]:
-    """Cache slots (sequences, longest) and which of them count; padding repeats the sequence's own last token.
+    """Return cache slots (sequences, longest), and which of them count. Padding repeats the sequence's own last token.
 
-    Its own, because a slot of somebody else could hold a NaN, and a NaN survives a weight of zero.
+    A slot of another sequence could hold a NaN, and a NaN times a weight of zero is a NaN.
     """
     positions = torch.arange(int(lengths.max()))
     inside = torch.minimum(positions, lengths[:, None] - 1)
@@ -86,14 +86,14 @@ def _slots(req_to_token: Any, requests: Any, lengths: Any) -> tuple[Any, Any]:
 
 
 def _gather(cache: Any, slots: Any) -> Any:
-    """(sequences, kv heads, longest, size). Whole rows are copied: several times faster than fancy indexing."""
+    """Gather (sequences, kv heads, longest, size). Copying whole rows is several times faster than fancy indexing."""
     heads, size = cache.shape[1:]
     rows = cache.view(-1, heads * size).index_select(0, slots.view(-1))
     return rows.view(*slots.shape, heads, size).transpose(1, 2)
 
 
 def _attend(query: Any, keys: Any, values: Any, mask: Any, scaling: float | None) -> Any:
-    """Grouped-query attention of one token per sequence; the heads of a group take the place of query positions."""
+    """Compute grouped-query attention of one token per sequence. A group's heads take the place of query positions."""
     sequences, heads, size = query.shape
     kv_heads = keys.shape[1]
     grouped = query.view(sequences, kv_heads, heads // kv_heads, size)
@@ -107,12 +107,12 @@ WORD = 0xFFFFFFFF
 
 
 def seeded_sampling() -> None:
-    """Have SGLang draw by seeds in this process, with the hash below in the place of an operator of sgl_kernel.
+    """Let SGLang draw by seeds in this process, with the hash below instead of an operator of sgl_kernel.
 
     SGLang draws a seeded token by a hash of seed, position and column. On a CPU that is an operator of sgl_kernel's CPU
-    build, which is not published; this is the same function in torch, bit for bit. So the same seed draws alike on a
-    GPU, as far as the logits are the same. What makes those independent of the batch on a GPU has no counterpart on a
-    CPU, where they differ by rounding.
+    build, which is not published. This is the same function in torch, bit for bit. So a seed draws the same token as on
+    a GPU if the logits are the same. A GPU has kernels that make logits independent of the batch. On a CPU they differ
+    by rounding.
     """
     patches.check("cpu seeds")
     patches.replace("batch_invariant_ops:enable_batch_invariant_mode", lambda *_args, **_kwargs: None)
@@ -123,7 +123,7 @@ def seeded_sampling() -> None:
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
-    """(n, m) uint32: MurmurHash3 of seed (n,) 64 bits, positions (n,) and col_indices (m,) 32 bits."""
+    """Return (n, m) uint32: MurmurHash3 of seed, (n,) 64 bits, positions, (n,), and col_indices, (m,) 32 bits."""
     words = seed.view(torch.int64)
     state = torch.zeros_like(words)
     for block in (words & WORD, (words >> 32) & WORD, positions.long() & WORD):
@@ -135,7 +135,7 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torc
 
 
 def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    # Products of two 32-bit numbers can have more than 63 bits; their lower 32 bits are right all the same.
+    # Products of two 32-bit numbers can have more than 63 bits. Their lower 32 bits are right all the same.
     block = _rotated((block * 0xCC9E2D51) & WORD, 15)
     block = (block * 0x1B873593) & WORD
     return (_rotated(state ^ block, 13) * 5 + 0xE6546B64) & WORD
@@ -149,7 +149,7 @@ def _rotated(word: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def recorded_experts() -> None:
-    """Have SGLang record routed experts in memory that no GPU reaches. 0.5.17 cannot record them on a CPU."""
+    """Let SGLang record routed experts in ordinary memory. 0.5.17 cannot record them on a CPU."""
     funcs = patches.original("state_capturer.base:ALLOC_MEMORY_FUNCS")
     if funcs is not None:
         patches.replace("state_capturer.base:ALLOC_MEMORY_FUNCS", {**funcs, "cpu": _allocate})
@@ -160,7 +160,7 @@ def _allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_pinning
 
 
 def grammar_masks() -> None:
-    """Have masks of grammars made and applied without a GPU, which older releases cannot."""
+    """Let SGLang make and apply masks of grammars without a GPU. Older releases cannot."""
     import xgrammar  # noqa: PLC0415
 
     def allocate(self: Any, vocab_size: int, batch_size: int, device: Any) -> Any:

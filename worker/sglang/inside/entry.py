@@ -1,8 +1,8 @@
 """Entry points of the processes that SGLang starts for one engine.
 
 A spawned Python process unpickles its target before the arguments. So the child imports this module before anything of
-SGLang: here the gaps of a CPU-only host are closed (`worker/cpu_support.py`), and what torch needs before it starts its
-threads is set. This module must not import SGLang at module level.
+SGLang. Here it closes the gaps of a host without a GPU (`worker/cpu_support.py`), and sets what torch must know before
+it starts its threads. This module must not import SGLang at module level.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ prepare_engine()
 
 @dataclass(frozen=True, slots=True)
 class ChildSetup:
-    """What a child does before SGLang's own code runs: when it unpickles this object.
+    """What a child does before SGLang's own code runs. It happens when the child unpickles this object.
 
     The body of the target would be too late, because unpickling its arguments already imports SGLang.
 
     cpu: this engine computes on the CPU.
-    threads: for torch's operators, or None for as many as torch chooses.
+    threads: number for torch's operators, or None to let torch choose.
     quiet: no progress bars and no Python warnings on standard error.
     control: the folder where the scheduler of every rank listens. model: the engine's checkpoint.
-    staging: whether a version is received beside the one that serves, see sync/tensors/staging.py.
-    environment: variables as they were before SGLang's launch changed them, None for one that was not set.
+    staging: whether a version is received beside the one that serves; see sync/tensors/staging.py.
+    environment: variables as they were before SGLang's launch changed them; None for one that was not set.
     inside: variables for the child alone.
-    tokenizer: where the engine's is, "" for none.
+    tokenizer: path of the engine's tokenizer, "" for none.
     logit_processors: the operator's own, name -> "module:Class".
     deterministic: SGLang samples by seeds. routed_experts: it records which experts tokens go to.
     """
@@ -72,7 +72,7 @@ def _set_up(fields: dict[str, Any]) -> ChildSetup:
     setup = ChildSetup(**fields)
     restore_environment(setup.environment)
     os.environ.update(setup.inside)
-    # The model's own distribution: before temperature and truncation. Read when SGLang's sampler is imported.
+    # Logprobs of the model's own distribution, before temperature and truncation. SGLang's sampler reads it at import.
     os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
     if setup.quiet:
         os.environ.setdefault("TQDM_DISABLE", "1")
@@ -115,6 +115,6 @@ def run_scheduler(
             cpu.seeded_sampling()
         if setup.routed_experts:
             cpu.recorded_experts()
-    # Collections while the model loads need not walk the imports either. Capturing CUDA graphs undoes this.
+    # So collections while the model loads do not walk the imports. Capturing CUDA graphs undoes this.
     gc.freeze()
     run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)

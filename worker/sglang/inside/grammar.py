@@ -24,7 +24,7 @@ _ATTRIBUTE = "rolloutmq_grammar"
 
 
 class Grammars:
-    """One scheduler's grammars: makes the backend, and brings each grammar to where its sample is."""
+    """One scheduler's grammars. Makes the backend, and advances each grammar over what its sample has generated."""
 
     def __init__(self, scheduler: Any, tokenizer: EngineTokenizer) -> None:
         self._scheduler, self._tokenizer = scheduler, tokenizer
@@ -77,7 +77,7 @@ class Grammars:
         if req.grammar is None or hasattr(req, _ATTRIBUTE):
             return
         setattr(req, _ATTRIBUTE, True)
-        if not req.eos_token_ids:  # else a grammar's end is noticed one token late
+        if not req.eos_token_ids:  # without any, SGLang would notice a grammar's end one token late
             req.eos_token_ids = {self._tokenizer.get().eos_token_id} - {None}
         try:
             for token in generated_before(req) if extras_of(req).get(GRAMMAR) else ():
@@ -89,11 +89,11 @@ class Grammars:
 
 
 def _guard(req: Any) -> None:
-    """End a request whose grammar allows no token, or that draws one which does not follow.
+    """End a request whose grammar allows no token, or that draws a token which the grammar does not allow.
 
-    A grammar can reach a state where nothing may follow, not even the end (`root ::= root`): SGLang would draw from
-    probabilities that are none, which ends its process. Where logit processors forbid what a grammar allows, SGLang
-    draws a token that does not follow, and reports an abort without a reason, or an error of its own.
+    A grammar can reach a state where nothing may follow, not even the end (`root ::= root`). SGLang would draw from
+    probabilities that are no distribution, which ends its process. If logit processors forbid what a grammar allows,
+    SGLang draws another token, and reports an abort without a reason, or an error of its own.
     """
     fill, accept = req.grammar.fill_vocab_mask, req.grammar.accept_token
     owner, vocab_size = ref(req), int(req.vocab_size)

@@ -1,7 +1,7 @@
-"""What an operator asks of the weights in SGLang's scheduler process.
+"""An operator's operations on the weights, in SGLang's scheduler process.
 
-Each operation runs in a thread of the control server, while requests run. One that writes to the model says so, and is
-asked for only when none runs.
+Each operation runs in a thread of the control server, while requests run. The docstring of one that writes to the model
+says so. It is called only when no request runs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from . import sharded
 from .scheduler import current
 
 KEEP_ALL = 1 << 30
-"""An operator's folder: nothing in it is removed."""
+"""Number of versions to keep in an operator's folder, where nothing is removed."""
 IDLE_S = 10.0
 _asleep: dict[str, str] = {}
 """Digests of the parameters when the weights went to sleep."""
 
 
 class Inside:
-    """One rank's answers. receiver: has what was sent to this engine last."""
+    """One rank's answers. receiver: knows the version that this engine received last."""
 
     def __init__(self, receiver: Receiver, model_dir: str) -> None:
         self._receiver, self._model_dir = receiver, model_dir
@@ -52,7 +52,7 @@ class Inside:
         }
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """{"ok": true, "result": …}, or {"ok": false, "kind": …, "error": …}. Never raises."""
+        """Return {"ok": true, "result": …}, or {"ok": false, "kind": …, "error": …}. Never raises."""
         try:
             with self._on_device(), torch.no_grad():
                 return {"ok": True, "result": self._operations[str(question["operation"])](question)}
@@ -62,7 +62,7 @@ class Inside:
     # --- looking ---------------------------------------------------------------------------------------------------
 
     def _audit(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Compare with the trainer's digests, as far as the engine knows how its parameters were filled."""
+        """Compare parameters with the trainer's digests, if the engine knows how they were loaded."""
         most, version = int(question["names"]), int(question["version"])
         with side_stream(self._receiver.device):
             parameters = dict(_model().named_parameters())
@@ -83,7 +83,7 @@ class Inside:
         }
 
     def _compare(self, version: int) -> tuple[list[str], int, str]:
-        """Tensors that are not as the trainer sent them, how many were looked at, and why none was."""
+        """Return tensors that differ from what the trainer sent, how many were compared, and why none was."""
         try:
             with self._receiver.lending(version) as lent:
                 held = held_tensors(lent.plan)
@@ -94,7 +94,7 @@ class Inside:
         return [spec.name for spec, value in zip(specs, found, strict=True) if spec.digest != value], len(specs), ""
 
     def _mark(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Before the weights go to sleep: note what they are, and give up what is kept beside them."""
+        """Note the weights' digests before they go to sleep, and free what is kept beside them."""
         self._receiver.forget(held=False)
         _asleep.clear()
         _asleep.update(_look(dict(_model().named_parameters()))[0])
@@ -108,7 +108,7 @@ class Inside:
         return {"intact": bool(_asleep) and not changed, "changed": len(changed), "parameters": len(now)}
 
     def _idle(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Once nothing at all is under way in the scheduler: an abort has its batches behind it, too."""
+        """Wait until nothing is under way in the scheduler, not even batches after an abort."""
         scheduler, deadline = current(), time.monotonic() + IDLE_S
         while not scheduler.is_fully_idle():
             if time.monotonic() >= deadline:
@@ -117,7 +117,7 @@ class Inside:
         return {}
 
     def _synchronize(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Once the device has done everything that was queued."""
+        """Wait until the device has done everything that was queued."""
         if self._receiver.device.type == "cuda":
             torch.cuda.synchronize(self._receiver.device)
         return {}
@@ -128,7 +128,7 @@ class Inside:
     # --- saving ----------------------------------------------------------------------------------------------------
 
     def _export(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The served version in the trainer's names, as a version of a SnapshotStore."""
+        """Save the served version under the trainer's names, as a version of a SnapshotStore."""
         version, began = int(question["version"]), time.monotonic()
         with side_stream(self._receiver.device):
             expected: dict[str, str] = {}
@@ -138,7 +138,7 @@ class Inside:
                     expected = {spec.name: spec.digest for spec in lent.manifest.tensors}
                     snapshot = PackedWeights(version, tensors, keep="host").snapshot()
             except WeightSyncError:
-                # Not received from anybody: the model as it was loaded, in its checkpoint's names.
+                # It was not received, so it is the model as it was loaded, under its checkpoint's names.
                 tensors = self._own()
                 snapshot = PackedWeights(version, tensors, keep="host").snapshot()
         for spec in snapshot.manifest.tensors:
@@ -182,7 +182,7 @@ class Inside:
             return {"tensors": shards.check()}
 
     def _load_sharded(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Writes to the model: nothing may run."""
+        """Load a sharded state. It writes to the model, so no request may run."""
         self._receiver.forget(held=True)
         with contextlib.closing(sharded.Shards(_model(), Path(question["path"]), self._receiver.rank)) as shards:
             tensors = shards.load()
@@ -203,14 +203,14 @@ def _model() -> Any:
 
 
 def _look(parameters: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], dict[str, int]]:
-    """Digests, and how many elements are NaN or infinite, by name."""
+    """Return digests, and numbers of NaN and infinite elements, both by name."""
     tensors = [parameter.detach().contiguous() for parameter in parameters.values()]
     values, bad = look(tensors)
     return dict(zip(parameters, hex_of(values), strict=True)), dict(zip(parameters, bad.tolist(), strict=True))
 
 
 def _is_zero(parameter: torch.Tensor, value: str) -> bool:
-    """Whether every bit is: then the digest has nothing but the length."""
+    """Whether every bit is zero. Then the digest is that of the length alone."""
     return parameter.numel() > 0 and value == f"{length_term(parameter.nbytes) & ((1 << 64) - 1):016x}"
 
 

@@ -1,10 +1,10 @@
-"""Penalties and least lengths in SGLang's scheduler process, for a whole sample and not for one leg.
+"""Penalties and minimum lengths in SGLang's scheduler process, for a whole sample and not for one leg.
 
-SGLang's penalizers begin every request from nothing, a retracted one too. These begin with what earlier legs generated
-(in the request's prompt) and with what the request has generated itself. With overlap scheduling SGLang's penalizers
-hear of each token one batch late, and first of the prompt's last one. These read the tokens on the device, where the
-next forward pass takes them from. Without overlap scheduling SGLang applies several penalties in the order of a set;
-these have one order. A batch without penalties runs none of this.
+SGLang's penalizers begin every request with no tokens, a retracted one too. These begin with the tokens that earlier
+legs generated (in the request's prompt) and that the request has generated itself. With overlap scheduling SGLang's
+penalizers get each token one batch late, and the prompt's last one first. These read the tokens on the device, where
+the next forward pass takes them from. Without overlap scheduling SGLang applies several penalties in the order of a
+set. These have one order. A batch without penalties runs none of this.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..wire import LEAST, extras_of, generated_before
 from .scheduler import current
 
 NEVER = -1e9
-"""Added to a logit: probability 0 in float32, unless a grammar leaves nothing else."""
+"""It is added to a logit. The probability is then 0 in float32, unless a grammar allows nothing else."""
 
 
 def install() -> None:
-    """Have SGLang make these penalizers in this process."""
+    """Let SGLang make these penalizers in this process."""
     for kind, own in (
         ("Frequency", Frequency),
         ("Presence", Presence),
@@ -36,7 +36,7 @@ def install() -> None:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        # What is subtracted before what is scaled, as it is with overlap scheduling.
+        # Penalties that are subtracted come before the one that scales, as with overlap scheduling.
         self.penalizers = dict(sorted(self.penalizers.items(), key=lambda item: item[1].is_multiplicative))
 
     def cumulate(self: Any) -> None:
@@ -50,7 +50,10 @@ def install() -> None:
 
 
 def _newest_tokens(batch: Any) -> torch.Tensor:
-    """(batch,) int64: the tokens that the next forward pass reads, ordered after the one that samples them."""
+    """Return (batch,) int64: the tokens that the next forward pass reads.
+
+    They are ready when the pass before has run.
+    """
     scheduler = current()
     if torch.device(batch.device).type != "cpu":
         torch.get_device_module(batch.device).current_stream().wait_stream(scheduler.forward_stream)
@@ -96,9 +99,9 @@ class Repetition(penaltylib.BatchedRepetitionPenalizer):  # type: ignore[misc]
 
 
 class LeastTokens(penaltylib.BatchedMinNewTokensPenalizer):  # type: ignore[misc]
-    """Forbids tokens that would end the sample before it has so many; the others keep their odds among each other.
+    """Forbids tokens that would end the sample before its minimum length. The others keep their relative probabilities.
 
-    Tokens are counted batch by batch, so that it does not matter when SGLang hands them out.
+    Tokens are counted batch by batch. So it does not matter when SGLang hands them out.
     """
 
     def _is_required(self) -> bool:

@@ -1,7 +1,7 @@
 """A prompt's logprobs after temperature in SGLang's scheduler process, for the requests that ask for them.
 
-SGLang has one switch for all requests of a server. Two of its classes get a subclass: one carries a batch's sampling
-parameters to where the prompt's logprobs are made, the other makes them.
+SGLang has one switch for all requests of a server. So two of its classes get a subclass. One carries a batch's sampling
+parameters to the code that makes the prompt's logprobs, and the other is that code.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..wire import KEY, SCALED, extras_of
 
 
 def install() -> None:
-    """Into this process, before a model is made."""
+    """Let SGLang use both subclasses in this process. Call it before a model is made."""
     metadata: Any = patches.original("layers.logits_processor:LogitsMetadata")
     input_logprobs: Any = patches.original("layers.logits_processor:InputLogprobProcessor")
 
     class Metadata(metadata):  # type: ignore[misc]
-        """SGLang's `LogitsMetadata`, which also knows the batch's sampling parameters."""
+        """SGLang's `LogitsMetadata` with the batch's sampling parameters."""
 
-        sampling: Any = None  # without an annotation of its own it would be a field; the class's is enough
+        sampling: Any = None
 
         @classmethod
         def from_forward_batch(cls, forward_batch: Any) -> Any:
@@ -31,7 +31,10 @@ def install() -> None:
             return made
 
     class InputLogprobs(input_logprobs):  # type: ignore[misc]
-        """SGLang's `InputLogprobProcessor`, twice for a batch of which somebody wants logprobs after temperature."""
+        """SGLang's `InputLogprobProcessor`.
+
+        It runs twice for a batch in which a request wants logprobs after temperature.
+        """
 
         def forward(self, **kwargs: Any) -> Any:
             plain, sampled = super().forward(**kwargs)
@@ -40,7 +43,7 @@ def install() -> None:
                 return plain, sampled
             rows = kwargs["token_to_seq_idx"][: kwargs["pruned_states"].shape[0]]
             divided = _Divided(kwargs["get_logits_fn"], divisors[torch.tensor(rows, device=divisors.device)])
-            # What the next tokens are drawn from has to stay as it is: only the logprobs are of the second time.
+            # Only the logprobs are taken from the second run. The distribution of the next tokens must stay as it is.
             after, _ = super().forward(**{**kwargs, "get_logits_fn": divided})
             return after, sampled
 
@@ -49,7 +52,7 @@ def install() -> None:
 
 
 class _Divided:
-    """Logits of one chunk after the other, divided by a number for each row. divisors: (rows, 1)."""
+    """Makes logits chunk by chunk, and divides each row by a number. divisors: (rows, 1)."""
 
     def __init__(self, original: Any, divisors: torch.Tensor) -> None:
         self._original, self._divisors, self._next = original, divisors, 0
@@ -61,10 +64,10 @@ class _Divided:
 
 
 def _divisors(sampling: Any) -> torch.Tensor | None:
-    """(batch, 1): the temperature of rows that want their logprobs after it, 1 for others; None if nobody does."""
+    """Return (batch, 1): the temperature of rows that want logprobs after it, and 1 for others. None if none does."""
     if sampling is None or not sampling.has_custom_logit_processor:
         return None
-    # SGLang puts in the request itself only where it names a processor: one with nothing but a stop has none.
+    # SGLang only adds the request itself if it names a processor. One that only has a stop does not.
     told = [
         KEY in each and "__req__" in each and bool(extras_of(each["__req__"]).get(SCALED))
         for each in map(_or_none, sampling.custom_params)

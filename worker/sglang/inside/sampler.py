@@ -28,7 +28,7 @@ _ATTRIBUTE = "rolloutmq_told"
 
 
 def install(server_args: Any, own: Mapping[str, str]) -> None:
-    """Have SGLang make this sampler in this process. own: the operator's logit processors. Raises ConfigError."""
+    """Let SGLang make this sampler in this process. own: the operator's logit processors. Raises ConfigError."""
     registry = Registry(own)
     registry.load_own()
     for backend in {*BACKENDS, server_args.sampling_backend or BACKENDS[0]}:
@@ -69,17 +69,17 @@ class RequestSampler(sampler_module.Sampler):  # type: ignore[misc]
         if step is None:
             return super()._preprocess_logits(logits, sampling_info)
         step.plan.change(logits, step.positions, step.lost)
-        sampling_info.has_custom_logit_processor = False  # SGLang's own way would only copy the rows to and fro
+        sampling_info.has_custom_logit_processor = False  # SGLang's own code for it would only copy rows
         try:
             return super()._preprocess_logits(logits, sampling_info)
         finally:
             sampling_info.has_custom_logit_processor = True
 
     def _sample_from_probs(self, probs: Any, sampling_info: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
-        """With seeds: a draw that depends on nothing but the row's own distribution, seed and position.
+        """Draw by seeds. The draw depends only on the row's own distribution, seed and position.
 
-        SGLang's draws from the probabilities in order of size as soon as one request of the batch truncates them, and
-        in the vocabulary's order otherwise: the hash then belongs to another token.
+        If one request of the batch truncates its probabilities, SGLang draws from all rows in order of size, else in
+        the vocabulary's order. So with SGLang's own code the hash belongs to another token from batch to batch.
         """
         seeds = sampling_info.sampling_seed
         if seeds is None or getattr(sampling_info, "sampling_mask_batch_indices", None) is not None:
@@ -91,14 +91,14 @@ class RequestSampler(sampler_module.Sampler):  # type: ignore[misc]
 
 
 def truncated(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
-    """(batch, vocabulary) in the vocabulary's order, 0 where top-k or top-p of the row leave a token out.
+    """Return (batch, vocabulary) in the vocabulary's order, with 0 for tokens that top-k or top-p of the row exclude.
 
-    As SGLang has it: both look at the same probabilities, and the token that reaches top_p is in.
+    As in SGLang both use the same probabilities, and the token that reaches top_p is included.
     """
     ordered, index = probs.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(probs.shape[-1], device=probs.device)[None, :]
     out = ranks >= top_ks[:, None]
-    # A row without top-p is not touched by it: its sum can come out above 1.
+    # top_p=1 must exclude nothing, but by rounding the sum can exceed 1.
     out |= (ordered.cumsum(-1) - ordered > top_ps[:, None]) & (top_ps[:, None] < 1.0)
     return torch.empty_like(probs).scatter_(-1, index, ordered.masked_fill_(out, 0.0))
 
@@ -111,7 +111,7 @@ class _Step:
 
 
 class _OutputLogprobs:
-    """SGLang's `OutputLogprobProcessor`, and what is different for some rows."""
+    """SGLang's `OutputLogprobProcessor` with other logprobs for some rows."""
 
     def __init__(self, original: Any, step: Callable[[], _Step | None]) -> None:
         self._original, self._step = original, step
@@ -120,10 +120,11 @@ class _OutputLogprobs:
         return getattr(self._original, name)
 
     def compute_logprobs(self, logprobs: Any, *args: Any, **kwargs: Any) -> Any:
-        """logprobs: (batch, vocabulary), before temperature; a tensor of its own, which SGLang also writes to."""
+        """logprobs: (batch, vocabulary), before temperature. It may be written to, as SGLang does."""
         step = self._step()
         if step is not None and (scaled := step.plan.scaled) is not None:
-            # A log-softmax differs from the logits by one number in each row: dividing it instead is exact.
+            # A log-softmax differs from the logits by one number per row. So dividing it instead of the logits is
+            # exact.
             after = torch.log_softmax(logprobs[scaled] / step.temperatures[scaled], dim=-1)
             logprobs.index_copy_(0, scaled, after)
         result = self._original.compute_logprobs(logprobs, *args, **kwargs)
@@ -140,10 +141,11 @@ class _OutputLogprobs:
 
 @dataclass(slots=True, eq=False)
 class Told:
-    """One request of SGLang's (`Req`) and what it asked for, as long as it lives.
+    """One request of SGLang's (`Req`) and what it asked for. It lives as long as the request.
 
-    prompt_len: tokens of its sample's prompt, without what earlier legs generated, which is a part of SGLang's prompt.
-    last: the newest tokens of the batch it was in last, and its row there. SGLang hands a token out one batch late.
+    prompt_len: number of tokens of the sample's prompt, without those that earlier legs generated. SGLang's prompt has
+    both. last: the newest tokens of the batch that it was in last, and its row there. SGLang hands out a token one
+    batch late.
     """
 
     prompt_len: int
@@ -159,7 +161,7 @@ class Told:
         return list(self.req.origin_input_ids[: self.prompt_len])
 
     def generated_ids(self, count: int) -> list[int]:
-        """The first `count` tokens of the sample. Raises RuntimeError if SGLang has neither told nor kept one."""
+        """Return the first `count` tokens of the sample. Raises RuntimeError if one of them is not known."""
         known = [*self.req.origin_input_ids[self.prompt_len :], *self.req.output_ids][:count]
         if len(known) == count - 1 and self.last is not None:
             tokens, row = self.last
@@ -178,7 +180,7 @@ def _told(req: Any, registry: Registry) -> Told:
         found = Told(prompt_len, processors, bool(extras.get(SCALED)), req)
         setattr(req, _ATTRIBUTE, found)
         if extras.get(ALL_STATES):
-            # Asked for as "last", so that SGLang keeps no states of the prompt; collected from each forward pass.
+            # The request asks SGLang for "last", so that it keeps no states of the prompt. They are collected per pass.
             req.return_hidden_states = True
     return found
 
@@ -198,23 +200,23 @@ class _Group:
         self.shared: dict[str, Any] = {}
 
     def rows(self, positions: torch.Tensor) -> Rows:
-        # The newest token is at `positions`; clamped for the parts of a prompt that is prefilled in chunks.
+        # The newest token is at `positions`. Clamped, because a prompt may be prefilled in chunks.
         generated = (positions[self.index] + 1 - self.prompts).clamp_(min=0)
         return Rows(self.params, generated, self.told, self.places, self.shared)
 
     def alone(self) -> list[_Group]:
-        """Each row by itself."""
+        """Return a group for each row."""
         return [_Group(self.processor, [member], self.index.device) for member in self.members]
 
     def log_failure(self) -> None:
-        """Of its one row; once, not for every token it still has to go."""
+        """Log the failure of its one row, once and not for each of its further tokens."""
         if not self.told[0].failed:
             self.told[0].failed = True
             logger.exception("logit processor %s failed", type(self.processor).__name__)
 
 
 class Plan:
-    """What is to be done to a batch, for as long as the same requests are in the same rows of it."""
+    """What is done to a batch. It is valid as long as the same requests are in the same rows."""
 
     def __init__(self, members: list[tuple[int, Told]], device: torch.device) -> None:
         self.members = members
@@ -230,14 +232,14 @@ class Plan:
             self.groups += [_Group(processor, found, device) for processor, found in stage.items()]
 
     def temperatures(self, given: torch.Tensor, positions: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
-        """(batch, 1): `given` with those that processors set in their place. `lost` as in `change`."""
+        """Return (batch, 1): the temperatures `given`, or those that processors set. lost: as in `change`."""
         waiting = [g for g in self.groups if type(g.processor).temperature is not LogitProcessor.temperature]
         while waiting:
             group = waiting.pop(0)
             try:
                 found = group.processor.temperature(group.rows(positions))
             except Exception:
-                if len(group.members) > 1:  # whose fault it is shows when each is asked by itself
+                if len(group.members) > 1:  # each row by itself shows which one fails
                     waiting[:0] = group.alone()
                     continue
                 group.log_failure()
@@ -251,8 +253,8 @@ class Plan:
     def change(self, logits: torch.Tensor, positions: torch.Tensor, lost: torch.Tensor) -> None:
         """Run the processors on `logits` (batch, vocabulary), in place.
 
-        lost: (batch,) bool, set where a row has no token left or its processor failed. Such a row gets a uniform
-        distribution, because SGLang's sampler ends the whole engine over one that is none.
+        lost: (batch,) bool. It is set for a row that has no token left, or whose processor failed. Such a row gets a
+        uniform distribution, because SGLang's sampler ends the whole engine if a row is no distribution.
         """
         waiting = [g for g in self.groups if type(g.processor).__call__ is not LogitProcessor.__call__]
         while waiting:
@@ -269,28 +271,31 @@ class Plan:
             logits.index_copy_(0, group.index, selected)
         if self.guarded is not None:
             selected = logits.index_select(0, self.guarded)
-            lost[self.guarded] |= ~torch.isfinite(selected.amax(-1))  # which is nan if there is one
+            lost[self.guarded] |= ~torch.isfinite(selected.amax(-1))  # NaN if the row has one
             logits.index_copy_(0, self.guarded, selected.masked_fill_(lost[self.guarded][:, None], 0.0))
 
     def sampled(self, tokens: torch.Tensor) -> None:
-        """These are the batch's next tokens."""
+        """Take the batch's next tokens."""
         for row, told in self.members:
             told.last = tokens, row
 
 
 class Planner:
-    """The plan of each batch; the same one as long as it fits."""
+    """Makes the plan of each batch, and returns the last one as long as it is valid."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._plan: Plan | None = None
 
     def forget(self) -> None:
-        """No request of the last plan is there any more."""
+        """Drop the last plan: none of its requests is there any more."""
         self._plan = None
 
     def plan(self, params: list[dict[str, Any] | None], device: torch.device) -> Plan:
-        """params: of each row, SGLang's custom parameters, in which it puts the request itself."""
+        """Return the plan of a batch. params: SGLang's custom parameters of each row.
+
+        SGLang puts the request into them.
+        """
         members = [
             (row, _told(each["__req__"], self._registry))
             for row, each in enumerate(params)

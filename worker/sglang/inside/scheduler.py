@@ -1,4 +1,4 @@
-"""SGLang's scheduler with what this package adds to it, reachable from its own process.
+"""SGLang's scheduler with this package's additions, and access to it from its own process.
 
 It does work between two batches (:class:`Errands`), counts tokens when weights change (:mod:`.switches`), and hands new
 requests to stops, grammars and streams.
@@ -35,7 +35,7 @@ FIELDS = (
     "weight_updater",
     "draft_worker",
 )
-"""What a scheduler must have once it is made; `patches` has the methods."""
+"""Attributes that a scheduler must have once it is made. `patches` has the methods."""
 BUSY = "a request came first"
 """Why `set_off` did not call the loader."""
 POLLIN = 1
@@ -46,9 +46,9 @@ _scheduler: Any = None
 class Errands:
     """Work for the thread that runs the model, between two batches: `put` from any thread, `run` on the scheduler's.
 
-    A request of SGLang's takes 2 to 3 ms from the worker to that thread and back, as long as a small model is on the
-    wire. An errand wakes a scheduler that sleeps. It keeps no order with requests that are on SGLang's own way, so
-    there must be none. Nor does it reach all ranks of an engine in the same step.
+    A request of SGLang's takes 2 to 3 ms from the worker to that thread and back. The transfer of a small model takes
+    no longer. An errand wakes a scheduler that sleeps. It keeps no order with SGLang's own requests, so none may be
+    under way. It does not reach all ranks of an engine in the same step.
     """
 
     def __init__(self) -> None:
@@ -59,20 +59,20 @@ class Errands:
         self._far.setblocking(False)
 
     def wake(self, sleeper: Any) -> None:
-        """Have SGLang's idle sleeper, None if there is none, end its sleep for an errand."""
+        """Let an errand end the sleep of SGLang's idle sleeper. sleeper: None if there is none."""
         if sleeper is not None:
             sleeper.poller.register(self._near.fileno(), POLLIN)
 
     def put(self, job: Callable[[], None]) -> None:
-        """Have `job` done, which must not raise."""
+        """Queue `job`, which must not raise."""
         self._jobs.put(job)
-        with contextlib.suppress(BlockingIOError):  # full: it is awake, or about to be
+        with contextlib.suppress(BlockingIOError):  # full: the scheduler is awake, or about to be
             self._far.send(b"1")
-        # Last: else a byte could come after this was seen, never be read, and keep the scheduler awake.
+        # The flag comes last. If it came first, `run` could miss the byte, which would keep the scheduler awake.
         self._rung = True
 
     def run(self) -> None:
-        """Do what was put; costs next to nothing if there is nothing."""
+        """Do what was put. It costs next to nothing if there is nothing."""
         if not self._rung:
             return
         self._rung = False
@@ -88,14 +88,14 @@ class Errands:
 
 
 def current() -> Any:
-    """The scheduler of this process. Raises EngineError if there is none, or not yet."""
+    """Return the scheduler of this process. Raises EngineError if there is none, or not yet."""
     if _scheduler is None:
         raise EngineError("no SGLang scheduler runs in this process")
     return _scheduler
 
 
 def install(tokenizer: str = "") -> None:
-    """Have SGLang make this scheduler in this process. tokenizer: where the engine's is, "" for none.
+    """Let SGLang make this scheduler in this process. tokenizer: path of the engine's, "" for none.
 
     It has grammars if there is a tokenizer. Raises EngineError if SGLang's scheduler is not as expected.
     """
@@ -114,7 +114,7 @@ def install(tokenizer: str = "") -> None:
             global _scheduler  # noqa: PLW0603 – SGLang hands its loader hook the model, and nothing else
             self.rolloutmq_switches = Switches()
             self.rolloutmq_errands = Errands()
-            if tokenizer:  # loaded while the model is
+            if tokenizer:  # it loads while the model loads
                 self.rolloutmq_tokenizer = EngineTokenizer(tokenizer, trust_remote_code=_trusts(args, kwargs))
             super().__init__(*args, **kwargs)
             missing = [name for name in FIELDS if not hasattr(self, name)]
@@ -133,7 +133,7 @@ def install(tokenizer: str = "") -> None:
             self._request_dispatcher = lambda request: _dispatch(self, dispatch, request)
 
         def run_event_loop(self) -> None:
-            # On a CPU SGLang's "empty the device's cache" is a full collection, too, after every update and when idle.
+            # On a CPU SGLang's "empty the device's cache" includes a full collection, after every update and when idle.
             settle()
             super().run_event_loop()
 
@@ -169,8 +169,8 @@ def _trusts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _dispatch(scheduler: Any, dispatch: Callable[[Any], Any], request: Any) -> Any:
     """Open and close a weight-update session around weights that come outside of one.
 
-    Newer releases want weights between a begin and an end. As requests of their own they would let a batch run in
-    between.
+    Newer releases need a begin and an end around weights. As requests of their own these would let a batch run between
+    them.
     """
     updater: Any = getattr(scheduler, "weight_updater", None)
     alone = getattr(updater, "_session", True) is None  # older releases have no sessions
@@ -187,15 +187,18 @@ def _dispatch(scheduler: Any, dispatch: Callable[[Any], Any], request: Any) -> A
 
 
 def idle() -> bool:
-    """Whether every batch has been processed, so that the GPU is done with them. On the scheduler's main thread."""
+    """Whether every batch has been processed, so that the GPU is done with all.
+
+    Call it on the scheduler's main thread.
+    """
     return _scheduler is not None and bool(_scheduler.is_fully_idle())
 
 
 def set_off(loader: str, text: str, over: Callable[[str], object]) -> None:
-    """Have SGLang call `loader(model, [(text, tensor)])` between two batches, then `over` with why it refused, or "".
+    """Let SGLang call `loader(model, [(text, tensor)])` between two batches, then call `over` with its refusal or "".
 
-    The reason is BUSY if it is not idle: requests and updates must keep the order in which they came. Call it from
-    another thread; see :class:`Errands` for when it must not be used. Raises EngineError if there is no scheduler.
+    The reason is BUSY if the scheduler is not idle, because requests and updates must keep their order. Call it from
+    another thread. :class:`Errands` says when it must not be used. Raises EngineError if there is no scheduler.
     """
     scheduler = current()
 
@@ -211,7 +214,10 @@ def set_off(loader: str, text: str, over: Callable[[str], object]) -> None:
 
 
 def _call_loader(scheduler: Any, loader: str, text: str) -> str:
-    """Why SGLang did not call it, or "". What SGLang does around a call takes 1 ms; left out where it does nothing."""
+    """Call the loader. Returns why SGLang refused, or "".
+
+    SGLang's work around it takes 1 ms and is left out if needless.
+    """
     if hasattr(scheduler.weight_updater, "begin_weight_update") or scheduler.draft_worker is not None:
         answer = scheduler._request_dispatcher(loader_request(loader, text, 1))
         return "" if answer.success else str(answer.message)

@@ -1,7 +1,8 @@
 """SGLang's sharded states: every rank's own parameters in files of its own, in the engine's names.
 
-The files are the ones of SGLang's ShardedStateLoader (`load_format="sharded_state"` starts an engine from them),
-written and read here so that they come with digests, and are checked before a byte of the model is written.
+The files have the format of SGLang's ShardedStateLoader, so `load_format="sharded_state"` starts an engine from them.
+This module writes and reads them itself, so that they have digests and are checked before a byte of the model is
+written.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _sidecar(path: Path, rank: int) -> Path:
 
 
 def own_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """What a rank saves: its state, without what shares another one's memory."""
+    """Return the tensors that a rank saves: its state, without tensors that share another one's memory."""
     from sglang.srt.model_loader.loader import ShardedStateLoader  # noqa: PLC0415 – only where an engine runs
 
     kept: dict[str, torch.Tensor] = ShardedStateLoader._filter_subtensors(model.state_dict())
@@ -36,7 +37,7 @@ def own_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def save(model: Any, path: Path, rank: int, version: int) -> dict[str, Any]:
-    """Write one rank's files and their digests. Raises SnapshotError; nothing may change the weights meanwhile."""
+    """Write one rank's files and their digests. Nothing may change the weights meanwhile. Raises SnapshotError."""
     from safetensors.torch import save_file  # noqa: PLC0415
 
     with disk_errors("writing", path):
@@ -91,7 +92,10 @@ class Shards:
                     raise BrokenSnapshot(f"{sidecar}: {error}") from None
 
     def check(self) -> int:
-        """Names, shapes, dtypes, and the digests where there are some; how many tensors. Raises DigestMismatch."""
+        """Check names, shapes, dtypes, and digests if there are some. Returns the number of tensors.
+
+        Raises DigestMismatch.
+        """
         targets = own_tensors(self._model)
         strange, missing = self._file_of.keys() - targets.keys(), targets.keys() - self._file_of.keys()
         if strange or missing:
@@ -108,7 +112,7 @@ class Shards:
         return len(targets)
 
     def load(self) -> int:
-        """Copy every tensor into the model, and read it back. Raises EngineError if one is then not as in the file."""
+        """Copy every tensor into the model, and read it back. Raises EngineError if one then differs from the file."""
         targets = own_tensors(self._model)
         for name, target in targets.items():
             target.copy_(self._file_of[name].get_tensor(name))
@@ -119,5 +123,5 @@ class Shards:
         return len(targets)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._files, self._file_of = [], {}

@@ -1,8 +1,8 @@
-"""Stops in SGLang's scheduler process: a request that has some is followed token by token.
+"""Stops in SGLang's scheduler process. A request that has some is checked token by token.
 
-SGLang's own stop texts are not used. They need its tokenizer in every process, look at a window of as many tokens as
-the text has when it is written the usual way, and know nothing of earlier legs. Instead, SGLang's check of a request
-that has stops is replaced, for that request alone.
+SGLang's own stop texts are not used. They need its tokenizer in every process, search a window of as many tokens as the
+text usually has, and do not know earlier legs. Instead, SGLang's check of a request that has stops is replaced, for
+that request alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def watch(req: Any, tokenizer: EngineTokenizer | None) -> None:
     try:
         matcher = StopMatcher(stops, tokenizer.new_pieces() if tokenizer is not None and stops.need_text else None)
         matcher.follow(generated_before(req))
-    except Exception as error:  # perhaps of a tokenizer's own code: it ends this request, not the engine
+    except Exception as error:  # a tokenizer may have code of its own; its error ends this request, not the engine
         logger.exception("stops cannot be looked for")
         req.set_finish_with_abort(_lost(error))
         return
@@ -48,7 +48,7 @@ def watch(req: Any, tokenizer: EngineTokenizer | None) -> None:
 
 
 def abort(message: str) -> Any:
-    """What `Req.to_finish` takes to end a running request as one that is refused."""
+    """Return what `Req.to_finish` takes to end a running request as refused."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT  # noqa: PLC0415 – only in a scheduler process
 
     return FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")

@@ -1,4 +1,4 @@
-"""New weights while requests run, in SGLang's scheduler process: which of their tokens the old weights sampled.
+"""New weights while requests run, in SGLang's scheduler process: counts the tokens that the old weights sampled.
 
 SGLang's scheduler takes in requests, weight updates among them, between two batches. With overlap scheduling it has
 then launched the newest batch, whose tokens the requests do not know yet: they are in `result_queue`. It hands them out
@@ -8,12 +8,14 @@ only when everything that was in that queue has been processed.
 What SGLang keeps of a request decides under which key its prefixes are cached (`extra_key`; this package puts the
 weights version there). Seen in 0.5.17 and 0.5.23:
 
-- a request that holds KV (running, or in the middle of a chunked prefill) shares nodes of the prefix tree under its
-  key: it keeps the key, so that what it adds to the tree can never be found by a request of a newer version;
-- a request that waits holds none. What was matched for it before (`calc_priority`) is matched anew, under the key it
-  then has, before it runs (`init_next_round_input`);
-- a request that was retracted has lost its KV and is prefilled like a new one; its KV is then all of the new weights.
-  With its old key it could find prefixes of the old ones again, so it gets the new key as well. Its tokens stay.
+- A request that holds KV (running, or in the middle of a chunked prefill) shares nodes of the prefix tree under its
+key.
+  It keeps the key, so that a request of a newer version can never find what it adds to the tree.
+- A request that waits holds none. Its prefix (`calc_priority`) is matched again under its new key before it runs
+  (`init_next_round_input`).
+- A request that was retracted has lost its KV and is prefilled as a new one, all under the new weights. With its old
+key
+  it could find prefixes of the old ones again, so it gets the new key too. Its tokens stay.
 """
 
 from __future__ import annotations
@@ -37,13 +39,14 @@ ELSEWHERE = {
     "enable_flexkv": (None, False),
     "enable_unified_cache_external_linker": (None, False),
 }
-"""Server arguments that keep requests, results or prefixes in places where this module does not look."""
+"""Server argument -> values without effect. With others, requests, results or prefixes are where this module does not
+look."""
 OnCounts = Callable[[dict[str, int]], None]
 
 
 @dataclass(slots=True)
 class _Report:
-    """The report on one switch, sent when `left` more batches have been processed."""
+    """The report on one switch. It is sent when `left` more batches have been processed."""
 
     left: int
     requests: list[Any]
@@ -57,8 +60,8 @@ class _Report:
 class Switches:
     """One scheduler's switches so far.
 
-    key: what fresh requests of older keys get instead, None before the first switch. retired: those keys. seen: keys
-    that came since the last switch.
+    key: the key that new requests with a retired key get instead, None before the first switch. retired: keys of older
+    weights. seen: keys of requests since the last switch.
     """
 
     key: str | None = None
@@ -75,7 +78,7 @@ class Switches:
         self.seen.add(key)
 
     def processed(self) -> None:
-        """The results of one more batch have been handed out."""
+        """Note that the results of one more batch have been handed out."""
         for report in self.reports:
             report.left -= 1
         while self.reports and self.reports[0].left <= 0:
@@ -100,15 +103,15 @@ def check(scheduler: Any, new_key: str) -> None:
 
 
 def switch(scheduler: Any, new_key: str, on_counts: OnCounts) -> None:
-    """The weights have just been replaced: keep requests and prefixes of the old and the new ones apart.
+    """Keep requests and prefixes of the old and the new weights apart, once the weights have been replaced.
 
     Call it from the weight loader, on the scheduler's main thread, on every tensor-parallel rank, when the last weight
-    is written and not after a failure, when the old weights' keys must stay. Before its first write the loader waits
-    for the device: with overlap scheduling the newest batch may still be running.
+    is written. Do not call it after a failure, because then the old weights' keys must stay. Before its first write the
+    loader waits for the device, because with overlap scheduling the newest batch may still run.
 
-    on_counts({request id: tokens}): how many output tokens the old weights sampled, for every request that has not
-    ended before; called once, on the main thread, in this call or (with overlap scheduling) one batch later. It must
-    not raise and should not block. A request may have ended meanwhile with fewer tokens than it is told here.
+    on_counts({request id: tokens}): number of output tokens that the old weights sampled, for every request that had
+    not ended before. It is called once, on the main thread, in this call or (with overlap scheduling) one batch later.
+    It must not raise and should not block. A request may have ended meanwhile with fewer tokens than reported.
     """
     switches: Switches = scheduler.rolloutmq_switches
     switches.retired |= switches.seen - {new_key}
@@ -124,7 +127,7 @@ def switch(scheduler: Any, new_key: str, on_counts: OnCounts) -> None:
 
 
 def _live(scheduler: Any) -> Iterator[Any]:
-    """Every request that may have tokens of the old weights, some of them more than once."""
+    """Yield every request that may have tokens of the old weights, some of them more than once."""
     batches = [scheduler.running_batch, scheduler.last_batch]
     batches += [batch for batch, *_ in getattr(scheduler, "result_queue", ())]
     for batch in batches:
@@ -137,5 +140,5 @@ def _live(scheduler: Any) -> Iterator[Any]:
 
 
 def _holds_kv(request: Any) -> bool:
-    # 0.5.17: None unless there is some; later an object that knows.
+    # 0.5.17 has None if there is no KV. Later releases have an object that tells.
     return request.kv is not None and bool(getattr(request.kv, "holds_kv", True))

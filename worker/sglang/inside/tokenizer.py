@@ -1,4 +1,4 @@
-"""The model's tokenizer in SGLang's scheduler process, for stop texts and grammars; SGLang itself runs without one."""
+"""The model's tokenizer in SGLang's scheduler process, for stop texts and grammars. SGLang itself runs without one."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def background(work: Callable[[], T]) -> Future[T]:
 
 
 class EngineTokenizer:
-    """A tokenizer, loaded while SGLang loads the model.
+    """A tokenizer that loads while SGLang loads the model.
 
-    path: where it is. It is loaded as the worker loads it, so that both see the same text.
+    path: a folder or hub name. It is loaded as the worker loads it, so that both have the same text.
     """
 
     def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
