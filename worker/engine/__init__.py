@@ -1,4 +1,4 @@
-"""The protocol between a worker and its inference engine."""
+"""The protocol between a worker and its inference engine. A new engine implements `Engine`."""
 
 from .loaded_adapters import FEATURE, NOT_ENABLED, AdapterMissing, AdapterUse, LoadedAdapters, adapter_names, check
 from .protocol import (

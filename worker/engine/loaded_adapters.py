@@ -1,4 +1,4 @@
-"""The LoRA adapters that an engine has: their versions, the samples that use them, and whether a job can run."""
+"""The LoRA adapters in an engine: their versions, the samples that use them, and whether a job can run with them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ...messages.errors import InvalidField, RequestRefused
 from ...messages.model import GenerateJob
 
 FEATURE = "lora"
-"""Of EngineInfo.features: the engine was started for adapters."""
+"""A feature of EngineInfo.features: the engine was started for adapters."""
 NOT_ENABLED = "LoRA is not enabled on this worker's engine: start the worker with --max-lora-rank"
 
 
 class AdapterUse:
-    """A sample's hold on one version of an adapter: as long as it exists the engine keeps that version."""
+    """A sample's hold on one version of an adapter. The engine keeps the version as long as this object exists."""
 
     __slots__ = ("__weakref__", "name", "version")
 
@@ -28,44 +28,44 @@ class LoadedAdapters:
         self._versions: dict[str, set[int]] = {}
         self._uses: WeakSet[AdapterUse] = WeakSet()
         self.pinned: set[tuple[str, int]] = set()
-        """Versions that stay when newer ones come."""
+        """(name, version) of versions that stay when newer ones come."""
 
     def versions(self) -> dict[str, tuple[int, ...]]:
-        """Name -> every version that is here, oldest first."""
+        """Return name -> versions in the engine, oldest first."""
         return {name: tuple(sorted(versions)) for name, versions in self._versions.items() if versions}
 
     def used(self, name: str, version: int) -> bool:
-        """Whether a sample holds this very version."""
+        """Return whether a sample holds this version."""
         return any((use.name, use.version) == (name, version) for use in self._uses)
 
     def newest(self, name: str) -> int:
-        """The newest version of an adapter, 0 if the engine has none."""
+        """Return the newest version of an adapter, 0 if the engine has none."""
         return max(self._versions.get(name, ()), default=0)
 
     def current(self) -> dict[str, int]:
-        """Name -> newest version."""
+        """Return name -> newest version."""
         return {name: max(versions) for name, versions in self._versions.items() if versions}
 
     def add(self, name: str, version: int) -> None:
-        """The engine has it now."""
+        """Note that the engine has this version."""
         self._versions.setdefault(name, set()).add(version)
 
     def remove(self, name: str, version: int) -> None:
-        """The engine will not have it much longer: no sample may begin with it."""
+        """Note that the engine is about to unload this version, so that no sample begins with it."""
         self._versions.get(name, set()).discard(version)
 
     def has(self, name: str, version: int) -> bool:
-        """Whether requests may use this very version."""
+        """Return whether requests may use this version."""
         return version in self._versions.get(name, ())
 
     def use(self, name: str, before: int = 0) -> AdapterUse:
-        """For a leg of a sample: version `before`, which it went on with so far, if that is here; else the newest."""
+        """Hold a version for a leg of a sample: `before`, which it has used so far, if it is here, else the newest."""
         use = AdapterUse(name, before if self.has(name, before) else self.newest(name))
         self._uses.add(use)
         return use
 
     def superseded(self) -> list[tuple[str, int]]:
-        """Versions that are not the newest, that no sample uses, and that are not pinned."""
+        """Return (name, version) of versions that are not the newest, not used by a sample, and not pinned."""
         used = {(use.name, use.version) for use in self._uses} | self.pinned
         return [
             (name, version)
@@ -84,7 +84,7 @@ class AdapterMissing(RequestRefused):
 
 
 def check(job: GenerateJob, adapters: LoadedAdapters, features: frozenset[str]) -> None:
-    """Raises AdapterMissing for a job that cannot run with these adapters."""
+    """Raise AdapterMissing for a job that cannot run with these adapters."""
     if job.lora is None:
         return
     if FEATURE not in features:

@@ -1,7 +1,7 @@
 """What a worker needs from an inference engine: one small protocol, two implementations.
 
-`SGLangEngine` is the real one; `ScriptedEngine` answers from a hash and stands in where the broker is what is being
-examined. A request is one sample: prompt in, tokens out. Groups, legs and versions are the worker's business.
+`SGLangEngine` is the real one. `ScriptedEngine` answers from a hash, for tests of everything around an engine. A
+request is one leg of one sample: prompt in, tokens out. The worker takes care of groups, legs and versions.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _SAMPLED = LogprobOptions()
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a request asks for beyond tokens and their logprobs; the defaults cost nothing.
+    """What a request asks for beyond tokens and their logprobs. The defaults cost nothing.
 
-    logprobs, hidden_states, routed_experts, logit_processors: as GenerateJob has them. prompt: whether what concerns
-        the prompt is still to be delivered; later legs of a sample have it already.
-    seed: of this sample, the same in all its legs; None draws freely.
+    logprobs, hidden_states, routed_experts, logit_processors: as GenerateJob has them.
+    prompt: whether the prompt's own arrays are wanted. After the first leg the sample has them already.
+    seed: of this sample, the same in all its legs. None draws without a seed.
     stream: the engine keeps `progress` up to date with every token.
     """
 
@@ -53,18 +53,18 @@ NOTHING_MORE = Wanted()
 class EngineRequest:
     """One sample to generate.
 
-    request_id: unique among running requests and of one fixed length (SGLang matches aborts by prefix).
-    token_ids: (prompt_len,) int32, the prompt followed by what earlier legs of the same sample generated.
-    sampling: as the job has it, except that max_new_tokens below replaces its own.
-    max_new_tokens: how many tokens this leg may still generate, >= 1.
-    cache_key: the weights version as text, with an adapter followed by "/<name>@<version>"; prefixes are only ever
-        reused between requests of the same key.
-    adapter, adapter_version: the LoRA adapter to run it with, "" and 0 for the model alone.
-    generated: so many of token_ids, at their end, are not prompt but what earlier legs generated: stops, penalties,
-        grammars and least lengths are about them, too.
+    request_id: unique among running requests, and of one fixed length because SGLang matches aborts by prefix.
+    token_ids: (prompt_len,) int32, the prompt followed by the tokens that earlier legs of the sample generated.
+    sampling: as the job has it. The max_new_tokens below replaces its own.
+    max_new_tokens: most tokens that this leg may generate, >= 1.
+    cache_key: the weights version as text, with an adapter followed by "/<name>@<version>". Prefixes are only reused
+        between requests with the same key.
+    adapter, adapter_version: the LoRA adapter, "" and 0 for the model alone.
+    generated: number of tokens at the end of token_ids that earlier legs generated. Stops, penalties, grammars and
+        minimum lengths count them.
     wanted: what else it asks for.
-    media: of the prompt, all with their bytes. `generated` is then 0: SGLang reads such a prompt as text once more,
-        which what was generated might not survive, so a sample with media starts over when it is interrupted.
+    media: of the prompt, all with their bytes. `generated` is then 0: a sample with media starts over when it is
+        interrupted, because SGLang reads such a prompt as text again, which could change the generated tokens.
     """
 
     request_id: str
@@ -83,14 +83,14 @@ class EngineRequest:
 class EngineOutput:
     """What one request generated before it finished or was aborted.
 
-    token_ids: (n,) int32, generated tokens only, the stop token included if one was hit.
-    logprobs: (n,) float32, natural log of the probability each token was sampled with, under the weights that
-        sampled it: with logit bias and penalties, before temperature and truncation.
-    finish_reason: "abort" means the tokens are a valid prefix of a sample that can be continued.
-    matched_stop: what ended it, as RolloutResult has it, or None.
-    stop_tokens: how many of the sample's last tokens (those of earlier legs counted in) have a part of what was
-        matched; 0 if nothing was. stop_text: from where the match begins to the end of them; "" without a text.
-    token_arrays, arrays: what was wanted, named as in RolloutResult; one row for each token in the first.
+    token_ids: (n,) int32, only generated tokens, with the stop token if there was one.
+    logprobs: (n,) float32, natural log of each token's probability under the weights that sampled it, with logit bias
+        and penalties, before temperature and truncation.
+    finish_reason: "abort" means that the tokens are a valid prefix of a sample that can be continued.
+    matched_stop: what ended it, as in RolloutResult, or None.
+    stop_tokens: number of the sample's last tokens, over all its legs, that have a part of the match; 0 without one.
+    stop_text: their text from where the match begins; "" for a match that is no text.
+    token_arrays, arrays: what was wanted, named as in RolloutResult. token_arrays have one row per token.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -106,10 +106,10 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a running request has generated so far: (n,) int32 token_ids, (n,) float32 logprobs as in EngineOutput.
+    """What a running request has generated: token_ids, (n,) int32, and logprobs, (n,) float32, as in EngineOutput.
 
-    token_arrays: as there; all that were wanted, a row for each token. An engine that cannot tell them in between
-    reports no progress for a request that wants them.
+    token_arrays: as there, all that were wanted, one row per token. An engine that only has them at the end reports no
+    progress for a request that wants them.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -119,12 +119,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the engine is: enough to size the worker, check a job against, and replay a result later.
+    """What the engine is. A worker's size, the check of a job, and the replay of a result need it.
 
     context_length: most tokens of prompt and output together.
     gpu: unique id of the GPU, for an engine that runs on exactly one.
-    features: optional job fields this engine honours; a job that uses another one is refused by name.
-    adapters: the LoRA adapters it has, kept by the worker: changes as they come and go, empty after a start.
+    features: optional job fields that this engine supports. A job that uses another one is refused by name.
+    adapters: the LoRA adapters in it. The worker keeps this up to date. Empty after a start.
     """
 
     name: str
@@ -141,7 +141,7 @@ class EngineInfo:
     adapters: LoadedAdapters = field(default_factory=LoadedAdapters, compare=False, repr=False)
 
     def fingerprint(self) -> Mapping[str, str]:
-        """What a replay needs to know, small enough to travel with every result."""
+        """Return what a replay needs to know. It is small, because it travels with every result."""
         return {
             "engine": f"{self.name}-{self.version}",
             "model": self.model,
@@ -153,9 +153,9 @@ class EngineInfo:
 class Engine(Protocol):
     """An inference engine. All methods are called from one event loop.
 
-    What a worker awaits raises EngineDead if the engine dies meanwhile, and EngineError if it does not answer or fails
-    at something that it need not fail at again. A transfer that fails raises nothing: the report says what happened,
-    and whether the engine has a whole version.
+    Coroutines raise EngineDead if the engine dies meanwhile, and EngineError if it does not answer, or fails in a way
+    that may not happen again. A transfer that fails raises nothing: the report says what happened, and whether the
+    engine has a whole version.
     """
 
     @property
@@ -164,9 +164,9 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Bring the engine up with its base weights; after `close` or `EngineDead` it may be called again.
+        """Start the engine with its base weights. It may be called again after `close` or `EngineDead`.
 
-        Must not block the event loop: leases are renewed while an engine restarts. Raises EngineError.
+        It must not block the event loop, because the lease is renewed while an engine restarts. Raises EngineError.
         """
         ...
 
@@ -178,80 +178,82 @@ class Engine(Protocol):
         ...
 
     async def perform(self, request: TaskRequest) -> TaskOutput:
-        """Run one input of a job that generates nothing; an abort gives an output that is not finished.
+        """Run one input of a job that generates nothing. After an abort the output is not finished.
 
         Raises RequestRefused as `generate` does, and for a task that is not among `info.features`.
         """
         ...
 
     def progress(self, request_id: str, start: int = 0) -> Progress | None:
-        """What a running request has generated so far, from token `start` on, a little behind perhaps; None if unknown.
+        """Return what a running request has generated from token `start` on, or None if that is not known.
 
-        Costs nothing but the copy: the engine is not asked, and streams nothing for it.
+        It may lag behind a little. It costs only the copy, because the engine is not asked.
         """
         ...
 
     def abort(self, request_id: str) -> None:
-        """Ask one running request to return what it has; unknown ids are ignored."""
+        """Let one running request return what it has. Unknown ids are ignored."""
         ...
 
     def abort_all(self) -> None:
-        """Ask every running request to return what it has."""
+        """Let every running request return what it has."""
         ...
 
     async def prepare_weights(self, order: TransferOrder) -> TransferReport:
-        """The first half of an update, while requests run: take part in the transfer `order`.
+        """Run the first half of an update, while requests run: take part in the transfer `order`.
 
-        The report's phase is "staged" if the version is here and verified, or "ready" if it will be received by
-        `commit_weights`. The old weights stay whole.
+        The report's phase is "staged" if the version is here and verified, or "ready" if `commit_weights` will receive
+        it. The old weights stay whole.
         """
         ...
 
     async def commit_weights(self, order: TransferOrder) -> TransferReport:
-        """The second half: load what was prepared, verified. No request may be running, but with order.mode "in_place".
+        """Run the second half: load and verify what was prepared. Unless order.mode is "in_place", no request may run.
 
-        In place, `report.switched` tells for every request that was running how many of its tokens the old weights
+        In place, `report.switched` has, for every request that was running, the number of tokens that the old weights
         sampled.
         """
         ...
 
     async def send_weights(self, order: TransferOrder) -> TransferReport:
-        """Send the version that was loaded last, bit by bit as the trainer sent it, to the group of `order`, as rank 0.
+        """Send the version that was loaded last to the group of `order`, as rank 0, bit for bit as the trainer sent it.
 
-        Requests run meanwhile; neither half of an update may. The report also says if this engine cannot send.
+        Requests may run meanwhile, and neither half of an update may. The report also says if this engine cannot send.
         """
         ...
 
     async def load_adapter(self, adapter: Adapter) -> None:
-        """Have one version of a LoRA adapter ready for requests, beside its other versions, while requests run."""
+        """Load one version of a LoRA adapter beside its other versions, while requests run."""
         ...
 
     async def unload_adapter(self, name: str, version: int) -> None:
-        """Give up one version that no request uses. Raises EngineError if one does, at once: try again later."""
+        """Unload one version that no request uses. If one does, it raises EngineError at once: try again later."""
         ...
 
     async def operate(self, operation: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
-        """One of an engine's rarer duties, which most engines have only some of; plain data in and out.
+        """Run one of an engine's operations. An engine may lack some of them. Parameters and result are plain data.
 
-        "flush_cache": {} forgets cached prefixes; no request may be running. "clear_storage": {} empties the storage of
-            a hierarchical cache. "freeze", "thaw": {} stop before the next forward pass, requests and KV as they are.
-        "sleep", "wake": {tags} see sleep_states.py; no request may be running, but for a sleep without tags, which does
-            nothing but say whether it can. Wake answers {intact} about weights.
-        "audit": {version, names} looks at the parameters, see docs/control.md. "export": {path, version} writes them as
-            a version of a SnapshotStore, "save_sharded": {path, version} in the engine's own form. The last two keep
-            the caller's promise that no version is loaded meanwhile; requests may run.
-        "check_sharded", "load_sharded": {path} reads that form; no request may be running for the latter, and an error
-            of it leaves weights that are no version.
+        "flush_cache": {} forgets cached prefixes. No request may run.
+        "clear_storage": {} empties the storage of a hierarchical cache.
+        "freeze", "thaw": {} stop before the next forward pass, with requests and KV as they are, and continue.
+        "sleep", "wake": {tags}: see worker/commands/sleep_states.py. No request may run, except for a sleep without
+        tags,
+            which only says whether the engine can sleep. Wake returns {intact} if weights wake.
+        "audit": {version, names} compares the parameters; see docs/control.md.
+        "export": {path, version} writes them as a version of a SnapshotStore, "save_sharded": {path, version} in the
+            engine's own format. The caller sees to it that no version is loaded meanwhile. Requests may run.
+        "check_sharded", "load_sharded": {path} reads that format. For the latter no request may run, and an error of it
+            leaves weights that are no version.
         "start_profile": {folder, activities, steps}, "stop_profile": {}.
 
-        Raises RequestRefused, with the reason, for what this engine cannot do as it is configured.
+        Raises RequestRefused, with the reason, for an operation that this engine does not support as configured.
         """
         ...
 
     async def healthy(self) -> bool:
-        """False once the engine's processes are gone."""
+        """Return False once the engine's processes are gone."""
         ...
 
     async def close(self) -> None:
-        """Stop every process the engine started; safe to call twice."""
+        """Stop every process that the engine started. It may be called twice."""
         ...

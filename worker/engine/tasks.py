@@ -11,7 +11,7 @@ import numpy.typing as npt
 TaskName = Literal["embed", "reward", "score"]
 TASK_FEATURES: dict[TaskName, str] = {"embed": "task:embed", "reward": "task:reward", "score": "task:score"}
 POOLING_FEATURES = frozenset({TASK_FEATURES["embed"], TASK_FEATURES["reward"]})
-"""An engine that has one of these pools what it reads, and generates nothing."""
+"""Features of engines that pool their input and generate nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class TaskRequest:
     """One forward pass over `token_ids`.
 
     request_id, cache_key: as in EngineRequest.
-    token_ids: (n,) int32. start: of a score, the first token whose log-probability is wanted, >= 1.
-    dimensions, normalize: of an embedding, as EmbedJob has them.
+    token_ids: (n,) int32. start: for a score, the first token whose log-probability is wanted, >= 1.
+    dimensions, normalize: for an embedding, as EmbedJob has them.
     """
 
     request_id: str
@@ -34,9 +34,10 @@ class TaskRequest:
 
 @dataclass(frozen=True, slots=True)
 class TaskOutput:
-    """values: float32; (d,) of an embedding, (k,) of a reward model, (n - start,) log-probabilities of a score.
+    """The result of a TaskRequest.
 
-    finished: False if it was aborted: there is nothing, and the same request can be made again.
+    values: float32: (d,) of an embedding, (k,) of a reward model, (n - start,) log-probabilities of a score.
+    finished: False if it was aborted. Then there are no values, and the same request can be made again.
     """
 
     values: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))

@@ -1,7 +1,7 @@
 """Logit processors that a job can ask for by name: the ones every worker has, and an operator's own.
 
 They run in SGLang's scheduler process, on the logits of a batch's rows, after logit bias, penalties and grammars and
-before temperature and truncation. Imports no torch: a worker checks jobs with this, too.
+before temperature and truncation. This module imports no torch, because a worker checks jobs with it too.
 """
 
 from .processor import LogitProcessor, Rows

@@ -1,4 +1,4 @@
-"""Checks of processors' parameters; each raises InvalidField."""
+"""Checks of processors' parameters. Each raises InvalidField."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...messages.errors import InvalidField
 
 
 def only(params: Mapping[str, Any], known: Iterable[str]) -> None:
-    """No parameters but these."""
+    """Check that there are no parameters but `known`."""
     names = sorted(known)
     for name, value in params.items():
         if name not in names:
@@ -17,7 +17,7 @@ def only(params: Mapping[str, Any], known: Iterable[str]) -> None:
 
 
 def token_ids(params: Mapping[str, Any], vocab_size: int, name: str = "token_ids") -> list[int]:
-    """A non-empty list of different token ids of this model."""
+    """Return a parameter that is a list of the model's token ids, at least one, each once."""
     value = params.get(name)
     if not isinstance(value, list | tuple) or not value:
         raise InvalidField(name, value, "a list of token ids, at least one")
@@ -28,7 +28,7 @@ def token_ids(params: Mapping[str, Any], vocab_size: int, name: str = "token_ids
 
 
 def count(params: Mapping[str, Any], name: str) -> int:
-    """A number of tokens."""
+    """Return a parameter that is a number of tokens, 0 or more."""
     value = params.get(name)
     if type(value) is not int or value < 0:
         raise InvalidField(name, value, "a number of tokens, 0 or more")

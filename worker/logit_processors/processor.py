@@ -1,4 +1,4 @@
-"""What a logit processor is, and what it is told of the rows it works on."""
+"""The base class of logit processors, and the rows of a batch that one works on."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ T = TypeVar("T")
 
 
 class Request(Protocol):
-    """One sample's request in the engine, as :class:`Rows` needs it."""
+    """One sample's request in the engine, as :class:`Rows` uses it."""
 
     kept: dict[int, Any]
 
     def prompt_ids(self) -> list[int]:
-        """Of its sample."""
+        """Return the token ids of its sample's prompt."""
         ...
 
     def generated_ids(self, count: int) -> list[int]:
-        """The first `count` tokens that its sample has generated: all there are."""
+        """Return the first `count` tokens that its sample has generated. count: as many as there are."""
         ...
 
 
 class Rows:
     """The rows of one call, one for each sample that is about to get its next token.
 
-    params: what each row's job gave the processor.
-    generated: (rows,) int64 on the device of the logits: how many tokens each sample has generated before this one,
-        over all its legs. Exact, whatever the engine has in flight.
+    params: each row's parameters for the processor, from its job.
+    generated: (rows,) int64 on the device of the logits: number of tokens that each sample has generated before this
+    one,
+        over all its legs. It is exact, whatever the engine has in flight.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Rows:
         places: Sequence[int],
         shared: dict[str, Any],
     ) -> None:
-        """places: where each row's job has this processor in its list. shared: lives as long as these very rows do."""
+        """places: the processor's place in the list of each row's job. shared: lives as long as the same rows stay."""
         self.params = params
         self.generated = generated
         self._requests, self._places, self._shared = requests, places, shared
@@ -51,21 +52,24 @@ class Rows:
         return len(self.params)
 
     def counts(self) -> list[int]:
-        """`generated` as numbers. On a GPU this waits for the forward pass; what stays on the device does not."""
+        """Return `generated` as numbers. On a GPU it waits for the forward pass, which `generated` itself does not."""
         if self._counts is None:
             self._counts = self.generated.tolist()
         return self._counts
 
     def generated_ids(self, row: int) -> list[int]:
-        """The tokens that row's sample has generated, over all its legs. Waits as `counts` does."""
+        """Return the tokens that the row's sample has generated, over all its legs. It waits as `counts` does."""
         return self._requests[row].generated_ids(self.counts()[row])
 
     def prompt_ids(self, row: int) -> list[int]:
-        """The prompt of that row's sample."""
+        """Return the token ids of the prompt of the row's sample."""
         return self._requests[row].prompt_ids()
 
     def keep(self, row: int, make: Callable[[], T]) -> T:
-        """`make()`, once for each request and each of its processors: a tensor made of its parameters, for example."""
+        """Return `make()`, called once for each request and processor.
+
+        For a tensor made of its parameters, for example.
+        """
         kept, place = self._requests[row].kept, self._places[row]
         if place not in kept:
             kept[place] = make()
@@ -73,7 +77,7 @@ class Rows:
         return found
 
     def keep_all(self, make: Callable[[], T]) -> T:
-        """`make()`, once for these rows: made anew when a sample comes or goes, not for every token."""
+        """Return `make()`, called once for these rows. It is called again when a sample comes or goes."""
         if "all" not in self._shared:
             self._shared["all"] = make()
         found: T = self._shared["all"]
@@ -81,22 +85,22 @@ class Rows:
 
 
 class LogitProcessor:
-    """Base of all. One object serves every sample in a scheduler process: it keeps nothing of a sample in itself.
+    """The base class. One object serves every sample in a scheduler process, so it keeps no state of a sample.
 
-    The same sample is asked about the same token again when it goes on after an interruption, and about tokens that are
-    thrown away (in the middle of a chunked prefill): what comes out may only depend on the parameters and the tokens.
+    Its result may only depend on the parameters and the tokens. After an interruption it is called for the same token
+    again, and in the middle of a chunked prefill for tokens that are thrown away.
     """
 
     @classmethod
     def validate(cls, params: Mapping[str, Any], vocab_size: int) -> None:
-        """Raise InvalidField (field, value, allowed) for parameters it cannot work with. Called in the worker."""
+        """Raise InvalidField for parameters that it cannot work with. It is called in the worker."""
 
     def __call__(self, logits: torch.Tensor, rows: Rows) -> None:
-        """Change `logits` (rows, vocabulary), of the model's or a wider floating dtype, in place.
+        """Change `logits`, (rows, vocabulary) of the model's or a wider floating dtype, in place.
 
-        -inf takes a token away. A row without any token left fails its job, and so does an exception.
+        -inf makes a token impossible. A row without any possible token fails its job, and so does an exception.
         """
 
     def temperature(self, rows: Rows) -> torch.Tensor | None:
-        """(rows,) temperatures above 0 for this token, in place of the job's; None leaves those."""
+        """Return (rows,) temperatures above 0 for this token, or None to keep the jobs' own."""
         return None

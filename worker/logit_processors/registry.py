@@ -1,5 +1,8 @@
-"""Which logit processors a worker has, by name. Names come from the operator and from installed packages, never from
-a message: a job can only choose among them."""
+"""The logit processors of a worker, by name.
+
+Their code comes from the operator and from installed packages, never from a message. A job only chooses among the
+names.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ...messages.model import LogitProcessor as Asked
 from .processor import LogitProcessor
 
 GROUP = "rolloutmq.logit_processors"
-"""Entry points of this group are processors: name = "module:Class"."""
+"""The group of entry points that are processors, name = "module:Class"."""
 _HERE = __package__
 BUILT_IN = {
     "action_mask": f"{_HERE}.token_masks:ActionMask",
@@ -24,14 +27,14 @@ BUILT_IN = {
 
 
 def known_processors(own: Mapping[str, str] | None = None) -> list[str]:
-    """Names a job can use: built in, of installed packages, and of the operator's `own` configuration."""
+    """Return the names that a job can use: built-in ones, those of installed packages, and the operator's `own`."""
     return sorted({**_installed(), **(own or {}), **BUILT_IN})
 
 
 class Registry:
-    """Finds processors by name and loads each once.
+    """Finds processors by name, and loads each once.
 
-    own: the operator's, name -> "module:Class". Raises ConfigError if one has a name or a form that cannot be.
+    own: the operator's, name -> "module:Class". Raises ConfigError for a name or a form that is not allowed.
     """
 
     def __init__(self, own: Mapping[str, str] | None = None) -> None:
@@ -43,22 +46,22 @@ class Registry:
         self._loaded: dict[str, LogitProcessor] = {}
 
     def names(self) -> list[str]:
-        """In order."""
+        """Return all names, sorted."""
         return sorted(self._where)
 
     def load_own(self) -> None:
-        """Import the operator's, so that a mistake shows at the start. Raises ConfigError."""
+        """Import the operator's processors, so that a mistake is an error at the start. Raises ConfigError."""
         for name in self._own:
             self.get(name)
 
     def get(self, name: str) -> LogitProcessor:
-        """Raises KeyError for an unknown name, ConfigError if it cannot be loaded."""
+        """Return a processor. Raises KeyError for an unknown name, ConfigError if it cannot be loaded."""
         if name not in self._loaded:
             self._loaded[name] = _load(name, self._where[name])
         return self._loaded[name]
 
     def check(self, asked: Sequence[Asked], vocab_size: int, *, greedy: bool = False) -> None:
-        """Raises RequestRefused that names the place, the processor, the value and what is allowed.
+        """Check a job's processors. Raises RequestRefused, which names place, processor, value and what is allowed.
 
         greedy: the job's temperature is 0, which SGLang cannot change within a request.
         """

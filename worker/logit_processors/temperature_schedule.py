@@ -13,7 +13,7 @@ from . import params as check
 from .processor import LogitProcessor, Rows
 
 GREEDY = 1e-6
-"""SGLang takes a temperature up to this for greedy sampling, which cannot be switched within a request."""
+"""SGLang samples greedily at a temperature up to this. It cannot change between the two within a request."""
 MAX_TEMPERATURE = 100.0
 SHAPES = ("linear", "step")
 
@@ -21,8 +21,10 @@ SHAPES = ("linear", "step")
 class TemperatureSchedule(LogitProcessor):
     """The temperature as a function of how many tokens the sample has generated, over all its legs.
 
-    points: [[tokens, temperature], ...], tokens increasing. Before the first and after the last theirs holds.
-    shape: between two points "linear" (the default) goes straight from one to the other, "step" keeps the first's.
+    points: [[tokens, temperature], ...], tokens increasing. Before the first point and after the last one the
+    temperature
+        is theirs.
+    shape: between two points "linear" (the default) interpolates, and "step" keeps the first one's temperature.
     """
 
     @classmethod
@@ -38,7 +40,7 @@ class TemperatureSchedule(LogitProcessor):
             raise InvalidField("points", points, "in order of tokens generated, no number twice")
 
     def temperature(self, rows: Rows) -> torch.Tensor:
-        """(rows,) float32."""
+        """Return (rows,) float32, the temperature of each row's next token."""
         tokens, temperatures, linear = rows.keep_all(lambda: _table(rows))
         now = rows.generated.float()[:, None]
         left = (torch.searchsorted(tokens, now, right=True) - 1).clamp(min=0)
@@ -58,7 +60,7 @@ def _is_point(point: object) -> bool:
 
 
 def _table(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each row's points, the last one repeated up to the longest; and 1 for "linear", 0 for "step"."""
+    """Return each row's points, the last one repeated up to the longest list, and 1 for "linear", 0 for "step"."""
     most = max(len(params["points"]) for params in rows.params)
     padded = [[*params["points"], *[params["points"][-1]] * (most - len(params["points"]))] for params in rows.params]
     table = torch.tensor(padded, dtype=torch.float32, device=rows.generated.device)

@@ -1,4 +1,4 @@
-"""Only these tokens; all tokens but these; all but these for a while."""
+"""Processors that allow only some tokens, forbid some, or forbid some until the sample has a length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEVER = float("-inf")
 
 
 class ActionMask(LogitProcessor):
-    """`token_ids`: the tokens that may be generated; every other one has probability 0."""
+    """Allows only `token_ids`. Every other token has probability 0."""
 
     @classmethod
     def validate(cls, params: Mapping[str, Any], vocab_size: int) -> None:
@@ -28,7 +28,7 @@ class ActionMask(LogitProcessor):
 
 
 class DisallowedTokens(LogitProcessor):
-    """`token_ids`: the tokens that have probability 0."""
+    """Forbids `token_ids`: they have probability 0."""
 
     @classmethod
     def validate(cls, params: Mapping[str, Any], vocab_size: int) -> None:
@@ -41,7 +41,7 @@ class DisallowedTokens(LogitProcessor):
 
 
 class MinNewTokens(LogitProcessor):
-    """`token_ids` have probability 0 until the sample has generated `min_new_tokens` tokens."""
+    """Forbids `token_ids` until the sample has generated `min_new_tokens` tokens."""
 
     @classmethod
     def validate(cls, params: Mapping[str, Any], vocab_size: int) -> None:
@@ -56,7 +56,7 @@ class MinNewTokens(LogitProcessor):
 
 
 def _listed(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """(rows, vocabulary) bool: the tokens in each row's `token_ids`."""
+    """Return (rows, vocabulary) bool: the tokens in each row's `token_ids`."""
 
     def one(row: int) -> torch.Tensor:
         mask = torch.zeros(logits.shape[1], dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Where a sample ends: stop texts, regular expressions and token sequences."""
+"""Finds where a sample ends: stop texts, regular expressions and token sequences."""
 
 from .matcher import Match, StopMatcher, Stops, check_stops
 from .pieces import Pieces, pieces_of

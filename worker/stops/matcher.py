@@ -21,14 +21,14 @@ from .regex import LAST_NEWLINE, MAX_STATES, Automaton, Step, UnsupportedRegex, 
 
 TEXT, REGEX, SEQUENCE = 0, 1, 2
 _Found = tuple[int, int, int]
-"""Where a match begins, what kind of stop it is of, and which of that kind; the least one wins."""
+"""Where a match begins, its kind of stop, and its number among that kind. The smallest tuple wins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stops:
     """What ends a sample.
 
-    after: no stop ends the sample within so many of its tokens, those of earlier legs included (min_new_tokens).
+    after: no stop ends the sample within this number of its tokens, over all legs (min_new_tokens).
     """
 
     texts: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Stops:
 
     @property
     def need_text(self) -> bool:
-        """Whether they can only be found with a tokenizer."""
+        """Whether a tokenizer is needed to find them."""
         return bool(self.texts or self.regexes)
 
 
@@ -46,8 +46,8 @@ class Stops:
 class Match:
     """The stop that ended a sample.
 
-    tokens: how many of the sample's last tokens have a part of the match. text: from the beginning of the match to the
-    end of the last token; "" for a sequence.
+    tokens: number of the sample's last tokens that have a part of the match. text: from the beginning of the match to
+    the end of the last token; "" for a sequence.
     """
 
     stop: MatchedStop
@@ -56,7 +56,7 @@ class Match:
 
 
 def check_stops(sampling: SamplingParams) -> None:
-    """Raises RequestRefused for regular expressions that are not supported or too large."""
+    """Raise RequestRefused for regular expressions that are not supported or too large."""
     size = 0
     for expression in sampling.stop_regex:
         try:
@@ -68,9 +68,9 @@ def check_stops(sampling: SamplingParams) -> None:
 
 
 class StopMatcher:
-    """Follows one sample token by token. Work for each token: the new text, times the number of stops.
+    """Follows one sample token by token. A token costs the length of its new text times the number of stops.
 
-    pieces: what a token adds to the text, see :mod:`.pieces`; None if no stop needs text.
+    pieces: returns what a token adds to the text, see :mod:`.pieces`. None if no stop needs text.
     """
 
     def __init__(self, stops: Stops, pieces: Pieces | None = None) -> None:
@@ -136,14 +136,14 @@ class StopMatcher:
 
 
 class _Characters:
-    """The text in characters. Each byte that belongs to no character is U+FFFD."""
+    """Makes characters of the text's bytes. Each byte that belongs to no character becomes U+FFFD."""
 
     def __init__(self) -> None:
         self._decoder = getincrementaldecoder("utf-8")("surrogateescape")
         self._place = 0
 
     def take(self, piece: bytes) -> list[tuple[str, int]]:
-        """The characters that these bytes complete, each with the place of its first byte in the text."""
+        """Return the characters that these bytes complete, each with the place of its first byte in the text."""
         found = []
         for character in self._decoder.decode(piece):
             raw = "\udc80" <= character <= "\udcff"
@@ -153,14 +153,14 @@ class _Characters:
 
 
 class _RegexStop:
-    """One expression on one sample. It keeps the beginnings of possible matches, and no text."""
+    """Looks for one expression in one sample. It keeps the beginnings of possible matches, and no text."""
 
     def __init__(self, found_by: Automaton) -> None:
         self._automaton = found_by
         self._states: tuple[int, ...] = ()
-        self._begins: tuple[int, ...] = ()  # of the match that each of them is a part of
+        self._begins: tuple[int, ...] = ()  # for each state, where its match begins
         self._before = ""
-        self._ended = False  # a match ended with the text so far: it was one before the next character came
+        self._ended = False  # whether a match ended with the text so far
 
     def take(self, characters: list[tuple[str, int]]) -> int | None:
         """Take more of the text, with places. Returns where the leftmost new match begins, or None."""

@@ -1,7 +1,7 @@
 """The bytes that each generated token adds to the text in which stops are looked for.
 
-They are bytes and not characters, because a token may hold a part of a character. The text has special tokens in it, as
-they are written ("<|im_end|>").
+They are bytes and not characters, because a token may have only a part of a character. Special tokens are in the text
+as they are written ("<|im_end|>").
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 Pieces = Callable[[int], bytes]
-"""What one sample's next token adds; called once for each of its tokens, in order."""
+"""Returns what a sample's next token adds to the text. It is called once for each token, in order."""
 _CONTEXT = 8
-"""Tokens that a token's text can depend on, for tokenizers of which nothing more is known."""
+"""Number of earlier tokens that a token's text is taken to depend on, for tokenizers of an unknown kind."""
 
 
 def pieces_of(tokenizer: Any) -> Callable[[], Pieces]:
-    """A function that makes the pieces of one sample, for a tokenizer of transformers."""
+    """Return a function that makes the Pieces of one sample, for a tokenizer of transformers."""
     kinds = _decoders(tokenizer)
     if "ByteLevel" in kinds:
         table = _ByteLevel(tokenizer)
@@ -29,7 +29,7 @@ def pieces_of(tokenizer: Any) -> Callable[[], Pieces]:
 
 
 def _decoders(tokenizer: Any) -> set[str]:
-    """The names of the steps that make text of tokens; none for tokenizers written in Python."""
+    """Return the names of the steps that make text of tokens. A tokenizer written in Python has none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     if decoder is None:
@@ -39,7 +39,7 @@ def _decoders(tokenizer: Any) -> set[str]:
 
 
 class _Table:
-    """Tokens whose bytes do not depend on their neighbours; looked up once each."""
+    """Pieces of tokens whose bytes do not depend on their neighbours. Each token is looked up once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -56,7 +56,7 @@ class _Table:
 
 
 class _ByteLevel(_Table):
-    """A character of a token's name stands for a byte, as in GPT-2; added tokens are their own text."""
+    """As in GPT-2 each character of a token's name stands for a byte. Added tokens are their own text."""
 
     def _bytes(self, name: str) -> bytes:
         try:
@@ -66,7 +66,7 @@ class _ByteLevel(_Table):
 
 
 class _ByteFallback(_Table):
-    """SentencePiece: "▁" is a space, "<0x41>" a byte, everything else itself."""
+    """As in SentencePiece "▁" is a space, "<0x41>" a byte, and everything else itself."""
 
     def _bytes(self, name: str) -> bytes:
         if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
@@ -75,9 +75,9 @@ class _ByteFallback(_Table):
 
 
 class Windowed:
-    """For any other tokenizer: a token adds the text by which the text of the tokens before it grows.
+    """Pieces for any other tokenizer. A token adds what the decoded text of the last tokens grows by.
 
-    A character that is not complete yet is held back, and counts as a part of the token that completes it.
+    A character that is not complete yet is held back. It counts as a part of the token that completes it.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -96,12 +96,15 @@ class Windowed:
 
 
 def _complete(text: str) -> int:
-    """Characters that no further token changes: a character's first bytes may be up to three replacement characters."""
+    """Return the number of characters that no further token changes.
+
+    The first bytes of an incomplete character are decoded as up to three replacement characters.
+    """
     return max(len(text.rstrip("\ufffd")), len(text) - 3)
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes are themselves, the others follow from U+0100 on."""
+    """Return GPT-2's alphabet: printable bytes are themselves, and the others follow from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     shifted = {chr(256 + place): byte for place, byte in enumerate(others)}

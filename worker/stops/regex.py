@@ -1,9 +1,9 @@
-"""Regular expressions looked for in text that grows: one step for each character, whatever the expression.
+"""Searches text that grows for regular expressions: one step for each character, whatever the expression.
 
-Python's own matcher would have to look at the whole text again for every token, and there are expressions for which it
-takes for ever. Here an expression is a nondeterministic automaton, run as a deterministic one that is made as it is
-needed. Syntax and meaning are those of Python's `re`; what an automaton cannot do (references to groups, looking ahead
-and behind, atomic and possessive parts) is refused when it is compiled.
+Python's own matcher would have to read the whole text again for every token, and for some expressions it takes for
+ever. Here an expression is a nondeterministic automaton. It runs as a deterministic one whose states are made when they
+are needed. Syntax and meaning are those of Python's `re`. What an automaton cannot do (references to groups, looking
+ahead and behind, atomic and possessive parts) is refused when it is compiled.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any, NamedTuple
 
 MAX_STATES = 1000
 MEMORY = 500_000
-"""Numbers in the steps that one expression remembers, 8 bytes each; with more of them it begins anew."""
+"""Most numbers, of 8 bytes each, in the steps that one expression remembers. Then it forgets all of them."""
 _ENTRY = 64
-"""What a step takes beside its states, in such numbers."""
+"""Size of a step beside its states, in such numbers."""
 _ACCEPT = 0
 LAST_NEWLINE = "\n$"
-"""Stands for the next character where that is a newline and the text's last one: `$` holds before it."""
+"""Stands for the next character if it is a newline that ends the text. `$` holds before it."""
 _KINDS = re.ASCII | re.UNICODE | re.LOCALE
 Predicate = Callable[[str], bool]
 Condition = Callable[[str, str], bool]  # of the characters before and after a place, "" for none
 
 
 class UnsupportedRegex(ValueError):
-    """This expression cannot be looked for; the text says why."""
+    """This expression is not supported. The text says why."""
 
 
 class _State(NamedTuple):
-    """Either consumes a character that `takes` accepts, or goes on without one where `condition` holds."""
+    """A state that consumes a character which `takes` accepts, or is passed without one if `condition` holds."""
 
     takes: Predicate | None
     condition: Condition | None
@@ -40,11 +40,11 @@ class _State(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a character leads to.
+    """The result of one character.
 
-    matched: which of the states before, by its place among them, had the leftmost match that ends before the character.
-    states: after the character. came_from: which of the states before each one's match goes on; their number for a
-        match that begins here.
+    matched: place, among the states before, of the one with the leftmost match that ends before the character.
+    states: after the character. came_from: for each of them the place of the state before whose match it continues. A
+        match that begins here has the number of the states before.
     """
 
     matched: int | None
@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
 
 class Automaton:
-    """One compiled expression, shared by all samples that look for it. Raises UnsupportedRegex."""
+    """One compiled expression. All samples that look for it share it. Raises UnsupportedRegex."""
 
     def __init__(self, expression: str) -> None:
         try:
@@ -66,13 +66,13 @@ class Automaton:
         self._start = self._build(list(parsed), parsed.state.flags, _ACCEPT)
         self._memory: dict[tuple[tuple[int, ...], str, str], Step] = {}
         self._remembered = 0
-        # Not asked of Python's matcher, which there are expressions to take for ever.
+        # Python's matcher is not used for it, because for some expressions it takes for ever.
         if _ACCEPT in self._closure(self._start, "", "", set()):
             raise UnsupportedRegex("it matches the empty text")
 
     @property
     def size(self) -> int:
-        """How many states it has."""
+        """Number of its states."""
         return len(self._states)
 
     # --- from the expression ---------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class Automaton:
         return len(self._states) - 1
 
     def _build(self, items: list[Any], flags: int, after: int) -> int:
-        """The state from which `items` lead to `after`."""
+        """Make the state from which `items` lead to `after`."""
         for item in reversed(items):
             after = self._one(item, flags, after)
         return after
@@ -114,7 +114,7 @@ class Automaton:
 
     def _repeat(self, least: int, most: Any, items: list[Any], flags: int, after: int) -> int:
         if most == _parser.MAXREPEAT:
-            loop = self._add(None, None)  # its ways are known when the body is
+            loop = self._add(None, None)  # where it leads is set when the body is there
             self._states[loop] = _State(None, None, (self._build(items, flags, loop), after))
             after = loop
         else:
@@ -128,7 +128,7 @@ class Automaton:
     # --- over the text ---------------------------------------------------------------------------------------------
 
     def _closure(self, state: int, before: str, following: str, reached: set[int]) -> list[int]:
-        """What `state` leads to without a character, at a place between these two, and is not in `reached` yet."""
+        """Return states that `state` leads to without a character, between these two, and that are not in `reached`."""
         found: list[int] = []
         waiting = [state]
         while waiting:
@@ -143,10 +143,10 @@ class Automaton:
         return found
 
     def step(self, states: tuple[int, ...], before: str, following: str) -> Step:
-        """From one place in the text, between two characters, to the next.
+        """Go from one place in the text, between two characters, to the next.
 
-        states: that are possible here, those of matches that begin further left first. before, following: a character
-        each, or "" at the beginning and at the end; LAST_NEWLINE may follow.
+        states: the possible ones here. Those of matches that begin further left come first. before, following: a
+        character each, or "" at the beginning and at the end. `following` may be LAST_NEWLINE.
         """
         key = states, before, following
         if (known := self._memory.get(key)) is None:
@@ -162,7 +162,7 @@ class Automaton:
         reached: set[int] = set()
         leads: dict[int, int] = {}
         matched = None
-        # What several lead to belongs to the leftmost. A match that begins here comes last; an empty one is none.
+        # A state that several lead to belongs to the leftmost one. A match that begins here comes last. None is empty.
         for rank, state in enumerate((*states, self._start)):
             for number in self._closure(state, before, following, reached):
                 if number == _ACCEPT and rank < len(states):
@@ -176,12 +176,12 @@ class Automaton:
 
 @lru_cache(maxsize=64)
 def automaton(expression: str) -> Automaton:
-    """Compiled once. Raises UnsupportedRegex."""
+    """Return the compiled expression. It is compiled once. Raises UnsupportedRegex."""
     return Automaton(expression)
 
 
 def _predicate(item: Any, flags: int) -> Predicate:
-    """What Python's matcher says to one character; it is asked once for each."""
+    """Return what Python's matcher says about one character. It is asked once for each."""
     state = _parser.State()
     state.flags = flags
     pattern = _compiler.compile(_parser.SubPattern(state, [item]), flags)

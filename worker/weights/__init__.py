@@ -1,4 +1,8 @@
-"""The worker's part in weight sync: follow the ledger, join transfers, catch up from disk or a peer."""
+"""The worker's part in weight sync.
+
+A late worker gets the newest version from the trainer (`follower`: it asks, and joins the transfer), from a snapshot on
+disk (`catch_up`), or from another worker (`peer`, on the side that sends).
+"""
 
 from .adapter_follower import LOAD_S, AdapterFollower
 from .follower import WeightFollower

@@ -15,10 +15,10 @@ Preparing = asyncio.Task[TransferReport]
 
 
 class CatchUp:
-    """Reads a snapshot beside the look-out for transfers: if somebody sends the version meanwhile, that goes first.
+    """Reads a snapshot while the follower waits for transfers. If the version comes by a transfer, that goes first.
 
-    prepare(order, why): starts the first half of an update; None if the engine may not load now. commit(order, report):
-    does the second half after the first one's report; None if it is not wanted any more.
+    prepare(order, why): starts the first half of an update. Returns None if the engine may not load now.
+    commit(order, report): runs the second half after the first one's report. Returns None if it is not needed any more.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class CatchUp:
         return self._reading is not None
 
     async def look(self, here: int, committed: int, digest: str) -> bool:
-        """Begin to read, or load what has been read; True if version `committed` has just been loaded.
+        """Begin to read, or load what has been read. Returns True if version `committed` has just been loaded.
 
-        here: the version that the engine has. digest: of the committed version's tensors.
+        here: the version that the engine has. digest: of the committed version's manifest.
         """
         if self._snapshots is None or here >= committed:
             self.stop()
@@ -61,12 +61,12 @@ class CatchUp:
             return False
         if report.ok:
             log.info("version %s was read from %s", order.version, order.path)
-        elif report.intact:  # else the engine is to blame, and has yet to be mended
+        elif report.intact:  # otherwise the engine failed, and not the snapshot
             snapshots.refuse(order.version, f"{report.phase}: {report.error}")
         return report.ok
 
     def stop(self) -> None:
-        """Forget a read under way. The engine drops it when it is told to prepare something else."""
+        """Forget a read under way. The engine drops it when it prepares something else."""
         if self._reading is not None:
             self._reading[1].cancel()
         self._reading = None

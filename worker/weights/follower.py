@@ -1,4 +1,4 @@
-"""Follows the ledger: joins transfers, has the engine receive, verify and load what they bring, and reports."""
+"""Follows the ledger for a worker: joins transfers, lets the engine receive, verify and load versions, and reports."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 SEAL_GRACE_S = 2.0
-"""A worker waits for the seal so many seconds longer than the trainer's own join deadline."""
+"""Seconds that a worker waits for the seal beyond the trainer's own join deadline."""
 STUCK_S = 30.0
-"""An engine whose answer is so many seconds late counts as stuck."""
+"""Seconds after which an engine whose answer is late counts as stuck."""
 REPORT_S = 30.0
 LOOK_S = 1.0
 """Seconds between looks at the ledger when nobody pokes."""
@@ -39,16 +39,17 @@ SAY_S = 30.0
 class WeightFollower:
     """Follows the ledger for one worker.
 
-    on_stuck(): the engine does not answer, or has weights that are neither old nor new and no transfer to mend them.
-    in_service: False until the worker has verified the newest version that was committed when it joined.
-    adapters: follows the pool's LoRA adapters, which come by transfers of their own.
-    quarantined: a load broke off half way. The engine generates nothing until a whole version has arrived, or, after
+    on_stuck(): called if the engine does not answer, or has weights that are neither old nor new and nothing mends
+    them. in_service: False until the worker has verified the newest version that was committed when it joined.
+    adapters: follows the pool's LoRA adapters, which have transfers of their own. quarantined: whether a load broke off
+    midway. The engine generates nothing until a whole version has arrived or, after
         QUARANTINE_S without one, until it has been restarted.
     snapshots: where to look for the committed version before asking anybody for it.
-    gate: whoever holds it keeps the engine's weights from being touched: nothing is joined, read or asked for.
-    turn: of whoever changes the weights or needs them unchanged; an update has it.
-    give_way: awaited before the engine takes part in an update. It ends what the engine sends to others; False means
-        that the engine still sends.
+    gate: while anybody holds it, nothing is joined, read or asked for, so the engine's weights stay as they are.
+    turn: an update takes it, and so does everybody else who changes the weights or needs them unchanged.
+    give_way: awaited before the engine takes part in an update. It ends what the engine sends to others. It returns
+    False
+        if the engine still sends.
     """
 
     give_way: Callable[[str], Awaitable[bool]] | None = None
@@ -69,7 +70,7 @@ class WeightFollower:
         self._on_stuck = on_stuck
         self._catch_up = CatchUp(snapshots, self._begin, self._finish)
         self._said = 0.0
-        self._group = ""  # the process group that the engine is still in
+        self._group = ""  # name of the process group that the engine is still in
         self._seen_epoch = 0
         self._halted = False
         self._poked = asyncio.Event()
@@ -83,7 +84,7 @@ class WeightFollower:
 
     @property
     def lendable(self) -> int:
-        """The version that the engine has verified, keeps for now, and may send to others; 0 for none."""
+        """The version that the engine has verified and may send to others; 0 for none."""
         busy = self.turn.locked() or self.updating or self.quarantined
         return self._generation.version if self.in_service and self._may_touch() and not busy else 0
 
@@ -95,13 +96,13 @@ class WeightFollower:
         self._poked.set()
 
     def halt(self) -> None:
-        """Take part in nothing until `restarted`: there is no engine to load into."""
+        """Take part in nothing until `restarted`, because there is no engine."""
         self._halted = True
         self._catch_up.stop()
-        self.poke()  # whoever has the turn gives it up: the restart waits for it
+        self.poke()  # an update under way gives up the turn, which the restart waits for
 
     def restarted(self) -> None:
-        """The engine has its base weights again: version 0, and maybe behind. The caller has the turn."""
+        """Note that the engine has its base weights again, version 0, and may be behind. The caller has the turn."""
         self._halted = False
         self._group = ""
         self._generation.version = 0
@@ -111,7 +112,7 @@ class WeightFollower:
         self.poke()
 
     async def run(self, worker_id: str, on_change: Callable[[], None]) -> None:
-        """Follow until cancelled. on_change(): `in_service` or the version may be different now."""
+        """Follow until cancelled. on_change(): called when `in_service` or the version may have changed."""
         asked = 0.0
         while True:
             self._poked.clear()
@@ -121,7 +122,7 @@ class WeightFollower:
                     self.in_service = True
                     on_change()
                 number = await self._ledger.open_epoch()
-                # Not "greater": the numbers start again in a Redis that lost its data.
+                # Compared for inequality, because the numbers start again in a Redis that lost its data.
                 if number and number != self._seen_epoch and await self._look_into(number, worker_id):
                     on_change()
                     continue
@@ -143,7 +144,7 @@ class WeightFollower:
             await set_within(self._poked, LOOK_S)
 
     async def _look_into(self, number: int, worker_id: str) -> bool:
-        """Take part in a transfer if it concerns this worker; False if the weights may not be touched now."""
+        """Take part in a transfer if it concerns this worker. Returns False if the weights may not be touched now."""
         if not self._may_touch():
             return False
         async with self.turn.take("a weight transfer"):
@@ -153,7 +154,7 @@ class WeightFollower:
             try:
                 await self._take_part(number, worker_id)
             except (RedisError, OSError):
-                self._seen_epoch = before  # looked into again: the sender may still wait for this worker
+                self._seen_epoch = before  # so that it is tried again: the sender may still wait for this worker
                 raise
         return True
 
@@ -168,7 +169,7 @@ class WeightFollower:
             await self._join_and_load(epoch, number, worker_id)
 
     async def _take_adapter(self, told: WeightAnnouncement, worker_id: str) -> None:
-        """Adapters load beside what the engine runs."""
+        """Take part in the transfer of an adapter. It loads while the engine runs."""
         if not self.adapters.concerned(told) or not await self._ledger.join(told.epoch, worker_id, Join(1)):
             return
         sealed = await self._sealed(told.epoch, time.monotonic() + told.join_timeout_s + SEAL_GRACE_S)
@@ -203,20 +204,20 @@ class WeightFollower:
         await self._report(number, worker_id, report)
 
     async def _report(self, number: int, worker_id: str, report: TransferReport, adapter: str = "") -> None:
-        """Report to the sender, which waits, also through an outage of Redis: a version that is served is not lost."""
+        """Report to the sender, which waits for it. During an outage of Redis it is tried until the deadline."""
         tell = partial(self._ledger.report, number, worker_id, report, adapter)
         await through_outage(tell, time.monotonic() + REPORT_S)
 
     async def _receive_and_load(self, order: TransferOrder) -> TransferReport:
         preparing = self._prepare(order)
         if not await self._first(preparing, order):
-            # The engine gives it up when it is told to prepare something else.
+            # The engine drops it when it prepares something else.
             return _over("the transfer was over before it was here")
         report = await preparing
         return await self._commit(order) if report.ok else report
 
     async def _first(self, work: asyncio.Future[Any], order: TransferOrder) -> bool:
-        """Wait for `work`; or cancel it and return False as soon as the ledger is done with the transfer."""
+        """Wait for `work`. As soon as the ledger is done with the transfer, cancels it and returns False."""
         watching = asyncio.create_task(self._ledger_is_done_with(order))
         try:
             await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -227,7 +228,7 @@ class WeightFollower:
         return work.done()
 
     async def _ledger_is_done_with(self, order: TransferOrder) -> None:
-        """Return when it is. What is read from disk, with a number below 0, is not in the ledger."""
+        """Return when it is. Orders to read from disk have a number below 0 and are not in the ledger."""
         while True:
             self._poked.clear()
             with suppress(RedisError, OSError):
@@ -254,7 +255,7 @@ class WeightFollower:
         try:
             report = await self._ask(self._engine.commit_weights(order), order)
         except asyncio.CancelledError:
-            self._on_stuck()  # the load goes on in the engine: nobody knows what it will hold
+            self._on_stuck()  # the load continues in the engine: nobody knows what it will hold
             raise
         if report.ok:
             if in_place:
@@ -262,14 +263,14 @@ class WeightFollower:
             self.mended(order.version)
         elif not report.intact and in_place:
             self._generation.in_flight.spoiled()
-            self._on_stuck()  # it goes on generating with weights that are no version: only its end stops that
+            self._on_stuck()  # it continues to generate with weights that are no version: only its end stops that
         elif not report.intact:
             self.mend(patient=self._quarantine.patient)
         return report
 
     @asynccontextmanager
     async def _standing_still(self, order: TransferOrder) -> AsyncIterator[TransferReport | None]:
-        """Bring generation into the state that the update's mode needs. Gives a report if that was not possible."""
+        """Bring generation into the state that the update's mode needs. Yields a report if that was not possible."""
         if order.mode == "in_place" and not self.quarantined:
             async with self._generation.in_flight.switching():
                 yield None
@@ -288,7 +289,7 @@ class WeightFollower:
                 yield None
 
     async def _ask(self, half: Coroutine[Any, Any, TransferReport], order: TransferOrder) -> TransferReport:
-        """Await half an update. The engine keeps the order's own deadline; this one finds an engine that is stuck."""
+        """Await half an update. The engine keeps the order's deadline. This later one finds an engine that is stuck."""
         try:
             async with asyncio.timeout(order.timeout_s + STUCK_S):
                 return await half
@@ -304,7 +305,7 @@ class WeightFollower:
             here = self._generation.version
             if not self.gate.is_open:
                 return TransferReport(ok=False, phase="load", error=f"the engine is {', '.join(self.gate.reasons)}")
-            if not (order.version > here or self.quarantined):  # one came while the turn was waited for
+            if not (order.version > here or self.quarantined):  # another version came during the wait for the turn
                 return TransferReport(ok=False, phase="load", error=f"version {here} came first")
             self._catch_up.stop()
             if not await self._may_load(f"version {order.version} is to be loaded"):
@@ -313,9 +314,9 @@ class WeightFollower:
             return await self._commit(order) if report.ok else report
 
     def mend(self, *, patient: bool = False) -> None:
-        """The engine's weights are no version: it generates nothing until it has a whole one.
+        """Let the engine, whose weights are no version, generate nothing until it has a whole one.
 
-        patient: however long that takes. Otherwise it is restarted after QUARANTINE_S.
+        patient: wait as long as it takes. Otherwise the engine is restarted after QUARANTINE_S.
         """
         self._quarantine.begin(patient=patient)
         self._generation.version = 0
@@ -328,7 +329,7 @@ class WeightFollower:
         self.poke()
 
     def mended(self, version: int) -> None:
-        """The engine has a whole version again."""
+        """Note that the engine has a whole version again."""
         self._generation.version = version
         self.in_service = True
         self._quarantine.end()
@@ -362,10 +363,10 @@ class WeightFollower:
     # --- small things ----------------------------------------------------------------------------------------------
 
     async def _sealed(self, number: int, deadline: float) -> Epoch | None:
-        """The epoch once it is sealed; None if it closed, vanished or was never sealed in time."""
+        """Return the epoch once it is sealed, or None if it closed, vanished or was not sealed in time."""
         while time.monotonic() < deadline and not self._halted:
             self._poked.clear()
-            with suppress(RedisError, OSError):  # the sender waits for those that joined, and Redis may come back
+            with suppress(RedisError, OSError):  # Redis may come back, and the sender waits for workers that joined
                 epoch = await self._ledger.epoch(number)
                 if epoch is None or epoch.state == "closed":
                     return None
@@ -376,5 +377,8 @@ class WeightFollower:
 
 
 def _over(why: str) -> TransferReport:
-    """The report of a transfer that the sender has ended, or that another one has replaced. It may be repeated."""
+    """Return the report of a transfer that its sender has ended, or that another one has replaced.
+
+    It may be repeated.
+    """
     return TransferReport(ok=False, phase="rendezvous", error=f"{TransferTimeout.__name__}: {why}")

@@ -1,9 +1,9 @@
 """A worker that serves the newest version sends it to workers that are behind, when no trainer does.
 
-A pool with a trainer needs none of this: a trainer answers at once, and a peer waits first. Of all peers that could
-help one does: the one whose announcement the ledger takes (see `offer.lua`). The open transfer is the lock, and it ends
-with its worker's lease. The announcement of a trainer that comes back replaces the peer's as the open one. A newer
-version makes the peer give up its send before it takes part itself: an engine never loads while it sends.
+A pool with a live trainer does not need it, because a trainer answers at once and a peer waits first. Of all peers that
+could help only one does: the one whose announcement the ledger accepts (see `offer.lua`). The open transfer is the
+lock, and it ends with its worker's lease. If a trainer comes back, its announcement replaces the peer's. If a newer
+version comes, the peer first ends its send and then takes part: an engine never loads while it sends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ JOIN_S = 5.0
 TRANSFER_S = 120.0
 LOOK_S = 1.0
 ASKED_ANEW_S = 60.0
-"""Seconds between looks at the ledger while nobody asks: a worker that waits asks again and again."""
+"""Seconds between looks at the ledger while nobody asks. A worker that waits repeats its question."""
 AGAIN_S = 5.0
 LONGEST_S = 300.0
 GIVE_WAY_S = 5.0
@@ -58,11 +58,11 @@ class Peer:
         self._failures, self._not_before = 0, 0.0
 
     def poke(self) -> None:
-        """Somebody asks for weights."""
+        """Look now, because a worker asks for weights."""
         self._poked.set()
 
     async def give_way(self, why: str) -> bool:
-        """End a send under way. False if it did not end in GIVE_WAY_S."""
+        """End a send under way. Returns False if it did not end within GIVE_WAY_S."""
         if self._transfer is not None:
             log.info("a transfer to other workers is given up: %s", why)
             self._transfer.give_up(why)
@@ -128,13 +128,13 @@ class Peer:
         finally:
             self._transfer = None
             source.give_up("the sender leaves")
-            self._last = source  # its store stays until the next one's: the engine has yet to read that all is over
+            self._last = source  # its store stays until the next transfer: the engine has yet to read that this is over
             self._idle.set()
         if result is not None:
             await self._learn(version, result)
 
     async def _learn(self, version: int, result: TransferResult) -> None:
-        """After a failure wait longer each time: another worker may be better placed."""
+        """After a failure wait longer each time, because another worker may succeed."""
         if result.workers:
             log.info("version %s: %s caught up from this worker", version, ", ".join(result.workers))
             self._failures = 0
@@ -144,7 +144,7 @@ class Peer:
 
 
 class _Lender:
-    """The engine's version, and a rendezvous store in this process: a `Source`."""
+    """The engine's version, and a rendezvous store in this process: a `TransferSource`."""
 
     def __init__(self, engine: Engine, version: int, worker_id: str, over: int) -> None:
         self.version, self.digest = version, ""
@@ -181,11 +181,11 @@ class _Lender:
         return answer == "ok"
 
     def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
-        """See TransferSource: an engine's buffers are not handed over."""
+        """See TransferSource. Returns none: an engine's buffers are not handed over."""
         return set()
 
     def backend(self, joins: Mapping[str, Join]) -> Literal["gloo", "nccl"]:
-        """See TransferSource. NCCL takes every GPU once."""
+        """See TransferSource. An NCCL group may have each GPU only once."""
         here = self._engine.info
         apart = all(
             join.cuda and (join.gpu == "" or join.gpu != here.gpu) and join.nccl == nccl_settings()
@@ -194,7 +194,7 @@ class _Lender:
         return "nccl" if here.device == "cuda" and apart else "gloo"
 
     def name_group(self, epoch: int, members: Mapping[str, int], joins: Mapping[str, Join]) -> str:
-        """See TransferSource: a new one each time."""
+        """See TransferSource. Each transfer has a new group."""
         return f"peers-{epoch}"
 
     async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
@@ -218,7 +218,7 @@ class _Lender:
             self._tell(self._keys.broken, why[:500])
 
     async def clean(self, announcement: WeightAnnouncement) -> None:
-        """See TransferSource: the engine may leave the group now."""
+        """See TransferSource. It tells the engine that it may leave the group."""
         self._said = True
         self._tell(self._keys.over, "1")
 

@@ -7,14 +7,14 @@ import time
 from ..gate import Gate
 
 QUARANTINE_S = 30.0
-"""An engine whose weights nobody mends in this time is restarted."""
+"""Seconds after which an engine whose weights are still no version is restarted."""
 
 
 class Quarantine:
-    """Holds the gate of generation from a load that broke off half way until a whole version is there.
+    """Holds the gate of generation from a load that broke off midway until a whole version is there.
 
-    That takes milliseconds when the next version comes. A restart of the engine takes a minute.
-    patient: a version is awaited, however long that takes.
+    The next version takes milliseconds to arrive. A restart of the engine takes a minute.
+    patient: wait for a version as long as it takes.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -28,17 +28,17 @@ class Quarantine:
 
     @property
     def overdue(self) -> bool:
-        """Whether the weights are still no version after QUARANTINE_S, and `patient` is not set."""
+        """Whether the weights are still no version after QUARANTINE_S. False if `patient` is set."""
         return self.on and not self.patient and time.monotonic() - self._since > QUARANTINE_S
 
     def begin(self, *, patient: bool = False) -> None:
-        """The weights are no version."""
+        """Begin, because the weights are no version."""
         if not self.on:
             self._since = time.monotonic()
         self.patient = patient
         self._holder.acquire()
 
     def end(self) -> None:
-        """The weights are a whole version again."""
+        """End, because the weights are a whole version again."""
         self._holder.release()
         self.patient = False

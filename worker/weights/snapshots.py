@@ -13,10 +13,10 @@ from ...sync.transfer import TransferOrder
 
 log = logging.getLogger(__name__)
 SLOWEST = 50e6
-"""Bytes per second that a disk is given at least."""
+"""Bytes per second of the slowest disk. It gives the time limit for a read."""
 TIMEOUT_S = 60.0
 _numbers = itertools.count(-1, -1)
-"""Numbers that no transfer of the ledger has. An engine tells prepared versions apart by them."""
+"""Numbers below 0, which no transfer of the ledger has. An engine tells prepared versions apart by them."""
 
 
 class Snapshots:
