@@ -47,10 +47,10 @@ def run_engine_bench(
     extra: dict[str, Any],
     quiet: bool,
 ) -> dict[str, Any]:
-    """Run it and print the last line; returns its content.
+    """Run it and print the last line. Returns the line's content.
 
-    model: a directory or hub name. shape: one of `sync_shapes`, with random weights. Without either, the tiny model.
-    Raises ConfigError if both are given, or for a shape that is none.
+    model: a directory or hub name. shape: name of a shape in sync/shapes.py, with random weights. Without both it is
+    the tiny model. Raises ConfigError if both are given, or for an unknown shape.
     """
     console = Console(stderr=True, quiet=quiet)
     if model and shape:
@@ -94,12 +94,12 @@ async def _compare(
         settle()  # as `rolloutmq worker` does
         base = replace(base, vocab_size=min(engine.info.vocab_size, base.vocab_size))
         warm_up = replace(base, count=min(base.count, worker_config.max_running), seed=rounds)
-        await _direct(engine, warm_up)  # kernels, caches, Python itself
+        await _direct(engine, warm_up)  # warms up kernels, caches and Python itself
         tokens: list[int] = []
         rates: dict[str, list[float]] = {"direct": [], "pool": []}
         for number in range(rounds):
-            # Every round has other prompts, which no cache has seen. The order of the sides changes, so that a host
-            # that gets slower or faster hurts both alike.
+            # Every round has other prompts, so no cache has them. The order of the sides changes, so that a host that
+            # gets slower or faster affects both alike.
             workload = replace(base, seed=number)
             count = workload.tokens
             tokens.append(count)
@@ -131,7 +131,7 @@ async def _compare(
 
 
 async def _direct(engine: Engine, workload: Workload) -> float:
-    """Seconds the engine takes for all of them at once. The pool gets the same prompts, so the cache key differs."""
+    """Return the engine's seconds for all prompts at once. The pool gets the same ones, so the cache key differs."""
     key = f"direct-{workload.seed}"
     requests = [
         EngineRequest(
@@ -150,7 +150,7 @@ async def _direct(engine: Engine, workload: Workload) -> float:
 
 
 async def _through_pool(config: WorkerConfig, workload: Workload, tokens: int) -> float:
-    """Seconds a client process takes for all of them. Raises RuntimeError unless `tokens` tokens come back."""
+    """Return a client process's seconds for all prompts. Raises RuntimeError unless `tokens` tokens come back."""
     command = [sys.executable, "-m", f"{__package__}.workload", config.redis_url, config.pool]
     process = await asyncio.create_subprocess_exec(
         *command, json.dumps(asdict(workload)), stdout=asyncio.subprocess.PIPE

@@ -1,4 +1,4 @@
-"""The prompts of a benchmark, the same for every side; and its client: `python -m … URL POOL WORKLOAD-JSON`."""
+"""The prompts of a benchmark, the same for every side, and its client: `python -m … URL POOL WORKLOAD-JSON`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from ...producer.client import RolloutClient
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """count prompts of 16 to 64 random tokens; each answer has a fixed length between half of max_new_tokens and all
-    of it, end-of-sequence ignored, so that both sides generate the very same number of tokens."""
+    """Prompts of a benchmark: `count` of them, each with 16 to 64 random tokens.
+
+    Each answer has a fixed length between half of max_new_tokens and all of it, and ignores the end of sequence. So
+    both sides generate the same number of tokens.
+    """
 
     count: int
     max_new_tokens: int
@@ -24,7 +27,7 @@ class Workload:
     seed: int = 0
 
     def jobs(self) -> list[GenerateJob]:
-        """The workload as jobs, in order."""
+        """Return the workload as jobs, in order."""
         draw = random.Random(self.seed)
         shortest = max(1, self.max_new_tokens // 2)
         return [
@@ -37,12 +40,15 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens that every run of it generates."""
+        """Return the number of tokens that every run generates."""
         return sum(job.sampling.max_new_tokens for job in self.jobs())
 
 
 async def run_client(url: str, pool: str, workload: Workload) -> dict[str, float]:
-    """Submit everything, take everything; seconds from the first submission to the last result."""
+    """Submit all jobs and take all results.
+
+    Returns tokens, and seconds from the first submission to the last result.
+    """
     jobs = workload.jobs()
     tokens = samples = 0
     async with RolloutClient(url, pool) as client:

@@ -1,4 +1,4 @@
-"""`rolloutmq bench queue`: lifecycles of jobs through the broker, beside other queues and the bare scripts."""
+"""`rolloutmq bench queue`: lifecycles of jobs through the broker, compared with other queues and the bare scripts."""
 
 from .bench import LEVELS, Plan, parse_levels, run_queue_bench
 from .environments import parse_peers

@@ -1,4 +1,4 @@
-"""`rolloutmq bench queue`: the queue by itself, beside other queues on the same Redis in the same run.
+"""`rolloutmq bench queue`: the queue alone, compared with other queues on the same Redis in the same run.
 
 docs/benchmarks.md says what is measured, and how the others are used.
 """
@@ -29,7 +29,7 @@ from .turn import System, take_turn
 LARGE = 256 << 10
 LATENCY_LOAD = 0.1
 FEWER = 3
-"""Latency and large payloads are measured in at most this many rounds."""
+"""Most rounds for latency and for large payloads."""
 TASKIQ = ("taskiq_list", "taskiq_stream")
 LEVELS: dict[str, tuple[str, str]] = {
     "memory": ("", ""),
@@ -43,8 +43,10 @@ LEVELS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """seconds: of a turn, after a warm-up of a quarter of it. workers: counts for the growth of costs; lifecycles:
-    measured at each of them. out: where to write the result, beside printing it. durable: levels to measure, of LEVELS.
+    """What to measure.
+
+    seconds: length of a turn, after a warm-up of a quarter of it. workers: numbers of workers for the growth of costs.
+    lifecycles: measured at each of these. out: file for the result, which is also printed. durable: names of LEVELS.
     """
 
     peers: list[str] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Plan:
 
 
 def run_queue_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
-    """Run it and print the last line; returns its content. Raises ConfigError, InvalidField, BenchFailed."""
+    """Run it and print the last line. Returns the line's content. Raises ConfigError, InvalidField, BenchFailed."""
     if plan.out is not None:
         check_out("--out", plan.out)
     console = Console(stderr=True, quiet=quiet)
@@ -96,7 +98,7 @@ def run_queue_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
 def _rounds(
     systems: list[System], url: str, load: Load, count: int, say: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Jobs per second of each system in each round. Systems take turns, and another one begins each round."""
+    """Return jobs per second of each system in each round. Systems take turns, and another one begins each round."""
     rates: dict[str, list[float]] = {system.name: [] for system in systems}
     for number in range(count):
         start = number % len(systems)
@@ -150,7 +152,7 @@ def _large(systems: list[System], url: str, plan: Plan, say: Callable[[str], Non
 
 
 def _at_level(level: str, system: System, plan: Plan, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """Rate and latency at one level of durability, None if this server does not have it.
+    """Return rate and latency at one level of durability, or None if this server does not have it.
 
     The append-only file is on the disk of the current folder.
     """
@@ -171,7 +173,7 @@ def _at_level(level: str, system: System, plan: Plan, say: Callable[[str], None]
 
 
 async def _refusal(url: str) -> str:
-    """Why the server cannot do what the URL asks for; empty if it can."""
+    """Return why the server does not support what the URL asks for, "" if it does."""
     async with connect(url) as client:
         try:
             await ping(client)
@@ -181,7 +183,7 @@ async def _refusal(url: str) -> str:
 
 
 def parse_levels(text: str) -> tuple[str, ...]:
-    """Some of LEVELS with commas between them, or `none`. Raises ConfigError."""
+    """Read names of LEVELS with commas between them, or `none`. Raises ConfigError."""
     names = [] if text.strip() in {"", "none"} else [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in LEVELS]:
         raise ConfigError(f"--durable: unknown {', '.join(unknown)}; allowed are {', '.join(LEVELS)}, or none")

@@ -27,7 +27,7 @@ INSTALL_S = 600.0
 
 
 def parse_peers(text: str) -> list[str]:
-    """`rq,arq,taskiq`, some of them, or `none`. Raises ConfigError."""
+    """Read some of `rq,arq,taskiq`, or `none`. Raises ConfigError."""
     names = [] if text.strip() in {"", "none"} else [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in PEERS]:
         raise ConfigError(f"--peers: unknown {', '.join(unknown)}; allowed are {', '.join(PEERS)}, or none")
@@ -35,9 +35,9 @@ def parse_peers(text: str) -> list[str]:
 
 
 def peer_systems(names: list[str], cache: Path = CACHE, say: Callable[[str], None] = print) -> list[System]:
-    """The ways in which these peers are run, with the windows that suit them. Raises ConfigError.
+    """Return the systems of these peers, with the windows that suit them. Raises ConfigError.
 
-    Windows and polling intervals are the best of several that were tried; the differences were small.
+    Windows and polling intervals are the best of several that were tried. The differences were small.
     """
     systems: list[System] = []
     for name in names:
@@ -55,7 +55,7 @@ def peer_systems(names: list[str], cache: Path = CACHE, say: Callable[[str], Non
 
 
 def pins(name: str) -> dict[str, str]:
-    """The pinned versions of a peer: distribution -> version."""
+    """Return the pinned versions of a peer: distribution -> version."""
     path = REQUIREMENTS / f"peers-{name}.txt"
     if not path.exists():
         raise ConfigError(f"{path} is missing: peers are measured from a checkout of the repository (or --peers none)")
@@ -64,7 +64,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 def _python(name: str, cache: Path, say: Callable[[str], None]) -> str:
-    """An interpreter with the pinned versions: this one if it has them, else one made under `cache`."""
+    """Return an interpreter with the pinned versions: this one if it has them, else one in a venv under `cache`."""
     wanted = pins(name)
     if all(installed(distribution) == version for distribution, version in wanted.items()):
         return sys.executable
@@ -105,7 +105,7 @@ def _run(name: str, command: list[str]) -> None:
 
 
 def describe_host(url: str, peers: list[str]) -> dict[str, Any]:
-    """CPU, memory, load before the run, Python, Redis, and the versions of all systems."""
+    """Return CPU, memory, load before the run, Python, Redis, and the versions of all systems."""
     with redis.Redis.from_url(url) as client:
         server = client.info("server")
     return {
@@ -122,7 +122,7 @@ def describe_host(url: str, peers: list[str]) -> dict[str, Any]:
 
 
 def _heads(peer: str) -> dict[str, str]:
-    """The versions that matter of a peer's pins."""
+    """Return the versions among a peer's pins that matter for its speed."""
     shown = {"rq", "arq", "taskiq", "taskiq-redis", "redis", "hiredis"}
     return {name: version for name, version in pins(peer).items() if name in shown}
 

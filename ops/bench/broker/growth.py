@@ -35,17 +35,18 @@ BEAT_S = 1.0
 MAX_LOST = 3
 LANES = 8
 BATCH = 16
-"""Jobs per claim, publish and acknowledgement: what one worker of many has ready at a time."""
+"""Jobs per claim, publication and acknowledgement: as many as one worker of many has ready at a time."""
 BACKLOG = 2048
-"""Jobs that wait in the queue all the while."""
+"""Jobs that wait in the queue during the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Redis CPU microseconds without the server's housekeeping, under the names that the result has.
+    """Microseconds of Redis' CPU, without the server's own housekeeping. The fields are named as in the result.
 
-    A lifecycle is submit, claim, publish, read and acknowledge. A heartbeat includes its reap. jobs_held counts those
-    of all workers. Rates are those of the measured interval; each worker should have one heartbeat a second.
+    A lifecycle is submit, claim, publish, read and acknowledge. A heartbeat includes the look for dead workers.
+    jobs_held counts those of all workers. Rates are of the measured interval. Each worker should have one heartbeat a
+    second.
     """
 
     redis_us_per_lifecycle: float
@@ -58,7 +59,7 @@ class Cost:
 
 
 def fleet(redis: Any, workers: int) -> list[Lease]:
-    """The workers' leases, not joined yet."""
+    """Return leases for that many workers. They have not joined yet."""
     return [Lease(redis, POOL, f"growth-{number:04d}", LEASE_S) for number in range(workers)]
 
 
@@ -86,7 +87,7 @@ async def beating(url: str, workers: int) -> AsyncIterator[Callable[[], Awaitabl
         return int(await stdout.readline())
 
     try:
-        await count()  # it is up
+        await count()  # waits until the process is up
         yield count
     finally:
         stdin.close()
@@ -122,11 +123,11 @@ async def _beat_on_time(url: str, workers: int) -> None:
         for task in [over, *lanes]:
             task.cancel()
         for task in done:
-            task.result()  # a lane ends by an error only
+            task.result()  # a lane only ends with an error
 
 
 async def measure_growth(url: str, workers: int, *, held_each: int = 256, lifecycles: int = 8192) -> Cost:
-    """The cost with `workers` workers of `held_each` jobs; the Redis at `url` is emptied before and after."""
+    """Measure the cost with `workers` workers of `held_each` jobs. The Redis at `url` is emptied before and after."""
     async with connect(url) as redis:
         await redis.flushall()
         await redis.script_flush()
@@ -134,7 +135,7 @@ async def measure_growth(url: str, workers: int, *, held_each: int = 256, lifecy
         await crowd.join()
         async with beating(url, workers) as count_beats:
             await crowd.fill()
-            await crowd.turn_over(lifecycles // 4)  # scripts loaded, allocators warm
+            await crowd.turn_over(lifecycles // 4)  # loads scripts and warms up allocators
             beaten, began, used = await count_beats(), time.perf_counter(), await _cpu_us(redis)
             await crowd.turn_over(lifecycles)
             spent, seconds = await _cpu_us(redis) - used, time.perf_counter() - began
@@ -164,14 +165,14 @@ async def _cpu_us(redis: Any) -> float:
 
 
 async def _idle_us_per_s(redis: Any, seconds: float = 1.0) -> float:
-    """The server's own CPU time, without any command."""
+    """Return the server's own CPU time per second, without any command."""
     began, used = time.perf_counter(), await _cpu_us(redis)
     await asyncio.sleep(seconds)
     return (await _cpu_us(redis) - used) / (time.perf_counter() - began)
 
 
 class _Crowd:
-    """The workers' leases, what each holds, and the client they work for."""
+    """The workers' leases, the jobs that each holds, and the client that they work for."""
 
     def __init__(self, redis: Any, workers: int, held_each: int) -> None:
         self._broker = Broker(redis, POOL, Caps(jobs=1 << 24, nbytes=1 << 36))
@@ -195,7 +196,7 @@ class _Crowd:
         await self._broker.enqueue(jobs)
 
     async def fill(self) -> None:
-        """A backlog in the queue, and every worker holding its share."""
+        """Fill the queue with the backlog, and let every worker claim its share."""
         await self._submit(BACKLOG)
         for lease, held in zip(self.leases, self._held, strict=True):
             while len(held) < self._held_each:
@@ -203,7 +204,7 @@ class _Crowd:
                 held.extend(await lease.claim(min(self._held_each - len(held), 256), 1 << 20, 0))
 
     async def turn_over(self, lifecycles: int) -> None:
-        """Run whole lifecycles, a batch per worker in turn. Jobs are replaced, so that as many stay held and queued."""
+        """Run whole lifecycles, a batch per worker in turn. New jobs replace them, so as many stay held and queued."""
         done = 0
         while done < lifecycles:
             lease, held = self.leases[self._turn], self._held[self._turn]
@@ -241,7 +242,7 @@ def _finished(claim: Claim, worker_id: str) -> Finished:
 
 
 async def growth(url: str, counts: Sequence[int], lifecycles: int, say: Callable[[str], None]) -> dict[int, Cost]:
-    """The cost at each number of workers, smallest first."""
+    """Return the cost at each number of workers, smallest first."""
     costs: dict[int, Cost] = {}
     for workers in sorted(counts):
         costs[workers] = cost = await measure_growth(url, workers, lifecycles=lifecycles)

@@ -23,7 +23,7 @@ from ..peers import Load, Tally, main
 
 POOL = "bench"
 TOKENS = 16
-"""Generated per job: with their logprobs 128 bytes, what the peers' jobs return."""
+"""Tokens generated per job. With their logprobs they have 128 bytes, as many as the peers' jobs return."""
 MAX_RUNNING = 512
 TIMEOUT_S = 60.0
 _SAMPLING = SamplingParams(max_new_tokens=TOKENS)
@@ -47,12 +47,12 @@ def drive(url: str, load: Load) -> dict[str, float]:
 
 
 def job_of(payload: bytes) -> GenerateJob:
-    """The payload as a prompt of int32 tokens, which is how a trainer has it."""
+    """Return the payload as a prompt of int32 tokens."""
     return GenerateJob(token_ids=np.frombuffer(payload, "<i4"), sampling=_SAMPLING)
 
 
 def check(tally: Tally, outcome: Outcome) -> None:
-    """Exits unless `outcome` is the right answer to a job that is open."""
+    """Exit unless `outcome` is the right answer to an open job."""
     if not isinstance(outcome, RolloutResult) or outcome.logprobs is None:
         raise SystemExit(f"not a whole result: {outcome}")
     if outcome.logprobs.tobytes() != _LOGPROBS:
@@ -81,9 +81,10 @@ async def _throughput(url: str, load: Load) -> dict[str, float]:
 
 
 async def _latency(url: str, load: Load) -> dict[str, float]:
-    """Jobs arrive at random (Poisson) times, `load.rate` a second, whatever became of those before them.
+    """Measure latency. Jobs arrive at random (Poisson) times, `load.rate` a second, answered or not.
 
-    Counted from when a job was to arrive, not from when this process got round to it, until the caller has its result.
+    Latency counts from the time at which a job was to arrive, even if this process sent it later, until the caller has
+    its result.
     """
     tally, arrivals = Tally(load), random.Random(0)
     due: dict[str, float] = {}

@@ -1,9 +1,9 @@
 """The ceiling of the queue benchmark: this package's own Lua scripts and nothing else.
 
 Client and worker run enqueue, claim, complete and ack in batches over redis-py with hiredis, in two processes; every
-result is checked. There is no asyncio, no heartbeat, no retry and no message: frames are made before the clock starts,
-and a result is a string of a frame's size that begins with the answer. Each side sends what it has as one pipeline and
-has one round trip under way. That is the most that these scripts give one client and one worker in Python.
+result is checked. There is no asyncio, no heartbeat, no retry and no message model: frames are made before the clock
+starts, and a result is a string of a frame's size that begins with the answer. Each side sends all it has as one
+pipeline, and has one round trip under way. One client and one worker in Python cannot get more from these scripts.
 
 `python -m rolloutmq.ops.bench.broker.raw worker|client URL LOAD-JSON`
 """
@@ -27,15 +27,15 @@ from .ours import POOL, job_of
 CLIENT, WORKER = "raw-client", "raw-worker"
 BATCH = 256
 RESULT_FRAME = 480
-"""About what an encoded RolloutResult of 16 tokens with logprobs has."""
+"""Bytes, about as many as an encoded RolloutResult of 16 tokens with logprobs has."""
 ANSWER = 64
 COUNTED = ENTRY_BYTES + RESULT_FRAME
-"""The size for which complete.lua counts such a result. `ack` has to give the same."""
+"""Bytes that complete.lua counts for such a result. `ack` has to give the same number."""
 FRAMES_BYTES = 32 << 20
 
 
 class Raw:
-    """Scripts by SHA on one connection."""
+    """Runs scripts by their SHA on one connection."""
 
     def __init__(self, url: str, *names: str) -> None:
         self.redis: Any = redis.Redis.from_url(url, protocol=2)
@@ -46,7 +46,7 @@ class Raw:
         return ("EVALSHA", self._shas[name], 1, self.keys.load, self.keys.prefix, *args)
 
     def run(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Replies to commands sent as one pipeline. Exits on an error reply."""
+        """Send commands as one pipeline, and return the replies. Exits on an error reply."""
         connection = self.redis.connection_pool.get_connection()
         try:
             connection.send_packed_command(connection.pack_commands(commands))

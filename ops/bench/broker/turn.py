@@ -1,4 +1,4 @@
-"""One turn of one system: its worker in one process, its client in another, both gone afterwards."""
+"""One turn of one system: its worker runs in one process and its client in another. Both end with the turn."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ....messages.errors import RolloutMQError
 from ..peers import Load
 
 GRACE_S = 180.0
-"""A client may take so many seconds more than its load, to start, to warm up, and for jobs outstanding at the end."""
+"""Seconds that a client may take beyond its load, to start, to warm up, and for jobs outstanding at the end."""
 END_S = 2.0
-"""Seconds a worker has to leave by itself: nothing depends on it any more."""
+"""Seconds that a worker has to leave by itself, before it is killed."""
 
 
 class BenchFailed(RolloutMQError):
-    """A system did not get through its turn."""
+    """A system did not finish its turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """name: its key among the results. python, module: what runs as `python -m module worker|client URL LOAD`.
+    """A queue that is measured. It runs as `python -m module worker|client URL LOAD`.
 
-    window, window_large: jobs outstanding that suit it, at 1 KB and at 256 KB payloads. path: put on PYTHONPATH.
-    poll_s: how long its client waits before it asks for a result again, if it is one that polls (at 1 KB).
+    name: its key in the results. window, window_large: outstanding jobs that suit it, at 1 KB and at 256 KB payloads.
+    path: put on PYTHONPATH. poll_s: seconds before its client asks for a result again, if it polls (at 1 KB).
     """
 
     name: str
@@ -44,8 +44,8 @@ class System:
 
 
 def take_turn(system: System, url: str, load: Load) -> dict[str, Any]:
-    """The figures of `system`'s client under `load`, on the emptied Redis at `url`. Raises BenchFailed."""
-    with redis.Redis.from_url(url.partition("?")[0]) as admin:  # the query is for our own client and worker
+    """Return the figures of `system`'s client under `load`, on the emptied Redis at `url`. Raises BenchFailed."""
+    with redis.Redis.from_url(url.partition("?")[0]) as admin:  # the query is for RolloutMQ's client and worker
         admin.flushall()
     env = {**os.environ, "BENCH_URL": url, "BENCH_VARIANT": system.variant, "PYTHONWARNINGS": "ignore"}
     if system.path:
@@ -77,7 +77,7 @@ def take_turn(system: System, url: str, load: Load) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a worker and what it started: some are a supervisor with children."""
+    """End a worker and its children, because some workers are a supervisor with children."""
     group = process.pid
     for how in (signal.SIGTERM, signal.SIGKILL):
         try:

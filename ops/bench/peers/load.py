@@ -1,6 +1,6 @@
 """The load on every system of the queue benchmark, and the tally of the answers.
 
-Standard library only: peers run it in environments without this package.
+It uses only the standard library, because peers run it in environments without this package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 RESULT_BYTES = 128
-"""Bytes that a job returns: as many as 16 tokens and their 16 logprobs have."""
+"""Bytes that a job returns, as many as 16 tokens and their logprobs have."""
 
 
 def echo(payload: bytes) -> bytes:
@@ -26,11 +26,11 @@ def echo(payload: bytes) -> bytes:
 class Load:
     """One turn of one system.
 
-    seconds: how long jobs are submitted; warmup_s: the same before that, not counted.
-    payload_bytes: of one job. Plain ASCII, so that a system whose messages are JSON carries it as it is.
-    window: jobs outstanding at a time. variant: which of a system's ways of working.
-    poll_s: how long a client that polls for results waits before it asks again.
-    rate: jobs per second that arrive whether earlier ones are answered or not; 0 keeps the window full instead.
+    seconds: how long jobs are submitted. warmup_s: how long before that, without being counted.
+    payload_bytes: of one job. It is plain ASCII, so that a system with JSON messages carries it at its size.
+    window: jobs outstanding at a time. variant: one of a system's modes.
+    poll_s: seconds that a client that polls for results waits before it asks again.
+    rate: jobs per second that arrive, whether earlier ones are answered or not. 0 keeps the window full instead.
     """
 
     seconds: float = 5.0
@@ -49,11 +49,11 @@ class Load:
         return Load(**json.loads(text))
 
     def payload(self, number: int) -> bytes:
-        """Job `number`'s payload; no two are the same."""
+        """Return job `number`'s payload. No two are the same."""
         return b"%016x" % number + _filler(self.payload_bytes - 16)
 
     def answer(self, number: int, size: int) -> bytes:
-        """The first `size` bytes of job `number`'s payload."""
+        """Return the first `size` bytes of job `number`'s payload."""
         return b"%016x" % number + _filler(size - 16)
 
 
@@ -63,7 +63,7 @@ def _filler(size: int) -> bytes:
 
 
 class Tally:
-    """Numbers the jobs, and checks that each is answered once, with the bytes it must be answered with."""
+    """Numbers the jobs, and checks that each is answered once and with the right bytes."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
@@ -72,11 +72,11 @@ class Tally:
         self._began = self._last = 0.0
 
     def begin(self) -> None:
-        """A phase starts."""
+        """Start a phase."""
         self._began, self._answered = time.perf_counter(), 0
 
     def payloads(self, seconds: float) -> Iterator[tuple[int, bytes]]:
-        """Numbered payloads for `seconds` from now."""
+        """Yield (number, payload) for `seconds` from now."""
         self.begin()
         until = self._began + seconds
         while time.perf_counter() < until:
@@ -84,12 +84,11 @@ class Tally:
             yield self._next, self.load.payload(self._next)
 
     def sent(self, key: object, number: int) -> None:
-        """Job `number` goes out under the system's own `key`."""
+        """Note that job `number` has been sent under the system's own `key`."""
         self.open[key] = number
 
     def answered(self, key: object, result: object, *, size: int = RESULT_BYTES) -> None:
-        """Exits if job `key` is not open (never sent, or answered before), or `result` is not the first `size` bytes of
-        its payload."""
+        """Note an answer. Exits if job `key` is not open, or `result` is not the first `size` bytes of its payload."""
         number = self.open.pop(key, None)
         if number is None:
             raise SystemExit(f"job {key} was answered twice, or never sent")
@@ -99,14 +98,14 @@ class Tally:
         self._last = time.perf_counter()
 
     def figures(self) -> dict[str, float]:
-        """Jobs of the phase so far, and seconds from its begin to the last answer."""
+        """Return the number of jobs in the phase, and the seconds from its start to the last answer."""
         if self.open:
             raise SystemExit(f"{len(self.open)} jobs were never answered")
         return {"jobs": self._answered, "seconds": self._last - self._began}
 
 
 async def drive_lanes(load: Load, answer: Callable[[Tally, int, bytes], Awaitable[None]]) -> dict[str, float]:
-    """The figures of `load.window` coroutines that each send one job at a time and wait for its answer."""
+    """Return the figures of `load.window` coroutines. Each sends one job at a time and waits for its answer."""
     tally = Tally(load)
 
     async def lane(source: Iterator[tuple[int, bytes]]) -> None:

@@ -25,7 +25,7 @@ def work(url: str, load: Load) -> None:
 
 
 def phase(queue: Queue, tally: Tally, seconds: float) -> dict[str, float]:
-    """Keep the window between half and full; take results in the order in which one worker finishes them."""
+    """Keep the window between half and full. Take results in the order in which one worker finishes them."""
     load = tally.load
     source = tally.payloads(seconds)
     outstanding: deque[Job] = deque()
@@ -35,7 +35,7 @@ def phase(queue: Queue, tally: Tally, seconds: float) -> dict[str, float]:
             if not batch and not outstanding:
                 return tally.figures()
             if batch:
-                # A description of one's own: RQ would build one from the arguments.
+                # With a given description RQ need not build one from the arguments.
                 datas = [Queue.prepare_data(echo, (payload,), description="echo") for _, payload in batch]
                 jobs = queue.enqueue_many(datas)
                 for job, (number, _) in zip(jobs, batch, strict=True):

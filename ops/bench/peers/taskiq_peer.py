@@ -29,7 +29,7 @@ broker = make_broker(os.environ.get("BENCH_URL", "redis://localhost"), os.enviro
 
 @broker.task(task_name="echo")  # type: ignore[untyped-decorator]  # taskiq is in an environment of its own
 async def echo_task(payload: str) -> str:
-    # Its messages are JSON, so the payload's bytes, which are ASCII, travel as text.
+    # taskiq's messages are JSON. The payload's bytes are ASCII and travel as text.
     return echo(payload.encode()).decode()
 
 

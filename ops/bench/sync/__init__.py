@@ -1,6 +1,6 @@
 """`rolloutmq bench sync`: how fast weights get from a trainer into engines.
 
-Many files: each process of the benchmark, and each way of an update, has its own.
+Many files: each process of the benchmark, and each path of an update, has its own.
 """
 
 from .bench import make_plan, run_sync_bench

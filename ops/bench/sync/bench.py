@@ -1,6 +1,6 @@
 """`rolloutmq bench sync`: how fast weights get from a trainer into engines, over every path, in one run.
 
-docs/benchmarks.md says what is measured. A path that fails is told with its error; it never becomes a number.
+docs/benchmarks.md says what is measured. A path that fails is reported with its error, and has no figure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ VARIANTS = {
         "ours_unverified": ("direct", "staged"),
     },
 }
-"""MiB of a buffer, or how a version is received: `direct` while it is loaded, `staged` beside the one that serves."""
+"""Path -> variants: MiB of a buffer, or how a version is received: `direct` while it is loaded, or `staged` beside the
+one that serves."""
 REPEATS = 3
 NOTHING: dict[str, Any] = dict.fromkeys(
     (
@@ -54,7 +55,7 @@ class _Run:
     results: dict[str, Any] = field(default_factory=dict)
 
     def save(self) -> None:
-        """Write what there is, so that a run that is killed keeps what it has measured."""
+        """Write the results so far, so that a run that is killed keeps them."""
         if self.plan.out is not None:
             with writing("--out", self.plan.out):
                 self.plan.out.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ class _Run:
 def make_plan(
     shapes: str | None, paths: str | None, device: str, receivers: int | None, running: int | None, **settings: Any
 ) -> Plan:
-    """The plan for the options of the command. Raises ConfigError for names that there are not."""
+    """Make a plan of the command's options. Raises ConfigError for unknown names, and for more GPUs than there are."""
     import torch  # noqa: PLC0415
 
     gpus = torch.cuda.device_count()
@@ -98,7 +99,10 @@ def make_plan(
 
 
 def run_sync_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
-    """Run it and print the result, as one line of JSON if `quiet`; returns it. Raises no error of a single path."""
+    """Run it, print the result (as one line of JSON if `quiet`) and return it.
+
+    An error of a single path is not raised.
+    """
     if plan.out is not None:
         check_out("--out", plan.out)
     began = time.monotonic()
@@ -143,7 +147,7 @@ async def _measure(run: _Run) -> None:
 
 
 class _Work:
-    """One shape: its processes and what was found about it."""
+    """One shape: its processes and its results."""
 
     def __init__(self, run: _Run, shape: Shape, folder: Path, number: int) -> None:
         folder.mkdir()
@@ -156,7 +160,7 @@ class _Work:
         self.session = Session(shape, plan, folder, number)
 
     async def do(self, step: str) -> None:
-        """One of STEPS, if it is wanted."""
+        """Run one of STEPS, if it is wanted."""
         if step != "paths" and step not in self._run.plan.extras:
             return
         run, figures, session = self._run, self.figures, self.session
@@ -176,7 +180,7 @@ def _failed(run: _Run, figures: dict[str, Any], what: str, error: BaseException)
 
 
 async def _paths(run: _Run, session: Session, figures: dict[str, Any]) -> None:
-    """Rounds in turns, another path first each time; the first update of a path is not counted."""
+    """Run rounds in turns. Another path begins each round, and the first update of a path is not counted."""
     plan, rounds = run.plan, figures["rounds"]
     told: dict[str, list[dict[str, Any]]] = {}
     keys = [
@@ -213,7 +217,7 @@ async def _paths(run: _Run, session: Session, figures: dict[str, Any]) -> None:
 
 
 def _details(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """The parts of our own updates' time (medians), and whether they were staged and read back after the load."""
+    """Return the parts of RolloutMQ's own update times (medians), and whether they were staged and read back."""
     phases = reports[0]["phases_ms"]
     medians = {name: round(statistics.median(report["phases_ms"][name] for report in reports), 3) for name in phases}
     flags = {name: all(report[name] for report in reports) for name in ("staged", "readback")}
@@ -229,7 +233,7 @@ STALLS = {
 
 
 async def _stalls(run: _Run, session: Session, figures: dict[str, Any]) -> None:
-    """Median over a few updates; on a CPU nothing is ever received directly, so `stall_ms` is left out there."""
+    """Measure stalls, medians of a few updates. A CPU receives nothing directly, so `stall_ms` is left out there."""
     details = figures.setdefault("stalls", {})
     for key, (given, mode) in STALLS.items():
         path = given
@@ -241,7 +245,7 @@ async def _stalls(run: _Run, session: Session, figures: dict[str, Any]) -> None:
         found = []
         try:
             await session.ensure()
-            await session.update(path)  # groups and buffers are not what is measured here
+            await session.update(path)  # sets up groups and buffers, which are not measured here
             for _ in range(REPEATS):
                 found.append(await session.stall(path, mode=mode))
         except (RolloutMQError, TimeoutError, OSError) as error:
@@ -259,7 +263,7 @@ async def _stalls(run: _Run, session: Session, figures: dict[str, Any]) -> None:
 
 
 async def _tokens(run: _Run, session: Session, figures: dict[str, Any]) -> None:
-    """Without updates, then with them, in place and staged."""
+    """Measure tokens/s without updates, then with them, in place and staged."""
     if "ours" not in run.plan.paths:
         return
     path, mode = "ours:staged", "in_place"
@@ -277,7 +281,7 @@ async def _tokens(run: _Run, session: Session, figures: dict[str, Any]) -> None:
 
 
 async def _pool(run: _Run, session: Session, figures: dict[str, Any]) -> None:
-    """The whole way, with Redis, ledger, roster: publish, first and later; a worker that leaves and comes again."""
+    """Measure `publish` with Redis, ledger and roster: first, later, and after a worker left and came again."""
     await session.ensure()
     trainer, receivers = session.trainer, session.receivers
     try:
@@ -311,12 +315,12 @@ async def _pool(run: _Run, session: Session, figures: dict[str, Any]) -> None:
             await together(*(child.call("leave_pool", 2 * STEP_S, timeout_s=STEP_S) for child in receivers))
             await trainer.call("publisher_close", STEP_S)
     except BaseException:
-        await session.close()  # whoever still waits for this Redis waits in vain
+        await session.close()  # its processes may wait for this Redis, which is gone
         raise
 
 
 def describe(device: str) -> dict[str, Any]:
-    """The host and the versions on which a measurement was made."""
+    """Return the host and the versions of a measurement."""
     import torch  # noqa: PLC0415
 
     def of(package: str) -> str | None:

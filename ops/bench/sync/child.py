@@ -1,8 +1,8 @@
-"""A process of the benchmark that does what it is told, line by line; and the parent's handle on it.
+"""A process of the benchmark that answers calls, line by line, and the parent's handle on it.
 
-Requests are JSON lines on the child's stdin, {"id", "call", "args"}; answers, {"id", "value"} or {"id", "error"}, come
-on what was its stdout. Everything that prints goes to stderr. A child ends when its stdin does, so none outlives the
-parent.
+Requests are JSON lines on the child's stdin, {"id", "call", "args"}. Answers, {"id", "value"} or {"id", "error"}, come
+on the child's original stdout. Everything that prints goes to stderr. A child ends when its stdin does, so none
+outlives the parent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ....messages.errors import RolloutMQError, WaitTimeout
 
 KILL_S = 10.0
 LINE_LIMIT = 64 << 20
-"""Arrival times of a whole stall measurement come as one line."""
+"""Bytes. The arrival times of a whole stall measurement are one line."""
 
 
 class ChildFailed(RolloutMQError):
@@ -29,7 +29,7 @@ class ChildFailed(RolloutMQError):
 
 
 def serve(state: object, goodbye: Callable[[], Awaitable[None]] | None = None) -> None:
-    """Answer calls of `state`'s public methods until stdin ends. Runs its own event loop; does not return.
+    """Answer calls of `state`'s public methods until stdin ends. It runs its own event loop and does not return.
 
     Each call is a task of its own. A method that is no coroutine runs in a thread, and may block.
     """
@@ -64,11 +64,11 @@ def serve(state: object, goodbye: Callable[[], Awaitable[None]] | None = None) -
     try:
         asyncio.run(main())
     finally:
-        os._exit(0)  # threads may hang in a collective; engine processes end with the thread that started them
+        os._exit(0)  # threads may hang in a collective, and engine processes end with the thread that started them
 
 
 class Child:
-    """A child process as its parent sees it. `call` has a deadline; after one was missed the child is of no use."""
+    """The parent's handle on a child process. `call` has a deadline. If it is missed, the child is killed."""
 
     def __init__(self, module: str, name: str, environment: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -80,7 +80,7 @@ class Child:
         self._last = 0
 
     async def start(self) -> None:
-        """Start the process; the first call waits for its imports."""
+        """Start the process. The first call waits for its imports."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -94,12 +94,12 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked something."""
+        """Whether it can be called."""
         running = self._process is not None and self._process.returncode is None
         return running and self._reading is not None and not self._reading.done()
 
     async def call(self, name: str, timeout_s: float, /, **args: Any) -> Any:
-        """Its answer. Raises ChildFailed, or WaitTimeout, after which the child has been killed."""
+        """Return the child's answer. Raises ChildFailed, or WaitTimeout, after which the child has been killed."""
         if self._process is None or self._process.stdin is None or not self.alive:
             raise ChildFailed(f"{self.name} is not running")
         self._last += 1
@@ -115,7 +115,7 @@ class Child:
             raise WaitTimeout(f"{self.name}: no answer to {name!r} within {timeout_s:.0f} s; it was ended") from None
 
     async def close(self) -> None:
-        """Let it end by itself, else kill it."""
+        """Let it end by itself, or kill it."""
         if self._process is None:
             return
         if self._process.stdin is not None:
@@ -129,7 +129,7 @@ class Child:
             await asyncio.gather(self._reading, return_exceptions=True)
 
     async def kill(self) -> None:
-        """End it now; SGLang's processes end with it."""
+        """Kill it. SGLang's processes end with it."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
@@ -153,5 +153,5 @@ class Child:
 
 
 def now() -> float:
-    """Seconds of the monotonic clock that all processes of this host share."""
+    """Return seconds of the monotonic clock that all processes of this host share."""
     return time.monotonic()

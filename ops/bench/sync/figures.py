@@ -8,31 +8,34 @@ from itertools import pairwise
 from typing import Any
 
 Span = tuple[float, float]
-"""Begin and end in seconds of the host's monotonic clock, which all processes of a host share."""
+"""Start and end, in seconds of the monotonic clock that all processes of a host share."""
 
 
 def span_ms(spans: Sequence[Span]) -> float:
-    """Milliseconds from the first begin to the last end."""
+    """Return milliseconds from the first start to the last end."""
     return (max(end for _, end in spans) - min(begin for begin, _ in spans)) * 1e3
 
 
 def gb_s(nbytes: int, ms: float) -> float:
-    """Decimal gigabytes per second that each receiver got."""
+    """Return decimal gigabytes per second that each receiver got."""
     return nbytes / ms / 1e6
 
 
 def steps(arrivals: Iterable[Sequence[float]]) -> float:
-    """Median seconds between two tokens of one stream. arrivals: of each stream, ascending. 0.0 without any two."""
+    """Return median seconds between two tokens of one stream, 0.0 without any two.
+
+    arrivals: of each stream, ascending.
+    """
     gaps = [late - early for stream in arrivals for early, late in pairwise(stream)]
     return statistics.median(gaps) if gaps else 0.0
 
 
 def stall_ms(arrivals: Sequence[Sequence[float]], update: Span, step_s: float, slack_s: float = 0.0) -> float:
-    """Milliseconds that the engine went without a token around an update, less an ordinary step; at least 0.
+    """Return milliseconds that the engine went without a token around an update, less an ordinary step; at least 0.
 
-    The longest time between two neighbouring arrivals of all streams together that has any moment in common with the
-    update (and `slack_s` seconds after it), less `step_s`. Raises ValueError if there is no token before the update or
-    none after it: then nothing can be said.
+    It is the longest time between two neighbouring arrivals of all streams together that overlaps the update (and
+    `slack_s` seconds after it), less `step_s`. Raises ValueError if there is no token before the update or none after
+    it.
     """
     every = sorted(moment for stream in arrivals for moment in stream)
     begin, end = update[0], update[1] + slack_s
@@ -43,7 +46,7 @@ def stall_ms(arrivals: Sequence[Sequence[float]], update: Span, step_s: float, s
 
 
 def best(rounds: Mapping[str, Sequence[float]], path: str) -> tuple[str, float] | None:
-    """(variant, median ms) of the fastest variant of a path, keys being `path` or `path:variant`; None without any."""
+    """Return (variant, median ms) of a path's fastest variant, None without any. Keys are `path` or `path:variant`."""
     medians = {
         key.partition(":")[2]: statistics.median(found)
         for key, found in rounds.items()
@@ -53,7 +56,10 @@ def best(rounds: Mapping[str, Sequence[float]], path: str) -> tuple[str, float] 
 
 
 def summary(nbytes: int, rounds: Mapping[str, Sequence[float]], paths: Sequence[str]) -> dict[str, Any]:
-    """`<path>_ms`, `<path>_gb_s` and `<path>_variant` of every path; None where it has no round."""
+    """Return `<path>_ms`, `<path>_gb_s` and `<path>_variant` of every path.
+
+    They are None for a path without a round.
+    """
     figures: dict[str, Any] = {}
     for path in paths:
         found = best(rounds, path)
@@ -64,7 +70,7 @@ def summary(nbytes: int, rounds: Mapping[str, Sequence[float]], paths: Sequence[
 
 
 def ratios(figures: Mapping[str, Any]) -> dict[str, float | None]:
-    """The figures the project promises something about, within one run."""
+    """Return ratios of figures within one run."""
 
     def over(numerator: str, denominator: str) -> float | None:
         above, below = figures.get(numerator), figures.get(denominator)
@@ -93,7 +99,7 @@ OTHERS = (
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The figures for people: a line per path and shape, then the others."""
+    """Return the figures for people: a line per path and shape, then the others."""
     lines = []
     for name, figures in results["shapes"].items():
         size, tensors = figures["nbytes"] / 1e9, figures["tensors"]

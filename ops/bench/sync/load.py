@@ -1,4 +1,4 @@
-"""Requests that keep an engine busy while its weights change, and what can be seen of them from outside."""
+"""Requests that keep an engine busy while its weights change, and the tokens that arrive of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STREAMS = 8
 
 
 class Load:
-    """`running` requests at once, for as long as it lasts.
+    """`running` requests at once.
 
-    streamed: the engine's steps are seen as they happen: a few of the requests stream (all of them would keep this
-    process so busy that it saw things late). And a request that has come to its end is not followed by another one, so
-    that no prefill falls into the measurement. Otherwise each is followed by a new one, and nothing streams.
-    version: the weights that new requests run under; they never share prefixes with those of other versions.
+    streamed: a few of the requests stream, which shows the engine's steps as they happen. (If all streamed, this
+    process would be so busy that it saw them late.) A request that ends is not followed by another one, so no prefill
+    falls into the measurement. Otherwise each is followed by a new one, and none streams. version: of the weights for
+    new requests. They share no prefixes with those of other versions.
     """
 
     def __init__(
@@ -40,12 +40,15 @@ class Load:
         self._slots = [asyncio.create_task(self._slot(number)) for number in range(running)]
 
     def tokens(self) -> int:
-        """Generated so far; of what runs, as far as the engine has told (it does every 50 tokens)."""
+        """Return the number of tokens so far. The engine reports those of running requests every 50 tokens."""
         seen = (self._engine.progress(request) for request in self._current if request is not None)
         return self._finished + sum(int(progress.token_ids.size) for progress in seen if progress is not None)
 
     async def seen(self, each: int, timeout_s: float) -> None:
-        """Until every streaming request has had `each` more tokens. Raises TimeoutError; RuntimeError if one ended."""
+        """Wait until every streaming request has `each` more tokens.
+
+        Raises TimeoutError, or RuntimeError if one ended.
+        """
         wanted = [len(arrived) + each for arrived in self.arrivals]
         async with asyncio.timeout(timeout_s):
             while any(len(arrived) < count for arrived, count in zip(self.arrivals, wanted, strict=True)):
@@ -55,7 +58,7 @@ class Load:
                 await asyncio.sleep(GLANCE_S)
 
     async def pause(self, timeout_s: float) -> None:
-        """Abort what runs, keeping what it has, and wait until nothing does."""
+        """Abort what runs, keep its tokens, and wait until nothing runs."""
         self._gate.clear()
         self._engine.abort_all()
         async with asyncio.timeout(timeout_s):
@@ -63,7 +66,7 @@ class Load:
                 await asyncio.sleep(GLANCE_S / 4)
 
     def resume(self) -> None:
-        """Go on where `pause` interrupted: prompt and partial answer are computed again."""
+        """Continue where `pause` interrupted. Prompt and partial answer are computed again."""
         self._gate.set()
 
     async def stop(self, timeout_s: float) -> None:
@@ -80,14 +83,14 @@ class Load:
         vocab = self._engine.info.vocab_size
         while True:
             tokens = [self._draw.randrange(vocab) for _ in range(self._prompt)]
-            # Not all of the same length, or they would all end, and be followed, at once.
+            # Lengths differ. Otherwise all would end, and be followed, at once.
             left = self._new if self._streamed else self._draw.randint(self._new // 2, self._new)
             while left > 0:
                 await self._gate.wait()
                 generated = await self._run(number, tokens, left)
                 self._finished += generated
                 left -= generated
-                # What was really said is of no interest; as many tokens have to be computed again.
+                # Only the number of tokens that are computed again matters, and not which ones.
                 tokens += [self._draw.randrange(vocab) for _ in range(generated)]
             if self._streamed:
                 return

@@ -1,4 +1,4 @@
-"""Runs inside the benchmark's engines: the project's own loader, and a few orders more."""
+"""Code inside the benchmark's engines: RolloutMQ's own loader, and a few orders more."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ....worker.sglang.inside import control
 from ....worker.sglang.weights import run_loader
 
 STAGING = "rolloutmq-bench-staging-"
-"""A tensor with this in its name, and a policy after it, asks to stage, or not, from now on: so that one engine can be
-measured both ways."""
+"""A tensor whose name has this and a policy behind it sets whether to stage from now on. So one engine is measured both
+ways."""
 
 
 def receive(model: Any, named_tensors: Any) -> Any:
-    """SGLang's hook; the project's own, for everything but that name."""
+    """Load as SGLang's hook. It is RolloutMQ's own for everything but that name."""
     named = list(named_tensors)
     what = named[0][0] if len(named) == 1 else ""
     if what.startswith(STAGING):
@@ -27,7 +27,7 @@ def receive(model: Any, named_tensors: Any) -> Any:
 
 
 class BenchEngine(SGLangEngine):
-    """The project's engine with that hook in place of its own."""
+    """RolloutMQ's engine with that hook in place of its own."""
 
     _weight_loader = f"{__name__}.receive"
 
@@ -37,11 +37,11 @@ class BenchEngine(SGLangEngine):
         return self._current().manager
 
     async def settle(self) -> None:
-        """Until everything queued on the engine's device is done: SGLang's "success" says that copies are queued."""
+        """Wait until the engine's device has done everything. SGLang's "success" only says that copies are queued."""
         for rank in range(self.config.tp_size):
             await self._current().channel.operate(rank, "synchronize")
 
     async def stage(self, policy: str) -> None:
-        """Stage from now on, or not ("on", "off", "auto"); nothing on a CPU, which always does."""
-        self.manager.auto_create_handle_loop()  # else nobody receives the answer of an engine's very first request
+        """Set whether to stage from now on: "on", "off" or "auto". No effect on a CPU, which always stages."""
+        self.manager.auto_create_handle_loop()  # without it nobody receives the answer of an engine's first request
         await run_loader(self.manager, self._weight_loader, STAGING + policy, self.config.tp_size)

@@ -1,6 +1,6 @@
-"""The sending end of our own transfer, without Redis and roster around it: what the engine itself takes.
+"""The sending end of RolloutMQ's own transfer, without Redis and roster. It measures the engine's part.
 
-The whole way, from `WeightPublisher.publish` to the commit, is measured beside it (pool.py).
+pool.py measures all of it, from `WeightPublisher.publish` to the commit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ....sync.wire import Broadcaster, group_for
 class OursSender:
     """Sends two versions in turn that differ everywhere, so that no update finds its own bytes in place. Blocks.
 
-    Packing and the trainer's digests are made once, here: in the product they are a part of `publish`, before the
-    announcement. pack_s, digest_s: what they took for a version.
+    Packing and the trainer's digests are done once, here. Otherwise they are a part of `publish`, before the
+    announcement. pack_s, digest_s: seconds that they took for a version.
     """
 
     def __init__(
         self, tensors: Callable[[bool], Iterable[tuple[str, torch.Tensor]]], *, host: str, device: str
     ) -> None:
-        """tensors(flipped): the checkpoint, or one that differs from it everywhere."""
+        """tensors(flipped): returns the checkpoint, or one that differs from it everywhere."""
         self._device = torch.device(device)
         self._broadcaster = Broadcaster(host, 0)
         self._snapshots: list[Snapshot] = []

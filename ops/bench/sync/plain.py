@@ -1,7 +1,7 @@
-"""A receiver without an engine: the same transfers into a model's parameters, and nothing that generates.
+"""A receiver without an engine: the same transfers into a model's parameters, without generation.
 
-It is up in seconds, where an engine compiles kernels for a minute. What it leaves out is SGLang's part of an update:
-one request between two batches.
+It starts in seconds, and an engine in a minute. It leaves out SGLang's part of an update, one request between two
+batches.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PlainEngine:
 
     @property
     def manager(self) -> Any:
-        """There is none: the stock path takes an engine."""
+        """Raise ConfigError: only an engine has one, and stock paths need it."""
         raise ConfigError("--plain: stock paths take an engine")
 
     async def start(self) -> None:
@@ -84,13 +84,13 @@ class PlainEngine:
         return await asyncio.to_thread(self._receiver.commit, order.epoch, self._model, idle=True)
 
     async def settle(self) -> None:
-        """Until the device is done."""
+        """Wait until the device is done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     async def stage(self, policy: StagingPolicy) -> None:
-        """Stage from now on, or not."""
+        """Set whether to stage from now on."""
         self._receiver.stage(policy)
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""

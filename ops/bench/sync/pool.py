@@ -1,4 +1,4 @@
-"""A worker around an engine that is up already: what joining a pool costs without the engine's start."""
+"""A worker around an engine that is up already, to measure what joining a pool costs without the engine's start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GLANCE_S = 0.001
 
 
 class _Adopted:
-    """An engine that neither starts nor closes, and remembers when it had which version."""
+    """An engine that `start` and `close` leave running. It remembers when it had which version."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -26,10 +26,10 @@ class _Adopted:
         return getattr(self._engine, name)
 
     async def start(self) -> None:
-        """It runs."""
+        """Do nothing, because it runs."""
 
     async def close(self) -> None:
-        """It goes on."""
+        """Do nothing, so that it continues."""
 
     async def commit_weights(self, order: TransferOrder) -> TransferReport:
         report = await self._engine.commit_weights(order)
@@ -47,7 +47,7 @@ class PoolMember:
         self._running: asyncio.Task[None] | None = None
 
     async def join(self, timeout_s: float) -> None:
-        """Until it holds a lease. Raises TimeoutError, or why the worker ended."""
+        """Wait until it holds a lease. Raises TimeoutError, or the error that ended the worker."""
         self._running = asyncio.create_task(self._worker.run())
         joined = asyncio.create_task(self._worker.joined.wait())
         await asyncio.wait({joined, self._running}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -58,7 +58,7 @@ class PoolMember:
             raise TimeoutError("the worker has not joined the pool in time")
 
     async def loaded(self, version: int, timeout_s: float) -> float:
-        """When `version` or a newer one was verified and loaded. Raises TimeoutError."""
+        """Wait for `version` or a newer one. Returns when it was verified and loaded. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while True:
                 for number, moment in self._adopted.loaded:

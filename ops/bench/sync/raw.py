@@ -1,4 +1,4 @@
-"""The rate of the wire: broadcasts of the same number of bytes in large buffers, with nothing around them."""
+"""The rate of bare broadcasts: the same number of bytes in large buffers, and nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUFFERS = 2
 
 
 class Raw:
-    """One rank of a group for raw broadcasts. Blocks: use it in a thread."""
+    """One rank of a group for bare broadcasts. It blocks, so use it in a thread."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Raw:
         self._buffers: list[torch.Tensor] = []
 
     def run(self, nbytes: int, bucket_bytes: int, timeout_s: float) -> Span:
-        """Broadcast `nbytes` in buffers of `bucket_bytes`, used in turn; when it began and was through on this rank."""
+        """Broadcast `nbytes` in buffers of `bucket_bytes`, used in turn. Returns start and end on this rank."""
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             return self._run(nbytes, bucket_bytes, timeout_s)
 
@@ -50,7 +50,7 @@ class Raw:
             self._buffers = []
             count = BUFFERS if nbytes > bucket_bytes else 1
             self._buffers = [torch.zeros(bucket_bytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
-        # All begin together, and none while another one still allocates.
+        # All ranks begin together, once all have allocated.
         self._wait(self._group.broadcast(self._buffers[0][:1], deadline))
         began, left, turn = now(), nbytes, 0
         queued: Queued | None = None
@@ -59,7 +59,7 @@ class Raw:
             queued = self._group.broadcast(self._buffers[turn % len(self._buffers)][:size], deadline)
             left -= size
             turn += 1
-        self._wait(queued)  # they are through in order
+        self._wait(queued)  # broadcasts end in their order
         return began, now()
 
     def free(self) -> None:
@@ -69,8 +69,10 @@ class Raw:
             torch.cuda.empty_cache()
 
     def _wait(self, queued: Queued | None) -> None:
-        """Exactly until the device is done: a wait that looks now and then would make the wire look slower. A peer that
-        is gone is the parent's deadline to notice."""
+        """Wait exactly until the device is done. A wait that polls would make the wire look slower.
+
+        If a peer is gone, the parent's deadline ends it.
+        """
         if self._device.type == "cuda" and queued is not None:
             queued.wait()
             torch.cuda.synchronize(self._device)

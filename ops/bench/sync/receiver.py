@@ -1,4 +1,4 @@
-"""A receiver's process of `rolloutmq bench sync`: one engine, and every way to bring weights into it."""
+"""A receiver's process of `rolloutmq bench sync`: one engine, and every path for weights into it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EngineProcess:
         return self._engine
 
     async def start(self, config: dict[str, Any], plain: dict[str, str] | None = None) -> dict[str, Any]:
-        """Start the engine, or what stands for it (plain: shape and device); seconds it took and what it is."""
+        """Start the engine, or its stand-in (plain: shape and device). Returns the seconds it took and what it is."""
         began = now()
         self._engine = BenchEngine(SGLangConfig(**config)) if plain is None else PlainEngine(**plain)
         await self._engine.start()
@@ -57,7 +57,7 @@ class EngineProcess:
         self._raw = Raw(**where)
 
     def raw(self, nbytes: int, bucket_bytes: int, timeout_s: float) -> Any:
-        """One round."""
+        """Run one round."""
         return self._raw.run(nbytes, bucket_bytes, timeout_s)
 
     def raw_free(self) -> None:
@@ -74,7 +74,10 @@ class EngineProcess:
         self._requests[key] = [StockRequest.from_dict(request) for request in requests]
 
     async def stock(self, key: str, timeout_s: float) -> Any:
-        """One version, from the first request until the device is done. What runs is interrupted first, if anything."""
+        """Receive a version, from the first request until the device is done.
+
+        Running requests are interrupted first.
+        """
         began = now()
         if self._load is not None:
             await self._load.pause(timeout_s)
@@ -85,11 +88,11 @@ class EngineProcess:
         return began, ended
 
     async def staging(self, policy: str) -> None:
-        """Receive beside the serving weights ("on") or while loading ("off"), from now on. Nothing on a CPU."""
+        """Set whether to receive beside the serving weights ("on") or while loading ("off"). No effect on a CPU."""
         await self.engine.stage(policy)
 
     async def ours(self, order: dict[str, Any]) -> dict[str, Any]:
-        """One version, from the first request until the device is done; `mode` as in the order."""
+        """Receive a version by the order, from the first request until the device is done."""
         wanted = TransferOrder.from_dict(order)
         marks = [now()]
         first = _good(await self.engine.prepare_weights(wanted))
@@ -117,7 +120,7 @@ class EngineProcess:
         }
 
     async def load_start(self, running: int, prompt: int, new: int, streamed: bool, timeout_s: float) -> None:
-        """Make the engine busy; returns when every request has some tokens."""
+        """Make the engine busy. Returns when every request has some tokens."""
         self._load = Load(self.engine, running, prompt=prompt, new=new, version=self._version, streamed=streamed)
         if streamed:
             await self._load.seen(16, timeout_s)
@@ -127,14 +130,14 @@ class EngineProcess:
                     await asyncio.sleep(0.05)
 
     async def load_stall(self, span: tuple[float, float], each: int, timeout_s: float) -> dict[str, float]:
-        """The effect on the streams of an update that took place during `span`."""
+        """Return the effect of an update during `span` on the streams."""
         assert self._load is not None
         await self._load.seen(each, timeout_s)
         step = steps([[moment for moment in stream if moment < span[0]] for stream in self._load.arrivals])
         return {"stall_ms": stall_ms(self._load.arrivals, span, step, slack_s=2 * step), "step_ms": step * 1e3}
 
     async def load_tokens(self) -> tuple[float, int]:
-        """When, and how many tokens so far."""
+        """Return the time, and the number of tokens so far."""
         assert self._load is not None
         return now(), self._load.tokens()
 
@@ -145,19 +148,19 @@ class EngineProcess:
             await load.stop(timeout_s)
 
     async def serve_pool(self, redis_url: str, pool: str, max_running: int, timeout_s: float) -> float:
-        """Join a pool with this engine, which is up already; when it began."""
+        """Join a pool with this engine, which is up already. Returns when it began."""
         self._member = PoolMember(self.engine, WorkerConfig(redis_url=redis_url, pool=pool, max_running=max_running))
         began = now()
         await self._member.join(timeout_s)
         return began
 
     async def pool_version(self, version: int, timeout_s: float) -> float:
-        """When `version` (or a newer one) had been loaded here."""
+        """Wait for `version` or a newer one. Returns when it was loaded here."""
         assert self._member is not None
         return await self._member.loaded(version, timeout_s)
 
     async def leave_pool(self, timeout_s: float) -> None:
-        """Leave it; the engine stays up."""
+        """Leave the pool. The engine stays up."""
         member, self._member = self._member, None
         if member is not None:
             await member.leave(timeout_s)

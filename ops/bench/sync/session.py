@@ -1,7 +1,7 @@
 """The processes of one shape's measurement, and one update over each path.
 
-A process that misses a deadline is ended. The next step starts all of them anew: what is left of a broken process group
-is no base for the next figure.
+A process that misses a deadline is ended. Then the next step starts all of them again, because after a broken process
+group figures would not be comparable.
 """
 
 from __future__ import annotations
@@ -23,17 +23,22 @@ START_S = 240.0
 STEP_S = 25.0
 MOST_LIVES = 4
 FIRST_VERSION = 1_000_000
-"""Versions given to the engine directly; those of a pool begin at 1."""
+"""The first of the versions that go to the engine directly. Those of a pool begin at 1."""
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """seconds: length of each of the two windows for tokens/s; every_s: between the updates in the second one.
-    running: requests at once where an engine is to be busy. out: where to write the result, also after every step.
-    graphs: whether engines decode with CUDA graphs; without them they start in a third of the time. together: the
-    engines of all shapes are started at once, which takes the memory of all of them, and each step is done for all
-    shapes before the next one. plain: no engines, see plain.py."""
+    """What to measure.
+
+    seconds: length of each of the two windows for tokens/s. every_s: seconds between the updates in the second one.
+    running: requests at once in a busy engine. out: file for the result, written after every step.
+    graphs: whether engines decode with CUDA graphs. Without them they start in a third of the time.
+    together: start the engines of all shapes at once, which takes the memory of all of them. Each step is then done for
+    all
+        shapes before the next one.
+    plain: no engines, see plain.py.
+    """
 
     shapes: list[Shape]
     paths: tuple[str, ...]
@@ -51,7 +56,7 @@ class Plan:
 
 
 class Session:
-    """A trainer on device 0 and receivers i on devices 1 + i, each in a process of its own."""
+    """A trainer on device 0, and receiver i on device 1 + i, each in a process of its own."""
 
     def __init__(self, shape: Shape, plan: Plan, folder: Path, number: int) -> None:
         """folder: for the model's configuration. number: of this session among those that run at the same time."""
@@ -66,16 +71,19 @@ class Session:
 
     @property
     def trainer(self) -> Child:
-        """The one that sends."""
+        """The process that sends."""
         return self._children[0]
 
     @property
     def receivers(self) -> list[Child]:
-        """Those that receive."""
+        """The processes that receive."""
         return self._children[1:]
 
     async def ensure(self) -> bool:
-        """Start the processes, unless all of them run; whether that was necessary. Raises what a start raised."""
+        """Start the processes unless all of them run. Returns whether that was necessary.
+
+        Raises what a start raised.
+        """
         if self._children and all(child.alive for child in self._children):
             return False
         await self.close()
@@ -110,11 +118,14 @@ class Session:
     # --- one update over one path, "name" or "name:variant" ----------------------------------------------------------
 
     async def update(self, path: str, *, mode: str = "resume") -> float:
-        """Milliseconds. Raises ChildFailed, WaitTimeout. The first of a path also sets its group up, and warms it."""
+        """Run one update, and return its milliseconds. The first one of a path also sets up its group and warms it up.
+
+        Raises ChildFailed or WaitTimeout.
+        """
         return span_ms((await self.update_spans(path, mode=mode))[0])
 
     async def update_spans(self, path: str, *, mode: str = "resume") -> tuple[list[Span], list[dict[str, Any]]]:
-        """When it began and ended at every receiver, and what the receivers say of it."""
+        """Run one update. Returns its start and end at every receiver, and the receivers' reports."""
         await self.ensure()
         name, _, variant = path.partition(":")
         if name.startswith("ours"):
@@ -123,7 +134,7 @@ class Session:
         try:
             return await (self._raw(size or self.facts["nbytes"]) if name == "raw" else self._stock(path, size)), []
         except RolloutMQError:
-            await self.close()  # its group is no base for another figure, and stock has no way out of it
+            await self.close()  # its group cannot be used for another figure, and SGLang's own has no way out of it
             raise
 
     async def _open(self, what: str, trainer: Awaitable[Any], *receivers: Awaitable[Any]) -> None:
@@ -198,21 +209,21 @@ class Session:
                 *(child.call("ours", 2 * STEP_S, order=one) for child, one in zip(self.receivers, orders, strict=True)),
             )
         except RolloutMQError:
-            self._groups += 1  # both ends have left this one
+            self._groups += 1  # both ends have left the last group
             raise
-        if fresh:  # buffers and bindings were made just now, which is not what is measured
+        if fresh:  # buffers and bindings were made just now, and are not measured
             return await self._ours(variant, mode=mode, verify=verify)
         return [report["span"] for report in reports], reports
 
     # --- under load --------------------------------------------------------------------------------------------------
 
     async def stall(self, path: str, *, mode: str, each: int = 16) -> tuple[float, float]:
-        """Milliseconds without a token around one update of busy engines (the worst of them), and of a usual step."""
+        """Return milliseconds without a token around an update of busy engines (the worst one), and of a usual step."""
         await self.ensure()
         try:
             await self._load_start(streamed=True, timeout_s=START_S)  # kernels are compiled at the first request
             _, reports = spans_of = await self.update_spans(path, mode=mode)
-            # prepare serves on; what can stall begins with the commit, but whatever stalls is to be seen
+            # Only the commit should stall, because engines serve during prepare. The measurement covers both.
             spans = [report["span"] for report in reports] or spans_of[0]
             found = await together(
                 *(
@@ -225,7 +236,10 @@ class Session:
         return max(one["stall_ms"] for one in found), statistics.median(one["step_ms"] for one in found)
 
     async def tokens_per_s(self, seconds: float, every_s: float | None, path: str, mode: str) -> tuple[float, int]:
-        """(tokens/s of all engines together, number of updates). every_s: between updates; None for no updates."""
+        """Return (tokens/s of all engines, number of updates).
+
+        every_s: seconds between updates; None for no updates.
+        """
         await self.ensure()
         clock, updates = asyncio.get_running_loop(), 0
         try:
@@ -269,7 +283,7 @@ class Session:
         return {"shape": self.shape.name, "device": self._device_of(1 + receiver)} if self._plain else None
 
     def _config(self, receiver: int) -> dict[str, Any]:
-        """SGLangConfig of a receiver's engine."""
+        """Return the SGLangConfig of a receiver's engine."""
         config: dict[str, Any] = {
             "model": str(self._folder),
             "dtype": "bfloat16",
@@ -291,8 +305,10 @@ class Session:
 
 
 async def together(*calls: Awaitable[Any]) -> list[Any]:
-    """All results; each call keeps its own deadline. Raises the first error once all have ended, the cause before its
-    consequences: a child that is gone only tells that it is gone."""
+    """Return all results. Each call keeps its own deadline.
+
+    Raises the first error once all have ended. An error with a cause goes before a child's that is only gone.
+    """
     ended = await asyncio.gather(*calls, return_exceptions=True)
     errors = [error for error in ended if isinstance(error, BaseException)]
     if errors:

@@ -1,4 +1,4 @@
-"""Models of which only the shapes matter: config.json for the engine, a checkpoint's names and shapes to be sent."""
+"""Models whose shapes alone matter: config.json for the engine, and a checkpoint's names and shapes for the trainer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Qwen3 architecture. experts 0: dense, `inner` is the MLP's width; else `inner` is that of one expert.
+    """A Qwen3 architecture.
 
-    kv_tokens: size of the KV cache the engine gets, so that weights and staging buffers have the rest of the memory.
+    experts: 0 for a dense model. inner: width of the MLP, or of one expert. kv_tokens: size of the engine's KV cache,
+    so that weights and staging buffers have the rest of the memory.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Shape:
     kv_tokens: int = 65536
 
     def config(self) -> dict[str, Any]:
-        """transformers' config.json."""
+        """Return the config.json of transformers."""
         config: dict[str, Any] = {
             "architectures": ["Qwen3MoeForCausalLM" if self.experts else "Qwen3ForCausalLM"],
             "model_type": "qwen3_moe" if self.experts else "qwen3",
@@ -70,7 +71,7 @@ class Shape:
         return config
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the published checkpoint's tensors, all bfloat16; a tied lm_head is not among them."""
+        """Yield names and shapes of the published checkpoint's tensors, all bfloat16, without a tied lm_head."""
         yield "model.embed_tokens.weight", (self.vocab, self.hidden)
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         for layer in range(self.layers):
@@ -96,7 +97,7 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(math.prod(shape) * BF16_BYTES for _, shape in self.tensors())
 
     def write(self, folder: Path) -> None:
@@ -108,7 +109,7 @@ class Shape:
 SHAPES = {
     shape.name: shape
     for shape in (
-        # Small enough for two cores and gloo; many tensors for its bytes, like the 0.6B one.
+        # Small enough for two cores and gloo. It has many tensors for its bytes, as the 0.6B one has.
         Shape("tiny", 256, 768, 4, 4, 2, 64, 4096, tied=True, kv_tokens=32768),
         Shape("tiny-moe", 128, 64, 2, 4, 2, 32, 2048, tied=False, experts=8, active=2, kv_tokens=32768),
         Shape("0.6b", 1024, 3072, 28, 16, 8, 128, 151936, tied=True),  # Qwen3-0.6B
@@ -122,14 +123,14 @@ SHAPES = {
 
 
 def one_shape(name: str) -> Shape:
-    """Raises ConfigError for a name that is none."""
+    """Return a shape by name. Raises ConfigError for an unknown one."""
     if (shape := SHAPES.get(name)) is None:
         raise ConfigError(f"--shape {name!r}: one of {', '.join(SHAPES)}")
     return shape
 
 
 def parse_shapes(text: str) -> list[Shape]:
-    """The shapes that a text such as `0.6b,8b` names. Raises ConfigError for an unknown name."""
+    """Return the shapes that a text such as `0.6b,8b` names. Raises ConfigError for an unknown name."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names or (strange := sorted(set(names) - SHAPES.keys())):
         raise ConfigError(f"--shapes {text!r}: some of {', '.join(SHAPES)}" + (f", not {strange}" if names else ""))

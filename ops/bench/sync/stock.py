@@ -1,11 +1,11 @@
-"""SGLang's own weight update, both ends of it: what the benchmark compares RolloutMQ's transfers with.
+"""Both ends of SGLang's own weight update, which the benchmark compares RolloutMQ's transfers with.
 
 SGLang's engines join a process group (`init_weights_update_group`). They are told, request by request, which tensors
 the next broadcasts bring (`update_weights_from_distributed`). `StockGroup` is the rank that sends: its group is built
 directly, in the key layout of the engine's `init_custom_process_group`. `StockReceiver` drives the engine.
 
-An engine that waits in a broadcast cannot be called off: after a deadline it has to be restarted. Nothing that arrives
-is checked. A success says that the copies were queued, not that they have landed.
+An engine that waits in a broadcast cannot be interrupted. After a deadline it has to be restarted. Nothing that arrives
+is checked. A success says that the copies were queued, not that they are done.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ....sync.wire import Queued, await_broadcasts, local_end, nccl_environment
 from ....worker.sglang.wire import sglang_request
 
 IN_FLIGHT = 2
-"""This many broadcasts are queued on a GPU at a time, and the one that is being queued."""
+"""Broadcasts that are queued on a GPU at a time, beside the one that is being queued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class StockRequest:
     bucketed: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON carries it."""
+        """Return it as plain data for JSON."""
         shapes = [list(shape) for shape in self.shapes]
         return {"names": list(self.names), "dtypes": list(self.dtypes), "shapes": shapes, "bucketed": self.bucketed}
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> StockRequest:
-        """The inverse of `to_dict`."""
+        """Make one from what `to_dict` returned."""
         shapes = tuple(tuple(shape) for shape in raw["shapes"])
         return cls(tuple(raw["names"]), tuple(raw["dtypes"]), shapes, raw["bucketed"])
 
@@ -60,7 +60,7 @@ Lot = list[tuple[str, torch.Tensor]]
 
 
 def split(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int | None) -> Iterator[Lot]:
-    """Tensors in lots of up to `bucket_bytes` (at least one each); None: all of them in one lot.
+    """Divide tensors into lots of up to `bucket_bytes`, at least one tensor each. None: all of them in one lot.
 
     A new lot also begins where a tensor would not lie on a multiple of its own item size, which SGLang refuses.
     """
@@ -79,7 +79,7 @@ def split(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int | None)
 
 
 def request_of(lot: Sequence[tuple[str, torch.Tensor]], *, bucketed: bool) -> StockRequest:
-    """The request that announces a lot to the engine."""
+    """Return the request that announces a lot to the engine."""
     return StockRequest(
         names=tuple(name for name, _ in lot),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in lot),
@@ -95,8 +95,11 @@ class StockGroup:
     """
 
     def __init__(self, store: Any, name: str, *, world: int, host: str, device: torch.device, timeout_s: float) -> None:
-        """host: an address whose route leads to the engines. With gloo it blocks until all are there, at most
-        `timeout_s`, and raises TransferTimeout; with NCCL the first broadcast connects."""
+        """host: an address of an engine's host.
+
+        With gloo it blocks until all ranks are there, or raises TransferTimeout after `timeout_s`. With NCCL the first
+        broadcast connects.
+        """
         self.name = name
         self.device = device
         inner = PrefixStore(f"{name}/", PrefixStore(name, store))
@@ -119,12 +122,13 @@ class StockGroup:
             raise TransferTimeout(f"{world - 1} engine ranks were not in group {name} in time: {error}") from error
 
     def send(self, buffers: Iterable[torch.Tensor], timeout_s: float) -> None:
-        """Broadcast them in order and wait until they are through. One call at a time; blocks.
+        """Broadcast buffers in order, and wait until all are sent. Blocks. One call at a time.
 
-        Raises TransferTimeout after `timeout_s` seconds, or when a peer is gone; the group is of no use after it.
+        Raises TransferTimeout after `timeout_s` seconds, or when a peer is gone. Then the group cannot be used any
+        more.
         """
         deadline = time.monotonic() + timeout_s
-        aborting = threading.Timer(timeout_s, self.abort)  # out of a connect or a queue that blocks the host
+        aborting = threading.Timer(timeout_s, self.abort)  # ends a connect or a queue that blocks the host
         aborting.daemon = True
         aborting.start()
         try:
@@ -160,8 +164,8 @@ class StockGroup:
         return queued
 
     def abort(self) -> None:
-        """End whatever is under way here. The engines are not reached by it: gloo's find their connections closed,
-        NCCL's wait on and have to be restarted."""
+        """End what is under way here. With gloo the engines' connections close. With NCCL the engines wait on and have
+        to be restarted."""
         with contextlib.suppress(RuntimeError, AttributeError):
             self._group.abort()
 
@@ -177,7 +181,7 @@ class StockReceiver:
     async def join(
         self, *, host: str, port: int, rank_offset: int, world: int, backend: Literal["gloo", "nccl"], timeout_s: float
     ) -> None:
-        """Join; tensor-parallel rank r becomes rank `rank_offset + r`. The sender must make its group meanwhile.
+        """Join. Tensor-parallel rank r becomes rank `rank_offset + r`. The sender must make its group meanwhile.
 
         Raises TransferTimeout, after which the engine has to be restarted, or WeightSyncError if SGLang refuses.
         """
@@ -196,12 +200,12 @@ class StockReceiver:
     async def receive(
         self, requests: Sequence[StockRequest], *, timeout_s: float, after: Callable[[], Awaitable[None]]
     ) -> None:
-        """One version: every request in turn, then `after()` within the same update session.
+        """Receive one version: every request in turn, then `after()` within the same update session.
 
-        No request may be running, unless the engine is paused: SGLang waits for them all. Prefixes cached under older
-        weights are not dropped. Success means that the copies are queued; `after` waits for the rest.
+        Unless the engine is paused no request may run, because SGLang waits for all. Prefixes cached under older
+        weights stay. Success means that the copies are queued, and `after` waits for the rest.
 
-        Raises TransferTimeout or WeightSyncError; the weights are partly written then.
+        Raises TransferTimeout or WeightSyncError. Then the weights are partly written.
         """
         async with _deadline(timeout_s, "the update did not come through"), _session(self._manager):
             for request in requests:
@@ -220,14 +224,14 @@ class StockReceiver:
 
 @contextlib.asynccontextmanager
 async def _session(manager: Any) -> AsyncIterator[None]:
-    """SGLang's weight-update session, in the releases that have one. It is closed in any case."""
+    """Open SGLang's weight-update session, if the release has one. It is closed in any case."""
     if not hasattr(manager, "begin_weight_update"):
         yield
         return
     _expect(await manager.begin_weight_update(sglang_request("BeginWeightUpdateReqInput"), None))
     try:
         yield
-    except asyncio.CancelledError:  # the engine is gone: nobody would answer
+    except asyncio.CancelledError:  # the engine is gone, and would not answer
         raise
     except BaseException:
         await manager.end_weight_update(sglang_request("EndWeightUpdateReqInput"), None)

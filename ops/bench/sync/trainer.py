@@ -1,4 +1,4 @@
-"""The trainer's process of `rolloutmq bench sync`: random weights of a shape, and every way to send them."""
+"""The trainer's process of `rolloutmq bench sync`: random weights of a shape, and every path to send them by."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Trainer:
     _publisher: Any
 
     def open(self, shape: str, device: str) -> dict[str, Any]:
-        """Make the weights, one behind the other in one piece of memory, and the rendezvous store."""
+        """Make the weights, all in one piece of memory, and the rendezvous store."""
         self._device = device
         if device != "cpu":
             torch.cuda.set_device(device)
@@ -51,7 +51,7 @@ class Trainer:
         self._raw = Raw(rank=0, host=HOST, port=0, device=self._device, store=self._store, **where)
 
     def raw(self, bucket_bytes: int, timeout_s: float) -> Any:
-        """One round."""
+        """Run one round."""
         return self._raw.run(self._flat.numel(), bucket_bytes, timeout_s)
 
     def raw_free(self) -> None:
@@ -59,20 +59,23 @@ class Trainer:
         self._raw.free()
 
     def stock_open(self, **where: Any) -> None:
-        """Make the update group; the engines join meanwhile."""
+        """Make the update group. The engines join meanwhile."""
         self._stock = StockGroup(self._store, host=HOST, device=torch.device(self._device), **where)
 
     def stock_requests(self, bucket_bytes: int | None) -> list[dict[str, Any]]:
-        """The requests for the engines. bucket_bytes: size of a bucket; None for tensor by tensor."""
+        """Return the requests for the engines. bucket_bytes: size of a bucket; None for tensor by tensor."""
         bucketed = bucket_bytes is not None
         return [request_of(lot, bucketed=bucketed).to_dict() for lot in split(self._tensors, bucket_bytes)]
 
     def stock_send(self, bucket_bytes: int | None, timeout_s: float) -> None:
-        """One version."""
+        """Send one version."""
         self._stock.send(list(self._stock_buffers(bucket_bytes)), timeout_s)
 
     def _stock_buffers(self, bucket_bytes: int | None) -> Iterator[torch.Tensor]:
-        """Flattened buckets are slices of the memory the weights are in: stock is spared the copy that makes them."""
+        """Yield flattened buckets.
+
+        They are slices of the weights' memory, so SGLang's path need not copy to make them.
+        """
         if bucket_bytes is None:
             yield from (tensor for _, tensor in self._tensors)
             return
@@ -97,19 +100,19 @@ class Trainer:
         return self._ours.announce(**order)
 
     def ours_send(self, timeout_s: float) -> None:
-        """The version that was announced."""
+        """Send the version that was announced."""
         self._ours.send(timeout_s)
 
     def publisher_open(self, redis_url: str, pool: str, timeout_s: float) -> int:
-        """A WeightPublisher; the last version it knows of."""
+        """Make a WeightPublisher. Returns the last version that it knows."""
         from ....sync.publish import WeightPublisher  # noqa: PLC0415 – starts threads and connections of its own
 
-        del self._ours  # its memory is wanted
+        del self._ours  # frees its memory
         self._publisher = WeightPublisher(redis_url, pool, host=HOST, transfer_timeout_s=timeout_s)
         return int(self._publisher.last_version)
 
     def publish(self, version: int, timeout_s: float) -> dict[str, Any]:
-        """Publish and wait for the commit: milliseconds of the call until it returns, and until the commit."""
+        """Publish and wait for the commit. Returns milliseconds until the call returned, and until the commit."""
         if self._device != "cpu":
             torch.cuda.synchronize()
         began = time.monotonic()
@@ -126,7 +129,7 @@ class Trainer:
         }
 
     def publisher_close(self) -> None:
-        """End it."""
+        """Close the publisher."""
         self._publisher.close()
 
 
