@@ -1,4 +1,4 @@
-"""The operator's side of dead letters: look at them, submit them again, drop them.
+"""The operator's side of dead letters: look at them, submit them again, drop them. Scripts write them (`dead.lua`).
 
 A dead letter's client has been told "dead", and an accepted job has exactly one terminal outcome. So a requeue submits
 a *new* job. Its id follows from the letter, so a repeated requeue is still one job. One script accepts the job and
