@@ -76,7 +76,7 @@ def open_group(
 ) -> Group:
     """Join a group of `world` ranks, with NCCL if `device` is a GPU, else with gloo.
 
-    host: an address of a peer. gloo listens on this host's address on the route to it.
+    host: an address whose route leads to the peers. gloo listens on this host's own address on that route.
     Raises TransferTimeout if the others are not there by `deadline`, or as soon as `broken()` returns a reason.
     """
     if deadline <= time.monotonic():

@@ -95,7 +95,7 @@ class StockGroup:
     """
 
     def __init__(self, store: Any, name: str, *, world: int, host: str, device: torch.device, timeout_s: float) -> None:
-        """host: an address of an engine's host.
+        """host: an address whose route leads to the engines.
 
         With gloo it blocks until all ranks are there, or raises TransferTimeout after `timeout_s`. With NCCL the first
         broadcast connects.
