@@ -10,7 +10,7 @@ import typer
 from ...messages.errors import ConfigError
 from .options import Json, group, log_to_stderr
 
-app = group("Measure; every bench ends with one line of JSON.")
+app = group("Measure queue, engine or weight sync; prints JSON last.")
 
 
 @app.command("queue")

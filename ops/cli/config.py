@@ -9,7 +9,7 @@ import typer
 
 from .options import Json, alone, group
 
-app = group("Configuration: SkyRL's and VERL's files, too.")
+app = group("Explain a configuration file, also SkyRL's or VERL's.")
 
 
 @app.command("explain")

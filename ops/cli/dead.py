@@ -19,7 +19,7 @@ from ..redis import ask
 from ..terminal import printable, when
 from .options import Json, Pool, RedisUrl, Yes, derived, given, group, say
 
-app = group("Dead letters: jobs that were given up.")
+app = group("List, requeue or drop jobs that were given up. They are called dead letters.")
 T = TypeVar("T")
 
 Cause = Annotated[str, typer.Option(help="Only those whose cause contains this, in any case.")]

@@ -43,7 +43,7 @@ def generate(
     pool: Pool = "default",
     json: Json = False,
 ) -> None:
-    """Generate in the pool, and print the answer. A prompt of ids is answered with ids.
+    """Generate in the pool and print the answer. A prompt of ids is answered with ids.
 
     \b
     rolloutmq generate "Once upon a time" --n 4

@@ -20,7 +20,7 @@ from .options import Json, LogLevel, Pool, RedisUrl, finite, group, log_to_stder
 if TYPE_CHECKING:
     from ..operations.rq_queue import OperationQueue, OperationRun
 
-app = group("Long operator work, in the background.")
+app = group("Run long operator work in the background.")
 
 OpsRedis = Annotated[
     str | None,

@@ -15,11 +15,11 @@ from ...messages.redis import DEFAULT_URL
 from ..redis import ask
 from .options import Json, Pool, RedisUrl, Yes, group, log_to_stderr, say
 
-replies = group("Results that wait for their clients.")
+replies = group("List or drop results that wait for their clients.")
 
 
 def status(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", json: Json = False) -> None:
-    """Show what is queued, who works on it, and which weights they serve."""
+    """Show the queue, the workers and the weights they serve."""
     from ..status import pool_state, status_lines
 
     state = asyncio.run(pool_state(redis, pool))

@@ -64,7 +64,7 @@ def embed(
 def reward(
     file: Inputs, redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", timeout: Timeout = None, json: Json = False
 ) -> None:
-    """Score every line of a file with a reward model, on workers with --task reward. Prints one JSON line for each."""
+    """Score every line of a file with a reward model. For workers with --task reward. Prints one JSON line for each."""
     from ...producer.blocking import BlockingRolloutClient
 
     inputs = _lines(file)
@@ -90,7 +90,7 @@ def score(
     timeout: Timeout = None,
     json: Json = False,
 ) -> None:
-    """Print how likely each continuation of a prompt is, one JSON line for each, in their order.
+    """Print how likely each continuation of a prompt is. There is one JSON line for each, in their order.
 
     \b
     rolloutmq score --prompt "The capital of France is" " Paris." " Rome."
@@ -117,7 +117,7 @@ def decode(
     special: Annotated[bool, typer.Option("--special", help="Keep special tokens.")] = False,
     json: Json = False,
 ) -> None:
-    """Print the text of token ids, or of each line of a file as a JSON string. No pool is needed.
+    """Print the text of token ids. Of a file, it prints a JSON string per line. No pool is needed.
 
     \b
     rolloutmq decode --model Qwen/Qwen3-8B 785 6722

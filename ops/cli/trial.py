@@ -32,7 +32,7 @@ def redis(
 def tiny_model(
     directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Folder to write it to.")], json: Json = False
 ) -> None:
-    """Write a tiny random Qwen2-style model and its tokenizer, to try a worker offline.
+    """Write a tiny random Qwen2-style model and its tokenizer. It is for trying a worker offline.
 
     \b
     rolloutmq tiny-model out/tiny && rolloutmq worker --model out/tiny
@@ -54,7 +54,7 @@ def demo(
     gpus: Annotated[bool, typer.Option("--gpus", help="Train on the first GPU, serve on the others.")] = False,
     json: Json = False,
 ) -> None:
-    """Asynchronous RL on this machine, while workers die and join. A trainer learns from what a pool generates."""
+    """Run asynchronous RL here, while workers die and join. A trainer learns from what a pool generates."""
     check_out("--out", out, folder=True)
     from ..demo import run_demo
 

@@ -12,7 +12,7 @@ import typer
 from ...messages.redis import DEFAULT_URL
 from .options import Json, Pool, RedisUrl, Yes, group, say
 
-app = group("Weights versions, in the pool's ledger and on disk.")
+app = group("Show weights versions, in the pool's ledger and on disk.")
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that a SnapshotStore has.")]
 
