@@ -12,9 +12,22 @@ from pathlib import Path
 import psutil
 from support.engines.forking import Forked, command_line
 
+from rolloutmq import BlockingRolloutClient
+
 COMMAND = [sys.executable, "-m", "rolloutmq.ops.entry"]
 ROOMY = ("--mem-fraction", "0.3")
 """SGLang takes what other processes allocate while it starts for its own, and tests run beside each other."""
+
+
+def until_running(client: BlockingRolloutClient, count: int, *, on_each: bool = False) -> None:
+    """Until so many samples run in the pool, or on each of its workers, as their heartbeats say."""
+    deadline = time.monotonic() + 60
+    while True:
+        running = [worker.running for worker in client.workers()]
+        if (min(running, default=0) if on_each else sum(running)) >= count:
+            return
+        assert time.monotonic() < deadline, running
+        time.sleep(0.02)  # between two looks: whoever looks without a pause takes the engine's core
 
 
 class WorkerProcess:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 from support.pools.fixtures import SMALL_RUNNING as RUNNING
-from support.pools.worker_process import WorkerProcess
+from support.pools.worker_process import WorkerProcess, until_running
 
 from rolloutmq import (
     BlockingRolloutClient,
@@ -87,8 +87,7 @@ def greedy(count: int, prompt: list[int] = PROMPT, **fields: Any) -> GenerateJob
 def start(client: BlockingRolloutClient, count: int, n: int = 4) -> list[JobHandle]:
     """So many that run now, each another prompt."""
     handles = client.submit_many([greedy(count, [*PROMPT, 50 + i]) for i in range(n)])
-    while sum(each.running for each in client.workers()) < n:
-        pass
+    until_running(client, n)
     return handles
 
 
@@ -260,8 +259,7 @@ def test_a_stopped_worker_leaves_no_process(worker: WorkerProcess, tell: Any, cl
     family = worker.family()
     assert len(family) > 1
     handle = client.submit(greedy(1500))
-    while sum(each.running for each in client.workers()) < 1:
-        pass
+    until_running(client, 1)
     assert tell(lambda to: to.stop(drain_s=0.5, timeout=30.0)).ok
     assert worker.process.wait(60) == 0
     assert psutil.wait_procs(family, timeout=10)[1] == []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.pools.in_place import Judge, check_crossing, prompts, write_versions
-from support.pools.worker_process import WorkerProcess
+from support.pools.worker_process import WorkerProcess, until_running
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, JobHandle, SamplingParams, WeightPublisher
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
@@ -66,8 +66,7 @@ def test_results_say_exactly_which_weights_sampled_each_token_of_kept_kv(
         WeightPublisher(redis_url, mode="in_place", bucket_bytes=200_000) as publisher,
     ):
         jobs = submit(client, asked, TOKENS)
-        while sum(status.running for status in client.workers()) < RUNNING:
-            pass
+        until_running(client, RUNNING)
         for version in range(3):
             if version:
                 publish(publisher, version, versions, worker)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from support.pools.worker_process import COMMAND, WorkerProcess
+from support.pools.worker_process import COMMAND, WorkerProcess, until_running
 
 from rolloutmq import (
     BlockingRolloutClient,
@@ -154,8 +154,7 @@ def test_samples_that_run_when_an_update_comes_say_which_weights_sampled_each_to
         if mode == "drain":
             publisher = stack.enter_context(WeightPublisher(redis_url, mode="drain", join_timeout_s=60.0))
         job = client.submit(greedy(700, n=12))
-        while sum(worker.running for worker in client.workers()) < 12:
-            pass
+        until_running(client, 12)
         publish(publisher, version, versions, expect=len(workers))
         results = client.wait(job, 120)
         later = client.wait(client.submit(greedy(40, n=4)), 60)
@@ -213,8 +212,7 @@ def test_a_killed_worker_loses_nothing_and_a_dead_engine_is_restarted(
     newest = publisher.last_version
     with BlockingRolloutClient(redis_url) as client:
         jobs = client.submit_many(greedy(200, n=2) for _ in range(24))
-        while not all(worker.running for worker in client.workers()):
-            pass
+        until_running(client, 1, on_each=True)
         workers[0].kill()
         survivor = workers[1]
         scheduler = max(
@@ -262,8 +260,7 @@ def test_sigterm_hands_back_what_does_not_fit_and_leaves_nothing_behind(
     worker = workers[1]
     with BlockingRolloutClient(redis_url) as client:
         client.submit_many(greedy(1900, n=8) for _ in range(8))
-        while not any(status.running for status in client.workers()):
-            pass
+        until_running(client, 1)
         family = worker.family()
         assert worker.terminate(20) == 0
         assert client.workers() == []

@@ -6,14 +6,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.engines.remote import RemoteEngine, RemoteWorker
 from support.engines.text_requests import EOS, PROMPT, ids_of, text_of
-from support.pools.worker_process import WorkerProcess
+from support.pools.worker_process import WorkerProcess, until_running
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, SamplingParams, WeightPublisher
 from rolloutmq.messages.errors import RolloutMQError
@@ -94,9 +93,7 @@ def test_weights_change_in_the_middle_of_a_stop(redis_url: str, text_model: Path
     jobs = [GenerateJob(text="say", n=4, sampling=SamplingParams.model_validate(sampling | kind)) for kind in kinds]
     with BlockingRolloutClient(redis_url) as client, WeightPublisher(redis_url) as publisher:
         handles = client.submit_many(jobs)
-        deadline = time.monotonic() + 30
-        while not any(worker.running for worker in client.workers()):
-            assert time.monotonic() < deadline
+        until_running(client, 1)
         assert publisher.publish(1, {name: 0.9 * t for name, t in weights.items()}).wait(60).state == "committed"
         kept, trimmed = (client.wait(handle, 120) for handle in handles)
     for result in kept:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.engines.remote import RemoteEngine, RemoteWorker
-from support.pools.worker_process import WorkerProcess
+from support.pools.worker_process import WorkerProcess, until_running
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, JobFailed, RolloutResult, SamplingParams
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
@@ -115,8 +114,7 @@ def test_slots_are_free_at_once(client: BlockingRolloutClient, how: str) -> None
     """
     unwanted = client.submit_many(long(deadline_s=None if how == "cancel" else 3.0) for _ in range(SLOTS - 1))
     stays = client.submit(long())
-    while sum(status.running for status in client.workers()) < SLOTS:
-        time.sleep(0.01)  # between two looks
+    until_running(client, SLOTS)
     waiting = client.submit(token_ids=PROMPT, sampling=greedy(2))
     if how == "cancel":
         assert client.cancel(unwanted) == ["ok"] * len(unwanted)
