@@ -31,6 +31,7 @@ from typer.testing import CliRunner
 
 from rolloutmq.messages.errors import RolloutMQError
 from rolloutmq.ops.cli import app
+from rolloutmq.ops.cli.main import COMMANDS, load
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -220,6 +221,20 @@ def test_every_command_is_one(page: str, tmp_path: Path, monkeypatch: pytest.Mon
         else:
             assert Path(words[0]).name == "python", words
             assert (ROOT / words[1]).is_file(), words
+
+
+def test_every_example_in_a_help_text_is_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+    (tmp_path / "answers.jsonl").touch()
+    waiting, shown = [load(name) for name in COMMANDS], 0
+    while waiting:
+        command = waiting.pop()
+        waiting += getattr(command, "commands", {}).values()
+        for words in commands("\n".join(re.findall("^rolloutmq .*", command.help or "", re.MULTILINE))):
+            parse(words[1:])
+            shown += 1
+    assert shown > 10
 
 
 @pytest.mark.sglang
