@@ -12,13 +12,26 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
+def _guarantees() -> str:
+    return (ROOT / "docs" / "guarantees.md").read_text()
+
+
 def test_every_test_that_the_guarantees_name_exists() -> None:
-    text = (ROOT / "docs" / "guarantees.md").read_text()
-    named = re.findall(r"`(?:tests/\w+/)?(test_\w+\.py)(?:::(test_\w+))?`", text)
-    assert len(named) > 15
+    named = re.findall(r"`(?:tests/[\w/]+/)?(test_\w+\.py)(?:::(test_\w+))?`", _guarantees())
+    assert len(named) > 60
     for file, test in named:
         (path,) = (ROOT / "tests").rglob(file)
         assert not test or re.search(rf"^(async )?def {test}\(", path.read_text(), re.MULTILINE), f"{file}::{test}"
+
+
+def test_every_promise_names_its_test() -> None:
+    """Each row of the tables, and each paragraph on what somebody may rely on."""
+    promised = _guarantees().partition("## What is not promised")
+    tables = [line for line in "".join(promised).splitlines() if re.match(r"\| (?!word |level |trap )", line)]
+    paragraphs = [text for text in promised[0].split("\n\n") if text.startswith("**")]
+    assert len(tables) > 25
+    assert len(paragraphs) > 10
+    assert [text[:60] for text in (*tables, *paragraphs) if not re.search(r"`test_\w+\.py", text)] == []
 
 
 def test_every_link_between_documents_leads_somewhere() -> None:
