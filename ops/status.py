@@ -28,6 +28,7 @@ async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
             "open_jobs": load.open_jobs,
             "open_bytes": load.open_bytes,
             "unread_bytes": load.unread_bytes,
+            "set_aside": load.set_aside,
             "ended": {"done": load.done, "cancelled": load.cancelled, "expired": load.expired, "dead": load.dead},
             "committed_version": await ledger.committed(),
             "transfer_under_way": await ledger.open_epoch(),
@@ -48,6 +49,8 @@ def status_lines(state: dict[str, Any]) -> Iterator[str]:
     yield from _wrapped(f"open: {state['open_jobs']} jobs, {state['open_bytes']:,} bytes", f"queued: {queued}")
     if state["unread_bytes"]:
         yield f"results that wait for their clients: {state['unread_bytes']:,} bytes"
+    if state["set_aside"]:
+        yield f"keys set aside, as nobody could use them: {state['set_aside']}; see  rolloutmq ops run audit-broker"
     yield f"ended: {ended}"
     for worker in state["workers"]:
         yield from _worker(worker)

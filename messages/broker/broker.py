@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from ..codec import MAX_MESSAGE_BYTES, Job, decode
 from ..errors import ClientReplaced, InvalidField, MessageError, PoolBusy, RedisRefused
@@ -49,7 +50,8 @@ class Caps:
 class PoolLoad:
     """How much is in a pool. queued: jobs per priority class, highest first. suspects: jobs on their last chance.
 
-    A job that was cancelled in the queue counts as queued until a worker comes across it.
+    A job that was cancelled in the queue counts as queued until a worker comes across it. set_aside: how many keys were
+    ever renamed because what they held was in the way.
     """
 
     queued: tuple[int, ...]
@@ -59,6 +61,7 @@ class PoolLoad:
     unread_bytes: int
     letter_bytes: int
     saved_bytes: int
+    set_aside: int
     accepted: int
     done: int
     cancelled: int
@@ -218,7 +221,11 @@ class Broker:
     async def own_replies(self, client_id: str) -> str:
         """Become the one reader of a client's reply stream. Returns what `read_replies` takes as `owner`."""
         key = self.keys.reader(client_id)
-        entry = await self.redis.xadd(key, {"r": ""}, maxlen=1, approximate=False)
+        try:
+            entry = await self.redis.xadd(key, {"r": ""}, maxlen=1, approximate=False)
+        except ResponseError:  # no stream, or one that takes no further entry: nobody reads that
+            await self.redis.delete(key)
+            entry = await self.redis.xadd(key, {"r": ""}, maxlen=1, approximate=False)
         await self.redis.expire(key, READER_TTL_S)
         return str(text(entry))
 
@@ -326,6 +333,7 @@ class Broker:
             unread_bytes=count("unread"),
             letter_bytes=count("letters"),
             saved_bytes=count("saved"),
+            set_aside=count("aside"),
             accepted=count("accepted"),
             done=count("done"),
             cancelled=count("cancelled"),

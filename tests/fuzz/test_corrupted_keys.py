@@ -4,7 +4,9 @@ key does not belong to gets its results all the same, and so does every job that
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
@@ -14,6 +16,8 @@ from support.specimens.messages import tokens
 from rolloutmq import RolloutClient, SamplingParams
 from rolloutmq.messages import Broker, ClientReplaced, Keys
 from rolloutmq.messages.broker import CommandSender
+from rolloutmq.ops.operations.audit.sweep import Sweep
+from rolloutmq.ops.status import pool_state
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 JUNK = (b"\xff\xfe", b"", b"x", b"9" * 400)
@@ -58,7 +62,18 @@ KINDS: dict[str, tuple[str, Callable[[Scene], str]]] = {
     "weights": ("hash", lambda it: it.keys.weights),
     "wanted": ("hash", lambda it: it.keys.wanted),
 }
+UNCOUNTED = {"ward", "reader", "version", "epoch", "token", "bell", "mark", "wanted"}
+"""Of a wrong type they are set aside by whoever uses them next, which here may be nobody."""
 WAYS = ("wrong type", "missing", "garbage", "huge")
+
+
+async def told(db: Redis, redis_db: str, key: str) -> tuple[bool, int]:
+    """Whether the audit names what was in the way under this key, and how many keys `status` says were set aside."""
+    name = key.partition(":")[2].partition(":")[2]
+    found = await Sweep(db, "default", lambda *_: None, 0.01, 1000).run()
+    named = {(one["kind"], one["key"]) for one in found["violations"]}
+    state = await pool_state(redis_db, "default")
+    return bool(named & {("set_aside", f"aside:{name}"), ("wrong_type", name)}), int(state["set_aside"])
 
 
 async def add(db: Redis, kind: str, key: str, junk: bytes) -> None:
@@ -109,6 +124,16 @@ def test_every_kind_of_key_is_broken() -> None:
     assert kinds == KINDS.keys()
 
 
+def test_the_guarantees_say_who_is_told_of_each_kind_of_key() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guarantees.md").read_text()
+    table = page.partition("| keys | owner | is told |")[2].partition("\n\n")[0]
+    assert {
+        kind
+        for row in table.splitlines()
+        for kind in re.findall(r"`(\w+)", row.split("|")[1:2][0] if "|" in row else "")
+    } == (KINDS.keys())
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "workers" else []) for name in KINDS]
 )
@@ -131,7 +156,8 @@ async def test_a_broken_key_harms_its_owner_alone(redis_db: str, db: Redis, brok
             theirs = await other.submit(tokens(sampling=short))
             sent = await CommandSender(db, "default").send("version", timeout_s=30.0)
             await eventually(lambda: engine._aborts)
-            await break_key(db, kind, key_of(Scene(broker.keys, running, mine.id, sent.command.id)), way)
+            key = key_of(Scene(broker.keys, running, mine.id, sent.command.id))
+            await break_key(db, kind, key, way)
             await broker.enqueue([tokens(reply_to="owner", lora="nobody", sampling=short)])  # it is dead-lettered
             after = await other.submit(tokens(sampling=short))
             for handle in (theirs, after):
@@ -140,5 +166,9 @@ async def test_a_broken_key_harms_its_owner_alone(redis_db: str, db: Redis, brok
             assert not running.task.done()
             if name != "dead":
                 await eventually(lambda: db.xlen(broker.keys.dead), what=f"a dead letter after {way}")
+            if way == "wrong type":
+                named, count = await told(db, redis_db, key)
+                assert named, f"the audit does not name {key}"
+                assert count > 0 or name in UNCOUNTED, f"{key} is not counted in the pool's status"
             await db.delete(broker.keys.client("owner"))
         assert other.outstanding == 0

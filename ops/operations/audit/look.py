@@ -160,7 +160,7 @@ class Looker:
 
     async def totals(self, clients: Sequence[bytes]) -> Totals:
         load, jobs, nbytes, unread = await self._scripts.run(calls.audit_totals(ADDED_UP, *clients))
-        said = {load[i].decode(): _number(load[i + 1]) for i in range(0, len(load), 2)}
+        said = {_text(load[i]): _number(load[i + 1]) for i in range(0, len(load), 2)}
         return Totals(said, jobs, None if nbytes < 0 else nbytes, unread)
 
     async def accepted(self) -> int:

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from support.pools.pool import letters, replies, status
 from support.specimens.messages import job, result
 
-from rolloutmq.messages import Broker, Finished, Lease, LeaseLost, Partial, Piece, Release, Segment
+from rolloutmq.messages import Broker, ClientReplaced, Finished, Lease, LeaseLost, Partial, Piece, Release, Segment
 
 LAST_ID = "18446744073709551615-18446744073709551615"
 WRONG = {"wrong type": None, "no": "", "not a number": "x", "too large": "9" * 40}
@@ -231,3 +231,19 @@ async def test_a_counter_that_is_no_number_begins_again(broker: Broker, db: Redi
     load = await broker.load()
     assert (load.open_jobs, load.done, load.dead) == (0, 1, 1)
     assert await broker.unread() in ({}, {"mine": 0})
+
+
+@pytest.mark.parametrize("junk", ["another type", "its last id"])
+async def test_a_client_opens_whatever_its_readers_key_is(broker: Broker, db: Redis, junk: str) -> None:
+    key = broker.keys.reader("client")
+    earlier = await broker.own_replies("client")
+    if junk == "another type":
+        await db.set(key, "junk")
+    else:
+        await db.xadd(key, {"r": ""}, id=LAST_ID)
+    owner = await broker.own_replies("client")
+    assert owner >= earlier
+    assert await broker.read_replies("client", "0", owner=owner) == []
+    with pytest.raises(ClientReplaced):
+        await broker.read_replies("client", "0", owner=earlier)
+    assert await db.ttl(key) > 0
