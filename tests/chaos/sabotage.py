@@ -164,7 +164,7 @@ SABOTAGES: dict[str, Sabotage] = {
             _script("claim", r"if published ~= .* then error\(UNEVEN\) end", ""),
         ),
         "garbage_in_records",
-        "was claimed|was called done|not within|WaitTimeout",
+        "queue:1|was claimed|not within|WaitTimeout",
     ),
     "the clock of another host is believed": Sabotage(
         _script("lib", r"local function tick\(heard, passed\)\n", _BELIEVED),
