@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from ...messages.broker import living_workers
 from ...messages.codec import decode, encode
@@ -217,17 +217,26 @@ class Ledger:
 
     async def wanted(self) -> dict[str, int]:
         """Return the workers that wait for a transfer of the weights: id -> the version that it has."""
-        raw = await self.redis.hgetall(self.keys.wanted)
+        raw = await self._wishes()
         return {text(worker): whole(version, "wanted") for worker, version in raw.items() if b"@" not in worker}
 
     async def wanted_adapters(self) -> dict[str, dict[str, int]]:
         """Return who waits for adapters: adapter -> worker id -> the version that it has, 0 for none."""
         found: dict[str, dict[str, int]] = {}
-        for wish, version in (await self.redis.hgetall(self.keys.wanted)).items():
+        for wish, version in (await self._wishes()).items():
             adapter, at, worker = text(wish).partition("@")
             if at:
                 found.setdefault(adapter, {})[worker] = whole(version, "wanted")
         return found
+
+    async def _wishes(self) -> dict[bytes, bytes]:
+        try:
+            return dict(await self.redis.hgetall(self.keys.wanted))
+        except ResponseError as error:  # something else under its name: the next worker that asks has it put aside
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            name_once(f"{self.keys.wanted}: {error}")
+            return {}
 
     async def behind(self, version: int) -> set[str]:
         """Return the live workers that wait for a transfer and have less than `version`."""
