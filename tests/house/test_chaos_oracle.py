@@ -263,7 +263,7 @@ SABOTAGE = {
     "a claim raises no attempt": ("claim", r"tonumber\(f\[2\]\) \+ 1\)", "math.max(tonumber(f[2]), 1))", "b"),
     "the wrong sample number": ("complete", r"'s', sample, 'm'", "'s', 1 - sample, 'm'", "c"),
     "no SREM from what a worker holds": ("lib", r"if owner then redis.call\('SREM', held_key.*", "", "d"),
-    "a tombstone without TTL": ("lib", r"redis.call\('EXPIRE', key, TOMBSTONE_S\)", "", "d"),
+    "a tombstone without TTL": ("lib", r"redis.call\('EXPIRE', key, remembered_s\(\)\)", "", "d"),
     "bytes are not given back": ("complete", r"redis.call\('HINCRBY', load_key, 'bytes'.*", "", "d"),
     "the client's jobs are not forgotten": ("lib", r"redis.call\('SREM', client_key.*", "", "d"),
 }
