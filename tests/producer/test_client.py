@@ -145,11 +145,11 @@ async def test_closing_in_the_middle_of_an_acknowledgement(
 ) -> None:
     acknowledging, really = asyncio.Event(), client.broker.ack
 
-    async def slow(client_id: str, entry_ids: list[str]) -> None:
+    async def slow(client_id: str, entry_ids: list[str], owner: str) -> None:
         if entry_ids and not acknowledging.is_set():
             acknowledging.set()
             await asyncio.Event().wait()
-        await really(client_id, entry_ids)
+        await really(client_id, entry_ids, owner)
 
     monkeypatch.setattr(client.broker, "ack", slow)
     await client.wait(await client.submit(tokens(n=3)), 10)
