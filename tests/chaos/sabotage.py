@@ -182,7 +182,9 @@ SABOTAGES: dict[str, Sabotage] = {
         "it belonged to|was published in state",
     ),
     "a tombstone without TTL": Sabotage(
-        _script("lib", r"redis.call\('EXPIRE', key, remembered_s\(\)\)", ""), "kill_matrix", "no TTL, and not on the list"
+        _script("lib", r"redis.call\('EXPIRE', key, remembered_s\(\)\)", ""),
+        "kill_matrix",
+        "no TTL, and not on the list",
     ),
 }
 
