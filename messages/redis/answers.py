@@ -75,6 +75,15 @@ def meaning(error: ResponseError) -> ResponseError:
     return error
 
 
+FULL = "max number of clients reached"
+"""What Redis says to a connection for which it has no room, and to nothing that is sent over it."""
+_NO_ROOM = (
+    "Redis at {} takes no more connections: as many are open as its `maxclients` allows (10000 unless it was set; "
+    "`CONFIG GET maxclients` and `INFO clients` tell). Raise it with `CONFIG SET maxclients N`, or end some clients or "
+    "workers: an idle client has one connection, an idle worker three"
+)
+
+
 @contextmanager
 def told_as_ours(where: str) -> Iterator[None]:
     """Raise RedisUnavailable with the address for every error in the block that says Redis is absent or not ready.
@@ -86,7 +95,8 @@ def told_as_ours(where: str) -> Iterator[None]:
     except (RedisUnavailable, AuthenticationError, AuthorizationError):
         raise
     except NOT_READY as error:
-        raise RedisUnavailable(f"no answer from Redis at {where}: {said(error)}") from error
+        no_room = _NO_ROOM.format(where) if FULL in str(error) else ""
+        raise RedisUnavailable(no_room or f"no answer from Redis at {where}: {said(error)}") from error
 
 
 def said(error: Exception) -> str:

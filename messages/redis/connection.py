@@ -7,6 +7,7 @@ push message can come between a command and its reply. Nothing is decoded: keys 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Awaitable
 from contextlib import nullcontext
 from typing import Any, cast
@@ -15,7 +16,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
 
 from ..errors import ConfigError, RedisRefused, RedisUnavailable, WrongProcess
-from .answers import said, told_as_ours
+from .answers import FULL, said, told_as_ours
 from .disk import how_to_flush
 from .retry import REPLY_TIMEOUT_S, BoundedRetry, reply_within, within
 from .topology import link
@@ -26,6 +27,8 @@ CONNECT_TIMEOUT_S = 3.0
 # The longest BLOCK of a `blocking=True` client. During a longer one its own timeout would take the server for dead.
 MAX_BLOCK_S = 30.0
 MAX_CONNECTIONS = 64
+IDLE_S = 10.0
+"""Seconds after which a connection that nobody uses may be closed."""
 
 
 class PoolRedis(Redis):
@@ -35,32 +38,61 @@ class PoolRedis(Redis):
     RedisErrors. Pipelines raise redis-py's own ConnectionError or TimeoutError.
 
     where: the address as text for people. durability: see url.Durability. clustered: whether the pool's slot can move.
+    blocks: whether it is for blocking reads, see `connect`.
     """
 
     where = "an unknown address"
     durability = Durability()
     clustered = False
+    blocks = False
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        token = reply_within.set(_reply_within(args))
+        reply_s = _reply_within(args) or (MAX_BLOCK_S + REPLY_TIMEOUT_S if self.blocks else None)
+        token = reply_within.set(reply_s)
         try:
-            with told_as_ours(self.where):
+            with told_as_ours(self.where), within(0.0) if self.blocks else nullcontext():
                 return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
         finally:
             reply_within.reset(token)
 
+    def reader(self, reads: int) -> PoolRedis:
+        """A client for up to `reads` blocking reads at a time, as `connect(blocking=True)` returns, over the same
+        connections. It is closed with this one."""
+        self.connection_pool.max_connections += reads
+        reader = PoolRedis(connection_pool=self.connection_pool)
+        reader.where, reader.durability, reader.clustered = self.where, self.durability, self.clustered
+        reader.blocks = True
+        return reader
+
 
 class OwnPool(BlockingConnectionPool):
-    """A connection pool of one process. Raises WrongProcess in a forked child, which shares the sockets."""
+    """A connection pool of one process. Raises WrongProcess in a forked child, which shares the sockets.
+
+    Whenever a connection comes back to it, it closes those that nobody has used for IDLE_S seconds: a server has room
+    for a limited number.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._pid = os.getpid()
+        self._unused: dict[Any, float] = {}  # when each connection came back last, the longest ago first
 
     async def get_connection(self, *args: Any, **options: Any) -> Any:
         if os.getpid() != self._pid:
             raise WrongProcess("the connection to Redis", self._pid)
         return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
+
+    async def release(self, connection: Any) -> None:
+        await super().release(connection)
+        now = time.monotonic()
+        self._unused.pop(connection, None)
+        self._unused[connection] = now
+        for unused, since in list(self._unused.items()):
+            if now - since < IDLE_S:
+                break
+            del self._unused[unused]
+            if unused in self._available_connections:
+                await unused.disconnect(nowait=True)  # it awaits nothing: nobody gets the connection meanwhile
 
 
 def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> PoolRedis:
@@ -96,11 +128,12 @@ def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> Poo
         "socket_timeout": None,  # BoundedRetry does this
         # A connection that was idle this long is tested with PING, because NATs and load balancers drop it silently.
         "health_check_interval": 15,
-        "retry": BoundedRetry(0.0, MAX_BLOCK_S + REPLY_TIMEOUT_S) if blocking else BoundedRetry(),
+        "retry": BoundedRetry(),
         "timeout": REPLY_TIMEOUT_S,  # for a free connection, when all are in use
     }
     client = cast("PoolRedis", PoolRedis.from_pool(OwnPool(**settings)))
     client.where, client.durability, client.clustered = target.where, target.durability, target.kind == "cluster"
+    client.blocks = blocking
     return client
 
 
@@ -131,6 +164,8 @@ async def ping(client: Redis, *, once: bool = False) -> None:
             raise RedisRefused(f"Redis at {where}: {refused}", "durable") from None
     except (RedisError, OSError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, RedisError) else error
+        if FULL in str(cause):
+            raise
         raise RedisUnavailable(
             f"no Redis at {where}: {said(cause).rstrip('.')}. Start one with `rolloutmq redis`, or say where one is: "
             "--redis URL or ROLLOUTMQ_REDIS (rediss:// where it wants TLS)."

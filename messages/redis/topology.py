@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import re
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Any
@@ -21,7 +22,7 @@ from redis.crc import key_slot
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 from ..errors import InvalidField, RedisRefused
-from .answers import meaning, said
+from .answers import FULL, meaning, said
 from .keys import Keys
 from .retry import REPLY_TIMEOUT_S, RETRY_BUDGET_S, Once
 from .url import Target
@@ -30,6 +31,8 @@ ASK_TIMEOUT_S = 1.0
 """Seconds that one sentinel or node has to connect, and to answer, before the next one is asked."""
 _NO_ANSWER = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Raised where a server that is no sentinel and no node answers something else."""
+# The last: a unix socket of redis-py that is closed during its handshake connects inside its own connecting.
+_BROKEN_OFF = re.compile(r"while (writing|reading)|closed by server|[Cc]onnection (lost|reset)|recursion")
 Node = tuple[str, int]
 
 
@@ -137,6 +140,28 @@ class _Plain(AbstractConnection):
                 await super().connect()  # type: ignore[no-untyped-call]
         except builtins.TimeoutError as error:
             raise TimeoutError(f"no connection within {RETRY_BUDGET_S + REPLY_TIMEOUT_S:g} s") from error
+        except ConnectionError as error:
+            if _BROKEN_OFF.search(str(error)) and await self._is_turned_away():
+                raise ConnectionError(FULL) from error
+            raise
+
+    async def _is_turned_away(self) -> bool:
+        """Whether the server has no room for connections. It says so at once; who sends first may not hear it."""
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                if path := getattr(self, "path", ""):
+                    reader, writer = await asyncio.open_unix_connection(path)
+                else:
+                    reader, writer = await asyncio.open_connection(getattr(self, "host", ""), getattr(self, "port", 0))
+        except OSError:
+            return False
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                return FULL.encode() in await reader.readline()
+        except (OSError, ValueError):
+            return False
+        finally:
+            writer.close()
 
     async def check_health(self) -> None:
         # A server that cannot save to disk refuses PING too, but its data can still be read.
