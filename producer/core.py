@@ -33,6 +33,8 @@ from .inbox import (
 
 log = logging.getLogger(__name__)
 _OPEN = frozenset({"new", "q", "r"})
+BLOCKING_READS = 2
+"""Of results, and of news of what is streamed."""
 
 
 class ClientCore:
@@ -59,7 +61,8 @@ class ClientCore:
         self.client_id = client_id or f"client-{secrets.token_hex(8)}"
         self.max_outstanding = max_outstanding
         url = redis_url or default_url()
-        self._redis, self.blocking = connect(url, pool=pool), connect(url, pool=pool, blocking=True)
+        self._redis = connect(url, pool=pool)
+        self.blocking = self._redis.reader(BLOCKING_READS)
         self.broker = Broker(self._redis, pool, caps)
         self.features = FeatureCheck(self.broker)
         self.inbox = Inbox()
@@ -85,7 +88,6 @@ class ClientCore:
             await self.reader.close()
         finally:
             await self._redis.aclose()
-            await self.blocking.aclose()
 
     async def until(self, ready: Callable[[], bool], timeout: float | None) -> None:
         """Return once `ready()`, which is asked whenever something arrives. Raises WaitTimeout."""
@@ -141,6 +143,7 @@ class ClientCore:
         self.reader.check_open()
         # Tracked before they are sent: the first result may arrive before the reply to the submission.
         fresh = {job.id for job in jobs if self.inbox.submit(job)}
+        self.reader.expect(jobs)
         # The pool may have forgotten a job that ended, and would run it again.
         states = [it.state if (it := self.inbox.tracked(job.id)) and it.ended else "" for job in jobs]
         places = [place for place, state in enumerate(states) if not state]

@@ -23,6 +23,7 @@ from .submissions import BATCH_JOBS, batches, same_job
 SHORT_JOBS = 64
 SHORT_BYTES = 1 << 18
 """Jobs that are read back are read so many at once, and only if they are as short as this: no media."""
+OVERDUE = 256
 NEWS_COUNT = 128
 PIECES_COUNT = 16
 READER_TTL_S = 86400
@@ -211,12 +212,23 @@ class Broker:
                 pipe.hget(key, field)
             return list(await pipe.execute())
 
-    async def end_overdue(self, budget: int = 256) -> int:
+    async def end_overdue(self, budget: int = OVERDUE) -> int:
         """End jobs past their deadline. Returns how many. Workers do this too, but a pool may have no worker."""
+        return (await self._look("", budget))[0]
+
+    async def look_around(self, client_id: str) -> tuple[str, int]:
+        """What a client does that has waited: watch the pool's clock, and `end_overdue` jobs of anybody.
+
+        Returns the newest entry id of its reply stream, "" for none, and the number of entries there.
+        """
+        _, newest, count = await self._look(client_id, OVERDUE)
+        return newest, count
+
+    async def _look(self, client_id: str, most: int) -> tuple[int, str, int]:
         asked_at = self._witness.now()
-        ended, clock = await self._scripts.run(calls.overdue(budget, *self._witness.says()))
+        ended, clock, newest, count = await self._scripts.run(calls.overdue(most, *self._witness.says(), client_id))
         self._witness.hears(clock, asked_at)
-        return int(ended)
+        return int(ended), text(newest), int(count)
 
     async def own_replies(self, client_id: str) -> str:
         """Become the one reader of a client's reply stream. Returns what `read_replies` takes as `owner`."""
@@ -280,11 +292,6 @@ class Broker:
             rows = await pipe.execute()
         return {it: list(takewhile(lambda one: one is not None, row)) for it, row in zip(samples, rows, strict=True)}
 
-    async def newest_reply(self, client_id: str) -> str | None:
-        """Entry id of the newest entry on a client's reply stream."""
-        found = await self.redis.xrevrange(self.keys.reply(client_id), count=1)
-        return found[0][0].decode() if found else None
-
     async def count_replies(self, client_id: str) -> int:
         """Entries on a client's reply stream."""
         return int(await self.redis.xlen(self.keys.reply(client_id)))
@@ -341,18 +348,18 @@ class Broker:
             dead=count("dead"),
         )
 
+    async def roster(self) -> int:
+        """A number that changes whenever a worker joins or leaves; 0 if none ever has."""
+        return whole(await self.redis.hget(self.keys.load, "roster"))
+
     async def workers(self) -> list[WorkerStatus]:
         """Workers that hold a lease, as of their last heartbeat. A status that cannot be decoded is left out."""
         ids = [text(worker) for worker in await self.redis.zrange(self.keys.workers, 0, -1)]
-        if not ids:
-            return []
-        async with self.redis.pipeline(transaction=False) as pipe:
-            for worker in ids:
-                pipe.hget(self.keys.worker(worker), "status")
-            blobs = await pipe.execute()
         statuses: list[WorkerStatus] = []
-        for blob in blobs:
-            # During an upgrade a status of another major version must not hide the others.
-            with contextlib.suppress(MessageError):
-                statuses += [decode(blob, WorkerStatus)] if blob else []
+        for start in range(0, len(ids), BATCH_JOBS):
+            keys = [self.keys.worker(worker) for worker in ids[start : start + BATCH_JOBS]]
+            for blob in await self._each(keys, "status"):
+                # During an upgrade a status of another major version must not hide the others.
+                with contextlib.suppress(MessageError):
+                    statuses += [decode(blob, WorkerStatus)] if blob else []
         return statuses

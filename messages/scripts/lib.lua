@@ -325,13 +325,19 @@ local function want_field(worker, adapter)
   return (adapter or '') ~= '' and adapter .. '@' .. worker or worker
 end
 
+-- A worker has joined or left. Whoever keeps a list of workers sees by `roster` that it is old.
+local function roster_changed(worker)
+  redis.call('HINCRBY', load_key, 'roster', 1)
+  ring('kind', 'worker', 'id', worker)
+end
+
 -- Remove a worker that holds no job from the pool. Its wants are left, see forget_wants. Returns how many jobs waited
 -- for it.
 local function forget_worker(worker)
-  redis.call('ZREM', prefix .. 'workers', worker)
+  local leaves = redis.call('ZREM', prefix .. 'workers', worker) == 1
   local waited = no_longer_preferred(worker)
   redis.call('DEL', prefix .. 'worker:' .. worker)
-  ring('kind', 'worker', 'id', worker)
+  if leaves then roster_changed(worker) end
   return waited
 end
 

@@ -67,7 +67,7 @@ end
 --   at     what was witnessed, beginning with Redis' time. Leases follow it.
 --   seen   Redis' time at that moment. A step back moves it; so does a step forward that a witness contradicts.
 --   slept  what passed while nobody was there to watch, as Redis' clock told it. Deadlines follow at + slept.
---   until  the last lease ends then
+--   until  the last lease ends then   reaped  a heartbeat was last told to reap
 --   gap    what Redis' clock says has passed before somebody came who had not been there, though others may have been:
 --          it is slept if one of these saw it pass (they heard of `at` up to gap_at), or if none of their leases, up to
 --          gap_end, is left; and it never was if one of them comes and did not see it.

@@ -43,6 +43,21 @@ def bench_queue(
     run_queue_bench(plan, quiet=json)
 
 
+@app.command("idle")
+def bench_idle(
+    clients: Annotated[int, typer.Option(help="Clients, each waiting for a job that nobody can run.", min=0)] = 5000,
+    workers: Annotated[int, typer.Option(help="Workers without work.", min=0)] = 1000,
+    settle: Annotated[float, typer.Option(help="Seconds that they are left alone first.", min=0.0)] = 60.0,
+    seconds: Annotated[float, typer.Option(help="Seconds that Redis is watched.", min=1.0)] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="Write the result here, too.")] = None,
+    json: Json = False,
+) -> None:
+    """Redis' CPU, connections and commands while many clients and workers are idle."""
+    from ..bench.broker import Crowd, run_idle_bench
+
+    run_idle_bench(Crowd(clients, workers, settle, seconds), out=out, quiet=json)
+
+
 @app.command("sync")
 def bench_sync(
     shapes: Annotated[

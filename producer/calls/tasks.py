@@ -129,7 +129,8 @@ async def run_tasks(core: ClientCore, jobs: Sequence[TaskJob], kind: type[R], ti
     await core.open()
     await core.features.check(mine)
     for job in mine:  # the first result may arrive before the reply to the submission
-        core.inboxes.expect(job.id, job.group, job.n)
+        core.inboxes.expect(job.id, job.group, job.n, job.deadline_s)
+    core.reader.expect(mine)
     # No TaskGroup: until Python 3.13 it drops a cancellation that comes as one of its tasks fails.
     sending = asyncio.create_task(_send(core, mine, deadline))
     sending.add_done_callback(lambda _: core.reader.wake())

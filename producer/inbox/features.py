@@ -13,35 +13,44 @@ from ...messages.errors import FeatureUnavailable
 from ...messages.model import WorkerStatus
 
 FRESH_S = 1.0
-"""Age in seconds up to which the list of workers is used again."""
+"""So often, in seconds, Redis is asked whether workers have joined or left."""
+OLD_S = 60.0
+"""Age in seconds at which what the workers have is read again in any case."""
 
 
 class FeatureCheck:
     """Refuses jobs that no worker of the pool could run.
 
     Refuses nothing where no worker is known: in a pool without workers (others may come), and where this Redis user may
-    not list them. A job that uses no optional part costs no question to Redis.
+    not list them. A job that uses no optional part costs no question to Redis. Any other costs one small question a
+    second; what the workers have is read again when one has joined or left.
     """
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._workers: list[WorkerStatus] = []
-        self._asked_at = float("-inf")
+        self._asked_at = self._read_at = float("-inf")
+        self._roster = 0
 
     async def check(self, jobs: Iterable[Job]) -> None:
-        """Raises FeatureUnavailable for the first job that nobody can run; asks Redis at most once a second."""
+        """Raises FeatureUnavailable for the first job that nobody can run."""
         for job in jobs:
             if uses := job.features_used():
                 await self._refresh()
                 self._check(job, frozenset(uses))
 
     async def _refresh(self) -> None:
-        if time.monotonic() - self._asked_at >= FRESH_S:
-            try:
+        now = time.monotonic()
+        if now - self._asked_at < FRESH_S:
+            return
+        try:
+            roster = await self._broker.roster()
+            if roster != self._roster or now - self._read_at >= OLD_S:
                 self._workers = await self._broker.workers()
-                self._asked_at = time.monotonic()
-            except NoPermissionError:  # some trainers may not list workers; then the workers refuse
-                self._asked_at = float("inf")
+                self._read_at, self._roster = now, roster
+            self._asked_at = now
+        except NoPermissionError:  # some trainers may not list workers; then the workers refuse
+            self._asked_at = float("inf")
 
     def _check(self, job: Job, uses: frozenset[str]) -> None:
         lacks = [(worker, uses - set(worker.features)) for worker in self._workers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class Tracked:
     ended: its last outcome has arrived; an earlier client of the same id may have taken others.
     state: "r" until then, afterwards how it ended. guessed: its n is not known, and perhaps not its group.
     job: as it was submitted, if that is known; its outcomes are told their prompt and metadata.
+    due: its deadline by time.monotonic(), if it has one. Of a job of an earlier client, the latest that it can be.
     """
 
     job_id: str
@@ -37,6 +39,7 @@ class Tracked:
     state: str = "r"
     guessed: bool = False
     job: _Kept | None = None
+    due: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class Inbox:
 
     def submit(self, job: GenerateJob) -> bool:
         """Expect a job's outcomes, which will be told its prompt and metadata; False if it is expected already."""
-        fresh = self.track(job.id, job.group, job.n)
+        fresh = self.track(job.id, job.group, job.n, job.deadline_s)
         self._keep(job)
         return fresh
 
@@ -159,8 +162,12 @@ class Inbox:
     def _keep(self, job: GenerateJob) -> None:
         self._jobs[job.id].job = _Kept(job.token_ids, job.metadata)
 
-    def track(self, job_id: str, group_id: str, n: int) -> bool:
-        """Expect a job's outcomes; False if it is expected already."""
+    def due(self) -> float | None:
+        """When the first deadline of a job that has not ended is over, by time.monotonic(); None without any."""
+        return min((job.due for job in self._jobs.values() if job.due is not None and not job.ended), default=None)
+
+    def track(self, job_id: str, group_id: str, n: int, deadline_s: float | None = None) -> bool:
+        """Expect a job's outcomes, `deadline_s` seconds from now at the latest; False if it is expected already."""
         known = self._jobs.get(job_id)
         self._past.pop(job_id, None)
         if known is not None and not known.guessed:
@@ -172,6 +179,7 @@ class Inbox:
         else:
             self._add(Tracked(job_id, group_id, n))
         self.samples += n
+        self._jobs[job_id].due = None if deadline_s is None else time.monotonic() + deadline_s
         self._join_group(self._jobs[job_id])
         return known is None
 
@@ -236,6 +244,7 @@ class Inbox:
         for job_id, job in known.items():
             if job_id in self._jobs:
                 self._keep(job)
+                self._jobs[job_id].due = None if job.deadline_s is None else time.monotonic() + job.deadline_s
 
     def _guess(self, job_id: str, group_id: str) -> None:
         self.track(job_id, group_id or job_id, 1)

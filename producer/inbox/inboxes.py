@@ -31,9 +31,13 @@ class Inboxes:
         """Outcomes that came again."""
         return self._samples.repeats + self.tasks.repeats
 
-    def expect(self, job_id: str, group_id: str, n: int) -> None:
-        """Expect the outcomes of a task."""
-        self.tasks.track(job_id, group_id, n)
+    def due(self) -> float | None:
+        """When the first deadline of a job that has not ended is over, by time.monotonic(); None without any."""
+        return min((due for it in (self._samples, self.tasks) if (due := it.due()) is not None), default=None)
+
+    def expect(self, job_id: str, group_id: str, n: int, deadline_s: float | None = None) -> None:
+        """Expect the outcomes of a task, `deadline_s` seconds from now at the latest."""
+        self.tasks.track(job_id, group_id, n, deadline_s)
 
     def put(self, reply: Reply) -> bool:
         """Take an outcome in; False if nobody waits for it (any more)."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ...messages.broker import Broker, Receipt, Reply
+from ...messages.codec import Job
 from ...messages.errors import ClientReplaced, RolloutMQError, WaitTimeout, WrongProcess
 from .handover import Crossing, HandOut
 from .inboxes import Inboxes
@@ -19,7 +22,13 @@ log = logging.getLogger(__name__)
 READ_COUNT = 512
 READ_BYTES = 16 << 20
 """Most bytes of one read, estimated from the read before: results can be large."""
-BLOCK_MS = 1000
+FIRST_BLOCK_MS, LONGEST_BLOCK_MS = 1000, 20_000
+"""A read of the stream waits for so long; twice as long each time that nothing came."""
+LOOK_S = 1.0
+TRIP_S = 0.1
+"""A deadline begins when Redis has the job: about so much later than here."""
+ACK_S = 0.5
+"""What was taken is acknowledged after so many seconds, or when the next results come."""
 RETRY_S = 0.2
 
 
@@ -28,6 +37,9 @@ class ReplyReader:
 
     After a failover the stream may be a little older than what was read. Then entries come again, which are known by
     job and sample; or new entries get ids below those that were read, which shows in the number of entries.
+
+    While nothing comes, reads wait longer and longer: a client that waits costs Redis next to nothing. After each wait
+    without an answer it looks around. It also does so when a deadline of its own jobs is over.
     """
 
     def __init__(
@@ -48,6 +60,10 @@ class ReplyReader:
         self._acks: list[Receipt] = []
         self._crossing: list[tuple[Crossing, HandOut]] = []
         self._flushing: asyncio.Task[None] | None = None
+        self._ack_timer: asyncio.TimerHandle | None = None
+        self._look_timer: asyncio.TimerHandle | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._block_ms = FIRST_BLOCK_MS
         self._unacked: set[str] = set()  # entries on the stream that were read
         self._last, self._owner = "0", ""
         self._count = 16
@@ -65,6 +81,7 @@ class ReplyReader:
         self._inbox.recover(open_jobs, known)
         self.check_open()
         self._task = asyncio.create_task(self._read())
+        self._look_at_the_next_deadline()
 
     @property
     def reading(self) -> bool:
@@ -76,12 +93,14 @@ class ReplyReader:
             return  # the connections are the parent's
         self._closed = True
         self.wake()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
-        if self._flushing is not None:
-            await asyncio.gather(self._flushing, return_exceptions=True)
+        for timer in (self._ack_timer, self._look_timer):
+            if timer is not None:
+                timer.cancel()
+        tasks = [task for task in (self._task, self._looking, self._flushing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._task = None
         try:
             await self._flush_acks()
         except ClientReplaced as replaced:  # the one that reads now gets these, too
@@ -132,12 +151,22 @@ class ReplyReader:
         Nothing is awaited here: a call that has taken an outcome cannot be cancelled before it returns it.
         """
         self._acks += [Receipt(reply.entry_id, reply.nbytes) for reply in replies]
-        if len(self._acks) >= READ_COUNT and (self._flushing is None or self._flushing.done()):
-            self._flushing = asyncio.create_task(self._flush_early())
+        if len(self._acks) >= READ_COUNT:
+            self._flush_now()
+        else:
+            self._flush_soon()
 
     def ack_received(self, out: HandOut, crossing: Crossing) -> None:
         """Acknowledge these once the thread that they cross to has them."""
         self._crossing.append((crossing, out))
+        self._flush_soon()
+
+    def expect(self, jobs: Iterable[Job]) -> None:
+        """Look around when the first of these jobs' deadlines is over; and in a second, if reads wait longer by now."""
+        long, self._block_ms = self._block_ms > FIRST_BLOCK_MS, FIRST_BLOCK_MS
+        deadlines = [job.deadline_s + TRIP_S for job in jobs if job.deadline_s is not None]
+        if long or deadlines:
+            self._look_within(min([LOOK_S] * long + deadlines))
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -150,15 +179,17 @@ class ReplyReader:
                         self._client_id,
                         self._last,
                         count=self._count,
-                        block_ms=BLOCK_MS,
+                        block_ms=self._block_ms,
                         redis=self._blocking,
                         owner=self._owner,
                     )
+                    self._block_ms = FIRST_BLOCK_MS if replies else min(2 * self._block_ms, LONGEST_BLOCK_MS)
                     if not replies and self._inbox.jobs:
                         await self._look_around()
                 except (RedisError, OSError) as error:
                     log.warning("results cannot be read: %s", error)
                     await asyncio.sleep(RETRY_S)
+                    self._block_ms = FIRST_BLOCK_MS
                     self._last = "0"  # after a failover the new server may not know what was acknowledged
                     self._count = max(1, self._count // 2)  # the reply may have been too large to read in time
                     continue
@@ -168,22 +199,56 @@ class ReplyReader:
         except Exception as error:
             self._break(error)
 
-    async def _flush_early(self) -> None:
+    def _flush_soon(self) -> None:
+        if self._ack_timer is None and not self._closed:
+            self._ack_timer = asyncio.get_running_loop().call_later(ACK_S, self._flush_now)
+
+    def _flush_now(self) -> None:
+        if self._ack_timer is not None:
+            self._ack_timer.cancel()
+            self._ack_timer = None
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._flush())
+
+    async def _flush(self) -> None:
         try:
             await self._flush_acks()
         except Exception as error:
             self._break(error)
+        if self._acks or self._crossing:
+            self._flush_soon()
 
     def _break(self, error: Exception) -> None:
         self._broken = error
         self.wake()
 
+    def _look_within(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        if self._look_timer is not None:
+            if self._look_timer.when() <= loop.time() + seconds:
+                return
+            self._look_timer.cancel()
+        self._look_timer = loop.call_later(seconds, self._look)
+
+    def _look_at_the_next_deadline(self) -> None:
+        if (due := self._inbox.due()) is not None:
+            self._look_within(max(LOOK_S, due + TRIP_S - time.monotonic()))
+
+    def _look(self) -> None:
+        self._look_timer = None
+        self._looking = asyncio.create_task(self._end_overdue())
+
+    async def _end_overdue(self) -> None:
+        if self._closed or not self._inbox.jobs:
+            return
+        with contextlib.suppress(RedisError, OSError):
+            await self._broker.end_overdue()
+        self._look_at_the_next_deadline()
+
     async def _look_around(self) -> None:
-        # In a pool without workers nobody else ends jobs whose deadline has passed.
-        await self._broker.end_overdue()
-        newest = await self._broker.newest_reply(self._client_id)
-        behind = newest is not None and newest not in self._unacked
-        if behind or await self._broker.count_replies(self._client_id) > len(self._unacked):
+        # In a pool without workers nobody else watches the clock, nor ends jobs whose deadline has passed.
+        newest, count = await self._broker.look_around(self._client_id)
+        if (newest and newest not in self._unacked) or count > len(self._unacked):
             self._last = "0"  # some entries have ids below those that were read: read all of them
 
     def _take_in(self, replies: list[Reply]) -> None:

@@ -196,7 +196,6 @@ async def test_a_crash_gives_what_was_not_acknowledged_again(
         assert sorted(found) == sorted(one.id for one in jobs)
     assert await stream_length(db, broker) == 0
     await first._core._redis.aclose()
-    await first._core.blocking.aclose()
 
 
 async def test_submitting_again_what_was_taken(client: RolloutClient, serving: None) -> None:

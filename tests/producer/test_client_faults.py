@@ -17,10 +17,11 @@ from rolloutmq.messages import Broker, Caps
 
 async def crash(client: RolloutClient) -> None:
     """No acknowledgement, no goodbye."""
-    assert client._core.reader._task is not None
-    client._core.reader._task.cancel()
+    reader = client._core.reader
+    for one in (reader._task, reader._ack_timer, reader._look_timer):
+        if one is not None:
+            one.cancel()
     await client._core._redis.aclose()
-    await client._core.blocking.aclose()
 
 
 async def forget_ended(db: Redis, broker: Broker, jobs: Sequence[GenerateJob]) -> None:

@@ -84,6 +84,36 @@ async def test_a_worker_that_joins_later_counts(broker: Broker, monkeypatch: pyt
     await eventually(accepted)
 
 
+async def test_what_workers_have_is_read_again_only_when_one_has_come_or_gone(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "FRESH_S", 0.0)
+    read: list[int] = []
+    really = broker.workers
+
+    async def watched() -> Any:
+        read.append(1)
+        return await really()
+
+    monkeypatch.setattr(broker, "workers", watched)
+    check = FeatureCheck(broker)
+    lease = Lease(broker.redis, "default", "b")
+    await joins(broker, "a", "seed")
+    for _ in range(5):
+        await check.check([job(seed=1)])
+    assert len(read) == 1
+    await lease.join(status("b"))
+    for _ in range(3):
+        await check.check([job(seed=1)])
+        await lease.heartbeat(status("b"))
+    assert len(read) == 2
+    await Lease(broker.redis, "default", "a").leave()
+    for _ in range(3):
+        with pytest.raises(FeatureUnavailable):
+            await check.check([job(seed=1)])
+    assert len(read) == 3
+
+
 def test_every_feature_names_a_field() -> None:
     plain = job()
     for name in FEATURES:

@@ -15,8 +15,8 @@ from ...messages.broker import Claim, Lease
 
 log = logging.getLogger(__name__)
 MAX_JOBS = 256
-WAKE_S = 1
-"""A wake-up token can be lost with the worker that took it: an idle worker looks for itself this often."""
+WAKE_S = 5
+"""So often an idle worker looks for itself. If a wake-up token is lost with its taker, the next reap puts it back."""
 RETRY_S = 0.2
 
 

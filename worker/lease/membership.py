@@ -44,7 +44,8 @@ class Membership:
                 self._until = sent + self.lease.lease_s
                 async with asyncio.timeout(self._until - time.monotonic()):
                     await on_beat(beat)
-                    await self._reap()
+                    if beat.reaps:
+                        await self._reap()
             except LeaseLost:
                 raise
             except Exception as error:  # whatever it is, the lease is over in time

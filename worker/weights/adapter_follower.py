@@ -26,6 +26,11 @@ class AdapterFollower:
         self._refused: dict[str, int] = {}  # versions that this engine cannot load: not asked for again
         self._asked = 0.0
 
+    @property
+    def any(self) -> bool:
+        """Whether this engine can have adapters at all."""
+        return FEATURE in self._engine.info.features
+
     def dismiss(self, name: str, version: int) -> None:
         """Do not ask the pool for this version, nor for an older one, again."""
         self._refused[name] = max(version, self._refused.get(name, 0))
@@ -42,7 +47,7 @@ class AdapterFollower:
 
     async def keep_up(self, worker_id: str) -> None:
         """Unload superseded versions, and ask for versions that the pool has and this engine lacks."""
-        if FEATURE not in self._engine.info.features:
+        if not self.any:
             return
         loaded = self._engine.info.adapters
         await self._retire(loaded)

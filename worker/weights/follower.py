@@ -32,6 +32,8 @@ STUCK_S = 30.0
 REPORT_S = 30.0
 LOOK_S = 1.0
 """Seconds between looks at the ledger when nobody pokes."""
+SETTLED_LOOK_S = 10.0
+"""The same for a worker that lacks nothing: each heartbeat tells it of a new version and of a transfer."""
 SAY_S = 30.0
 """Seconds between log lines of a worker that waits for weights."""
 
@@ -116,6 +118,7 @@ class WeightFollower:
         asked = 0.0
         while True:
             self._poked.clear()
+            wait_s = LOOK_S
             try:
                 committed, digest = await self._ledger.committed_digest()
                 if not self.in_service and not self.quarantined and self._generation.version >= committed:
@@ -139,9 +142,12 @@ class WeightFollower:
                     self._say_that_it_waits(committed)
                 if self._may_touch():
                     await self.adapters.keep_up(worker_id)
+                lacks = not self.in_service or self.quarantined or self._generation.version < committed
+                if not lacks and not number and not self.adapters.any:
+                    wait_s = SETTLED_LOOK_S
             except (RedisError, OSError, MessageError) as error:
                 name_once(f"the weights ledger cannot be read: {error}")
-            await set_within(self._poked, LOOK_S)
+            await set_within(self._poked, wait_s)
 
     async def _look_into(self, number: int, worker_id: str) -> bool:
         """Take part in a transfer if it concerns this worker. Returns False if the weights may not be touched now."""

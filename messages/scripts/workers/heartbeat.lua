@@ -3,7 +3,9 @@
 -- status: an encoded WorkerStatus. join: 1 the first time. heard, passed: what the worker witnessed, see tick; '' and 0
 -- for nothing.
 -- Returns {'FENCED'} if the lease had run out and the jobs are gone, else
---   {'OK', jobs held, committed version, epoch under way (0 for none), the pool's clock}
+--   {'OK', jobs held, committed version, epoch under way (0 for none), the pool's clock, 1 if it is to reap}
+-- One heartbeat in REAP_MS is told to reap, however many workers there are.
+local REAP_MS = 200
 local worker = ARGV[2]
 local workers, key = prefix .. 'workers', prefix .. 'worker:' .. ARGV[2]
 if ARGV[5] ~= '1' and not redis.call('ZSCORE', workers, worker) then
@@ -12,9 +14,13 @@ if ARGV[5] ~= '1' and not redis.call('ZSCORE', workers, worker) then
 end
 local at = tick(whole(ARGV[6]), whole(ARGV[7]))
 local lease = at + tonumber(ARGV[3])
-redis.call('ZADD', workers, lease, worker)
-if lease > (whole(redis.call('HGET', clock_key, 'until')) or 0) then redis.call('HSET', clock_key, 'until', lease) end
+local joins = redis.call('ZADD', workers, lease, worker) == 1
+local known = redis.call('HMGET', clock_key, 'until', 'reaped')
+if lease > (whole(known[1]) or 0) then redis.call('HSET', clock_key, 'until', lease) end
 redis.call('HSET', key, 'status', ARGV[4])
-if ARGV[5] == '1' then ring('kind', 'worker', 'id', worker) end
+if joins then roster_changed(worker) end
+local reaped = whole(known[2]) or 0
+local reaps = (at < reaped or at >= reaped + REAP_MS) and 1 or 0
+if reaps == 1 then redis.call('HSET', clock_key, 'reaped', at) end
 local weights = redis.call('HMGET', prefix .. 'weights', 'committed', 'open')
-return {'OK', redis.call('SCARD', held_key(worker)), whole(weights[1]) or 0, whole(weights[2]) or 0, at}
+return {'OK', redis.call('SCARD', held_key(worker)), whole(weights[1]) or 0, whole(weights[2]) or 0, at, reaps}

@@ -50,6 +50,9 @@ local undecided = end_preferences(left - expired)
 -- Check one reply stream per call. If it has expired unread, its bytes are no longer counted.
 local client = redis.call('HRANDFIELD', prefix .. 'unread')
 if client and redis.call('EXISTS', prefix .. 'reply:' .. client) == 0 then nothing_unread(client) end
-if requeued + undecided > 0 then wake() end
+-- A token may be lost with the worker that took it: it is there again whenever jobs wait.
+local waiting = redis.call('LLEN', suspects_key)
+for class = 0, CLASSES - 1 do waiting = waiting + redis.call('LLEN', queue_key(class)) end
+if requeued + undecided + waiting > 0 then wake() end
 local more = (left - expired - undecided <= 0 or bytes >= MAX_BYTES) and 1 or 0
 return {requeued, dead, expired, removed, more}

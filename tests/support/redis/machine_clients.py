@@ -185,7 +185,7 @@ class ClientRules(PoolCalls):
 
     @rule(budget=st.sampled_from((1, 2, 256)), again=twice)
     def overdue(self, budget: int, again: bool) -> None:
-        answer, second = self.send("overdue", budget, again=again and budget == 256)
+        answer, second = self.send("overdue", budget, "", 0, "", again=again and budget == 256)
         assert answer[0] == self.ended_overdue(budget)
         assert second is None or second[0] == 0
 

@@ -367,9 +367,8 @@ class Model:
             assert record.get("alone") not in ids or len(ids) == 1, f"{worker} runs a suspect among {ids}"
 
     def _check_indexes(self, state: State) -> None:
-        counters = {
-            name: int(n) for name, n in state["load"].items() if not name.startswith(("owed", "numbers", "cap", "hour"))
-        }
+        others = ("owed", "numbers", "cap", "hour", "roster")
+        counters = {name: int(n) for name, n in state["load"].items() if not name.startswith(others)}
         assert {k: v for k, v in counters.items() if v} == {
             k: v for k, v in {**self.counts, "saved": self.saved()}.items() if v
         }, "counters"
