@@ -11,7 +11,14 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ...messages import errors
-from ...messages.errors import EngineError, FeatureUnavailable, InvalidField, RolloutMQError, WaitTimeout
+from ...messages.errors import (
+    EngineError,
+    FeatureUnavailable,
+    InvalidField,
+    RequestRefused,
+    RolloutMQError,
+    WaitTimeout,
+)
 from ...messages.model import MEMORY_TAGS
 from ..control import NO_ANSWER, Answer, Answers, PoolAudit
 from .calls import Calls
@@ -89,6 +96,11 @@ class WorkerControl:
         if self.halted:
             await self.ask("resume")
             self.halted = ""
+
+    def check_takes_weights(self, what: str) -> None:
+        """Raises RequestRefused if this engine has halted all workers in place."""
+        if self.halted == "in_place":
+            raise RequestRefused(f"{what}: workers that are halted in place take no weights: continue_generation first")
 
     @contextlib.asynccontextmanager
     async def thawed(self) -> AsyncIterator[None]:

@@ -223,6 +223,7 @@ class WeightSync:
 
     async def start(self, request: Any) -> WeightTransferHandle:
         update = read_update(request)
+        self._control.check_takes_weights("start_weight_transfer")
         await self._core.client()
         return WeightTransferHandle(request, asyncio.create_task(self._transfer(update)))
 
@@ -254,6 +255,7 @@ class WeightSync:
     async def load_folder(self, path: str, load_format: str | None, flush_cache: bool) -> tuple[bool, str]:
         if load_format not in FORMATS:
             raise InvalidField("load_format", load_format, f"one of {', '.join(map(str, FORMATS))}")
+        self._control.check_takes_weights("load_weights_from_disk")
         await self._core.client()
         async with self.turn:
             publisher = await self._opened_publisher()

@@ -16,7 +16,7 @@ from support.pools.skyrl import Numbers, check_output, engine, joined
 from support.pools.skyrl_trainer import NAMES, weights
 
 from rolloutmq.messages import InvalidField
-from rolloutmq.messages.errors import FeatureUnavailable, RolloutMQError
+from rolloutmq.messages.errors import FeatureUnavailable, RequestRefused, RolloutMQError
 from rolloutmq.producer.skyrl import IncompleteWeights, SkyRLEngine, control
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -266,3 +266,21 @@ async def test_adapters(redis_db: str, tmp_path: Path) -> None:
         check_output(output, [1], adapter="math@1")
         await it.unload_lora_adapter("math")
         assert not running.engine.loaded
+
+
+@pytest.mark.parametrize("way", ["load_weights_from_disk", "start_weight_transfer", "overlapped_weight_sync"])
+async def test_weights_that_a_halted_pool_cannot_take_are_refused_at_once(
+    redis_db: str, tmp_path: Path, way: str
+) -> None:
+    save_file(weights(1), tmp_path / "model.safetensors")
+    request = (
+        str(tmp_path) if way == "load_weights_from_disk" else {"names": NAMES, "tensors": list(weights(1).values())}
+    )
+    async with worker(redis_db, engine=ScriptedEngine()) as running, engine(redis_db) as it:
+        await joined(it)
+        await it.pause_generation("in_place")
+        with pytest.raises(RequestRefused, match="halted in place"):
+            await getattr(it, way)(request)
+        assert running.engine.ops.frozen
+        await it.continue_generation()
+        await getattr(it, way)(request)

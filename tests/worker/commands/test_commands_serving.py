@@ -18,6 +18,7 @@ from support.specimens.messages import SHORT, job
 
 from rolloutmq.messages import Broker, JobFailure, Lease, RolloutResult, SamplingParams
 from rolloutmq.producer.control import PoolControl
+from rolloutmq.sync import WeightPublisher
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 # --- pausing ---------------------------------------------------------------------------------------------------------
@@ -100,6 +101,29 @@ async def test_a_pause_in_place_can_become_another_one(redis_db: str, control: P
         (await control.pause("in_place")).check()
         (await control.pause("abort")).check()
         assert (running.worker._generation.running, running.engine.ops.frozen) == (0, False)
+        (await control.resume()).check()
+        await all_done(broker, jobs)
+
+
+async def test_nothing_that_brings_weights_thaws_an_engine_that_is_paused_in_place(
+    redis_db: str, control: PoolControl, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    async with worker(redis_db, engine=slow(), max_running=3) as running:
+        jobs = await busy(broker, running)
+        (await control.pause("in_place")).check()
+        held = [running.engine._sampled(rid) for rid in running.engine._running]
+        asked: list[str] = []
+        operate = running.engine.operate
+        monkeypatch.setattr(running.engine, "operate", lambda what, params: asked.append(what) or operate(what, params))
+        for ask in (control.load(str(tmp_path), 5), control.flush_cache(), control.abort(), control.sleep()):
+            (refused,) = (await ask).values()
+            assert refused.kind == "RequestRefused", refused
+        with WeightPublisher(redis_db, join_timeout_s=0.2) as publisher:
+            handle = await asyncio.to_thread(publisher.publish, 1, {"w": torch.ones(2)})
+            assert (await asyncio.to_thread(handle.wait)).state in {"failed", "aborted"}
+        assert (asked, running.engine.ops.frozen) == ([], True)
+        assert [running.engine._sampled(rid) for rid in running.engine._running] == held != []
         (await control.resume()).check()
         await all_done(broker, jobs)
 

@@ -28,6 +28,7 @@ from rolloutmq import (
     SamplingParams,
     WeightPublisher,
 )
+from rolloutmq.ops.tiny_model import load_tiny_model
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync.disk.store import SnapshotStore
 
@@ -119,6 +120,27 @@ def test_a_paused_engine_goes_on_with_the_same_tokens(
     tell(lambda to: to.resume()).check()
     assert tokens([client.wait(handle, 120) for handle in handles]) == undisturbed
     assert len(client.wait(late, 60)) == 1
+
+
+def test_an_engine_that_is_paused_in_place_takes_no_weights_and_generates_nothing(
+    client: BlockingRolloutClient, tell: Any, undisturbed: list[list[int]], model_dir: Path, redis_url: str
+) -> None:
+    handles = start(client, 400)
+    tell(lambda to: to.pause("in_place")).check()
+    before = client.workers()[0]
+    for ask in (lambda to: to.load(str(model_dir), 1), lambda to: to.flush_cache(), lambda to: to.abort()):
+        (refused,) = tell(ask).values()
+        assert refused.kind == "RequestRefused", refused
+    weights = load_tiny_model(model_dir).state_dict()
+    with WeightPublisher(redis_url, join_timeout_s=0.5) as publisher:
+        assert publisher.publish(publisher.last_version + 1, weights).wait().state in {"failed", "aborted"}
+    ((_, answer),) = tell(lambda to: to.version()).check().items()
+    told = {name: answer.result[name] for name in ("paused", "running", "version", "in_service")}
+    assert told == {"paused": "in_place", "running": 4, "version": before.version, "in_service": True}
+    tell(lambda to: to.resume()).check()
+    results = [client.wait(handle, 120) for handle in handles]
+    assert tokens(results) == undisturbed
+    assert {each.versions for group in results for each in group} == {(before.version,)}
 
 
 def test_the_prefix_cache_is_flushed_beside_running_requests(
