@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from io import TextIOWrapper
+from typing import TextIO
 
 
 def main() -> None:
     """Run the command line."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, TextIOWrapper
-        ):  # names of files need not be text, and not every terminal has every letter
-            stream.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
+    # Names of files need not be text, not every terminal has every letter, and anything can be typed.
+    for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace"), (sys.stdin, "replace")):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
     try:
         try:
             from .cli import app  # noqa: PLC0415
@@ -26,6 +27,11 @@ def main() -> None:
         sys.exit(130)
     finally:
         _flush()
+
+
+def _nowhere() -> TextIO:
+    """Instead of a stream that was closed before the command began (`2>&-`)."""
+    return open(os.devnull, "w", encoding="utf-8")
 
 
 def _flush() -> None:

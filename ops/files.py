@@ -31,7 +31,8 @@ def check_out(option: str, path: Path, *, folder: bool = False) -> None:
     Folders on the way to it need not exist yet.
     """
     with writing(option, path):
-        if path.exists() and path.is_dir() != folder:
+        # A device is no file: one of the commands would put a file into its place.
+        if path.exists() and not (path.is_dir() if folder else path.is_file()):
             raise InvalidField(option, str(path), f"must be a {'folder' if folder else 'file'}")
         at = next(one for one in (path, *path.absolute().parents) if one.exists())
         if at != path and not at.is_dir():

@@ -71,6 +71,8 @@ def submit_file(
     stays in the pool. Raises RedisUnavailable.
     """
     check_out("--out", out)
+    if out.exists() and file.exists() and out.samefile(file):
+        raise InvalidField("--out", str(out), "another file than the one with the prompts")
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} exists and is complete; remove it or give --overwrite")
     content = read("FILE", file)

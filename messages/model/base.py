@@ -53,9 +53,9 @@ def _number(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(_whole)]
 """An integer, Python's or numpy's. Booleans and texts are refused. Messages that only our own code makes use StrictInt,
 which is faster."""
-Float = Annotated[float, BeforeValidator(_number)]
-"""A number, Python's or numpy's. Booleans and texts are refused. Every field for a number is one of Int, StrictInt and
-Float: plain `int` and `float` take True for 1, and "0.5" for 0.5."""
+Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+"""A finite number, Python's or numpy's. Booleans and texts are refused. Every field for a number is one of Int,
+StrictInt and Float: plain `int` and `float` take True for 1, and "0.5" for 0.5."""
 
 MAX_METADATA_ITEMS = 64
 

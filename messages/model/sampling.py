@@ -66,7 +66,7 @@ class SamplingParams(Record):
 
     max_new_tokens: Int = Field(default=128, ge=1, le=MAX_TOKENS)
     min_new_tokens: Int = Field(default=0, ge=0, le=MAX_TOKENS)
-    temperature: Float = Field(default=1.0, ge=0.0, le=100.0, allow_inf_nan=False)
+    temperature: Float = Field(default=1.0, ge=0.0, le=100.0)
     top_p: Float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: Int = Field(default=-1, ge=-1, le=1 << 30)
     min_p: Float = Field(default=0.0, ge=0.0, le=1.0)

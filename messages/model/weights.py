@@ -93,8 +93,8 @@ class WeightAnnouncement(Message):
     host: str
     port: StrictInt = Field(ge=1, le=65535)
     catch_up: bool = False
-    join_timeout_s: Float = Field(gt=0, allow_inf_nan=False)
-    transfer_timeout_s: Float = Field(gt=0, allow_inf_nan=False)
+    join_timeout_s: Float = Field(gt=0)
+    transfer_timeout_s: Float = Field(gt=0)
     roster: dict[str, StrictInt] = Field(default_factory=dict)
     world_size: StrictInt = Field(default=0, ge=0)
     group: str = Field(default="", max_length=64)

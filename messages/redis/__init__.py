@@ -2,7 +2,7 @@
 
 from .answers import told_as_ours
 from .bell import Bell, Ring
-from .connection import DEFAULT_URL, PoolRedis, connect, default_url, ping
+from .connection import DEFAULT_URL, ONCE_S, PoolRedis, connect, default_url, ping
 from .disk import Flush, how_to_flush
 from .keys import Keys
 from .raw import name_once, text, whole
@@ -11,6 +11,7 @@ from .url import Durability, first_node_url, parse, redacted
 
 __all__ = [
     "DEFAULT_URL",
+    "ONCE_S",
     "RETRY_BUDGET_S",
     "Bell",
     "Durability",

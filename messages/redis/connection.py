@@ -6,6 +6,8 @@ push message can come between a command and its reply. Nothing is decoded: keys 
 
 from __future__ import annotations
 
+import asyncio
+import builtins
 import os
 import time
 from collections.abc import Awaitable
@@ -24,6 +26,9 @@ from .url import Durability, parse, redacted
 
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
 CONNECT_TIMEOUT_S = 3.0
+ONCE_S = 2.0
+"""A person at a terminal waits so long for the first answer of a single server. The nodes of a cluster, and Sentinels,
+are asked one after the other, so their attempt is only bounded by its parts."""
 # The longest BLOCK of a `blocking=True` client. During a longer one its own timeout would take the server for dead.
 MAX_BLOCK_S = 30.0
 MAX_CONNECTIONS = 64
@@ -39,12 +44,14 @@ class PoolRedis(Redis):
 
     where: the address as text for people. durability: see url.Durability. clustered: whether the pool's slot can move.
     blocks: whether it is for blocking reads, see `connect`.
+    single: whether the URL names one server, so that no others are asked where it is.
     """
 
     where = "an unknown address"
     durability = Durability()
     clustered = False
     blocks = False
+    single = False
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         reply_s = _reply_within(args) or (MAX_BLOCK_S + REPLY_TIMEOUT_S if self.blocks else None)
@@ -134,6 +141,7 @@ def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> Poo
     client = cast("PoolRedis", PoolRedis.from_pool(OwnPool(**settings)))
     client.where, client.durability, client.clustered = target.where, target.durability, target.kind == "cluster"
     client.blocks = blocking
+    client.single = target.kind == "single"
     return client
 
 
@@ -145,13 +153,15 @@ def default_url() -> str:
 async def ping(client: Redis, *, once: bool = False) -> None:
     """Return if Redis answers. Raises RedisUnavailable, which says the address, what happened and what to do.
 
-    once: make a single attempt, for a person at a terminal. Otherwise try for RETRY_BUDGET_S seconds.
+    once: make a single attempt, of ONCE_S seconds at most, for a person at a terminal. Otherwise try for RETRY_BUDGET_S
+    seconds.
     Raises RedisRefused if the URL has durable=disk and the server cannot promise that.
     """
     where = getattr(client, "where", "its address")
     try:
         with within(0.0) if once else nullcontext():
-            await cast("Awaitable[Any]", client.ping())
+            async with asyncio.timeout(ONCE_S if once and getattr(client, "single", False) else None):
+                await cast("Awaitable[Any]", client.ping())
             if getattr(client, "durability", Durability()).disk:
                 await how_to_flush(client)
     except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
@@ -162,6 +172,11 @@ async def ping(client: Redis, *, once: bool = False) -> None:
     except RedisRefused as refused:  # it answers, and commands that write nothing work
         if refused.reason == "durable":
             raise RedisRefused(f"Redis at {where}: {refused}", "durable") from None
+    except builtins.TimeoutError as error:
+        raise RedisUnavailable(
+            f"no Redis at {where}: no answer within {ONCE_S:g} s. Look whether it is frozen or overloaded, whether a "
+            "firewall is in between, and whether it is a Redis. --redis URL or ROLLOUTMQ_REDIS names another one."
+        ) from error
     except (RedisError, OSError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, RedisError) else error
         if FULL in str(cause):

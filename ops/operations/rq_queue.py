@@ -24,7 +24,7 @@ from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegist
 from rq.worker_registration import get_keys
 
 from ...messages.errors import ConfigError, InvalidField, RedisUnavailable
-from ...messages.redis import Keys, parse, redacted
+from ...messages.redis import ONCE_S, Keys, parse, redacted
 from .catalog import checked
 from .rq_job import ENTRY, ForeignJob, MsgpackSerializer, OperationJob, Surroundings
 
@@ -66,7 +66,8 @@ class OperationQueue:
     def __init__(self, redis_url: str, pool: str) -> None:
         """Raises ConfigError, InvalidField, RedisUnavailable."""
         self.name = queue_name(pool)
-        with _connect(redis_url, retry=RedisRetry(NoBackoff(), 0)) as once:  # redis-py's own retries take a minute
+        # redis-py's own retries take a minute.
+        with _connect(redis_url, ONCE_S, retry=RedisRetry(NoBackoff(), 0)) as once:
             try:
                 once.ping()
             except (RedisError, OSError) as error:
@@ -125,10 +126,10 @@ class OperationQueue:
         return any(self.redis.exists(key) for key in get_keys(queue=self._queue))
 
 
-def _connect(redis_url: str, **settings: Any) -> Redis:
+def _connect(redis_url: str, reply_s: float = REPLY_TIMEOUT_S, **settings: Any) -> Redis:
     """A blocking client for RQ, which needs a single server. It does not connect yet.
 
-    A server that does not answer is an error after REPLY_TIMEOUT_S. RQ gives its worker's waits for a job more time.
+    A server that does not answer is an error after `reply_s`. RQ gives its worker's waits for a job more time.
     """
     target = parse(redis_url)
     if target.kind != "single":
@@ -142,8 +143,8 @@ def _connect(redis_url: str, **settings: Any) -> Redis:
     return Redis(
         ssl=target.tls,
         protocol=2,
-        socket_timeout=REPLY_TIMEOUT_S,
-        socket_connect_timeout=REPLY_TIMEOUT_S,
+        socket_timeout=reply_s,
+        socket_connect_timeout=reply_s,
         health_check_interval=15,
         **settings,
         **options,

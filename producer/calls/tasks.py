@@ -153,6 +153,8 @@ async def _take(
     if _failed(sending):
         await sending
     replies = inbox.take_job(job.id)
+    # Not by `hand_over`, which gives them back if the caller gets nothing: nobody else can take results of a task, and
+    # the call's next jobs may wait for the room that these ones have in the pool.
     core.reader.ack(replies)
     results: list[R] = []
     for reply in replies:

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from rolloutmq.messages.errors import InvalidField
-from rolloutmq.messages.redis.retry import RETRY_BUDGET_S, BoundedRetry
+from rolloutmq.messages.redis import connection
 from rolloutmq.ops.cli.main import app
 from rolloutmq.ops.files import save_model, writing
 from rolloutmq.ops.operations import rq_queue
@@ -156,6 +156,8 @@ def test_a_disk_that_is_full_when_a_model_is_written(files: Path) -> None:
         (("reward", "prompts.jsonl", "--timeout", "inf"), ("--timeout", "inf")),
         (("submit", "prompts.jsonl", "--out", "o", "--window", "0"), ("--window",)),
         (("submit", "prompts.jsonl", "--out", "o", "--n", "0"), ("line 1.n=0",)),
+        (("submit", "prompts.jsonl", "--out", "prompts.jsonl", "--overwrite"), ("--out='prompts.jsonl'", "another")),
+        (("submit", "prompts.jsonl", "--out", "/dev/null", "--overwrite"), ("--out='/dev/null'", "must be a file")),
         (("status", "--redis", "redis://h?ssl_bogus=1"), ("ssl_bogus",)),
         (("status", "--redis", "redis+sentinel://[h/main"), ("redis+sentinel://[h/main",)),
         (("status", "--pool", "\udcff"), ("pool=",)),
@@ -213,12 +215,13 @@ def silent() -> Iterator[str]:
     ids=" ".join,
 )
 def test_a_server_that_says_nothing(silent: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BoundedRetry.__init__, "__defaults__", (RETRY_BUDGET_S, 0.1))
-    monkeypatch.setattr(rq_queue, "REPLY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connection, "ONCE_S", 0.1)
+    monkeypatch.setattr(rq_queue, "ONCE_S", 0.1)
     ended = CliRunner().invoke(app, [*arguments, "--redis", silent])
     assert isinstance(ended.exception, SystemExit), ended.exception
     assert ended.exit_code == 2
     assert ended.stderr.startswith("RedisUnavailable")
+    assert "no answer within 0.1 s" in ended.stderr or "Timeout" in ended.stderr
 
 
 def start(*arguments: str, **pipes: Any) -> subprocess.Popen[str]:
@@ -240,6 +243,32 @@ def test_the_disk_is_full_where_it_prints() -> None:
         process = start("config", "show", "--json", stdout=full)
         told = process.communicate()[1]
     assert told.splitlines() == ["OSError: [Errno 28] No space left on device"]
+    assert process.returncode == 2
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", ">&- 2>&-"])
+@pytest.mark.parametrize(
+    "arguments", ["config show", "ops run audit-broker --here", "generate --session", "dead drop --all"]
+)
+def test_a_stream_that_was_closed_before(redis_db: str, arguments: str, closed: str) -> None:
+    command = f"{' '.join(COMMAND)} {arguments} {closed}"
+    ended = subprocess.run(
+        command,
+        check=False,
+        shell=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "ROLLOUTMQ_REDIS": redis_db},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_what_is_typed_need_not_be_text(redis_db: str, tmp_path: Path) -> None:
+    (tmp_path / "typed").write_bytes(b"\xff\n")
+    with (tmp_path / "typed").open() as typed:
+        process = start("generate", "--session", "--timeout", "0.1", "--redis", redis_db, stdin=typed)
+        assert process.communicate()[1].startswith("WaitTimeout")
     assert process.returncode == 2
 
 
