@@ -1,7 +1,7 @@
 """How tests are collected, in which order they run, and which of them in one process (`pytest -n 2`).
 
 A file stays in one process, with the servers of its fixtures. The tests whose process imports SGLang are all in
-one process, and share its engine; those of pools are all in another, and share what it imports for them. These two
+one process, and share its engine; those of pools are all in another, and share its engine and worker. These two
 compute, and meanwhile the other tests wait for each other. What takes longest begins first: what begins last decides
 how long the other processes wait.
 """
@@ -23,8 +23,6 @@ LONG = (
     "test_publish_faults", "test_skyrl_weights", "test_disk_crash", "test_torchrun",
 )  # fmt: skip
 """Modules that take longest of those without an engine."""
-
-
 ENDING = ("test_sglang_engine", "test_engine_ops")
 """Modules that end the engine that they share, or the worker."""
 
