@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         Session,
     )
     from .producer.skyrl import SkyRLEngine
+    from .producer.training import Staleness
     from .sync import PublishHandle, PublishProgress, PublishReport, WeightPublisher, strip_wrappers, unfuse_experts
 
 __version__ = "0.1.0"
@@ -84,6 +85,7 @@ __all__ = [
     "Segment",
     "Session",
     "SkyRLEngine",
+    "Staleness",
     "WaitTimeout",
     "WeightPublisher",
     "WrongProcess",
@@ -93,5 +95,5 @@ __all__ = [
     "unfuse_experts",
 ]
 __getattr__, __dir__ = lazy(
-    __name__, __all__, ".messages", ".messages.dialects", ".producer", ".sync", ".producer.skyrl"
+    __name__, __all__, ".messages", ".messages.dialects", ".producer", ".producer.training", ".sync", ".producer.skyrl"
 )

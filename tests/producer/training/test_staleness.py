@@ -1,0 +1,154 @@
+"""Staleness under 10,000 random schedules: the gate, the bounds of a job, and what becomes of stale samples."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+
+from rolloutmq import GenerateJob, InvalidField, Staleness
+from rolloutmq.producer.training import Books
+
+SCHEDULES = 10_002
+"""Of all three ways together."""
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("eta", -1, "an integer, at least 0"),
+        ("eta", 0.5, "an integer, at least 0"),
+        ("eta", True, "an integer, at least 0"),
+        ("batch_size", 0, "an integer, at least 1"),
+        ("on_stale", "keep", '"drop", "mark" or "wait"'),
+    ],
+)
+def test_a_wrong_declaration_is_refused_by_name(field: str, value: Any, allowed: str) -> None:
+    given: dict[str, Any] = {"eta": 1, "batch_size": 4, "on_stale": "drop", field: value}
+    with pytest.raises(InvalidField) as raised:
+        Staleness(**given)
+    assert (raised.value.field, raised.value.value, raised.value.allowed) == (field, value, allowed)
+
+
+def test_the_rule_of_the_paper() -> None:
+    """The paper's form: the N-th sample may be submitted if floor((N - 1) / B) <= step + eta."""
+    for eta in range(4):
+        for batch in (1, 3, 8):
+            rule = Staleness(eta, batch)
+            for step in range(5):
+                for live in range((eta + step + 2) * batch + 2):
+                    assert (rule.capacity(step, live) > 0) == (live // batch <= step + eta)
+
+
+def test_a_job_gets_the_bounds_and_keeps_stricter_ones() -> None:
+    plain, strict = GenerateJob(token_ids=[1]), GenerateJob(token_ids=[1], max_staleness=1, min_version=9)
+    assert Staleness(3, 8).bound(plain, 7).max_staleness == 3
+    assert Staleness(3, 8).bound(plain, 7).min_version == 0
+    assert Staleness(3, 8).bound(strict, 7).max_staleness == 1
+    assert Staleness(3, 8, "wait").bound(plain, 7).min_version == 7
+    assert Staleness(3, 8, "wait").bound(strict, 7).min_version == 9
+
+
+@functools.cache
+def bound(rule: Staleness, version: int) -> GenerateJob:
+    return rule.bound(GenerateJob(token_ids=[1]), version)
+
+
+class Schedule:
+    """A trainer and a pool that do one random thing after the other. Everything is counted a second time here."""
+
+    def __init__(self, seed: int, on_stale: Any) -> None:
+        self.draw = random.Random(seed)
+        self.rule = Staleness(self.draw.randint(0, 3), self.draw.randint(1, 3) * 2, on_stale)
+        self.books, self.version = Books(), 0
+        self.born: dict[int, int] = {}  # prompt -> version of its oldest token
+        self.ready: list[int] = []
+        self.counted = {"accepted": 0, "trained": 0, "dropped": 0}
+        self.stale_trained = 0
+
+    def submit(self) -> None:
+        capacity = self.rule.capacity(self.version, self.books.live)
+        assert self.books.live + capacity == (self.rule.eta + self.version + 1) * self.rule.batch_size
+        for _ in range(self.draw.randint(0, capacity)):
+            self.books.accept(1, self.version)
+            self.counted["accepted"] += 1
+
+    def claim(self) -> None:
+        """A worker starts some prompts: on its weights, which the job's bounds allow."""
+        for number, prompt in self.books.prompts.items():
+            if number not in self.born and self.draw.random() < 0.6:
+                job = bound(self.rule, prompt.version)
+                oldest = max(job.min_version, self.version - (job.max_staleness or 0))
+                self.born[number] = self.draw.randint(oldest, self.version)
+
+    def finish(self) -> None:
+        """Some samples arrive, in any order; some fail."""
+        ready = set(self.ready)
+        for number in [it for it in self.books.prompts if it in self.born and it not in ready]:
+            chance = self.draw.random()
+            if chance < 0.1:
+                self.books.drop(number, [0], "failed")
+                self.counted["dropped"] += 1
+            elif chance < 0.7:
+                self.ready.append(number)
+
+    def take(self) -> bool:
+        """One step of the trainer, if there is a batch."""
+        if self.rule.on_stale == "drop":
+            stale = [it for it in self.ready if self.rule.is_stale(self.version, self.born[it])]
+            for number in stale:
+                self.books.drop(number, [0], "stale", {0: (5, 0.0)})
+                self.ready.remove(number)
+            self.counted["dropped"] += len(stale)
+        due = {it for it in self.books.prompts if self.rule.due(self.version, self.books.prompts[it].version)}
+        if self.rule.on_stale == "wait" and not due <= set(self.ready):
+            return False
+        batch = sorted(self.ready)[: self.rule.batch_size]
+        if len(batch) < self.rule.batch_size:
+            return False
+        for number in batch:
+            self.stale_trained += self.rule.is_stale(self.version, self.born[number])
+            self.books.train(number, [0], self.version, {0: (5, 1.0)})
+            self.ready.remove(number)
+        self.counted["trained"] += len(batch)
+        self.version += 1
+        return True
+
+    def run(self) -> None:
+        for _ in range(self.draw.randint(5, 30)):
+            self.draw.choice([self.submit, self.claim, self.finish, self.take])()
+            books = self.books
+            assert books.accepted == books.trained + books.dropped.total() + books.in_flight
+            counted = (books.accepted, books.trained, books.dropped.total())
+            assert counted == tuple(self.counted.values())
+        self.books.check()
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "mark", "wait"])
+def test_random_schedules(on_stale: str) -> None:
+    """In every schedule the books add up. With "drop" and "wait" nothing stale is ever trained on."""
+    marked = trained = 0
+    for seed in range(SCHEDULES // 3):
+        schedule = Schedule(seed, on_stale)
+        schedule.run()
+        marked += schedule.stale_trained
+        trained += schedule.counted["trained"]
+    assert trained > SCHEDULES // 3
+    assert (marked > 0) == (on_stale == "mark"), "only where stale samples are let through does the trainer get one"
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "mark", "wait"])
+def test_no_schedule_comes_to_a_stand(on_stale: str) -> None:
+    """Whatever was dropped before: a trainer with a pool that answers goes on."""
+    for seed in range(20):
+        schedule = Schedule(seed, on_stale)
+        schedule.run()
+        before = schedule.version
+        for _ in range(200):
+            schedule.submit()
+            schedule.claim()
+            schedule.finish()
+            schedule.take()
+        assert schedule.version > before + 10
