@@ -8,10 +8,11 @@ the same prompts under the same numbers.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from ...messages.errors import InvalidField
 from .spread import Spread
@@ -21,6 +22,11 @@ Why = Literal["stale", "filtered", "failed", "cancelled", "surplus"]
 failed: no worker could generate it. cancelled: on request, or stopped. surplus: more was asked for than was needed."""
 REASONS: tuple[Why, ...] = get_args(Why)
 FORMAT = 1
+REMEMBERED = 255
+"""Updates whose versions are remembered, beside the newest one."""
+COUNTERS = ("dropped", "marks", "steps", "staleness")
+NUMBERS = ("version", "updates", "accepted", "trained")
+NOTHING: Mapping[int, Any] = {}
 NO_FATE = "in flight"
 
 
@@ -28,16 +34,18 @@ NO_FATE = "in flight"
 class Prompt:
     """A prompt that has samples in flight.
 
-    n: samples accepted. version: the trainer's version at acceptance. fates: of each sample the step that trained on
+    n: samples accepted. spare: so many of them are more than were wanted. update: updates of the weights until it was
+    accepted. fates: of each sample the step that trained on
     it, or its reason's place in REASONS as -1, -2, …; None for a sample in flight. job: what was asked for, as text
-    that its owner understands. asked: the jobs that generate it, each with its first sample and its number of samples.
+    that its owner understands. asked: the jobs that generate it, each with the samples it is for.
     """
 
     n: int
-    version: int
+    spare: int
+    update: int
     fates: list[int | None]
     job: str = ""
-    asked: list[tuple[str, int, int]] = field(default_factory=list)
+    asked: list[tuple[str, list[int]]] = field(default_factory=list)
 
     @property
     def open(self) -> list[int]:
@@ -45,14 +53,26 @@ class Prompt:
         return [sample for sample, fate in enumerate(self.fates) if fate is None]
 
 
-class Books:
-    """What became of each sample. Steps and versions are the trainer's; lengths are in tokens.
+class Measured(NamedTuple):
+    """What is known of a sample: length in tokens, reward, and staleness in updates."""
 
-    first_version: the trainer's version when training began.
+    length: int
+    reward: float | None = None
+    staleness: int | None = None
+
+
+class Books:
+    """What became of each sample, and the updates of the weights that the samples are compared with.
+
+    version: the version that the trainer begins with.
     """
 
-    def __init__(self, first_version: int = 0) -> None:
-        self.first_version = first_version
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        """The trainer's newest version."""
+        self.updates = 0
+        """Updates of the weights since training began."""
+        self._versions: list[int] = []  # that the newest updates made, in ascending order
         self.accepted = 0
         """Samples accepted."""
         self.trained = 0
@@ -60,9 +80,11 @@ class Books:
         self.dropped: Counter[str] = Counter()
         """Samples dropped, by reason."""
         self.marks: Counter[str] = Counter()
-        """What was noted without dropping a sample: "stale" ones that were trained on, and so on."""
+        """What happened without an end of a sample: "marked", "waited", "asked again", "let through", "held up"."""
         self.steps: Counter[int] = Counter()
         """Samples trained, by step."""
+        self.staleness: Counter[int] = Counter()
+        """Samples trained, by staleness, as far as it was told."""
         self.prompts: dict[int, Prompt] = {}
         """Prompts with samples in flight, by number."""
         self._ended: list[tuple[int, ...] | None] = []  # of each prompt its samples' fates as runs, once all have one
@@ -80,15 +102,37 @@ class Books:
 
     @property
     def live(self) -> int:
-        """Samples accepted and not dropped: what counts for the capacity."""
-        return self.accepted - self.dropped.total()
+        """Samples trained, and those in flight that are wanted: what counts for the capacity."""
+        return self.trained + sum(min(it.n - it.spare, it.fates.count(None)) for it in self.prompts.values())
 
-    def accept(self, n: int, version: int, job: str = "") -> int:
-        """Write down a prompt with `n` samples; returns its number."""
-        if n < 1:
-            raise InvalidField("n", n, "at least 1")
+    def advance(self, version: int) -> None:
+        """The weights were updated and are version `version` now. Raises InvalidField unless it is a newer one."""
+        if version <= self.version:
+            raise InvalidField("version", version, f"above {self.version}, the newest")
+        self.version = version
+        self.updates += 1
+        self._versions = [*self._versions[-REMEMBERED:], version]
+
+    def renumber(self, version: int) -> None:
+        """The same weights are version `version` now: a restored trainer has to publish them under a new number."""
+        if version < self.version:
+            raise InvalidField("version", version, f"at least {self.version}, the newest")
+        self.version = version
+
+    def age(self, oldest: int | None) -> int:
+        """The staleness of a sample: updates that made newer versions than `oldest`, that of its oldest token.
+
+        Versions are compared with those of this trainer's updates. So the numbers may have gaps. None, for a sample
+        without tokens, is 0. More than some hundred updates count as that many.
+        """
+        return 0 if oldest is None else len(self._versions) - bisect_right(self._versions, oldest)
+
+    def accept(self, n: int, job: str = "", spare: int = 0) -> int:
+        """Write down a prompt with `n` samples, `spare` of them more than are wanted; returns its number."""
+        if not 0 <= spare < n:
+            raise InvalidField("n", n, f"at least 1, and more than spare={spare}")
         number = self.numbers
-        self.prompts[number] = Prompt(n, version, [None] * n, job)
+        self.prompts[number] = Prompt(n, spare, self.updates, [None] * n, job)
         self._ended.append(None)
         self.accepted += n
         return number
@@ -101,26 +145,22 @@ class Books:
         del self.prompts[number], self._ended[number]
         self.accepted -= prompt.n
 
-    def train(
-        self, number: int, samples: Iterable[int], step: int, outcomes: Mapping[int, tuple[int, float | None]] = {}
-    ) -> None:
-        """Samples of a prompt were trained on at `step`. outcomes: length and reward of each, as far as known.
+    def train(self, number: int, samples: Iterable[int], step: int, known: Mapping[int, Measured] = NOTHING) -> None:
+        """Samples of a prompt were trained on at `step`. known: what is known of them.
 
         Raises InvalidField for a sample that is not in flight: nothing is trained twice. Nothing is noted then.
         """
         if step < 0:
             raise InvalidField("step", step, "0 or more")
-        count = self._end(number, samples, step, "trained", outcomes)
+        count = self._end(number, samples, step, "trained", known)
         self.trained += count
         self.steps[step] += count
 
-    def drop(
-        self, number: int, samples: Iterable[int], why: Why, outcomes: Mapping[int, tuple[int, float | None]] = {}
-    ) -> None:
+    def drop(self, number: int, samples: Iterable[int], why: Why, known: Mapping[int, Measured] = NOTHING) -> None:
         """Samples of a prompt were dropped. Raises InvalidField for a sample that is not in flight."""
         if why not in REASONS:
             raise InvalidField("why", why, ", ".join(REASONS))
-        if count := self._end(number, samples, -1 - REASONS.index(why), why, outcomes):
+        if count := self._end(number, samples, -1 - REASONS.index(why), why, known):
             self.dropped[why] += count
 
     def fate(self, number: int, sample: int) -> str:
@@ -133,24 +173,19 @@ class Books:
             return NO_FATE
         return f"trained at step {code}" if code >= 0 else f"dropped: {REASONS[-1 - code]}"
 
-    def due(self, before: int) -> list[int]:
-        """The prompts in flight that were accepted at version `before` or earlier."""
-        return [number for number, prompt in self.prompts.items() if prompt.version <= before]
-
     # --- what goes into a checkpoint, and what is printed ----------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data, also for JSON: a copy that later samples do not change."""
+        counters = {name: [[key, count] for key, count in getattr(self, name).items()] for name in COUNTERS}
+        numbers = {name: getattr(self, name) for name in NUMBERS}
         return {
             "format": FORMAT,
-            "first_version": self.first_version,
-            "accepted": self.accepted,
-            "trained": self.trained,
-            "dropped": dict(self.dropped),
-            "marks": dict(self.marks),
-            "steps": [[step, count] for step, count in sorted(self.steps.items())],
+            **numbers,
+            **counters,
+            "versions": [*self._versions],
             "prompts": [
-                [number, it.version, list(it.fates), it.job, [list(one) for one in it.asked]]
+                [number, it.spare, it.update, [*it.fates], it.job, [[job_id, [*these]] for job_id, these in it.asked]]
                 for number, it in self.prompts.items()
             ],
             "ended": [None if runs is None else [*runs] for runs in self._ended],
@@ -160,21 +195,26 @@ class Books:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become what `state_dict` saw. Raises InvalidField for anything else."""
         if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-            found = state.get("format") if isinstance(state, Mapping) else state
+            found = state.get("format") if isinstance(state, Mapping) else type(state).__name__
             raise InvalidField("state.format", found, f"{FORMAT}, as Books.state_dict makes it")
         read = Books()
         try:
-            read.first_version, read.accepted, read.trained = (
-                int(state[name]) for name in ("first_version", "accepted", "trained")
-            )
-            read.dropped, read.marks = (
-                Counter({str(k): int(v) for k, v in state[n].items()}) for n in ("dropped", "marks")
-            )
-            read.steps = Counter({int(step): int(count) for step, count in state["steps"]})
+            for name in NUMBERS:
+                setattr(read, name, int(state[name]))
+            for name in COUNTERS:
+                setattr(read, name, Counter({key: int(count) for key, count in state[name]}))
+            read._versions = [int(version) for version in state["versions"]]
             read._ended = [None if runs is None else tuple(map(int, runs)) for runs in state["ended"]]
             read.prompts = {
-                int(number): Prompt(len(fates), int(version), list(fates), str(job), [(a, b, c) for a, b, c in asked])
-                for number, version, fates, job, asked in state["prompts"]
+                int(number): Prompt(
+                    len(fates),
+                    int(spare),
+                    int(update),
+                    list(fates),
+                    str(job),
+                    [(it, list(these)) for it, these in asked],
+                )
+                for number, spare, update, fates, job, asked in state["prompts"]
             }
             read._spreads = {name: (Spread.of(a), Spread.of(b)) for name, (a, b) in state["spreads"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -200,21 +240,17 @@ class Books:
             "dropped": {why: self.dropped[why] for why in REASONS if self.dropped[why]},
             "in_flight": self.in_flight,
             "marks": dict(self.marks),
-            "steps": {"first": min(self.steps, default=None), "last": max(self.steps, default=None)},
+            "updates": self.updates,
+            "version": self.version,
+            "steps": dict(sorted(self.steps.items())),
+            "staleness": dict(sorted(self.staleness.items())),
             "lengths": {name: lengths.report() for name, (lengths, _) in self._spreads.items()},
             "rewards": {name: rewards.report() for name, (_, rewards) in self._spreads.items()},
         }
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _end(
-        self,
-        number: int,
-        samples: Iterable[int],
-        code: int,
-        name: str,
-        outcomes: Mapping[int, tuple[int, float | None]],
-    ) -> int:
+    def _end(self, number: int, samples: Iterable[int], code: int, name: str, known: Mapping[int, Measured]) -> int:
         """Give samples their fate; returns how many. Raises InvalidField before anything is noted."""
         chosen = list(samples)
         for place, sample in enumerate(chosen):
@@ -226,11 +262,12 @@ class Books:
         lengths, rewards = self._spreads.setdefault(name, (Spread(), Spread()))
         for sample in chosen:
             prompt.fates[sample] = code
-            length, reward = outcomes.get(sample, (None, None))
-            if length is not None:
-                lengths.add(length)
-            if reward is not None:
-                rewards.add(reward)
+            if (it := known.get(sample)) is not None:
+                lengths.add(it.length)
+                if it.reward is not None:
+                    rewards.add(it.reward)
+                if it.staleness is not None and code >= 0:
+                    self.staleness[it.staleness] += 1
         if None not in prompt.fates:
             self._ended[number] = _runs(prompt.fates)
             del self.prompts[number]

@@ -1,7 +1,7 @@
 """Staleness, declared once: what may be submitted, what may be claimed, and what becomes of stale samples.
 
 The rule at submission is AReaL's (Fu et al. 2025, arXiv:2505.24298, section 5.1): the samples that were accepted and
-not dropped are at most (eta + step + 1) x batch_size, where step counts the versions since training began.
+not dropped are at most (eta + updates + 1) x batch_size, where `updates` counts the trainer's updates of the weights.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ OnStale = Literal["drop", "mark", "wait"]
 class Staleness:
     """How far the weights that sampled a sample may be behind those that train on it.
 
-    A sample's staleness is the trainer's version less the version of the sample's oldest token, when it is trained on.
+    A sample's staleness is the number of updates between the weights that sampled its oldest token and those that the
+    trainer has when it takes the sample.
 
-    eta: the largest staleness that is not stale, in versions. 0 is synchronous training.
-    batch_size: samples that the trainer trains on for each version it publishes.
+    eta: the largest staleness that a sample may have. 0 is synchronous training.
+    batch_size: samples that the trainer trains on for each update.
     on_stale: what becomes of a sample that is stale when the trainer takes it. "drop": it is dropped, and another
         prompt may be submitted for it. "mark": the trainer gets it, and it is counted. "wait": the trainer gets it,
-        too, but it takes no batch while a prompt is in flight that would be stale at the next version. As long as it
-        trains on `batch_size` samples for each version, no sample is stale then.
+        too, but it takes no batch while a prompt is in flight that would be stale after the next update. As long as it
+        trains on `batch_size` samples for each update, no sample is stale then.
     Raises InvalidField.
     """
 
@@ -42,12 +43,12 @@ class Staleness:
         if self.on_stale not in get_args(OnStale):
             raise InvalidField("on_stale", self.on_stale, '"drop", "mark" or "wait"')
 
-    def capacity(self, step: int, live: int) -> int:
+    def capacity(self, updates: int, live: int) -> int:
         """How many more samples may be submitted.
 
-        step: versions published since training began. live: samples accepted by now, less those that were dropped.
+        updates: those since training began. live: samples accepted by now, less those that were dropped.
         """
-        return max(0, (self.eta + step + 1) * self.batch_size - live)
+        return max(0, (self.eta + updates + 1) * self.batch_size - live)
 
     def bound(self, job: GenerateJob, version: int) -> GenerateJob:
         """The job with what makes workers with older weights leave it alone; a stricter bound of its own stays.
@@ -61,10 +62,10 @@ class Staleness:
             bounds["min_version"] = max(job.min_version, version)
         return job.model_copy(update=bounds)
 
-    def is_stale(self, version: int, oldest: int | None) -> bool:
-        """Whether a sample is too old to train on. oldest: the version of its oldest token; None if it has no token."""
-        return oldest is not None and version - oldest > self.eta
+    def is_stale(self, staleness: int) -> bool:
+        """Whether a sample of this staleness is too old to train on."""
+        return staleness > self.eta
 
-    def due(self, version: int, accepted_at: int) -> bool:
-        """Whether a prompt's samples may be stale at the next version. accepted_at: the trainer's version by then."""
-        return version - accepted_at >= self.eta
+    def due(self, age: int) -> bool:
+        """Whether a prompt's samples may be stale after the next update. age: updates since it was accepted."""
+        return age >= self.eta

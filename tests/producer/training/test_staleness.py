@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rolloutmq import GenerateJob, InvalidField, Staleness
-from rolloutmq.producer.training import Books
+from rolloutmq.producer.training import Books, Measured
 
 SCHEDULES = 10_002
 """Of all three ways together."""
@@ -62,26 +62,28 @@ class Schedule:
     def __init__(self, seed: int, on_stale: Any) -> None:
         self.draw = random.Random(seed)
         self.rule = Staleness(self.draw.randint(0, 3), self.draw.randint(1, 3) * 2, on_stale)
-        self.books, self.version = Books(), 0
+        self.books = Books()
         self.born: dict[int, int] = {}  # prompt -> version of its oldest token
         self.ready: list[int] = []
         self.counted = {"accepted": 0, "trained": 0, "dropped": 0}
         self.stale_trained = 0
 
     def submit(self) -> None:
-        capacity = self.rule.capacity(self.version, self.books.live)
-        assert self.books.live + capacity == (self.rule.eta + self.version + 1) * self.rule.batch_size
+        counted = self.counted["accepted"] - self.counted["dropped"]
+        assert self.books.live == counted
+        capacity = self.rule.capacity(self.books.updates, counted)
+        assert counted + capacity == (self.rule.eta + self.books.updates + 1) * self.rule.batch_size
         for _ in range(self.draw.randint(0, capacity)):
-            self.books.accept(1, self.version)
+            self.books.accept(1)
             self.counted["accepted"] += 1
 
     def claim(self) -> None:
         """A worker starts some prompts: on its weights, which the job's bounds allow."""
         for number, prompt in self.books.prompts.items():
             if number not in self.born and self.draw.random() < 0.6:
-                job = bound(self.rule, prompt.version)
-                oldest = max(job.min_version, self.version - (job.max_staleness or 0))
-                self.born[number] = self.draw.randint(oldest, self.version)
+                job = bound(self.rule, prompt.update)
+                oldest = max(job.min_version, self.books.version - (job.max_staleness or 0))
+                self.born[number] = self.draw.randint(oldest, self.books.version)
 
     def finish(self) -> None:
         """Some samples arrive, in any order; some fail."""
@@ -97,23 +99,24 @@ class Schedule:
     def take(self) -> bool:
         """One step of the trainer, if there is a batch."""
         if self.rule.on_stale == "drop":
-            stale = [it for it in self.ready if self.rule.is_stale(self.version, self.born[it])]
+            stale = [it for it in self.ready if self.rule.is_stale(self.books.age(self.born[it]))]
             for number in stale:
-                self.books.drop(number, [0], "stale", {0: (5, 0.0)})
+                self.books.drop(number, [0], "stale", {0: Measured(5, 0.0)})
                 self.ready.remove(number)
             self.counted["dropped"] += len(stale)
-        due = {it for it in self.books.prompts if self.rule.due(self.version, self.books.prompts[it].version)}
+        updates = self.books.updates
+        due = {it for it, prompt in self.books.prompts.items() if self.rule.due(updates - prompt.update)}
         if self.rule.on_stale == "wait" and not due <= set(self.ready):
             return False
         batch = sorted(self.ready)[: self.rule.batch_size]
         if len(batch) < self.rule.batch_size:
             return False
         for number in batch:
-            self.stale_trained += self.rule.is_stale(self.version, self.born[number])
-            self.books.train(number, [0], self.version, {0: (5, 1.0)})
+            self.stale_trained += self.rule.is_stale(self.books.age(self.born[number]))
+            self.books.train(number, [0], updates, {0: Measured(5, 1.0)})
             self.ready.remove(number)
         self.counted["trained"] += len(batch)
-        self.version += 1
+        self.books.advance(self.books.version + 1)
         return True
 
     def run(self) -> None:
@@ -145,10 +148,10 @@ def test_no_schedule_comes_to_a_stand(on_stale: str) -> None:
     for seed in range(20):
         schedule = Schedule(seed, on_stale)
         schedule.run()
-        before = schedule.version
+        before = schedule.books.version
         for _ in range(200):
             schedule.submit()
             schedule.claim()
             schedule.finish()
             schedule.take()
-        assert schedule.version > before + 10
+        assert schedule.books.version > before + 10

@@ -1,0 +1,160 @@
+"""The books: the three always add up, nothing is trained twice, and a checkpoint's books go on where they were."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rolloutmq import InvalidField
+from rolloutmq.producer.training import REASONS, Books, Measured, Spread
+
+
+def played(seed: int, books: Books, told: dict[tuple[int, int], str], moves: int = 60) -> None:
+    """Random moves, written down a second time in `told`."""
+    draw = random.Random(seed)
+    for _ in range(moves):
+        move = draw.choice(["accept", "train", "drop", "advance"])
+        open_ = [it for it, fate in told.items() if fate == "in flight"]
+        if move == "accept":
+            n = draw.randint(1, 5)
+            number = books.accept(n, "job", draw.randint(0, n - 1))
+            told |= {(number, sample): "in flight" for sample in range(n)}
+        elif move == "advance":
+            books.advance(books.version + draw.randint(1, 3))
+        elif open_:
+            number, sample = draw.choice(open_)
+            known = {sample: Measured(draw.randint(0, 100), draw.random(), draw.randint(0, 3))}
+            if move == "train":
+                books.train(number, [sample], books.updates, known)
+                told[number, sample] = f"trained at step {books.updates}"
+            else:
+                why = draw.choice(REASONS)
+                books.drop(number, [sample], why, known)
+                told[number, sample] = f"dropped: {why}"
+
+
+def agree(books: Books, told: dict[tuple[int, int], str]) -> None:
+    """The books say of each sample what was told, and their sums are the sums of what was told."""
+    assert {it: books.fate(*it) for it in told} == told
+    dropped = {why: sum(fate == f"dropped: {why}" for fate in told.values()) for why in REASONS}
+    assert {why: books.dropped[why] for why in REASONS} == dropped
+    assert books.trained == sum(fate.startswith("trained") for fate in told.values())
+    assert books.in_flight == sum(fate == "in flight" for fate in told.values())
+    assert books.accepted == len(told) == books.trained + sum(dropped.values()) + books.in_flight
+    books.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_books_add_up_and_survive_checkpoints(seed: int) -> None:
+    """At any moment; the copy that went through JSON goes on exactly as the original does."""
+    books, told = Books(), dict[tuple[int, int], str]()
+    for part in range(5):
+        played(seed * 100 + part, books, told)
+        agree(books, told)
+        again = Books()
+        again.load_state_dict(json.loads(json.dumps(books.state_dict())))
+        assert again.state_dict() == books.state_dict()
+        assert again.report() == books.report()
+        books = again
+
+
+def test_a_checkpoint_is_a_copy() -> None:
+    books, told = Books(), dict[tuple[int, int], str]()
+    played(1, books, told)
+    state = books.state_dict()
+    before = json.dumps(state)
+    played(2, books, told)
+    assert json.dumps(state) == before
+
+
+def test_nothing_ends_twice() -> None:
+    books = Books()
+    number = books.accept(3)
+    books.train(number, [1], 7)
+    for again in (lambda: books.train(number, [0, 1], 8), lambda: books.drop(number, [1], "stale")):
+        with pytest.raises(
+            InvalidField, match=r"sample='0\.1': a sample in flight, once; this one is trained at step 7"
+        ):
+            again()
+    with pytest.raises(InvalidField, match=r"sample='0\.0'"):
+        books.train(number, [0, 0], 8)
+    assert (books.trained, books.in_flight) == (1, 2), "a call that is refused notes nothing"
+    books.train(number, [0, 2], 8)
+    with pytest.raises(InvalidField, match="this one is trained at step 8"):
+        books.train(number, [0], 9)
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda books: books.accept(0), "n"),
+        (lambda books: books.accept(2, spare=2), "n"),
+        (lambda books: books.train(0, [0], -1), "step"),
+        (lambda books: books.drop(0, [0], "bored"), "why"),
+        (lambda books: books.train(1, [0], 0), "number"),
+        (lambda books: books.train(0, [2], 0), "sample"),
+        (lambda books: books.advance(5), "version"),
+        (lambda books: books.renumber(4), "version"),
+        (lambda books: books.withdraw(3), "number"),
+        (lambda books: books.load_state_dict({"format": 9}), "state.format"),
+        (lambda books: books.load_state_dict({"format": 1}), "state"),
+        (lambda books: books.load_state_dict(books.state_dict() | {"trained": 1}), "books"),
+        (lambda books: books.load_state_dict(books.state_dict() | {"prompts": []}), "prompts"),
+    ],
+)
+def test_what_cannot_be_is_refused(call: Callable[[Books], Any], field: str) -> None:
+    books = Books(version=5)
+    books.accept(2)
+    before = books.state_dict()
+    with pytest.raises(InvalidField) as raised:
+        call(books)
+    assert raised.value.field == field
+    assert books.state_dict() == before
+
+
+def test_a_prompt_that_was_not_accepted_is_struck_out() -> None:
+    books = Books()
+    books.accept(2)
+    books.withdraw(books.accept(3))
+    assert (books.accepted, books.numbers, books.accept(1)) == (2, 1, 1)
+    books.check()
+
+
+def test_staleness_counts_updates_and_not_numbers() -> None:
+    books = Books(version=3)
+    for version in (10, 11, 40):
+        books.advance(version)
+    assert [books.age(oldest) for oldest in (3, 9, 10, 39, 40, 99)] == [3, 3, 2, 1, 0, 0]
+    assert books.age(None) == 0
+    books.renumber(50)  # a restored trainer publishes the same weights again
+    assert [books.age(oldest) for oldest in (40, 45, 50)] == [0, 0, 0]
+    books.advance(51)
+    assert [books.age(oldest) for oldest in (40, 50, 51)] == [1, 1, 0]
+
+
+def test_spare_samples_do_not_count_for_the_capacity() -> None:
+    books = Books()
+    number = books.accept(5, spare=2)
+    assert books.live == 3
+    books.drop(number, [0], "failed")
+    assert books.live == 3
+    books.drop(number, [1, 2], "surplus")
+    assert books.live == 2
+    books.train(number, [3, 4], 0)
+    assert books.live == 2
+
+
+def test_a_spread_is_exact_in_sum_and_close_in_quantiles() -> None:
+    spread = Spread()
+    for value in range(10_000):
+        spread.add(float(value))
+    spread.add(float("nan"))
+    report = spread.report()
+    assert (report["count"], report["mean"], report["min"], report["max"]) == (10_000, 4999.5, 0.0, 9999.0)
+    for name, exact in (("p10", 1000), ("p50", 5000), ("p90", 9000)):
+        assert report[name] == pytest.approx(exact, abs=100)
+    assert Spread().report() == dict.fromkeys(("mean", "min", "p10", "p50", "p90", "max")) | {"count": 0}
