@@ -28,6 +28,7 @@ from .calls import Delta, Groups, Mapped, Prompt, Results, Session, Streams, as_
 from .control import PoolControl
 from .core import ClientCore, jobs_given
 from .inbox import Group, Handle, JobHandle, Outcome
+from .training import GroupRules, RolloutFeed, Staleness
 
 __all__ = ["Group", "JobHandle", "Outcome", "RolloutClient"]
 MAX_OUTSTANDING = 1 << 18
@@ -74,6 +75,7 @@ class RolloutClient:
             redis_url, pool, client_id=client_id, max_outstanding=max_outstanding, caps=caps, before_ack=before_ack
         )
         self._streams = Streams(self._core)
+        self._feed: RolloutFeed | None = None
 
     @property
     def client_id(self) -> str:
@@ -270,6 +272,18 @@ class RolloutClient:
         return Session(
             self._core, self._streams, session_id=session_id, system=system, token_ids=token_ids, chat=chat, **fields
         )
+
+    # --- a trainer's feed ------------------------------------------------------------------------------------------
+
+    def feed(self, staleness: Staleness, rules: GroupRules = GroupRules(), *, version: int = 0) -> RolloutFeed:  # noqa: B008
+        """Groups for a trainer, with its staleness under control and books that survive restarts; see RolloutFeed.
+
+        version: the trainer's, with which it begins. A client has one feed. Raises RolloutMQError for a second one.
+        """
+        if self._feed is not None:
+            raise RolloutMQError(f"client {self.client_id} has a feed already: another trainer needs another client")
+        self._feed = RolloutFeed(self._core, staleness, rules, version)
+        return self._feed
 
     # --- embeddings, scores, rewards -------------------------------------------------------------------------------
 

@@ -91,6 +91,11 @@ class Inbox:
         """Jobs not fully delivered yet that no call has reserved."""
         return len(self._jobs) - self._reserved
 
+    @property
+    def known(self) -> list[str]:
+        """Ids of the jobs that are not fully delivered yet."""
+        return list(self._jobs)
+
     def tracked(self, job_id: str) -> Tracked | None:
         return self._jobs.get(job_id)
 

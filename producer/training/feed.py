@@ -1,0 +1,312 @@
+"""The feed: groups for a trainer, with staleness under control and books that survive restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...messages.errors import InvalidField, PoolBusy, WaitTimeout
+from ...messages.model import GenerateJob
+from ..core import ClientCore
+from ..inbox import HandOut
+from .asked import Asked, as_text
+from .books import Books, Measured, Why
+from .generating import Generating
+from .groups import GroupRules, TrainGroup
+from .staleness import Staleness
+
+RETRY_S = 0.2
+"""Pause before what a full pool refused is submitted again."""
+
+
+class RolloutFeed:
+    """Made by `RolloutClient.feed`. Gives one trainer groups of samples, and writes the books.
+
+    A prompt goes through it like this: `submit` (or `batches`) accepts it, when the staleness allows it; the pool
+    generates it; `batch` or `take` gives it to the trainer; the trainer says `train` or `drop`. After each update of
+    the weights the trainer says `advance`. What a feed submits belongs to it: no other call of the client gets it.
+
+    Into the trainer's checkpoint goes `state_dict()`, and when the checkpoint is saved the trainer says `saved()`. A
+    client that opens again under the same `client_id` and loads the state goes on from there:
+
+    - What was trained by then does not come again. What was not comes again, also if it had been trained after the
+      checkpoint: the weights that it trained are gone.
+    - What is under way in the pool goes on, with what it has generated.
+    - The trainer submits the prompts after the first `books.numbers` ones again, in the same order. Those that were
+      submitted after the checkpoint are not generated again.
+    - A checkpoint that is older than the last one that was saved works, too. What is no longer in the pool is
+      generated again.
+
+    books: what became of each sample. rules: what makes a group.
+    """
+
+    def __init__(self, core: ClientCore, staleness: Staleness, rules: GroupRules, version: int) -> None:
+        self.staleness, self.rules = staleness, rules
+        self.books = Books(version)
+        self._core = core
+        self._pool = Generating(core, self.books, rules)
+        self._ready = self._pool.ready
+        self._handed: dict[int, set[int]] = {}  # prompts at the trainer, with the samples that it has
+        self._changed = self._begun = self._held_up = self._has_waited = False
+        self._submitting = asyncio.Lock()
+
+    # --- in --------------------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Samples that may be submitted now."""
+        return self.staleness.capacity(self.books.updates, self.books.live)
+
+    async def submit(self, job: GenerateJob, timeout: float | None = None) -> int:
+        """Accept a prompt, when the staleness and the pool have room for it; returns its number in the books.
+
+        The job's id is the feed's. timeout: seconds to wait for room; None waits for ever. Raises WaitTimeout,
+        PoolBusy, InvalidField, and what `RolloutClient.submit` raises; the prompt was not accepted then.
+        """
+        self._check(job)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        await self._begin()
+        async with self._submitting:
+            if self.capacity < job.n:
+                self.books.marks["held up"] += 1
+                await self._core.until(lambda: self.capacity >= job.n, _left(deadline))
+            while (busy := await self._submit(job)) is not None:
+                if deadline is not None and time.monotonic() + RETRY_S > deadline:
+                    raise busy
+                await asyncio.sleep(RETRY_S)
+            return self.books.numbers - 1
+
+    async def _submit(self, job: GenerateJob) -> PoolBusy | None:
+        """Accept a prompt now. Returns the error of a full pool."""
+        bound, spare = self.staleness.bound(job, self.books.version), self.rules.over_sample
+        number = self.books.accept(job.n + spare, as_text(bound), spare)
+        asked = Asked(self._core.client_id, number, bound, self.books.prompts[number], self.rules)
+        try:
+            await self._pool.add(asked, asked.ask(list(range(job.n + spare))))
+        except BaseException as error:
+            self.books.withdraw(number)
+            if not isinstance(error, PoolBusy):
+                raise
+            if error.reason == "unread" and self._pool.keeping.nbytes and not self._pool.asked:  # waiting is in vain
+                told = f"{error}: {self._pool.keeping.nbytes} bytes wait for a checkpoint; save one and call saved()"
+                raise PoolBusy(told, [], error.reason) from error
+            return error
+        return None
+
+    # --- out -------------------------------------------------------------------------------------------------------
+
+    async def take(self, timeout: float | None = None) -> TrainGroup:
+        """The next group, in the order of acceptance as far as they are ready.
+
+        Raises WaitTimeout if there is none within `timeout` seconds: nothing is lost then.
+        """
+        return (await self._get(1, timeout, None))[0]
+
+    async def batch(self, timeout: float | None = None) -> list[TrainGroup]:
+        """Groups for one step: as many as `Staleness.batch_size` samples are, before any failed.
+
+        It has fewer only if the staleness lets no more in before the next update, or nothing is under way any more.
+        Empty if nothing is under way. Raises WaitTimeout if there is none within `timeout` seconds.
+        """
+        return await self._get(self.staleness.batch_size, timeout, Source(()))
+
+    def batches(self, jobs: Iterable[GenerateJob], timeout: float | None = None) -> AsyncIterator[list[TrainGroup]]:
+        """Batches as `batch` has them; submits `jobs` as far as the staleness and the pool allow.
+
+        Ends when `jobs` are through and nothing is under way. A wait for the next batch that is cancelled or times out
+        loses nothing, and the loop can go on. A batch that was given and neither trained nor dropped is in flight.
+        """
+        return Batches(self, jobs, timeout)
+
+    async def _get(self, most: int, timeout: float | None, source: Source | None) -> list[TrainGroup]:
+        """See `batch`. source: what to submit meanwhile; None waits for what others submit."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        await self._begin()
+        while True:
+            self._changed = False
+            await self._pool.pump()
+            busy = source is not None and await self._refill(source)
+            if (found := self._choose(most, source)) is not None:
+                return self._hand_out(found)
+            left = _left(deadline)
+            pause = left if not (busy or self._pool.busy) else RETRY_S if left is None else min(left, RETRY_S)
+            try:
+                await self._core.until(lambda: self._changed or self._pool.news(), pause)
+            except WaitTimeout:
+                if pause == left:
+                    raise
+
+    async def _refill(self, source: Source) -> bool:
+        """Submit from `source` what the staleness allows. Returns whether the pool is too full for that."""
+        while (job := source.next) is not None:
+            self._check(job)
+            held_up, self._held_up = self._held_up, self.capacity < job.n
+            if self._held_up:
+                self.books.marks["held up"] += not held_up
+                return False
+            async with self._submitting:
+                if await self._submit(job) is not None:
+                    return True
+            source.step()
+        return False
+
+    def _choose(self, most: int, source: Source | None) -> list[TrainGroup] | None:
+        """Groups of `most` samples; fewer if no more can come; None if they have to be waited for."""
+        self._drop_stale()
+        if self.staleness.on_stale == "wait" and self._must_wait():
+            return None
+        chosen: list[TrainGroup] = []
+        total = 0
+        for number in sorted(self._ready):
+            total += self._ready[number].n
+            if chosen and total > most:
+                return chosen
+            chosen.append(self._ready[number])
+            if total >= most:
+                return chosen
+        if source is None or self._pool.asked:
+            return None
+        return chosen if chosen or source.next is None else None
+
+    def _must_wait(self) -> bool:
+        updates = self.books.updates
+        late = any(self.staleness.due(updates - asked.prompt.update) for asked in self._pool.asked.values())
+        if late and self._ready and not self._has_waited:
+            self.books.marks["waited"] += 1
+            self._has_waited = True
+        return late
+
+    def _drop_stale(self) -> None:
+        for number, group in list(self._ready.items()):
+            stale = {
+                sample
+                for sample, result in zip(group.samples, group.results, strict=True)
+                if self.staleness.is_stale(self.books.age(result.oldest_version))
+            }
+            if stale and self.staleness.on_stale == "drop":
+                self._pool.drop(number, stale, "stale", group.known())
+                self._ready[number] = group.without(stale)
+                if len(stale) == len(group.samples):
+                    del self._ready[number]
+
+    def _hand_out(self, groups: list[TrainGroup]) -> list[TrainGroup]:
+        aged = [replace(it, staleness=tuple(self.books.age(one.oldest_version) for one in it.results)) for it in groups]
+        for group in aged:
+            self.books.marks["marked"] += sum(map(self.staleness.is_stale, group.staleness))
+            del self._ready[group.number]
+            self._handed[group.number] = set(group.samples)
+        self._has_waited = False
+        # Ctrl-C in a plain loop may come before its thread has them: then they are ready again.
+        replies = [reply for group in groups for reply in self._pool.keeping.of(group.number)]
+        HandOut(replies, lambda _: None, lambda _: self._take_back(groups))
+        return aged
+
+    def _take_back(self, groups: Iterable[TrainGroup]) -> None:
+        for group in groups:
+            if self._handed.pop(group.number, None) is not None:
+                self._ready[group.number] = group
+        self._wake()
+
+    # --- the trainer says ------------------------------------------------------------------------------------------
+
+    def train(self, groups: Iterable[TrainGroup], step: int | None = None) -> None:
+        """These were trained on. step: by default the number of updates so far.
+
+        Raises InvalidField for a group that the trainer does not have; nothing is noted of it then.
+        """
+        for group in groups:
+            known = self._back(group)
+            self.books.train(group.number, group.samples, self.books.updates if step is None else step, known)
+            del self._handed[group.number]
+            self._pool.settled(group.number, group.samples)
+        self._wake()
+
+    def drop(self, groups: Iterable[TrainGroup], why: Why = "filtered") -> None:
+        """These are not trained on. Raises InvalidField as `train` does."""
+        for group in groups:
+            self._pool.drop(group.number, group.samples, why, self._back(group))
+            del self._handed[group.number]
+        self._wake()
+
+    def _back(self, group: TrainGroup) -> dict[int, Measured]:
+        if self._handed.get(group.number) != set(group.samples):
+            raise InvalidField("groups", f"prompt {group.number}", "groups that the trainer has, each once")
+        return group.known()
+
+    def advance(self, version: int) -> None:
+        """The weights were updated and are published as `version`. Raises InvalidField unless it is a newer one."""
+        self.books.advance(version)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed = True
+        self._core.reader.wake()
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The books, for the trainer's checkpoint: plain data, also for JSON. Samples are not in it: they stay in Redis
+        until `saved`, which has to be called when the checkpoint is where it survives a crash."""
+        return {"books": self.books.state_dict(), "checkpoint": self._pool.keeping.checkpoint()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the checkpoint was made; before anything is submitted or taken. Raises InvalidField."""
+        if self._begun:
+            raise InvalidField("state", "a checkpoint", "to be loaded before the feed's first call")
+        if not isinstance(state, Mapping) or not isinstance(state.get("checkpoint"), int) or "books" not in state:
+            raise InvalidField("state", type(state).__name__, "what RolloutFeed.state_dict made")
+        self.books.load_state_dict(state["books"])
+        self._pool.keeping.checkpoint(state["checkpoint"])
+
+    def saved(self, state: Mapping[str, Any] | None = None) -> None:
+        """A checkpoint with this state is saved, by default the newest: what it knows the end of leaves Redis."""
+        self._pool.keeping.saved(None if state is None else int(state["checkpoint"]))
+
+    def report(self) -> dict[str, Any]:
+        """What the books say (`Books.report`), and what is where: `ready` groups, prompts `at_trainer`."""
+        now = {"ready": len(self._ready), "at_trainer": len(self._handed), "unsaved_bytes": self._pool.keeping.nbytes}
+        return self.books.report() | now
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        self._begun = True
+        await self._pool.begin()
+
+    def _check(self, job: GenerateJob) -> None:
+        if job.n > (most := (self.staleness.eta + 1) * self.staleness.batch_size):
+            raise InvalidField("n", job.n, f"at most (eta + 1) x batch_size = {most}: there is never room for more")
+
+
+class Source:
+    """Prompts to submit, one after the other. next: the one whose turn it is; None when they are through."""
+
+    def __init__(self, jobs: Iterable[GenerateJob]) -> None:
+        self._jobs = iter(jobs)
+        self.next = next(self._jobs, None)
+
+    def step(self) -> None:
+        """`next` was submitted."""
+        self.next = next(self._jobs, None)
+
+
+class Batches(AsyncIterator[list[TrainGroup]]):
+    """See RolloutFeed.batches."""
+
+    def __init__(self, feed: RolloutFeed, jobs: Iterable[GenerateJob], timeout: float | None) -> None:
+        self._feed, self._timeout, self._source = feed, timeout, Source(jobs)
+
+    async def __anext__(self) -> list[TrainGroup]:
+        if found := await self._feed._get(self._feed.staleness.batch_size, self._timeout, self._source):
+            return found
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """End the loop; what is under way stays with the feed."""
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -1,0 +1,213 @@
+"""Prompts in the pool: submitted, collected, asked for again, stopped when there is enough, and made into groups."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Collection
+
+from redis.exceptions import RedisError
+
+from ...messages.errors import InvalidField, PoolBusy
+from ...messages.model import GenerateJob, JobFailure, RolloutResult
+from ..core import ClientCore
+from .asked import Asked, number_of
+from .books import Books, Measured, Why
+from .groups import GroupRules, TrainGroup
+from .keeping import FAILURE, Keeping
+
+log = logging.getLogger(__name__)
+
+
+class Generating:
+    """A feed's prompts until their groups are ready.
+
+    asked: prompts that are being generated. ready: groups that nobody has taken. busy: whether something waits to be
+    sent to Redis again after a pause.
+    """
+
+    def __init__(self, core: ClientCore, books: Books, rules: GroupRules) -> None:
+        self.asked: dict[int, Asked] = {}
+        self.ready: dict[int, TrainGroup] = {}
+        self.keeping = Keeping(core.reader.ack)
+        self._core, self._inbox, self._books, self._rules = core, core.inbox, books, rules
+        self._to_send: dict[str, GenerateJob] = {}
+        self._to_cancel: list[str] = []
+        self._to_stop: list[str] = []
+        self._filtered = 0  # groups in a row
+        self._begun = False
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._to_send or self._to_cancel or self._to_stop)
+
+    def news(self) -> bool:
+        """Whether something has come that `pump` has not seen."""
+        return any(self._inbox.has_of(it) for asked in self.asked.values() for it in asked.waiting if self._sent(it))
+
+    async def begin(self) -> None:
+        """Connect, and go on with the prompts that the books have in flight."""
+        await self._core.open()
+        if self._begun:
+            return
+        self._begun = True
+        for number, prompt in self._books.prompts.items():
+            asked = self.asked[number] = Asked.restored(self._core.client_id, number, prompt, self._rules)
+            for place, (job_id, samples) in enumerate(prompt.asked):
+                job = asked.again(place, samples)
+                if job.id != job_id:
+                    raise InvalidField("client_id", self._core.client_id, "the one that made this checkpoint")
+                if all(prompt.fates[sample] is not None for sample in samples):
+                    del asked.waiting[job_id]
+                else:
+                    self._send_soon(job)
+        waiting = {job_id for asked in self.asked.values() for job_id in asked.waiting}
+        old = [it for it in self._inbox.known if it not in waiting and self._is_old(it)]
+        self.give_up(old)  # the checkpoint knows that they ended
+
+    async def add(self, asked: Asked, job: GenerateJob) -> None:
+        """Submit the first job of a prompt. Raises what `ClientCore.submit_many` raises; nothing is left then."""
+        # An earlier run may have submitted another prompt under this number.
+        self.give_up([it for it in self._inbox.known if number_of(it) == asked.number and it != job.id])
+        self._inbox.reserve(job.id)
+        try:
+            await self._core.submit_many([job], 0.0)
+        except PoolBusy:
+            self._inbox.release(job.id)
+            raise
+        except BaseException:
+            await self._core.give_up([job.id])  # it may have been accepted before the error came
+            raise
+        self.asked[asked.number] = asked
+
+    async def pump(self) -> None:
+        """Take in what has come, and send what is to be sent. Raises what `GroupRules.score` raises."""
+        async with self._one_at_a_time:
+            for asked in list(self.asked.values()):
+                self._collect(asked)
+                self._decide(asked)
+                if asked.complete:
+                    await self._finish(asked)
+            await self._flush()
+
+    def give_up(self, job_ids: Collection[str]) -> None:
+        """Nobody wants these any more, and what came of them."""
+        for job_id in job_ids:
+            self._to_send.pop(job_id, None)
+            self.keeping.unneeded(self._inbox.abandon(job_id))
+            self._inbox.release(job_id)
+        self._to_cancel += job_ids
+
+    def drop(self, number: int, samples: Collection[int], why: Why, known: dict[int, Measured]) -> None:
+        """Samples end as dropped."""
+        self._books.drop(number, samples, why, known)
+        self.settled(number, samples)
+
+    def settled(self, number: int, samples: Collection[int]) -> None:
+        """Samples have their fate in the books."""
+        self.keeping.settle(number, samples, number not in self._books.prompts)
+        self._core.reader.wake()  # somebody may wait for capacity
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _is_old(self, job_id: str) -> bool:
+        number = number_of(job_id)
+        return number is not None and number < self._books.numbers
+
+    def _sent(self, job_id: str) -> bool:
+        return job_id not in self._to_send
+
+    def _send_soon(self, job: GenerateJob) -> None:
+        self._inbox.reserve(job.id)
+        self._to_send[job.id] = job
+
+    def _collect(self, asked: Asked) -> None:
+        for job_id in [it for it in asked.waiting if self._sent(it)]:
+            tracked = self._inbox.tracked(job_id)
+            over = tracked is None or tracked.ended
+            for reply in self._inbox.take_job(job_id):
+                outcome = reply.outcome
+                if isinstance(outcome, JobFailure):
+                    asked.failed(outcome)
+                    self.keeping.take(asked.number, FAILURE, reply)
+                elif isinstance(outcome, RolloutResult) and (it := asked.arrived(job_id, outcome)) is not None:
+                    self.keeping.take(asked.number, it, reply)
+                else:
+                    self.keeping.unneeded([reply])
+            if over:
+                self._inbox.release(job_id)
+                del asked.waiting[job_id]
+
+    def _decide(self, asked: Asked) -> None:
+        """Stop what is not needed any more, ask again for what is missing, or call the prompt complete."""
+        if asked.complete:
+            return
+        if len(asked.whole) >= asked.wanted and asked.waiting:
+            if self._rules.partials:
+                self._to_stop += [it for it in asked.waiting if it not in asked.stopped]
+                asked.stopped.update(asked.waiting)
+            else:
+                self.give_up(list(asked.waiting))
+                asked.waiting.clear()
+        if asked.waiting:
+            return
+        if again := asked.to_ask():
+            self._books.marks["asked again"] += len(again)
+            self._send_soon(asked.ask(again))
+        else:
+            asked.complete = True
+
+    async def _finish(self, asked: Asked) -> None:
+        """Make a group of a complete prompt, or drop it."""
+        number, here = asked.number, asked.here
+        for why, others in asked.not_chosen().items():
+            self.drop(number, others, why, {it: Measured(len(here[it].token_ids)) for it in others if it in here})
+            for sample in others:
+                here.pop(sample, None)
+        samples = tuple(sorted(here))
+        results = tuple(here[sample] for sample in samples)
+        if samples:
+            group_id = asked.job.group_id or results[0].group_id
+            group = TrainGroup(group_id, results, tuple(asked.failures), number, samples, asked.wanted)
+            if self._rules.score is not None:
+                rewards = self._rules.score(results)
+                group.rewards.extend(map(float, await rewards if inspect.isawaitable(rewards) else rewards))
+            known = group.known()
+            if self._teaches(group):
+                self.ready[number] = group
+            else:
+                self.drop(number, samples, "filtered", known)
+        del self.asked[number]
+
+    def _teaches(self, group: TrainGroup) -> bool:
+        if self._rules.teaches is None or self._rules.teaches(group.rewards):
+            self._filtered = 0
+            return True
+        self._filtered += 1
+        if self._filtered <= self._rules.most_filtered:
+            return False
+        self._books.marks["let through"] += len(group.samples)
+        self._filtered = 0
+        return True
+
+    async def _flush(self) -> None:
+        if jobs := list(self._to_send.values()):
+            try:
+                await self._core.submit_many(jobs, 0.0)
+                sent = len(jobs)
+            except PoolBusy as busy:
+                sent = busy.accepted
+            for job in jobs[:sent]:
+                self._to_send.pop(job.id, None)
+            self._core.reader.wake()
+        try:
+            if self._to_cancel:
+                await self._core.broker.cancel(self._to_cancel, "its trainer needs no more of it")
+                self._to_cancel.clear()
+            if self._to_stop:
+                await self._core.broker.stop(self._to_stop)
+                self._to_stop.clear()
+        except (RedisError, OSError) as error:
+            log.warning("jobs that are not needed any more still run: %s", error)

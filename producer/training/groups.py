@@ -1,0 +1,101 @@
+"""Groups for a trainer: how many samples are asked for, which are kept, what fails, and which prompts teach nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from ...messages.errors import InvalidField
+from ...messages.model import RolloutResult
+from ..inbox import Group
+from .books import Measured
+
+OnFailed = Literal["ask", "less"]
+Rewards = Sequence[float]
+Score = Callable[[Sequence[RolloutResult]], Rewards | Awaitable[Rewards]]
+
+
+def rewards_differ(rewards: Rewards) -> bool:
+    """Whether not all rewards are equal. DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476) keeps such groups
+    only: where all samples earned the same, each advantage is 0 and the prompt teaches nothing."""
+    return any(reward != rewards[0] for reward in rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRules:
+    """What makes a group.
+
+    over_sample: samples that are asked for beyond a job's `n`. The first n that `keep` accepts make the group, and the
+        others are stopped. partials: what was stopped, with the tokens it had, belongs to the group, too; otherwise it
+        is dropped as "surplus".
+    keep: whether a sample may be in a group; others are dropped as "filtered". By default each may.
+    score: the rewards of a group's samples, in their order; a function or a coroutine function. It is asked once for
+        each group. teaches: whether a group with these rewards is worth a step; others are dropped as "filtered", and
+        another prompt takes their place. `rewards_differ` is DAPO's filter.
+    most_filtered: so many groups in a row are filtered; the next one is let through, and counted.
+    on_failed: what becomes of samples that failed. "ask": they are asked for again, up to `retries` times a prompt.
+        "less", and after the last retry: the group has that many samples less.
+    Raises InvalidField.
+    """
+
+    over_sample: int = 0
+    keep: Callable[[RolloutResult], bool] | None = None
+    partials: bool = False
+    score: Score | None = None
+    teaches: Callable[[Rewards], bool] | None = None
+    most_filtered: int = 64
+    on_failed: OnFailed = "ask"
+    retries: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("over_sample", "most_filtered", "retries"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InvalidField(name, value, "an integer, at least 0")
+        if self.on_failed not in get_args(OnFailed):
+            raise InvalidField("on_failed", self.on_failed, '"ask" or "less"')
+        if self.teaches is not None and self.score is None:
+            raise InvalidField("teaches", self.teaches, "only together with score, which gives it the rewards")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainGroup(Group):
+    """What a trainer gets of one prompt. It goes back to the feed by `train` or `drop`.
+
+    number: the prompt's number in the books. samples: the numbers of the results, in their order. n: how many samples
+    were wanted. rewards: of the results, as `GroupRules.score` has given them; a trainer that scores by itself puts
+    them in before it calls `train`, so that they are in the books. staleness: of the results, in updates, when it was
+    taken. failures: what cost it samples.
+    """
+
+    number: int = 0
+    samples: tuple[int, ...] = ()
+    n: int = 1
+    rewards: list[float] = field(default_factory=list)
+    staleness: tuple[int, ...] = ()
+
+    def known(self) -> dict[int, Measured]:
+        """What the books note of the samples. Raises InvalidField for rewards that are not one for each result."""
+        if self.rewards and len(self.rewards) != len(self.results):
+            raise InvalidField("rewards", self.rewards, f"one for each of {len(self.results)} results, or none")
+        rewards: Sequence[float | None] = self.rewards or [None] * len(self.results)
+        ages: Sequence[int | None] = self.staleness or [None] * len(self.results)
+        return {
+            sample: Measured(len(result.token_ids), reward, age)
+            for sample, result, reward, age in zip(self.samples, self.results, rewards, ages, strict=True)
+        }
+
+    def without(self, samples: set[int]) -> TrainGroup:
+        """The group, less some samples."""
+        left = [place for place, sample in enumerate(self.samples) if sample not in samples]
+        return TrainGroup(
+            self.group_id,
+            tuple(self.results[place] for place in left),
+            self.failures,
+            self.number,
+            tuple(self.samples[place] for place in left),
+            self.n,
+            [self.rewards[place] for place in left] if self.rewards else [],
+            tuple(self.staleness[place] for place in left) if self.staleness else (),
+        )
