@@ -41,13 +41,16 @@ if TYPE_CHECKING:
         BlockingSession,
         Delta,
         Group,
+        GroupRules,
         JobHandle,
         PoolControl,
         RolloutClient,
+        RolloutFeed,
         Session,
+        Staleness,
+        TrainGroup,
     )
     from .producer.skyrl import SkyRLEngine
-    from .producer.training import Staleness
     from .sync import PublishHandle, PublishProgress, PublishReport, WeightPublisher, strip_wrappers, unfuse_experts
 
 __version__ = "0.1.0"
@@ -63,6 +66,7 @@ __all__ = [
     "FeatureUnavailable",
     "GenerateJob",
     "Group",
+    "GroupRules",
     "InvalidField",
     "JobFailed",
     "JobFailure",
@@ -79,6 +83,7 @@ __all__ = [
     "RedisRefused",
     "RedisUnavailable",
     "RolloutClient",
+    "RolloutFeed",
     "RolloutMQError",
     "RolloutResult",
     "SamplingParams",
@@ -86,6 +91,7 @@ __all__ = [
     "Session",
     "SkyRLEngine",
     "Staleness",
+    "TrainGroup",
     "WaitTimeout",
     "WeightPublisher",
     "WrongProcess",
@@ -95,5 +101,5 @@ __all__ = [
     "unfuse_experts",
 ]
 __getattr__, __dir__ = lazy(
-    __name__, __all__, ".messages", ".messages.dialects", ".producer", ".producer.training", ".sync", ".producer.skyrl"
+    __name__, __all__, ".messages", ".messages.dialects", ".producer", ".sync", ".producer.skyrl"
 )

@@ -1,10 +1,17 @@
 """What a trainer uses: the client, and commands to the workers, each for asyncio and for plain loops."""
 
-from .blocking import BlockingJobHandle, BlockingPoolControl, BlockingRolloutClient, BlockingSession
+from .blocking import (
+    BlockingJobHandle,
+    BlockingPoolControl,
+    BlockingRolloutClient,
+    BlockingRolloutFeed,
+    BlockingSession,
+)
 from .calls import Delta, Prompt, Session, similarity
 from .client import RolloutClient
 from .control import Answer, Answers, CommandFailed, PoolAudit, PoolControl
 from .inbox import Group, Handle, JobHandle, Outcome
+from .training import GroupRules, RolloutFeed, Staleness, TrainGroup, rewards_differ
 
 __all__ = [
     "Answer",
@@ -12,10 +19,12 @@ __all__ = [
     "BlockingJobHandle",
     "BlockingPoolControl",
     "BlockingRolloutClient",
+    "BlockingRolloutFeed",
     "BlockingSession",
     "CommandFailed",
     "Delta",
     "Group",
+    "GroupRules",
     "Handle",
     "JobHandle",
     "Outcome",
@@ -23,6 +32,10 @@ __all__ = [
     "PoolControl",
     "Prompt",
     "RolloutClient",
+    "RolloutFeed",
     "Session",
+    "Staleness",
+    "TrainGroup",
+    "rewards_differ",
     "similarity",
 ]

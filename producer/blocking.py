@@ -20,7 +20,8 @@ from .calls import Session
 from .client import MAX_OUTSTANDING, RolloutClient
 from .control import PoolControl
 from .inbox import Handle
-from .loop_thread import Blocking, LoopThread, iterates, reads, same, waits
+from .loop_thread import Blocking, LoopThread, calls, iterates, reads, same, waits
+from .training import Books, GroupRules, RolloutFeed, Staleness
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,16 @@ class BlockingRolloutClient(Blocking[RolloutClient]):
         made = self._it.session(session_id=session_id, system=system, token_ids=token_ids, chat=chat, **fields)
         return BlockingSession._of(made, self._thread)
 
+    def feed(
+        self,
+        staleness: Staleness,
+        rules: GroupRules = GroupRules(),  # noqa: B008
+        *,
+        version: int = 0,
+    ) -> BlockingRolloutFeed:
+        """See RolloutClient.feed."""
+        return BlockingRolloutFeed._of(self._it.feed(staleness, rules, version=version), self._thread)
+
     @cached_property
     def control(self) -> BlockingPoolControl:
         """See RolloutClient.control."""
@@ -135,6 +146,39 @@ class BlockingRolloutClient(Blocking[RolloutClient]):
     reward = waits(RolloutClient.reward)
     load = waits(RolloutClient.load)
     workers = waits(RolloutClient.workers)
+
+
+class BlockingRolloutFeed(Blocking[RolloutFeed]):
+    """Made by `BlockingRolloutClient.feed`; method by method what RolloutFeed is. The client's own thread iterates over
+    the jobs of `batches`, and calls the functions of `GroupRules`."""
+
+    submit = waits(RolloutFeed.submit)
+    take = waits(RolloutFeed.take)
+    batch = waits(RolloutFeed.batch)
+    batches = iterates(RolloutFeed.batches)
+    train = calls(RolloutFeed.train)
+    drop = calls(RolloutFeed.drop)
+    advance = calls(RolloutFeed.advance)
+    state_dict = calls(RolloutFeed.state_dict)
+    load_state_dict = calls(RolloutFeed.load_state_dict)
+    saved = calls(RolloutFeed.saved)
+    report = calls(RolloutFeed.report)
+    capacity: int = reads(RolloutFeed.capacity)
+
+    @property
+    def books(self) -> Books:
+        """What became of each sample. To be read only: another thread writes them."""
+        return self._it.books
+
+    @property
+    def staleness(self) -> Staleness:
+        """As it was declared."""
+        return self._it.staleness
+
+    @property
+    def rules(self) -> GroupRules:
+        """What makes a group."""
+        return self._it.rules
 
 
 class BlockingSession(Blocking[Session]):

@@ -199,6 +199,18 @@ def iterates(method: Callable[Concatenate[Any, P], AsyncIterator[T]]) -> Callabl
     return _like(method, call)
 
 
+def calls(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """The same method, called in the loop: it changes what only the loop may change."""
+
+    async def work(it: Any, args: Any, kwargs: Any) -> T:
+        return method(it, *args, **kwargs)
+
+    def call(it: Blocking[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return it._thread.run(work(it._it, args, kwargs))
+
+    return _like(method, call)
+
+
 def same(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """The same method, which waits for nothing."""
 

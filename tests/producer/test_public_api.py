@@ -22,16 +22,18 @@ from rolloutmq.producer import (
     BlockingJobHandle,
     BlockingPoolControl,
     BlockingRolloutClient,
+    BlockingRolloutFeed,
     BlockingSession,
     JobHandle,
     PoolControl,
     RolloutClient,
+    RolloutFeed,
     Session,
 )
 from rolloutmq.sync import PublishHandle
 
 TWINS = [(RolloutClient, BlockingRolloutClient), (Session, BlockingSession), (PoolControl, BlockingPoolControl)]
-PAIRS = [*TWINS, (JobHandle, BlockingJobHandle)]
+PAIRS = [*TWINS, (JobHandle, BlockingJobHandle), (RolloutFeed, BlockingRolloutFeed)]
 
 
 def public(kind: type) -> dict[str, Any]:
@@ -142,14 +144,21 @@ def test_type_checkers_hold_callers_of_both_sides_to_the_fields(tmp_path: Path) 
 def plain(annotation: object) -> str:
     """A type as the blocking side has it."""
     text = re.sub(r"Async(Iterator|Generator)\[", "Iterator[", str(annotation))
-    return re.sub(r"\b(?:Blocking)?(JobHandle|Session|PoolControl|RolloutClient)\b", r"Blocking\1", text)
+    return re.sub(r"\b(?:Blocking)?(JobHandle|Session|PoolControl|RolloutClient|RolloutFeed)\b", r"Blocking\1", text)
 
 
 @pytest.mark.parametrize(("asyncio_class", "blocking"), PAIRS, ids=lambda kind: kind.__name__)
 def test_every_public_method_has_a_blocking_twin_with_the_same_signature(asyncio_class: type, blocking: type) -> None:
     twin = {"aclose": "close", "broker": None}
     names = {twin.get(name, name) for name in public(asyncio_class)} - {None}
-    assert public(blocking).keys() - names <= {"session_id", "worker"}  # which a Session sets when it is made
+    made_with = {
+        "session_id",
+        "worker",
+        "books",
+        "staleness",
+        "rules",
+    }  # which a Session or a feed sets when it is made
+    assert public(blocking).keys() - names <= made_with
     assert names <= public(blocking).keys()
     for name, method in public(asyncio_class).items():
         other = public(blocking).get(twin.get(name, name) or "")

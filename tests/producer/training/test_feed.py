@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,8 +13,19 @@ from support.pools.fixtures import MakeLease
 from support.pools.pool import check_scripted, eventually, stream_length, worker
 from support.specimens.messages import SHORT, result
 
-from rolloutmq import GenerateJob, InvalidField, RolloutClient, RolloutMQError, RolloutResult, Staleness, WaitTimeout
+from rolloutmq import (
+    BlockingRolloutClient,
+    GenerateJob,
+    InvalidField,
+    RolloutClient,
+    RolloutMQError,
+    RolloutResult,
+    Staleness,
+    WaitTimeout,
+)
 from rolloutmq.messages import Broker, Finished, decode
+from rolloutmq.producer.inbox import Crossing, under_way
+from rolloutmq.producer.loop_thread import LoopThread
 from rolloutmq.producer.training import GroupRules, RolloutFeed, TrainGroup, rewards_differ
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -288,3 +300,44 @@ async def test_other_calls_do_not_get_a_feeds_samples(client: RolloutClient, ser
     assert [outcome async for outcome in client.results(timeout=10)] == []
     (group,) = await feed.batch(10)
     assert len(group.results) == 2
+
+
+def test_a_plain_loop_does_the_same(redis_db: str) -> None:
+    with BlockingRolloutClient(redis_db, client_id="client") as client, serving_thread(redis_db):
+        feed = client.feed(MARK4, GroupRules(score=lambda results: [1.0] * len(results)))
+        places = set()
+        for batch in feed.batches(prompts(6), timeout=20):
+            places |= {group.metadata["place"] for group in batch}
+            feed.train(batch)
+            feed.advance(feed.books.version + 1)
+            state = feed.state_dict()
+            feed.saved(state)
+        assert places == set(range(6))
+        assert feed.report()["trained"] == 12
+        assert feed.capacity == 4
+
+
+@contextlib.contextmanager
+def serving_thread(url: str) -> Iterator[None]:
+    """A worker on an event loop of its own."""
+    thread = LoopThread("the worker")
+    context = worker(url)
+    thread.run(context.__aenter__())
+    try:
+        yield
+    finally:
+        thread.run(context.__aexit__(None, None, None))
+        thread.close()
+
+
+async def test_what_a_plain_loop_did_not_get_is_ready_again(client: RolloutClient, serving: None) -> None:
+    """Ctrl-C comes while a batch is on its way to the thread that waits for it."""
+    feed = client.feed(MARK4)
+    for job in prompts(2):
+        await feed.submit(job, 5)
+    crossing = Crossing()
+    token = under_way.set(crossing)
+    lost = await feed.batch(10)
+    under_way.reset(token)
+    crossing.lose()
+    assert [group.number for group in await feed.batch(10)] == [group.number for group in lost] == [0, 1]
