@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         TrainGroup,
     )
     from .producer.skyrl import SkyRLEngine
+    from .producer.training.batch import RolloutBatch
     from .sync import PublishHandle, PublishProgress, PublishReport, WeightPublisher, strip_wrappers, unfuse_experts
 
 __version__ = "0.1.0"
@@ -82,6 +83,7 @@ __all__ = [
     "PublishReport",
     "RedisRefused",
     "RedisUnavailable",
+    "RolloutBatch",
     "RolloutClient",
     "RolloutFeed",
     "RolloutMQError",
@@ -101,5 +103,12 @@ __all__ = [
     "unfuse_experts",
 ]
 __getattr__, __dir__ = lazy(
-    __name__, __all__, ".messages", ".messages.dialects", ".producer", ".sync", ".producer.skyrl"
+    __name__,
+    __all__,
+    ".messages",
+    ".messages.dialects",
+    ".producer",
+    ".sync",
+    ".producer.skyrl",
+    ".producer.training.batch",
 )

@@ -1,8 +1,13 @@
-"""What a trainer needs beside a client: staleness under control, books that add up, and groups by its own rules."""
+"""What a trainer needs beside a client: staleness under control, books that add up, groups by its rules, batches.
+
+`batch` and `ratios` are side doors: they import torch.
+"""
 
 from .books import REASONS, Books, Measured, Prompt, Why
+from .convert import to_skyrl, to_trl, to_verl
 from .feed import RolloutFeed
 from .groups import GroupRules, TrainGroup, rewards_differ
+from .rows import Row, rows_of
 from .spread import Spread
 from .staleness import OnStale, Staleness
 
@@ -14,9 +19,14 @@ __all__ = [
     "OnStale",
     "Prompt",
     "RolloutFeed",
+    "Row",
     "Spread",
     "Staleness",
     "TrainGroup",
     "Why",
     "rewards_differ",
+    "rows_of",
+    "to_skyrl",
+    "to_trl",
+    "to_verl",
 ]

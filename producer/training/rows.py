@@ -1,0 +1,100 @@
+"""Samples as rows for a trainer: every token with its mask, log-probability, version and turn. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ...messages.errors import InvalidField
+from ...messages.model import RolloutResult, TokenIds
+from .groups import TrainGroup
+
+GIVEN = -1
+"""The version, and the turn, of a token that no weights sampled."""
+
+
+class History(Protocol):
+    """What a Session has: columns of one length over all of its tokens."""
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def mask(self) -> npt.NDArray[np.uint8]: ...
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]: ...
+    @property
+    def versions(self) -> npt.NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample, or one conversation, from its prompt's first token to its last one. Columns have one length, n.
+
+    ids: (n,) int32. mask: (n,) int8, 1 for tokens that the model generated. logprobs: (n,) float32, at each generated
+    token its log-probability under the weights that sampled it; 0 at others. versions: (n,) int64, those weights; -1 at
+    others. turns: (n,) int32, the number of the generated turn, from 0; -1 at others. prompt: tokens before the first
+    generated one. reward: NaN if there is none. group: rows of one prompt have one number. stop: the finish_reason.
+    """
+
+    ids: TokenIds
+    mask: npt.NDArray[np.int8]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int64]
+    turns: npt.NDArray[np.int32]
+    prompt: int
+    reward: float = float("nan")
+    group: int = 0
+    stop: str = "stop"
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def of_result(cls, result: RolloutResult, reward: float = float("nan"), group: int = 0) -> Row:
+        """A result of one turn. Raises InvalidField if it does not know its prompt or has no log-probabilities."""
+        if result.prompt_ids is None:
+            raise InvalidField(
+                "prompt_ids", None, f"the prompt of job {result.job_id}: submit the job again to know it"
+            )
+        if result.logprobs is None:
+            raise InvalidField("logprobs", None, f"log-probabilities: job {result.job_id} did not ask for them")
+        p, t = len(result.prompt_ids), len(result.token_ids)
+        versions = np.repeat([v for v, _ in result.segments], [c for _, c in result.segments]).astype(np.int64)
+        return cls(
+            np.concatenate([result.prompt_ids, result.token_ids]),
+            _behind(p, np.ones(t, np.int8), 0),
+            _behind(p, result.logprobs, 0.0),
+            _behind(p, versions, GIVEN),
+            _behind(p, np.zeros(t, np.int32), GIVEN),
+            p,
+            reward,
+            group,
+            result.finish_reason,
+        )
+
+    @classmethod
+    def of_session(cls, history: History, reward: float = float("nan"), group: int = 0, stop: str = "stop") -> Row:
+        """A conversation of any number of turns. Neighbouring generated tokens are one turn."""
+        mask = history.mask.astype(np.int8)
+        begins = np.diff(mask, prepend=np.int8(0)) == 1
+        turns = np.where(mask == 1, np.cumsum(begins) - 1, GIVEN).astype(np.int32)
+        logprobs = np.where(mask == 1, history.logprobs, np.float32(0)).astype(np.float32)
+        prompt = int(np.argmax(mask)) if mask.any() else len(mask)
+        return cls(history.token_ids, mask, logprobs, history.versions, turns, prompt, reward, group, stop)
+
+
+def rows_of(groups: Iterable[TrainGroup]) -> list[Row]:
+    """The rows of a feed's groups, group by group. A group's number is its prompt's in the books."""
+    return [
+        Row.of_result(result, reward, group.number)
+        for group in groups
+        for result, reward in zip(group.results, group.rewards or [float("nan")] * len(group.results), strict=True)
+    ]
+
+
+def _behind(count: int, values: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:
+    return np.concatenate([np.full(count, fill, values.dtype), values])
