@@ -1,4 +1,4 @@
-"""Commands to try things with on this machine: a Redis, the tiny model, the demo."""
+"""Commands that need no pool: a Redis, the tiny model, the demo, simulations, a trainer's books."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..files import check_out, writing
-from .options import Json, say
+from .options import Json, group, ids, say
 
 
 def redis(
@@ -59,3 +59,77 @@ def demo(
     from ..demo import run_demo
 
     raise typer.Exit(run_demo(out, steps=training_steps, seed=seed, gpus=gpus, as_json=json))
+
+
+def books(
+    file: Annotated[Path, typer.Argument(help="A feed's state_dict as JSON, or a checkpoint of torch.save with one.")],
+    json: Json = False,
+) -> None:
+    """What became of a trainer's samples: trained, dropped and why, or in flight. Lengths and rewards of each."""
+    from ..books import books_lines, read_books
+
+    found = read_books("FILE", file)
+    say(found.report(), books_lines(found), json)
+
+
+simulate = group("Compute what settings would cost, without a pool.")
+
+
+@simulate.callback()
+def _has_commands() -> None:
+    """Compute what settings would cost, without a pool."""  # a group of one command would be that command
+
+
+@simulate.command()
+def staleness(
+    etas: Annotated[str, typer.Option(help="Bounds to compare, with commas.")] = "0,1,2,4,8",
+    scenario: Annotated[
+        str, typer.Option(help="balanced, slow-trainer, slow-pool, heavy-tail, or all of them.")
+    ] = "all",
+    on_stale: Annotated[str, typer.Option(help="drop, mark or wait.")] = "drop",
+    steps: Annotated[int, typer.Option(min=2, max=100_000, help="Steps of each run.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Of the lengths.")] = 0,
+    slots: Annotated[int | None, typer.Option(help="Samples that the pool generates at once.")] = None,
+    tokens_per_s: Annotated[float | None, typer.Option(help="Of one sample.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Median length of a sample.")] = None,
+    tail: Annotated[float | None, typer.Option(help="Sigma of the lengths' log-normal distribution.")] = None,
+    step_s: Annotated[float | None, typer.Option(help="Seconds of training on one batch.")] = None,
+    sync_s: Annotated[float | None, typer.Option(help="Seconds without generation at an update.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples of a step.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples of a prompt.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG here; needs the extra `demo`.")] = None,
+    json: Json = False,
+) -> None:
+    """Throughput, idle time and staleness against the bound eta, for slow trainers, slow pools and long samples."""
+    from dataclasses import replace
+
+    from ...messages.errors import InvalidField
+    from ..simulate import SHAPES, as_lines, as_state, draw, sweep
+
+    if plot is not None:
+        check_out("--plot", plot)
+    if scenario not in (*SHAPES, "all"):
+        raise InvalidField("--scenario", scenario, f"all, or one of {', '.join(SHAPES)}")
+    bounds = ids("--etas", etas)
+    own = {
+        "slots": slots,
+        "tokens_per_s": tokens_per_s,
+        "tokens": tokens,
+        "tail": tail,
+        "step_s": step_s,
+        "sync_s": sync_s,
+        "batch_size": batch_size,
+        "group": samples,
+    }
+    given = {name: value for name, value in own.items() if value is not None}
+    shapes = {
+        name: replace(shape, **given)  # type: ignore[arg-type]
+        for name, shape in SHAPES.items()
+        if scenario in (name, "all")
+    }
+    found = {name: sweep(shape, bounds, on_stale, steps, seed) for name, shape in shapes.items()}
+    if plot is not None:
+        with writing("--plot", plot):
+            plot.parent.mkdir(parents=True, exist_ok=True)
+            draw(plot, found, f"on_stale={on_stale}, {steps} steps, seed {seed}")
+    say(as_state(shapes, found, on_stale=on_stale, steps=steps, seed=seed), as_lines(found), json)

@@ -1,0 +1,263 @@
+"""A trainer and a pool without either: what a bound on staleness costs and gains, computed in virtual time.
+
+The rules are the real ones: `Staleness` and `Books` decide, as in a feed. Only generation and training are durations.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..messages.errors import InvalidField
+from ..producer.training import Books, Measured, Staleness
+
+WARM_UP = 0.1
+"""Share of the steps that the figures leave out: a run begins with an empty pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is simulated.
+
+    slots: samples that the pool generates at once. tokens_per_s: of one sample. tokens: median length of a sample.
+    tail: sigma of the lengths' log-normal distribution; 0 makes all of them equal. most_tokens: where lengths end.
+    step_s: seconds of training on one batch. sync_s: seconds for which nothing is generated at an update.
+    batch_size: samples of a step. group: samples of a prompt.
+    """
+
+    slots: int = 128
+    tokens_per_s: float = 50.0
+    tokens: int = 500
+    tail: float = 0.5
+    most_tokens: int = 16_384
+    step_s: float = 10.0
+    sync_s: float = 0.1
+    batch_size: int = 64
+    group: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "tokens", "most_tokens", "batch_size", "group", "tokens_per_s", "step_s"):
+            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+                raise InvalidField(name, value, "above 0")
+        for name in ("tail", "sync_s"):
+            if not (math.isfinite(value := getattr(self, name)) and value >= 0):
+                raise InvalidField(name, value, "at least 0")
+        if self.batch_size % self.group:
+            raise InvalidField("group", self.group, f"a divisor of batch_size={self.batch_size}")
+
+
+SHAPES = {
+    "balanced": Shape(),
+    "slow-trainer": Shape(step_s=40.0),
+    "slow-pool": Shape(slots=32),
+    "heavy-tail": Shape(tokens=250, tail=1.5),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one bound, after the warm-up.
+
+    samples_per_s: trained. trainer_idle, pool_idle: shares of the time, the latter of all slots. staleness: mean of the
+    trained samples; max_staleness: the largest. dropped: share of the samples that ended. length: mean length of what
+    was trained, divided by that of all samples: below 1 the long ones are starved.
+    """
+
+    eta: int
+    samples_per_s: float
+    trainer_idle: float
+    pool_idle: float
+    staleness: float
+    max_staleness: int
+    dropped: float
+    length: float
+
+
+class Run:
+    """One trainer with one bound. Same arguments, same outcome."""
+
+    def __init__(self, shape: Shape, rule: Staleness, seed: int) -> None:
+        self.shape, self.rule, self.books = shape, rule, Books()
+        self._draw = random.Random(seed)
+        self._queue: deque[tuple[int, int]] = deque()  # prompt and sample, not begun
+        self._running: list[tuple[float, int, int]] = []  # the pool's time at its end, prompt, sample
+        self._born: dict[tuple[int, int], int] = {}
+        self._lengths: dict[tuple[int, int], int] = {}
+        self._missing: dict[int, int] = {}  # prompt -> samples that have not ended
+        self.now = self._paused = self._frozen = 0.0
+        self._training_until: float | None = None
+        self._batch: list[int] = []
+        self.idle = self.busy_slots = 0.0  # seconds of the trainer, seconds of slots
+        self.asked = [0, 0]  # samples and tokens of all that ended
+
+    def step(self) -> None:
+        """Until one more batch is trained."""
+        self._refill()
+        while self._training_until is None and not self._begin():
+            self._pass(self._next_end())
+        assert self._training_until is not None
+        while self._running and self._next_end() <= self._training_until:
+            self._pass(self._next_end())
+        self._pass(self._training_until)
+        self._trained()
+
+    # --- time ------------------------------------------------------------------------------------------------------
+
+    def _next_end(self) -> float:
+        return self._running[0][0] + self._paused
+
+    def _pass(self, until: float) -> None:
+        """Time passes; samples that end by then end, and others begin."""
+        generated = max(0.0, until - max(self.now, self._frozen))
+        self.busy_slots += len(self._running) * generated
+        self.idle += 0.0 if self._training_until is not None else until - self.now
+        self.now = until
+        while self._running and self._next_end() <= until:
+            _, number, sample = heapq.heappop(self._running)
+            self._missing[number] -= 1
+            self.asked[0] += 1
+            self.asked[1] += self._lengths[number, sample]
+        self._start()
+
+    def _start(self) -> None:
+        while self._queue and len(self._running) < self.shape.slots:
+            number, sample = self._queue.popleft()
+            length = min(self.shape.most_tokens, self.shape.tokens * self._draw.lognormvariate(0.0, self.shape.tail))
+            self._lengths[number, sample] = max(1, round(length))
+            self._born[number, sample] = self.books.version
+            begins = max(self.now, self._frozen) - self._paused
+            seconds = self._lengths[number, sample] / self.shape.tokens_per_s
+            heapq.heappush(self._running, (begins + seconds, number, sample))
+
+    # --- the trainer -----------------------------------------------------------------------------------------------
+
+    def _refill(self) -> None:
+        while self.rule.capacity(self.books.updates, self.books.live) >= self.shape.group:
+            number = self.books.accept(self.shape.group)
+            self._missing[number] = self.shape.group
+            self._queue += [(number, sample) for sample in range(self.shape.group)]
+        self._start()
+
+    def _begin(self) -> bool:
+        """Take a batch, if there is one."""
+        books, rule = self.books, self.rule
+        ready = [number for number in books.prompts if not self._missing[number]]
+        if rule.on_stale == "drop":
+            for number in ready:
+                stale = [it for it in books.prompts[number].open if rule.is_stale(books.age(self._born[number, it]))]
+                books.drop(number, stale, "stale", {it: self._measured(number, it) for it in stale})
+            ready = [number for number in ready if number in books.prompts]
+            self._refill()
+        due = [number for number, it in books.prompts.items() if rule.due(books.updates - it.update)]
+        if rule.on_stale == "wait" and any(self._missing[number] for number in due):
+            return False
+        batch = ready[: self.shape.batch_size // self.shape.group]
+        # Fewer only if nothing more can come: samples that were dropped from groups leave room for no whole one.
+        if len(batch) < self.shape.batch_size // self.shape.group and (self._running or self._queue or not batch):
+            return False
+        self._batch = batch
+        self._training_until = self.now + self.shape.step_s
+        return True
+
+    def _measured(self, number: int, sample: int) -> Measured:
+        return Measured(self._lengths[number, sample], None, self.books.age(self._born[number, sample]))
+
+    def _trained(self) -> None:
+        for number in self._batch:
+            samples = self.books.prompts[number].open
+            self.books.train(number, samples, self.books.updates, {it: self._measured(number, it) for it in samples})
+        self.books.advance(self.books.version + 1)
+        self._training_until = None
+        self._frozen, self._paused = self.now + self.shape.sync_s, self._paused + self.shape.sync_s
+        self._refill()
+
+
+def simulate(shape: Shape, rule: Staleness, steps: int, seed: int = 0) -> Outcome:
+    """What comes of `steps` steps. Raises InvalidField."""
+    if steps < 2:
+        raise InvalidField("steps", steps, "at least 2")
+    run = Run(shape, replace(rule, batch_size=shape.batch_size), seed)
+    warm = max(1, round(steps * WARM_UP))
+    for _ in range(warm):
+        run.step()
+    books = run.books
+    began, idle, busy, trained = run.now, run.idle, run.busy_slots, books.trained
+    dropped, ages = books.dropped.total(), books.staleness.copy()
+    for _ in range(steps - warm):
+        run.step()
+    books.check()
+    passed, count = run.now - began, books.trained - trained
+    new = books.staleness - ages
+    gone = books.dropped.total() - dropped
+    mean = books.report()["lengths"]["trained"]["mean"]
+    return Outcome(
+        rule.eta,
+        count / passed,
+        (run.idle - idle) / passed,
+        1.0 - (run.busy_slots - busy) / (passed * shape.slots),
+        sum(age * one for age, one in new.items()) / max(1, new.total()),
+        max(new, default=0),
+        gone / max(1, gone + count),
+        mean * run.asked[0] / max(1, run.asked[1]),
+    )
+
+
+def sweep(shape: Shape, etas: Sequence[int], on_stale: Any, steps: int, seed: int) -> list[Outcome]:
+    """The outcome of each bound."""
+    return [simulate(shape, Staleness(eta, shape.batch_size, on_stale), steps, seed) for eta in etas]
+
+
+def as_state(shapes: dict[str, Shape], found: dict[str, list[Outcome]], **given: Any) -> dict[str, Any]:
+    """For `--json`."""
+    scenarios = {
+        name: {"shape": asdict(shape), "outcomes": [asdict(one) for one in found[name]]}
+        for name, shape in shapes.items()
+    }
+    return {**given, "scenarios": scenarios}
+
+
+def as_lines(found: dict[str, list[Outcome]]) -> list[str]:
+    """For people."""
+    lines: list[str] = []
+    for name, outcomes in found.items():
+        lines += [f"{name}:", "   eta  samples/s  trainer idle  pool idle  staleness   max  dropped  length"]
+        lines += [
+            f"{it.eta:>6}{it.samples_per_s:>11.2f}{it.trainer_idle:>14.1%}{it.pool_idle:>11.1%}{it.staleness:>11.2f}"
+            f"{it.max_staleness:>6}{it.dropped:>9.1%}{it.length:>8.2f}"
+            for it in outcomes
+        ]
+    return lines
+
+
+def draw(path: Path, found: dict[str, list[Outcome]], title: str) -> None:
+    """Write a PNG: throughput, idle shares and staleness against eta."""
+    import matplotlib  # noqa: PLC0415 – a second of imports, only for a plot
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    figure, axes = plt.subplots(4, len(found), figsize=(3.6 * len(found), 11), sharex="col", layout="constrained")
+    figure.suptitle(title)
+    panels = (("samples_per_s", "samples/s"), ("trainer_idle", "trainer idle"), ("pool_idle", "pool idle"))
+    for column, (name, outcomes) in enumerate(found.items()):
+        own = axes[:, column] if len(found) > 1 else axes
+        etas = [one.eta for one in outcomes]
+        own[0].set_title(name)
+        for axis, (field, label) in zip(own, panels, strict=False):
+            axis.plot(etas, [getattr(one, field) for one in outcomes], marker="o", color="#2a6fb0")
+            axis.set_ylim(bottom=0)
+            axis.set_ylabel(label)
+        own[3].plot(etas, [one.staleness for one in outcomes], marker="o", color="#b45f06", label="mean")
+        own[3].plot(etas, [one.max_staleness for one in outcomes], linestyle="--", color="#b45f06", label="max")
+        own[3].set(ylabel="staleness", xlabel="eta")
+        own[3].legend(loc="upper left")
+        for axis in own:
+            axis.grid(alpha=0.25)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
