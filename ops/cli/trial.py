@@ -65,7 +65,11 @@ def books(
     file: Annotated[Path, typer.Argument(help="A feed's state_dict as JSON, or a checkpoint of torch.save with one.")],
     json: Json = False,
 ) -> None:
-    """What became of a trainer's samples: trained, dropped and why, or in flight. Lengths and rewards of each."""
+    """What became of a trainer's samples, from a checkpoint.
+
+    Each was trained, dropped for a reason, or is in flight. Lengths and rewards of what was dropped stand beside those
+    of what was trained.
+    """
     from ..books import books_lines, read_books
 
     found = read_books("FILE", file)
@@ -87,11 +91,11 @@ def staleness(
         str, typer.Option(help="balanced, slow-trainer, slow-pool, heavy-tail, or all of them.")
     ] = "all",
     on_stale: Annotated[str, typer.Option(help="drop, mark or wait.")] = "drop",
-    steps: Annotated[int, typer.Option(min=2, max=100_000, help="Steps of each run.")] = 200,
+    training_steps: Annotated[int, typer.Option(min=2, max=100_000, help="Of each run.")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Of the lengths.")] = 0,
     slots: Annotated[int | None, typer.Option(help="Samples that the pool generates at once.")] = None,
     tokens_per_s: Annotated[float | None, typer.Option(help="Of one sample.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Median length of a sample.")] = None,
+    median_tokens: Annotated[int | None, typer.Option(help="Median length of a sample.")] = None,
     tail: Annotated[float | None, typer.Option(help="Sigma of the lengths' log-normal distribution.")] = None,
     step_s: Annotated[float | None, typer.Option(help="Seconds of training on one batch.")] = None,
     sync_s: Annotated[float | None, typer.Option(help="Seconds without generation at an update.")] = None,
@@ -114,7 +118,7 @@ def staleness(
     own = {
         "slots": slots,
         "tokens_per_s": tokens_per_s,
-        "tokens": tokens,
+        "tokens": median_tokens,
         "tail": tail,
         "step_s": step_s,
         "sync_s": sync_s,
@@ -127,9 +131,9 @@ def staleness(
         for name, shape in SHAPES.items()
         if scenario in (name, "all")
     }
-    found = {name: sweep(shape, bounds, on_stale, steps, seed) for name, shape in shapes.items()}
+    found = {name: sweep(shape, bounds, on_stale, training_steps, seed) for name, shape in shapes.items()}
     if plot is not None:
         with writing("--plot", plot):
             plot.parent.mkdir(parents=True, exist_ok=True)
-            draw(plot, found, f"on_stale={on_stale}, {steps} steps, seed {seed}")
-    say(as_state(shapes, found, on_stale=on_stale, steps=steps, seed=seed), as_lines(found), json)
+            draw(plot, found, f"on_stale={on_stale}, {training_steps} steps, seed {seed}")
+    say(as_state(shapes, found, on_stale=on_stale, steps=training_steps, seed=seed), as_lines(found), json)
