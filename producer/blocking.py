@@ -159,6 +159,7 @@ class BlockingRolloutFeed(Blocking[RolloutFeed]):
     train = calls(RolloutFeed.train)
     drop = calls(RolloutFeed.drop)
     advance = calls(RolloutFeed.advance)
+    renumber = calls(RolloutFeed.renumber)
     state_dict = calls(RolloutFeed.state_dict)
     load_state_dict = calls(RolloutFeed.load_state_dict)
     saved = calls(RolloutFeed.saved)

@@ -241,6 +241,10 @@ class RolloutFeed:
         self.books.advance(version)
         self._wake()
 
+    def renumber(self, version: int) -> None:
+        """The same weights are published as `version`, as a restored trainer has to. That is no update."""
+        self.books.renumber(version)
+
     def _wake(self) -> None:
         self._changed = True
         self._core.reader.wake()
