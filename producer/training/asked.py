@@ -42,7 +42,7 @@ class Asked:
         self.stopped: set[str] = set()
         self.complete = False
         self._client_id, self._rules = client_id, rules
-        self._refused: set[int] = set()  # samples that `keep` does not accept
+        self._kept: dict[int, bool] = {}  # what `keep` has said of samples that are here
         self._failed: list[JobFailure] = []  # since the last time it was asked for
         self._retries = 0
 
@@ -83,9 +83,13 @@ class Asked:
             return None
         result.learn(self.job.token_ids, self.job.metadata)
         self.here[sample] = result
-        if self._rules.keep is not None and not self._rules.keep(result):
-            self._refused.add(sample)
         return sample
+
+    def judge(self) -> None:
+        """Ask `GroupRules.keep` about what has come. Raises what it raises, and can be called again."""
+        for sample, result in self.here.items():
+            if sample not in self._kept:
+                self._kept[sample] = self._rules.keep is None or self._rules.keep(result)
 
     def failed(self, failure: JobFailure) -> None:
         """A job ended without all of its samples."""
@@ -95,7 +99,7 @@ class Asked:
     @property
     def kept(self) -> list[int]:
         """The samples that may be in the group."""
-        return [sample for sample in self.here if sample not in self._refused]
+        return [sample for sample in self.here if self._kept[sample]]
 
     @property
     def whole(self) -> list[int]:
@@ -118,7 +122,7 @@ class Asked:
         for sample in self.prompt.open:
             if sample in chosen:
                 continue
-            if sample in self._refused:
+            if not self._kept.get(sample, True):
                 why: Why = "filtered"
             elif enough:
                 why = "surplus"

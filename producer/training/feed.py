@@ -90,7 +90,8 @@ class RolloutFeed:
             self.books.withdraw(number)
             if not isinstance(error, PoolBusy):
                 raise
-            if error.reason == "unread" and self._pool.keeping.nbytes and not self._pool.asked:  # waiting is in vain
+            if error.reason == "unread" and self._pool.keeping.nbytes and not (self._pool.asked or self._ready):
+                # Nothing is to come that the trainer could take: waiting is in vain.
                 told = f"{error}: {self._pool.keeping.nbytes} bytes wait for a checkpoint; save one and call saved()"
                 raise PoolBusy(told, [], error.reason) from error
             return error

@@ -83,10 +83,11 @@ class Generating:
         self.asked[asked.number] = asked
 
     async def pump(self) -> None:
-        """Take in what has come, and send what is to be sent. Raises what `GroupRules.score` raises."""
+        """Take in what has come, and send what is to be sent. Raises what the functions of GroupRules raise."""
         async with self._one_at_a_time:
             for asked in list(self.asked.values()):
                 self._collect(asked)
+                asked.judge()
                 self._decide(asked)
                 if asked.complete:
                     await self._finish(asked)

@@ -17,13 +17,14 @@ from rolloutmq import (
     BlockingRolloutClient,
     GenerateJob,
     InvalidField,
+    PoolBusy,
     RolloutClient,
     RolloutMQError,
     RolloutResult,
     Staleness,
     WaitTimeout,
 )
-from rolloutmq.messages import Broker, Finished, decode
+from rolloutmq.messages import Broker, Caps, Finished, decode
 from rolloutmq.producer.inbox import Crossing, under_way
 from rolloutmq.producer.loop_thread import LoopThread
 from rolloutmq.producer.training import GroupRules, RolloutFeed, TrainGroup, rewards_differ
@@ -245,6 +246,48 @@ async def test_filters_are_bounded(client: RolloutClient, serving: None) -> None
     groups = await trained(feed, prompts(8))
     assert len(groups) == 2
     assert (feed.report()["marks"]["let through"], feed.report()["dropped"]) == (4, {"filtered": 12})
+
+
+async def test_results_that_wait_for_a_checkpoint_fill_the_pool_and_the_error_says_so(
+    redis_db: str, serving: None
+) -> None:
+    async with RolloutClient(redis_db, client_id="client", caps=Caps(unread=2_000)) as client:
+        feed = client.feed(MARK4)
+
+        async def run_without_saving() -> None:
+            async for batch in feed.batches(prompts(1000), timeout=20):
+                feed.train(batch)
+                feed.advance(feed.books.version + 1)
+                feed.state_dict()
+
+        with pytest.raises(PoolBusy, match=r"bytes wait for a checkpoint; save one and call saved\(\)") as raised:
+            await run_without_saving()
+        assert raised.value.reason == "unread"
+        in_full(feed)
+        trained_before = feed.books.trained
+        feed.saved()
+        assert await feed.submit(next(prompts(1)), 10) == feed.books.numbers - 1
+        feed.train(await feed.batch(20))
+        assert feed.books.trained == trained_before + 2
+
+
+async def test_a_filter_that_raises_loses_nothing(client: RolloutClient, serving: None) -> None:
+    broken = True
+
+    def keep(result: RolloutResult) -> bool:
+        if broken:
+            raise ValueError("no judge")
+        return True
+
+    feed = client.feed(MARK4, GroupRules(keep=keep))
+    loop = feed.batches(prompts(2), timeout=20)
+    with pytest.raises(ValueError, match="no judge"):
+        await anext(loop)
+    broken = False
+    batch = await anext(loop)
+    assert [group.samples for group in batch] == [(0, 1), (0, 1)]
+    feed.train(batch)
+    in_full(feed)
 
 
 async def test_a_scorer_that_raises_loses_nothing(client: RolloutClient, serving: None) -> None:
