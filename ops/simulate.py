@@ -154,13 +154,15 @@ class Run:
                 books.drop(number, stale, "stale", {it: self._measured(number, it) for it in stale})
             ready = [number for number in ready if number in books.prompts]
             self._refill()
-        due = [number for number, it in books.prompts.items() if rule.due(books.updates - it.update)]
-        if rule.on_stale == "wait" and any(self._missing[number] for number in due):
-            return False
         batch = ready[: self.shape.batch_size // self.shape.group]
         # Fewer only if nothing more can come: samples that were dropped from groups leave room for no whole one.
         if len(batch) < self.shape.batch_size // self.shape.group and (self._running or self._queue or not batch):
             return False
+        if rule.on_stale == "wait" and any(self._missing[number] for number in books.prompts if number < batch[-1]):
+            left = books.prompts.keys() - set(batch)
+            ages = [(books.updates - books.prompts[it].update, len(books.prompts[it].open)) for it in left]
+            if rule.too_late(ages):
+                return False
         self._batch = batch
         self._training_until = self.now + self.shape.step_s
         return True

@@ -50,6 +50,7 @@ class RolloutFeed:
         self._pool = Generating(core, self.books, rules)
         self._ready = self._pool.ready
         self._handed: dict[int, set[int]] = {}  # prompts at the trainer, with the samples that it has
+        self._given = 0  # samples that were wanted of what the trainer got since the last update
         self._changed = self._begun = self._held_up = self._has_waited = False
         self._submitting = asyncio.Lock()
 
@@ -157,27 +158,34 @@ class RolloutFeed:
     def _choose(self, most: int, source: Source | None) -> list[TrainGroup] | None:
         """Groups of `most` samples; fewer if no more can come; None if they have to be waited for."""
         self._drop_stale()
-        if self.staleness.on_stale == "wait" and self._must_wait():
-            return None
         chosen: list[TrainGroup] = []
-        total = 0
+        total, full = 0, False
         for number in sorted(self._ready):
-            total += self._ready[number].n
-            if chosen and total > most:
-                return chosen
+            full = total >= most or (bool(chosen) and total + self._ready[number].n > most)
+            if full:
+                break
             chosen.append(self._ready[number])
-            if total >= most:
-                return chosen
-        if source is None or self._pool.asked:
+            total += self._ready[number].n
+        more_may_come = source is None or self._pool.asked or not (chosen or source.next is None)
+        if not full and total < most and more_may_come:
             return None
-        return chosen if chosen or source.next is None else None
+        return None if self.staleness.on_stale == "wait" and self._has_to_wait(chosen, total) else chosen
 
-    def _must_wait(self) -> bool:
-        updates = self.books.updates
-        late = any(self.staleness.due(updates - asked.prompt.update) for asked in self._pool.asked.values())
-        if late and self._ready and not self._has_waited:
-            self.books.marks["waited"] += 1
-            self._has_waited = True
+    def _has_to_wait(self, chosen: list[TrainGroup], total: int) -> bool:
+        """Whether older samples have to come first. What has come can only be taken in its order."""
+        older = [number for number in self._pool.asked if chosen and number < chosen[-1].number]
+        if not older:
+            return False
+        mine = {group.number for group in chosen}
+        left = [
+            (self.books.updates - prompt.update, min(prompt.n - prompt.spare, len(prompt.open)))
+            for number, prompt in self.books.prompts.items()
+            if number not in mine and number not in self._handed
+        ]
+        room = max(0, self.staleness.batch_size - self._given - total)
+        late = self.staleness.too_late(left, room)
+        self.books.marks["waited"] += late and not self._has_waited
+        self._has_waited = late
         return late
 
     def _drop_stale(self) -> None:
@@ -199,6 +207,7 @@ class RolloutFeed:
             self.books.marks["marked"] += sum(map(self.staleness.is_stale, group.staleness))
             del self._ready[group.number]
             self._handed[group.number] = set(group.samples)
+            self._given += group.n
         self._has_waited = False
         # Ctrl-C in a plain loop may come before its thread has them: then they are ready again.
         replies = [reply for group in groups for reply in self._pool.keeping.of(group.number)]
@@ -209,6 +218,7 @@ class RolloutFeed:
         for group in groups:
             if self._handed.pop(group.number, None) is not None:
                 self._ready[group.number] = group
+                self._given -= group.n
         self._wake()
 
     # --- the trainer says ------------------------------------------------------------------------------------------
@@ -240,6 +250,7 @@ class RolloutFeed:
     def advance(self, version: int) -> None:
         """The weights were updated and are published as `version`. Raises InvalidField unless it is a newer one."""
         self.books.advance(version)
+        self._given = 0
         self._wake()
 
     def renumber(self, version: int) -> None:

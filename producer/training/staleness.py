@@ -6,6 +6,8 @@ not dropped are at most (eta + updates + 1) x batch_size, where `updates` counts
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -26,8 +28,8 @@ class Staleness:
     batch_size: samples that the trainer trains on for each update.
     on_stale: what becomes of a sample that is stale when the trainer takes it. "drop": it is dropped, and another
         prompt may be submitted for it. "mark": the trainer gets it, and it is counted. "wait": the trainer gets it,
-        too, but it takes no batch while a prompt is in flight that would be stale after the next update. As long as it
-        trains on `batch_size` samples for each update, no sample is stale then.
+        too, but it waits for old samples before it takes younger ones, as far as the old ones would get stale
+        otherwise. As long as it trains on `batch_size` samples for each update, no sample is stale then.
     Raises InvalidField.
     """
 
@@ -66,6 +68,19 @@ class Staleness:
         """Whether a sample of this staleness is too old to train on."""
         return staleness > self.eta
 
-    def due(self, age: int) -> bool:
-        """Whether a prompt's samples may be stale after the next update. age: updates since it was accepted."""
-        return age >= self.eta
+    def too_late(self, left: Iterable[tuple[int, int]], room: int = 0) -> bool:
+        """Whether some samples would be stale if the others were trained first, whatever comes afterwards.
+
+        left: prompts in flight that this update does not train, each by its age, the updates since it was accepted,
+        and its samples. room: samples that this update may train beside what it has. A prompt of age a can still be
+        trained at eta - a later updates. So all prompts of age a or more have to fit into so many batches.
+        """
+        by_age: Counter[int] = Counter()
+        for age, samples in left:
+            by_age[age] += samples
+        older = 0
+        for age in sorted(by_age, reverse=True):
+            older += by_age[age]
+            if older > max(0, self.eta - age) * self.batch_size + room:
+                return True
+        return False

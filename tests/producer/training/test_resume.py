@@ -59,6 +59,10 @@ class Trainer:
         self.feed.train(batch)
         self.feed.advance(self.feed.books.version + 1)
 
+    async def flushed(self) -> None:
+        """What may be acknowledged is acknowledged."""
+        await eventually(lambda: not self.client._core.reader._acks)
+
     async def crash(self) -> None:
         """Nothing more reaches Redis."""
         self.client._core.reader._before_ack = lambda _: False
@@ -115,6 +119,7 @@ async def test_a_crash_between_step_and_checkpoint(trainer: Make, serving: None)
     await steps(first, 2)
     lost = set(first.weights[4:])
     assert len(lost) == 8
+    await first.flushed()
     await first.crash()
     second = trainer()
     second.restore(saved)
@@ -132,6 +137,7 @@ async def test_a_crash_after_the_checkpoint_before_the_acknowledgement(
     first.checkpoint()
     await steps(first, 2)
     saved = first.checkpoint()
+    await first.flushed()
     assert await stream_length(db, broker) >= 8, "kept until a checkpoint is saved"
     await first.crash()
     second = trainer()
@@ -147,9 +153,14 @@ async def acknowledged(db: Redis, broker: Broker) -> bool:
     return await stream_length(db, broker) == 0
 
 
-async def test_an_older_checkpoint(trainer: Make, serving: None, db: Redis, broker: Broker) -> None:
-    """What a later checkpoint let go is not in the pool any more. It is generated again, and nothing is skipped."""
-    first = trainer()
+@pytest.mark.parametrize("on_failed", ["ask", "less"])
+async def test_an_older_checkpoint(trainer: Make, serving: None, on_failed: Any) -> None:
+    """What a later checkpoint let go is not in the pool any more. It is generated again, and nothing is skipped.
+
+    It has not failed, so it does not matter what becomes of samples that failed.
+    """
+    rules = GroupRules(on_failed=on_failed, retries=0)
+    first = trainer(rules)
     await steps(first, 1)
     old = first.checkpoint()
     first.feed.saved()
@@ -157,7 +168,7 @@ async def test_an_older_checkpoint(trainer: Make, serving: None, db: Redis, brok
     first.checkpoint()
     first.feed.saved()
     await first.client.aclose()
-    second = trainer()
+    second = trainer(rules)
     second.restore(old)
     gone = {it for it in first.weights if it not in second.weights}
     await finish(second)
@@ -187,6 +198,29 @@ async def test_a_buffered_sample_is_not_skipped(trainer: Make, serving: None) ->
     second.restore(saved)
     await finish(second)
     assert ready <= {job_id for *_, job_id in second.weights}
+
+
+async def test_a_sample_that_was_dropped_stays_dropped(trainer: Make, serving: None) -> None:
+    """Its group's other sample was ready when the trainer died; both are still on the stream."""
+    rules = GroupRules(keep=lambda result: result.sample == 0)
+    first = trainer(rules)
+    await first.feed.submit(next(prompts()), 5)
+    await eventually(lambda: dropped(first.feed), what="the group is ready")
+    saved = first.checkpoint()
+    first.feed.saved()
+    await first.crash()
+    second = trainer()  # which would keep it
+    second.restore(saved)
+    (group,) = await second.feed.batch(20)
+    assert group.samples == (0,)
+    second.step([group])
+    second.agrees()
+    assert second.feed.report()["dropped"] == {"filtered": 1}
+
+
+async def dropped(feed: RolloutFeed) -> int:
+    await feed._pool.pump()
+    return feed.books.dropped.total()
 
 
 async def test_partials_go_on(redis_db: str, trainer: Make, db: Redis, broker: Broker) -> None:

@@ -105,11 +105,11 @@ class Schedule:
                 self.ready.remove(number)
             self.counted["dropped"] += len(stale)
         updates = self.books.updates
-        due = {it for it, prompt in self.books.prompts.items() if self.rule.due(updates - prompt.update)}
-        if self.rule.on_stale == "wait" and not due <= set(self.ready):
-            return False
         batch = sorted(self.ready)[: self.rule.batch_size]
         if len(batch) < self.rule.batch_size:
+            return False
+        left = [(updates - prompt.update, 1) for it, prompt in self.books.prompts.items() if it not in batch]
+        if self.rule.on_stale == "wait" and self.rule.too_late(left):
             return False
         for number in batch:
             self.stale_trained += self.rule.is_stale(self.books.age(self.born[number]))
@@ -144,7 +144,8 @@ def test_random_schedules(on_stale: str) -> None:
 
 @pytest.mark.parametrize("on_stale", ["drop", "mark", "wait"])
 def test_no_schedule_comes_to_a_stand(on_stale: str) -> None:
-    """Whatever was dropped before: a trainer with a pool that answers goes on."""
+    """Whatever was dropped before: a trainer with a pool that answers goes on. In long runs there are stragglers."""
+    stale = 0
     for seed in range(20):
         schedule = Schedule(seed, on_stale)
         schedule.run()
@@ -155,3 +156,5 @@ def test_no_schedule_comes_to_a_stand(on_stale: str) -> None:
             schedule.finish()
             schedule.take()
         assert schedule.books.version > before + 10
+        stale += schedule.stale_trained
+    assert (stale > 0) == (on_stale == "mark")
