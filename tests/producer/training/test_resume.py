@@ -6,14 +6,18 @@ are. So the tests count for themselves, and compare the books with that.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from support.pools import killed_trainer
 from support.pools.pool import eventually, stream_length, worker
 from support.specimens.messages import SHORT
 
@@ -311,6 +315,28 @@ async def test_crashes_anywhere(trainer: Make, serving: None, seed: int) -> None
     if checkpoints:
         last.restore(checkpoints[-1])
     await finish(last)
+
+
+async def test_a_process_that_is_killed_three_times(redis_db: str, serving: None, tmp_path: Path) -> None:
+    """With SIGKILL, wherever it is then, a little later each time. The last one ends by itself."""
+    asked = [sys.executable, killed_trainer.__file__, redis_db, str(tmp_path / "checkpoint.json")]
+    for steps_before in (2, 3, 6, None):
+        process = await asyncio.create_subprocess_exec(*asked, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        lines: list[str] = []
+        while line := await process.stdout.readline():
+            lines.append(line.decode())
+            if len(lines) == steps_before:
+                process.kill()
+                break
+        await process.wait()
+    told = json.loads(lines[-1])
+    everything = [
+        [place, sample] for place in range(killed_trainer.PROMPTS) for sample in range(killed_trainer.SAMPLES)
+    ]
+    assert sorted(told["weights"]) == everything, "every sample once"
+    report = told["report"]
+    assert (report["accepted"], report["trained"], report["in_flight"]) == (len(everything), len(everything), 0)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,24 @@ def test_a_job_gets_the_bounds_and_keeps_stricter_ones() -> None:
     assert Staleness(3, 8, "wait").bound(strict, 7).min_version == 9
 
 
+@pytest.mark.parametrize(
+    ("left", "room", "late"),
+    [
+        ([], 0, False),
+        ([(2, 1)], 0, True),  # the next update would make it stale
+        ([(2, 1)], 1, False),  # this update may train it yet
+        ([(1, 4)], 0, False),  # the next batch is all theirs
+        ([(1, 5)], 0, True),  # they are more than one batch, and the batch after the next one is too late
+        ([(0, 8), (1, 4)], 0, True),
+        ([(0, 4), (1, 4)], 0, False),
+        ([(0, 9)], 0, True),
+        ([(3, 1)], 0, True),
+    ],
+)
+def test_waiting_looks_ahead(left: list[tuple[int, int]], room: int, late: bool) -> None:
+    assert Staleness(eta=2, batch_size=4, on_stale="wait").too_late(left, room) == late
+
+
 @functools.cache
 def bound(rule: Staleness, version: int) -> GenerateJob:
     return rule.bound(GenerateJob(token_ids=[1]), version)
