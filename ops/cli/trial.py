@@ -65,7 +65,7 @@ def books(
     file: Annotated[Path, typer.Argument(help="A feed's state_dict as JSON, or a checkpoint of torch.save with one.")],
     json: Json = False,
 ) -> None:
-    """What became of a trainer's samples, from a checkpoint.
+    """Show what became of a trainer's samples, from a checkpoint.
 
     Each was trained, dropped for a reason, or is in flight. Lengths and rewards of what was dropped stand beside those
     of what was trained.
