@@ -20,7 +20,7 @@ from .calls import Session
 from .client import MAX_OUTSTANDING, RolloutClient
 from .control import PoolControl
 from .inbox import Handle
-from .loop_thread import Blocking, LoopThread, calls, iterates, reads, same, waits
+from .loop_thread import Blocking, BlockingContext, LoopThread, calls, iterates, reads, same, waits
 from .training import Books, GroupRules, RolloutFeed, Staleness
 
 
@@ -35,7 +35,7 @@ class BlockingJobHandle(Handle):
         return self._client.wait(self, timeout)
 
 
-class BlockingRolloutClient(Blocking[RolloutClient]):
+class BlockingRolloutClient(BlockingContext[RolloutClient]):
     """RolloutClient without asyncio; arguments, guarantees and errors are the same, method by method.
 
     Connects when it is made; raises RedisUnavailable. May be used from several threads; `close` ends the calls that
@@ -182,7 +182,7 @@ class BlockingRolloutFeed(Blocking[RolloutFeed]):
         return self._it.rules
 
 
-class BlockingSession(Blocking[Session]):
+class BlockingSession(BlockingContext[Session]):
     """Made by `BlockingRolloutClient.session`; method by method what Session is."""
 
     generate = waits(Session.generate)
@@ -214,7 +214,7 @@ class BlockingSession(Blocking[Session]):
     versions: npt.NDArray[np.int64] = reads(Session.versions)
 
 
-class BlockingPoolControl(Blocking[PoolControl]):
+class BlockingPoolControl(BlockingContext[PoolControl]):
     """PoolControl without asyncio; arguments, answers and errors are the same, method by method.
 
     May be used from several threads. Use it in `with`, or close it. `BlockingRolloutClient.control` is one over the

@@ -171,6 +171,10 @@ class Blocking(Generic[A]):
             self._thread.close()
             raise
 
+
+class BlockingContext(Blocking[A]):
+    """One that is closed, also by the end of a `with` block."""
+
     def __enter__(self) -> Self:
         return self
 

@@ -151,14 +151,8 @@ def plain(annotation: object) -> str:
 def test_every_public_method_has_a_blocking_twin_with_the_same_signature(asyncio_class: type, blocking: type) -> None:
     twin = {"aclose": "close", "broker": None}
     names = {twin.get(name, name) for name in public(asyncio_class)} - {None}
-    made_with = {
-        "session_id",
-        "worker",
-        "books",
-        "staleness",
-        "rules",
-    }  # which a Session or a feed sets when it is made
-    assert public(blocking).keys() - names <= made_with
+    # Which a Session or a feed sets when it is made.
+    assert public(blocking).keys() - names <= {"session_id", "worker", "books", "staleness", "rules"}
     assert names <= public(blocking).keys()
     for name, method in public(asyncio_class).items():
         other = public(blocking).get(twin.get(name, name) or "")
