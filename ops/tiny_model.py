@@ -19,12 +19,19 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def write_tiny_model(
-    directory: Path, *, layers: int = 2, width: int = 128, context: int = 4096, seed: int = 0, dtype: str = "bfloat16"
+    directory: Path,
+    *,
+    layers: int = 2,
+    width: int = 128,
+    context: int = 4096,
+    seed: int = 0,
+    dtype: str = "bfloat16",
+    tied: bool = False,
 ) -> None:
     """Write config, safetensors and tokenizer of a Qwen2 model whose tokens are bytes: 259 ids, padded to 320.
 
     layers, width: of the model. context: its longest sequence, in tokens. seed: of its weights. dtype: a torch dtype's
-    name. Raises OSError if the folder cannot be written.
+    name. tied: whether lm_head is the embeddings. Raises OSError if the folder cannot be written.
     """
     prepare_transformers()
     import torch  # noqa: PLC0415
@@ -54,7 +61,7 @@ def write_tiny_model(
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=context,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         bos_token_id=vocabulary["<|endoftext|>"],
         eos_token_id=vocabulary["<|im_end|>"],
         pad_token_id=vocabulary["<|endoftext|>"],

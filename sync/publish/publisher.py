@@ -111,6 +111,10 @@ class WeightPublisher:
         """Newest version that was published or found in the pool's ledger. The next one has to be higher."""
         return self._last[""]
 
+    def last_adapter_version(self, name: str) -> int:
+        """Newest version of an adapter published or found in the pool's ledger, or 0; the next one has to be higher."""
+        return self._last.get(name, 0)
+
     @property
     def snapshots_saved(self) -> int:
         """Number of versions that this publisher has written to disk."""
