@@ -1,0 +1,152 @@
+"""A `rollout_func` of GRPOTrainer that also serves its later turns and brings its weights to the pool."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Unpack
+
+import torch
+
+from ...messages.errors import InvalidField
+from ...messages.model import GenerateJob, RolloutResult
+from ...sync.transfer import SyncOptions
+from ..blocking import BlockingRolloutClient
+from .turns import sampling_of
+from .weights import PoolWeightTransfer, bare, named_weights
+
+
+class PoolRollouts:
+    """Generates GRPOTrainer's completions in a pool; `use_vllm` stays False.
+
+        trainer = GRPOTrainer(model, reward_funcs, args, dataset, rollout_func=PoolRollouts())
+
+    At its first call it takes the place of the trainer's vLLM generation, so everything that TRL does with vLLM it
+    does with
+    the pool: it publishes the weights whenever the step has changed, generates the turns after tool calls (of `tools`
+    and of an `environment_factory`), and corrects for the difference between trainer and engine as `args` say
+    (`vllm_importance_sampling_correction`, `…_mode`, `…_clip_max`), which it leaves out for other rollout functions.
+    Mode "token_truncate" is truncated importance sampling.
+
+    Guarantees: all tokens of a step are sampled with its weights, however many workers die. A PEFT adapter is merged
+    for the copy, or travels alone under the name `adapter`; see PoolWeightTransfer. On a distributed trainer each
+    rank asks for its own prompts, and the first one sends the weights.
+
+    Args:
+        timeout: the longest wait for a completion, in seconds; None waits for ever.
+        others: as PoolWeightTransfer has them.
+
+    A call raises InvalidField for prompts with images, JobFailed for a completion that no worker can generate,
+    WaitTimeout, and what PoolWeightTransfer raises.
+    """
+
+    def __init__(
+        self,
+        redis_url: str | None = None,
+        pool: str = "default",
+        *,
+        adapter: str | None = None,
+        timeout: float | None = None,
+        **settings: Unpack[SyncOptions],
+    ) -> None:
+        self.weights = PoolWeightTransfer(redis_url, pool, adapter=adapter, **settings)
+        self._timeout = timeout
+        self._client: BlockingRolloutClient | None = None
+        self._trainer: Any = None
+        self._version = 0
+        self._fields: dict[str, Any] = {}
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """What TRL asks of a `rollout_func`: prompt_ids, completion_ids and logprobs, one list for each prompt."""
+        if self._trainer is not trainer:
+            self._take_over(trainer)
+        prompt_ids, images, extra = trainer._tokenize_prompts(prompts)
+        if images is not None or extra:
+            raise InvalidField("prompts", "with images", "text alone: the pool's TRL adapter has no images")
+        completion_ids, logprobs = trainer._generate_single_turn(prompt_ids, None, {}, 1)
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
+
+    def close(self) -> None:
+        """Disconnect. Safe to call twice; the next call connects again and sends the weights."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        self.weights.destroy()
+        if self._trainer is not None:
+            self._trainer._last_loaded_step = None
+
+    # --- what TRL asks of its vLLM generation -----------------------------------------------------------------------
+
+    def sync_weights(self) -> None:
+        """Publish the trainer's weights. Every rank calls it."""
+        self._connect()
+        model = bare(self._trainer.accelerator.unwrap_model(self._trainer.model))
+        self.weights.model = model
+        merge = hasattr(model, "merge_adapter") and self.weights.adapter is None
+        if merge:
+            model.merge_adapter()
+        try:
+            if self._trainer.accelerator.is_main_process:
+                self.weights.send_weights(named_weights(model))
+            else:
+                for _ in named_weights(model):  # the gathers of sharded parameters need every rank
+                    pass
+        finally:
+            if merge:
+                model.unmerge_adapter()
+        self._version = _from_first_rank(self.weights.version)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], images: Any, num_generations: int, profiler: Any = None
+    ) -> tuple[Any, list[list[int]], list[list[list[float]]], None]:
+        """A completion of each prompt, in order; equal neighbours are one job, whose prompt is computed once.
+
+        Returns the prompts, the completions' ids, (completion, token, 1) log-probabilities, and None.
+        """
+        if images is not None and any(images):
+            raise InvalidField("images", len(images), "none: the pool's TRL adapter has no images")
+        client = self._connect()
+        least = "min_version" if self.weights.adapter is None else "min_adapter_version"
+        bounds: dict[str, Any] = self._fields | {least: self._version}
+        jobs = [
+            GenerateJob.build(token_ids=list(ids), n=len(list(same)), **bounds)
+            for ids, same in itertools.groupby(map(list, prompts))
+        ]
+        handles = client.submit_many(jobs, timeout=None)
+        try:
+            results = [result for handle in handles for result in client.wait(handle, self._timeout)]
+        except BaseException:
+            client.cancel(handles)
+            raise
+        return prompts, [it.token_ids.tolist() for it in results], [list(_logprobs(it)) for it in results], None
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _take_over(self, trainer: Any) -> None:
+        if trainer.args.use_vllm:
+            raise InvalidField("args.use_vllm", True, "False: the pool generates")
+        self.close()
+        self._fields = sampling_of(trainer.args, trainer.eos_token_ids) | {"lora": self.weights.adapter}
+        self._trainer = trainer
+        trainer.vllm_generation, trainer.use_vllm, trainer._last_loaded_step = self, True, None
+        trainer.vllm_mode = "server"  # in the other mode TRL looks into the engine
+
+    def _connect(self) -> BlockingRolloutClient:
+        if self._client is None:
+            if self._trainer.accelerator.is_main_process:
+                self.weights.init_weight_transfer()
+            self._client = BlockingRolloutClient(self.weights.redis_url, self.weights.pool)
+        return self._client
+
+
+def _logprobs(result: RolloutResult) -> Iterator[list[float]]:
+    assert result.logprobs is not None
+    return ([float(it)] for it in result.logprobs)
+
+
+def _from_first_rank(version: int) -> int:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return version
+    told = [version]
+    torch.distributed.broadcast_object_list(told)
+    return told[0]
