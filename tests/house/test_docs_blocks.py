@@ -45,6 +45,7 @@ ELSEWHERE = {
     "generation.md": "worker/sglang/pools/test_stops_pool.py",
     "logits.md": "worker/sglang/generation/test_deterministic.py",
     "operations.md": "ops/operations/test_operations_docs.py",
+    "trainers.md": "producer/trl/test_trl_examples.py",
 }
 """Pages whose Python needs an engine or a place of its own: the test that runs it."""
 RUN = (
