@@ -124,7 +124,7 @@ class Turns:
         waiting = []
         while (reply := self._core.inbox.take_next()) is not None:
             waiting.append(reply)
-        wanted = [it for it in waiting if (number := self._prompt_of(it.outcome)) is not None and not ended(number)]
+        wanted = [it for it in waiting if (its := self._prompt_of(it.outcome)) is not None and not ended(its)]
         self._core.hand_out([it for it in waiting if it not in wanted]).acknowledge()
         self._core.hand_out(wanted).give_back()
 
