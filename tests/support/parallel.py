@@ -18,6 +18,8 @@ POOLS = "tests/worker/sglang/pools/"
 """Their engines are in processes of their own."""
 DOCUMENTATION = "tests/house/test_docs_blocks.py"
 """Has a pool, too."""
+TRAINERS = "tests/producer/trl/"
+"""They share one."""
 LONG = (
     "test_state_machine", "test_kills", "test_operations", "test_commands_serving", "test_cluster", "test_restart",
     "test_publish_faults", "test_skyrl_weights", "test_disk_crash", "test_torchrun",
@@ -42,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def rank(nodeid: str) -> int:
     """Of a test's file; the lowest begins first."""
-    if nodeid.startswith(DOCUMENTATION):
+    if nodeid.startswith((DOCUMENTATION, TRAINERS)):
         return 1
     if nodeid.startswith(ENGINES):
         return 1 if nodeid.startswith(POOLS) else 0
