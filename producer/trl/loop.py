@@ -1,12 +1,11 @@
 """TRL's own rollout loop with its generation replaced.
 
-TRL's `_AsyncRolloutLoop` renders prompts, runs tools and environments, calls reward functions, takes advantages and
-cuts conversations into rows. All of that is inherited, so it is TRL's to the letter. Replaced are the five places
-that have
-to do with a server: the connection, the order of prompts, the request for a turn, what becomes of a failed one, and the
-version that a sample is said to have. TRL starts its loop in a process of its own. Here it runs in a thread: nothing
-of it computes, what trainer and loop have to agree on (what was trained) stays in one process, and reward functions may
-be closures.
+TRL's `_AsyncRolloutLoop` renders prompts, runs tools and environments, calls reward functions, computes advantages and
+cuts conversations into rows. All of that is inherited. Five places are replaced that have to do with a server: the
+connection, the order of prompts, the request for a turn, what becomes of a failed one, and a sample's version.
+
+TRL starts its loop in a process of its own. Here it runs in a thread. Generation costs this process nothing, the books
+are shared with the trainer without a second protocol, and reward functions may be closures.
 """
 
 from __future__ import annotations

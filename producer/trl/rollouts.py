@@ -21,16 +21,15 @@ class PoolRollouts:
 
         trainer = GRPOTrainer(model, reward_funcs, args, dataset, rollout_func=PoolRollouts())
 
-    At its first call it takes the place of the trainer's vLLM generation, so everything that TRL does with vLLM it
-    does with
-    the pool: it publishes the weights whenever the step has changed, generates the turns after tool calls (of `tools`
-    and of an `environment_factory`), and corrects for the difference between trainer and engine as `args` say
+    At its first call it takes the place of the trainer's vLLM generation. So TRL does with the pool what it does with
+    vLLM. It publishes the weights whenever the step has changed. It generates the turns after calls of `tools` and of
+    an `environment_factory` in the pool. It corrects for the difference between trainer and engine as `args` say
     (`vllm_importance_sampling_correction`, `…_mode`, `…_clip_max`), which it leaves out for other rollout functions.
     Mode "token_truncate" is truncated importance sampling.
 
     Guarantees: all tokens of a step are sampled with its weights, however many workers die. A PEFT adapter is merged
-    for the copy, or travels alone under the name `adapter`; see PoolWeightTransfer. On a distributed trainer each
-    rank asks for its own prompts, and the first one sends the weights.
+    for the copy, or travels alone under the name `adapter`; see PoolWeightTransfer. On a distributed trainer each rank
+    asks for its own prompts, and the first one sends the weights.
 
     Args:
         timeout: the longest wait for a completion, in seconds; None waits for ever.

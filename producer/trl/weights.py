@@ -84,7 +84,7 @@ class PoolWeightTransfer:
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Publish the next version.
 
-        iterator: (name, tensor) pairs of the whole model. With an `adapter` only the first ones are used.
+        iterator: (name, tensor) pairs of the whole model. With an `adapter` they are not used.
         Raises WeightSyncError if the first version fails, the trainer's weights have NaN or Inf in them, or no worker
         took the last few versions.
         """

@@ -45,16 +45,15 @@ class PoolRolloutWorker(TrainerCallback, ExportableState):  # type: ignore[misc]
         trainer = AsyncGRPOTrainer(model, reward_funcs, args, dataset,
                                    rollout_worker=worker, weight_transfer=weights, callbacks=[worker])
 
-    Reward functions, tools and environments do what they do with TRL's own worker, which this is but for generation.
-    They run in threads of the trainer's process. A sample's version is that of its oldest token, by the pool's own
-    tags.
+    Reward functions, tools and environments work as with TRL's own worker, whose loop this runs with another
+    generation. They run in threads of the trainer's process. A sample's version is that of its oldest token, by the
+    pool's own tags.
 
-    Guarantees: a worker of the pool that dies costs no sample. Every sample of every prompt ends in `books` as
-    trained or dropped, or is in flight. A trainer that crashed and resumes from a checkpoint, under the same
-    `client_id`, goes on with
-    the books of that checkpoint: it trains no sample twice that the checkpoint has, gets what was generated and not
-    trained without generating it again, and skips nothing. A sample that no worker can generate is dropped from its
-    group; if that are all of a group, training ends with JobFailed.
+    Guarantees: a worker of the pool that dies costs no sample. In `books` every sample of every accepted prompt is
+    trained, dropped or in flight. A trainer that crashed and resumes from a checkpoint under the same `client_id` goes
+    on with the books of that checkpoint. It trains no sample twice, skips none, and what was generated and not trained
+    is not generated again. A sample that no worker can generate is left out of its group. If all samples of a group
+    fail, training ends with JobFailed.
 
     Args:
         weights: the trainer's weight transfer. Its Redis and its pool are the worker's, too.
@@ -62,12 +61,10 @@ class PoolRolloutWorker(TrainerCallback, ExportableState):  # type: ignore[misc]
             gets. model: a name or a path; its tokenizer is the default of processing_class. If args.token_budget is not
             set it becomes 0, because TRL would ask a vLLM server; then a micro-batch is per_device_train_batch_size
             samples.
-        client_id: name of the reply stream, for a trainer that may be resumed. By default a new one, and what is
-        under way
-            is cancelled when training ends.
-        staleness: by default Staleness(args.max_staleness, the samples of a version). Not given for a `token_budget`,
-        which
-            leaves the number of samples open: then prompts are accepted as TRL's own worker accepts them.
+        client_id: name of the reply stream, for a trainer that may be resumed. By default it is a new one, and jobs
+            under way are cancelled when training ends.
+        staleness: by default Staleness(args.max_staleness, samples of a version). With a `token_budget` there is none
+            by default, because the number of samples is open: prompts are then accepted as TRL's own worker does it.
 
     Raises InvalidField.
     """
