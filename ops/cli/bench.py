@@ -45,8 +45,10 @@ def bench_queue(
 
 @app.command("idle")
 def bench_idle(
-    clients: Annotated[int, typer.Option(help="Clients, each waiting for a job that nobody can run.", min=0)] = 5000,
-    workers: Annotated[int, typer.Option(help="Workers without work.", min=0)] = 1000,
+    clients: Annotated[
+        int, typer.Option("--idle-clients", help="Clients, each waiting for a job that nobody can run.", min=0)
+    ] = 5000,
+    workers: Annotated[int, typer.Option("--idle-workers", help="Workers without work.", min=0)] = 1000,
     settle: Annotated[float, typer.Option(help="Seconds that they are left alone first.", min=0.0)] = 60.0,
     seconds: Annotated[float, typer.Option(help="Seconds that Redis is watched.", min=1.0)] = 60.0,
     out: Annotated[Path | None, typer.Option(help="Write the result here, too.")] = None,
