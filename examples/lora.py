@@ -11,7 +11,7 @@ with `--max-lora-rank 16` there. SGLang runs no adapters on a CPU, so there it i
 import os
 
 import torch
-from rolloutmq.worker.cpu_support import prepare_transformers
+from rolloutmq.worker import prepare_transformers
 
 prepare_transformers()  # only needed beside a CPU build of torch
 from datasets import Dataset

@@ -10,7 +10,7 @@ The same command goes on from the last checkpoint, if there is one.
 import os
 from pathlib import Path
 
-from rolloutmq.worker.cpu_support import prepare_transformers
+from rolloutmq.worker import prepare_transformers
 
 prepare_transformers()  # only needed beside a CPU build of torch
 from datasets import Dataset

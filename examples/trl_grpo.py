@@ -7,7 +7,7 @@
 
 import os
 
-from rolloutmq.worker.cpu_support import prepare_transformers
+from rolloutmq.worker import prepare_transformers
 
 prepare_transformers()  # only needed beside a CPU build of torch
 from datasets import Dataset
