@@ -26,13 +26,11 @@ local ADAPTER = 1099511627776  -- 2^40; weights versions above it count as it
 local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w', 'l', 'P', 'x', 'y', 'q'}
 local function record(id) return redis.call('HMGET', job_key(id), unpack(FIELDS)) end
 
--- The first field of an open job's record that is not what enqueue writes, or nil.
+-- The first field of an open job's record that is not what enqueue writes, or nil. Each claimed job comes here, and a table
+-- of the fields made a claim a quarter slower.
 local function damaged(f)
-  local fields = {p = f[1], a = whole(f[2]) or false, t = whole(f[3]) or false, e = not f[4] or whole(f[4]) or false,
-                  d = whole(f[5]) or false, n = whole(f[7]) or false, y = f[15], q = f[16]}
-  for name, fine in pairs(fields) do
-    if not fine then return name end
-  end
+  return not f[1] and 'p' or not whole(f[2]) and 'a' or not whole(f[3]) and 't' or f[4] and not whole(f[4]) and 'e'
+    or not whole(f[5]) and 'd' or not whole(f[7]) and 'n' or not f[15] and 'y' or not f[16] and 'q' or nil
 end
 
 local given, bytes = {}, 0
