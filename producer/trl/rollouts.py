@@ -31,9 +31,8 @@ class PoolRollouts:
     for the copy, or travels alone under the name `adapter`; see PoolWeightTransfer. On a distributed trainer each rank
     asks for its own prompts, and the first one sends the weights.
 
-    Args:
-        timeout: the longest wait for a completion, in seconds; None waits for ever.
-        others: as PoolWeightTransfer has them.
+    timeout: the longest wait for a completion, in seconds; None waits for ever. The other arguments are those of
+    PoolWeightTransfer.
 
     A call raises InvalidField for prompts with images, JobFailed for a completion that no worker can generate,
     WaitTimeout, and what PoolWeightTransfer raises.

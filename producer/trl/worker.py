@@ -55,16 +55,15 @@ class PoolRolloutWorker(TrainerCallback, ExportableState):  # type: ignore[misc]
     is not generated again. A sample that no worker can generate is left out of its group. If all samples of a group
     fail, training ends with JobFailed.
 
-    Args:
-        weights: the trainer's weight transfer. Its Redis and its pool are the worker's, too.
-        model, args, train_dataset, reward_funcs, processing_class, tools, environment_factory: what AsyncGRPOTrainer
-            gets. model: a name or a path; its tokenizer is the default of processing_class. If args.token_budget is not
-            set it becomes 0, because TRL would ask a vLLM server; then a micro-batch is per_device_train_batch_size
-            samples.
-        client_id: name of the reply stream, for a trainer that may be resumed. By default it is a new one, and jobs
-            under way are cancelled when training ends.
-        staleness: by default Staleness(args.max_staleness, samples of a version). With a `token_budget` there is none
-            by default, because the number of samples is open: prompts are then accepted as TRL's own worker does it.
+    weights: the trainer's weight transfer. Its Redis and its pool are the worker's, too.
+    client_id: name of the reply stream, for a trainer that may be resumed. By default it is a new one, and jobs under
+        way are cancelled when training ends.
+    staleness: by default Staleness(args.max_staleness, samples of a version). With a `token_budget` there is none by
+        default, because the number of samples is open: prompts are then accepted as TRL's own worker does it.
+
+    The other arguments are those of AsyncGRPOTrainer. `model` is a name or a path; its tokenizer is the default of
+    `processing_class`. If `args.token_budget` is not set it becomes 0, because TRL would ask a vLLM server; then a
+    micro-batch is `per_device_train_batch_size` samples.
 
     Raises InvalidField.
     """
