@@ -34,7 +34,7 @@ __all__ = ["Group", "JobHandle", "Outcome", "RolloutClient"]
 MAX_OUTSTANDING = 1 << 18
 
 
-@checks_arguments(GenerateJob, Handle, Caps)
+@checks_arguments(GenerateJob, Handle, Caps, Staleness, GroupRules)
 class RolloutClient:
     """An asyncio client of one pool, for one task or many of one event loop.
 

@@ -67,7 +67,7 @@ def test_ids_beyond_the_vocabulary_add_nothing(tokenizer: Any) -> None:
         ({"stop_regex": ("a*",)}, "stop_regex\n.*'a\\*' matches the empty text"),
         ({"regex": "a", "ebnf": "b"}, "regex and ebnf together"),
         ({"logit_bias": {7: 1e308}}, "logit_bias.7\n.*less than or equal to 10000"),
-        ({"logit_bias": {7: float("nan")}}, "logit_bias.7\n.*than or equal to"),
+        ({"logit_bias": {7: float("nan")}}, "logit_bias.7\n.*finite number"),
         ({"repetition_penalty": 1e-300}, "repetition_penalty\n.*greater than or equal to 0.01"),
     ],
 )
