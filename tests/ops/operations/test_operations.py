@@ -106,6 +106,7 @@ def test_killed_half_way_it_goes_on(queue: OperationQueue, redis_db: str) -> Non
     assert (load(redis_db).accepted, queue.redis.xlen(DEAD)) == (4003, 0)
 
 
+@pytest.mark.slow
 def test_a_child_that_is_killed_is_replaced_with_its_notes(queue: OperationQueue, redis_db: str) -> None:
     """As by the kernel, out of memory: twice, because RQ itself would save the notes of the run before."""
     write_letters(queue, 6000)

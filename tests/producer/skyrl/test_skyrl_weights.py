@@ -120,6 +120,7 @@ class BroadcastWeightUpdateRequest:
     shapes: list[list[int]] = field(default_factory=list)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["dataclass", "positional", "named"])
 async def test_a_trainers_broadcasts_reach_every_worker_as_one_version(
     redis_db: str, source: Trainer, form: str

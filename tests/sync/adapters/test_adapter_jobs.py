@@ -152,6 +152,7 @@ async def test_a_job_published_for_between_its_claim_and_its_check_goes_back(red
         assert (one.adapter_version, one.attempt) == (1, 2)
 
 
+@pytest.mark.slow
 async def test_a_running_sample_keeps_its_version(redis_db: str, broker: Broker) -> None:
     engine = ScriptedEngine(tokens_per_s=200, lora=True)
     async with worker(redis_db, engine=engine, max_running=4) as running, publisher(redis_db) as source:

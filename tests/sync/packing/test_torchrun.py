@@ -56,6 +56,7 @@ def seen(folder: Path, rank: int) -> dict[str, Any]:
     return dict(json.loads((folder / f"{rank}.json").read_text()))
 
 
+@pytest.mark.slow
 async def test_both_ranks_publish_and_go_on_training(redis_db: str, tmp_path: Path) -> None:
     async with worker(redis_db) as one, torchrun(tmp_path, redis_db) as trainer:
         for version in (1, 2):

@@ -376,6 +376,7 @@ def test_parameters_that_lie_in_one_another_have_no_plan() -> None:
         CopyPlan.trace(model, specs_of({"w": torch.randn(4)}), list)
 
 
+@pytest.mark.slow
 def test_thousands_of_expert_slices_are_settled_quickly() -> None:
     """A broken plan of this size would be seen by its coverage; the time limit is the test runner's own."""
     experts = 2048

@@ -73,6 +73,7 @@ async def test_a_live_trainer_is_not_helped(redis_db: str, ledger: Ledger) -> No
         assert await peers_transfers(ledger) == []
 
 
+@pytest.mark.slow
 async def test_when_nobody_has_it_everybody_waits_and_says_so(redis_db: str, ledger: Ledger) -> None:
     async with joined(redis_db) as one, joined(redis_db) as two:
         await publish_and_leave(redis_db, 1)

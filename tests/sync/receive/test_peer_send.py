@@ -98,6 +98,7 @@ def test_nothing_is_loaded_while_it_is_sent(holder: Holder) -> None:
     assert holder.model.digests() == expected(version(2))
 
 
+@pytest.mark.slow
 def test_a_send_that_is_given_up_ends_at_once_on_both_sides(holder: Holder, peer: Peer) -> None:
     assert holder.read(version(1)).ok
     sent, got = holder.send_to(peer, 1, give_up="a newer version is announced")

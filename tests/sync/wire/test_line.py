@@ -63,6 +63,7 @@ def test_a_death_releases_the_others_and_the_next_transfer_goes_on(pair: Line, a
     assert survivor.ask(digests=True) == expected(third)
 
 
+@pytest.mark.slow
 def test_updates_with_random_kills_stops_and_flipped_bits() -> None:
     found = soak(25, 2, "cpu", seed=1)
     assert (found["wrong"], found["hangs"]) == (0, 0)

@@ -137,6 +137,7 @@ async def test_min_p_cannot_be_had(engine: Kept) -> None:
     assert "seed" in engine.info.features
 
 
+@pytest.mark.slow
 async def test_processors_know_their_place_though_tokens_come_late(engine: Kept) -> None:
     """Also with prompts that are prefilled in parts, while others decode."""
     long = np.random.default_rng(2).integers(0, 320, 1000).tolist()
@@ -154,6 +155,7 @@ async def test_processors_know_their_place_though_tokens_come_late(engine: Kept)
     assert len({*PROMPT, *unique.token_ids.tolist()}) == len(PROMPT) + 200
 
 
+@pytest.mark.slow
 async def test_what_sglang_takes_back_and_prefills_again_goes_on_in_its_place(
     engine: Kept, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +282,7 @@ def check_result(judge: Judge, prompt: list[int], result: RolloutResult) -> None
     np.testing.assert_allclose(result.arrays["prompt_logprobs"], [np.nan, *first], atol=TOLERANCE)
 
 
+@pytest.mark.slow
 async def test_rows_join_over_a_weight_update_in_a_pool(engine: Kept, judge: Judge, versions: list[Path]) -> None:
     """Two samples of a seeded job with logprobs of all kinds, states, a processor; the weights change under them.
 

@@ -28,6 +28,7 @@ async def test_what_some_tell_the_sampler_and_others_the_scheduler_alone(text_en
     assert [output.arrays.keys() == {"prompt_logprobs"} for output in outputs] == [False, True] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "extreme",
     [

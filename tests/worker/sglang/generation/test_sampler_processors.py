@@ -60,6 +60,7 @@ async def test_different_masks_in_one_batch(engine: SGLangEngine, reference: Any
         assert set(output.token_ids.tolist()) <= set(may)
 
 
+@pytest.mark.slow
 async def test_the_tokens_that_come_are_of_that_distribution(engine: SGLangEngine, reference: Any) -> None:
     """Pearson's chi-square over 2,000 first tokens; the seed of the engine's process is fixed."""
     counts, draws, temperature = np.zeros(512), 2000, 2.0

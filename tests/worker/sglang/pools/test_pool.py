@@ -233,6 +233,7 @@ def test_a_killed_worker_loses_nothing_and_a_dead_engine_is_restarted(
         assert [worker.engine_restarts for worker in status] == [1]
 
 
+@pytest.mark.slow
 def test_the_trainer_example_runs_as_written(
     workers: list[WorkerProcess], redis_url: str, model_dir: Path, tmp_path: Path
 ) -> None:

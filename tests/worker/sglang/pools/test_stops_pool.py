@@ -39,6 +39,7 @@ def free(**sampling: object) -> GenerateJob:
     return GenerateJob(token_ids=PROMPT, sampling=SamplingParams.model_validate(fixed | sampling))
 
 
+@pytest.mark.slow
 def test_with_and_without_the_engines_tokenizer_it_is_the_same(
     redis_url: str, small_pool: str, small_worker: WorkerProcess
 ) -> None:
@@ -82,6 +83,7 @@ def test_the_examples_of_the_documentation_run_as_written(redis_url: str) -> Non
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_weights_change_in_the_middle_of_a_stop(redis_url: str, text_model: Path) -> None:
     """All that is said is the stop, but for three characters: wherever the update comes, it is in the middle of it."""
     from safetensors.torch import load_file  # noqa: PLC0415
