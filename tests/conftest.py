@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from rolloutmq.ops.redis import embedded
 from rolloutmq.ops.redis.embedded import BINARY_VARIABLE, EmbeddedRedis, wheel_server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: its threads wait by spinning, and cores are shared
@@ -20,6 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does that to wh
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if BINARY_VARIABLE not in os.environ and (carried := wheel_server()):
     os.environ[BINARY_VARIABLE] = carried
+# Each test process has ports of its own: on the port of a server that was killed, no other test's server may answer.
+SHARES = 16
+embedded.PORTS = embedded.PORTS[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % SHARES :: SHARES]
 
 
 @pytest.fixture
