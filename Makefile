@@ -12,7 +12,7 @@ PROCESSES ?= 3
 PYTEST_ALL = .venv/bin/python -m pytest -n $(PROCESSES) --dist loadfile
 EVERYWHERE = --ignore=tests/gpu --ignore=tests/chaos
 # What depends on the server: scripts, connections, deployments, and whoever speaks to it most.
-SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --ignore=tests/worker/sglang
+SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --ignore=tests/worker/sglang --ignore=tests/producer/trl
 
 .PHONY: help setup demo test test-slow test-all test-redis7 test-redis62 coverage capabilities chaos fuzz check docs clean
 

@@ -51,10 +51,9 @@ def test_a_killed_worker_costs_no_sample(
     assert books.trained == 6 * 16
     assert books.accepted == books.trained + books.dropped.total() + books.in_flight
     assert max(Counter(keys).values()) == 1
-    assert len(keys) - 6 * 16 - books.dropped["stale"] == 8, "one micro-batch that TRL had read ahead"
-    # whole groups: no number is missing before the newest ones
-    groups = Counter(number for number, _ in keys)
-    assert sorted(groups) == list(range(len(groups)))
+    assert 0 <= len(keys) - 6 * 16 - books.dropped["stale"] <= 8, "at most one micro-batch that TRL had read ahead"
+    numbers = {number for number, _ in keys}
+    assert set(range(max(numbers))) - numbers <= books.prompts.keys(), "what did not come is still in flight"
     gaps = account.logprob_gaps(tiny)
     assert len(gaps) >= 3
     assert max(gaps.values()) <= GAP, gaps
