@@ -40,6 +40,7 @@ def _script(script: str, pattern: str, instead: str) -> Callable[[], None]:
             assert count, f"{script}.lua does not contain {pattern} any more: find another way to take it out"
             return text
 
+        source(script)  # told here: where a script runs, a worker's end would look like what the scenario is to find
         runner.script_source = source
 
     return take_out
@@ -110,7 +111,7 @@ SABOTAGES: dict[str, Sabotage] = {
     ),
     "a damaged record is given to a worker, no job is isolated": Sabotage(
         _all(
-            _script("claim", r"if not fine then return name end", ""),
+            _script("claim", r"return not f\[1\] and 'p'(.|\n)*? or nil\n", "return nil\n"),
             _script("lib", r"local fine, answer = pcall\(f, \.\.\.\)", "local fine, answer = true, f(...)"),
         ),
         "garbage_in_records",
