@@ -48,14 +48,33 @@ def write_experts(path: Path, seed: int, *, dtype: str = "float32") -> Path:
 
 def routes(model: Any, tokens: list[int]) -> Any:
     """(tokens, layers, k): the experts of each token, in ascending order."""
-    import torch  # noqa: PLC0415
-
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
-    return np.sort(torch.stack([layer.topk(EXPERTS).indices for layer in logits], 1).numpy(), -1)
+    return np.sort(_router_logits(model, tokens).topk(EXPERTS).indices.numpy(), -1)
 
 
 def check_routes(found: Any, expected: Any, share: float = 0.995) -> None:
     """All but what a rounding error between two experts explains."""
     assert (found.dtype, found.shape) == (np.int32, expected.shape)
     assert (np.sort(found, -1) == expected).mean() > share
+
+
+def same_routes(found: Any, model: Any, tokens: list[int], start: int) -> Any:
+    """(rows,) bool: the token of this row went to the experts that `model` sends it to, in all layers.
+
+    found: (rows, layers, k), of the tokens from `start` on. It is asserted that other experts than the model's were
+    nearly as good ones: a rounding error can swap these, and then the row's logprobs are others too.
+    """
+    logits = _router_logits(model, tokens).numpy()[start : start + len(found)]
+    best = np.sort(logits, -1)[..., -EXPERTS:]
+    taken = np.sort(np.take_along_axis(logits, found.astype(int), -1), -1)
+    np.testing.assert_allclose(taken, best, atol=1e-3)
+    check_routes(found, routes(model, tokens)[start : start + len(found)])
+    return (taken == best).all((1, 2))
+
+
+def _router_logits(model: Any, tokens: list[int]) -> Any:
+    """(tokens, layers, experts)"""
+    import torch  # noqa: PLC0415
+
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+    return torch.stack(logits, 1)

@@ -22,7 +22,7 @@ from support.engines.plan_models import assert_whole, compared
 from support.engines.remote import Kept
 from support.pools.in_place import Judge, prompts, until
 from support.pools.pool import worker
-from support.specimens.moe import check_routes, routes, write_experts
+from support.specimens.moe import check_routes, routes, same_routes, write_experts
 from support.specimens.own_processors import OWN
 
 from rolloutmq import (
@@ -251,25 +251,25 @@ def check_result(judge: Judge, prompt: list[int], result: RolloutResult) -> None
     count = result.token_ids.size
     assert count == TOKENS
     segments = [(segment.version, segment.tokens) for segment in result.segments]
-    expected = judge.logprobs(prompt, result.token_ids, segments, keep=False)
-    rows = np.arange(count)
-    assert result.logprobs is not None
-    np.testing.assert_allclose(result.logprobs, expected[rows, result.token_ids], atol=TOLERANCE)
-    np.testing.assert_allclose(result.token_arrays["id_logprobs"], expected[:, [4, 100]], atol=TOLERANCE)
-    best = np.sort(expected)[:, ::-1][:, :3]
-    np.testing.assert_allclose(result.token_arrays["top_logprobs"], best, atol=TOLERANCE)
-    ids = result.token_arrays["top_ids"].astype(int)
-    np.testing.assert_allclose(np.take_along_axis(expected, ids, 1), best, atol=TOLERANCE)
-    states, start = result.token_arrays["hidden_states"], 0
+    arrays, legs, start = result.token_arrays, [], 0
     for version, tokens in segments:
         fed = [*prompt, *result.token_ids[: start + tokens].tolist()]
-        of_leg = judged_states(judge.models[version], fed)[len(prompt) + start - 1 : -1]
-        np.testing.assert_allclose(states[start : start + tokens], of_leg, atol=1e-2)
-        check_routes(
-            result.token_arrays["routed_experts"][start : start + tokens],
-            routes(judge.models[version], fed)[len(prompt) + start - 1 : -1],
-        )
+        before = len(prompt) + start - 1
+        states = judged_states(judge.models[version], fed)[before:-1]
+        found = arrays["routed_experts"][start : start + tokens]
+        legs.append((states, same_routes(found, judge.models[version], fed, before)))
         start += tokens
+    states, same = map(np.concatenate, zip(*legs, strict=True))
+    expected = judge.logprobs(prompt, result.token_ids, segments, keep=False)[same]
+    rows = np.arange(len(expected))
+    assert result.logprobs is not None
+    np.testing.assert_allclose(result.logprobs[same], expected[rows, result.token_ids[same]], atol=TOLERANCE)
+    np.testing.assert_allclose(arrays["id_logprobs"][same], expected[:, [4, 100]], atol=TOLERANCE)
+    best = np.sort(expected)[:, ::-1][:, :3]
+    np.testing.assert_allclose(arrays["top_logprobs"][same], best, atol=TOLERANCE)
+    ids = arrays["top_ids"][same].astype(int)
+    np.testing.assert_allclose(np.take_along_axis(expected, ids, 1), best, atol=TOLERANCE)
+    np.testing.assert_allclose(arrays["hidden_states"][same], states[same], atol=1e-2)
     check_routes(result.arrays["prompt_routed_experts"], routes(judge.models[segments[0][0]], prompt))
     first = judged(judge.models[segments[0][0]], prompt)[np.arange(len(prompt) - 1), prompt[1:]]
     assert result.arrays.keys() == {
