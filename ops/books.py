@@ -9,7 +9,7 @@ from typing import Any
 
 from ..messages.errors import InvalidField
 from ..producer.training import Books
-from .files import read
+from .files import head, read
 
 DEEP = 6
 """The books may be so many levels deep in a checkpoint."""
@@ -29,11 +29,10 @@ def read_books(option: str, path: Path) -> Books:
 
 
 def _content(option: str, path: Path) -> Any:
-    data = read(option, path)
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        if not data.startswith((b"PK", b"\x80")):  # what torch.save writes
+    if not head(option, path, 2).startswith((b"PK", b"\x80")):  # what torch.save writes
+        try:
+            return json.loads(read(option, path))
+        except (ValueError, RecursionError) as error:
             raise InvalidField(option, str(path), f"a file of JSON, or of torch.save: {error}") from error
     import pickle  # noqa: PLC0415 – only its error's type
 

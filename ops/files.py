@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..messages.errors import InvalidField
 
+MOST_BYTES = 3 * (64 << 20)
+"""Most bytes of a line, or of a document that is read whole. A job has at most 64 MiB (codec.MAX_MESSAGE_BYTES, which
+takes long to import), and at most three times that in JSON: a token id has up to 12 instead of 4 bytes, an escaped
+letter 6 instead of 2."""
 SHOWN = 60
 """An error shows at most so many characters of a line."""
 
@@ -51,17 +55,43 @@ def save_model(model: Any, folder: Path) -> None:
         raise OSError(errno.EIO, str(error), str(folder)) from error
 
 
-def read(option: str, path: Path) -> bytes:
-    """A file's content. Raises InvalidField."""
+def read(option: str, path: Path, *, most: int = MOST_BYTES) -> bytes:
+    """A file's content. Raises InvalidField, also for more than `most` bytes."""
+    content = head(option, path, most + 1)
+    if len(content) > most:
+        raise InvalidField(option, str(path), f"must have at most {most:,} bytes")
+    return content
+
+
+def head(option: str, path: Path, count: int) -> bytes:
+    """The first `count` bytes of a file. Raises InvalidField."""
+    with reading(option, path), path.open("rb") as file:
+        return file.read(count)
+
+
+def lines(option: str, path: Path) -> Iterator[bytes]:
+    """The lines of a file, with their ends, as they are read. Raises InvalidField, also for a line over MOST_BYTES."""
+    with reading(option, path), path.open("rb") as file:
+        number = 0
+        while line := file.readline(MOST_BYTES + 1):
+            number += 1
+            if len(line) > MOST_BYTES:
+                raise InvalidField(option, str(path), f"line {number} must have at most {MOST_BYTES:,} bytes")
+            yield line
+
+
+@contextmanager
+def reading(option: str, path: Path) -> Iterator[None]:
+    """Raise InvalidField, which names option and path, for every error of the operating system in the block."""
     try:
-        return path.read_bytes()
+        yield
     except OSError as error:
         raise InvalidField(option, str(path), f"must be a file that can be read: {error.strerror or error}") from error
 
 
-def json_lines(content: bytes) -> Iterator[tuple[int, Any]]:
+def json_lines(raw_lines: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
     """(line number, value) of each line of JSON; empty lines count and are left out. Raises InvalidField."""
-    for number, raw in enumerate(content.split(b"\n"), start=1):
+    for number, raw in enumerate(raw_lines, start=1):
         if raw.strip():
             yield number, json_value(f"line {number}", raw)
 

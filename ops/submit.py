@@ -32,7 +32,7 @@ from ..messages.dialects import job_fields
 from ..messages.errors import ConfigError, FeatureUnavailable, InvalidField
 from ..messages.model import GenerateJob, JobFailure, RolloutResult, SamplingParams, as_invalid_field
 from ..producer.client import Outcome, RolloutClient
-from .files import check_out, json_lines, read, writing
+from .files import check_out, json_lines, lines, writing
 from .redis import reach
 
 SAMPLING = "sampling"
@@ -75,25 +75,32 @@ def submit_file(
         raise InvalidField("--out", str(out), "another file than the one with the prompts")
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} exists and is complete; remove it or give --overwrite")
-    content = read("FILE", file)
-    lines = _read_lines(file, content, defaults)
+    jobs, digest = _read_jobs(file, defaults)
     reach(redis_url, pool)
-    work = _Work(out, lines, {"input": hashlib.sha256(content).hexdigest(), "defaults": asdict(defaults)})
+    work = _Work(out, jobs, {"input": digest, "defaults": asdict(defaults)})
     try:
         code = asyncio.run(_run(work, redis_url, pool, defaults, window))
         if as_json:
             left = {"open": len(work.open_lines), "failed": len(work.failed)}
-            print(json.dumps({"out": str(out), "lines": len(lines)} | left))
+            print(json.dumps({"out": str(out), "lines": len(jobs)} | left))
         return code
     finally:
         work.close()
 
 
-def _read_lines(file: Path, content: bytes, defaults: Defaults) -> dict[int, dict[str, Any]]:
-    lines = {number: _fields(f"line {number}", given, defaults) for number, given in json_lines(content)}
-    if not lines:
+def _read_jobs(file: Path, defaults: Defaults) -> tuple[dict[int, dict[str, Any]], str]:
+    """The fields of each line's job, and the file's digest. The file may be a pipe, so it is read once."""
+    digest = hashlib.sha256()
+
+    def read() -> Iterator[bytes]:
+        for line in lines("FILE", file):
+            digest.update(line)
+            yield line
+
+    jobs = {number: _fields(f"line {number}", given, defaults) for number, given in json_lines(read())}
+    if not jobs:
         raise ConfigError(f"{file} has no line to answer")
-    return lines
+    return jobs, digest.hexdigest()
 
 
 def _fields(where: str, given: Any, defaults: Defaults) -> dict[str, Any]:
@@ -170,7 +177,7 @@ class _Work:
             self._file.truncate(0)  # a line cut off by a crash is as good as not written
             return None
         try:
-            first, *records = (found for _, found in json_lines(content[:whole]))
+            first, *records = (found for _, found in json_lines(content[:whole].split(b"\n")))
             base, client = _known(first)
             notes = [(record["line"], record.get("sample")) for record in records]
             if not all(line in self.lines and (sample is None or sample >= 0) for line, sample in notes):

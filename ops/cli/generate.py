@@ -11,11 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ...messages.errors import ConfigError
+from ...messages.codec import MAX_STR
+from ...messages.errors import ConfigError, InvalidField
 from ...messages.model import RolloutResult, SamplingParams
 from ...messages.redis import DEFAULT_URL
 from ...producer.calls import Session
 from ...producer.client import RolloutClient
+from ..files import SHOWN
 from ..flags import as_config
 from ..redis import reach
 from ..terminal import printable
@@ -92,14 +94,17 @@ async def _turns(first: list[Any], session: bool) -> AsyncIterator[Any]:
 
 
 async def _typed() -> AsyncIterator[str]:
-    """The lines of stdin as they come. A thread that waits for the next one would hold up Ctrl-C until it comes."""
+    """The lines of stdin as they come. A thread that waits for the next one would hold up Ctrl-C until it comes.
+
+    Raises InvalidField for a line that is too long.
+    """
     loop, ready, rest, ended = asyncio.get_running_loop(), asyncio.Event(), b"", False
     try:
         descriptor = sys.stdin.fileno()
         loop.add_reader(descriptor, ready.set)
     except OSError:  # a file, or a test's text: it never lets us wait
-        for line in sys.stdin:
-            yield line.rstrip("\n")
+        while line := sys.stdin.buffer.readline(MAX_STR + 2):
+            yield _text(line.rstrip(b"\r\n"))
         return
     try:
         while not ended:
@@ -109,9 +114,19 @@ async def _typed() -> AsyncIterator[str]:
             ended = not more
             *lines, rest = (rest + more).split(b"\n")
             for line in [*lines, rest] if ended else lines:
-                yield line.decode(errors="replace")
+                yield _text(line)
+            if len(rest) > MAX_STR:  # its end may never come
+                _text(rest)
     finally:
         loop.remove_reader(descriptor)
+
+
+def _text(line: bytes) -> str:
+    """The line as text. Raises InvalidField if it is longer than the text of a job may be."""
+    text = line.decode(errors="replace")
+    if len(line) > MAX_STR:
+        raise InvalidField("stdin", text[:SHOWN], f"a line must have at most {MAX_STR:,} bytes")
+    return text
 
 
 async def _converse(client: RolloutClient, turns: AsyncIterator[Any], how: _How) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.redis import DEFAULT_URL
-from ..files import check_out, json_lines, read, writing
+from ..files import check_out, json_lines, lines, writing
 from ..redis import reach
 from .options import Json, Pool, RedisUrl, finite, ids, say
 
@@ -139,7 +139,7 @@ def decode(
 def _answers(file: Path) -> list[list[int]]:
     """The token ids of each line."""
     found = []
-    for number, line in json_lines(read("--file", file)):
+    for number, line in json_lines(lines("--file", file)):
         given = line.get("token_ids") if isinstance(line, dict) else None
         if not isinstance(given, list):
             raise InvalidField(f"line {number}", line, "an object with token_ids")
@@ -156,7 +156,7 @@ def _say_all(found: list[Any], json: bool) -> None:
 
 def _lines(file: Path) -> dict[int, Any]:
     """The inputs by line number; empty lines count and are left out."""
-    inputs = {number: _input(number, given) for number, given in json_lines(read("FILE", file))}
+    inputs = {number: _input(number, given) for number, given in json_lines(lines("FILE", file))}
     if not inputs:
         raise InvalidField("FILE", str(file), "must have a line that is not empty")
     return inputs

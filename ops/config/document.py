@@ -8,8 +8,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from ...messages.errors import ConfigError
+from ...messages.errors import ConfigError, InvalidField
+from ..files import read
 
+MOST_BYTES = 1 << 20
 MOST_VALUES = 100_000
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$")
 """Numbers such as 1e-6: YAML 1.1 takes them for text, OmegaConf and their authors for numbers."""
@@ -22,9 +24,11 @@ def read_document(path: Path) -> dict[str, Any]:
     that is given twice or is no text; also if PyYAML is needed and not installed.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        text = read("file", path, most=MOST_BYTES).decode()
+    except InvalidField as error:
+        raise ConfigError(f"{path}: {error.allowed}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
     suffix = path.suffix.lower()
     if suffix == ".toml":
         try:

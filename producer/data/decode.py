@@ -16,6 +16,8 @@ import numpy.typing as npt
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.model import RolloutResult
 
+HUB_S = 5.0
+"""So long the hub may take to connect, and to answer, in seconds."""
 Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
@@ -56,6 +58,29 @@ def _ids(given: Ids | RolloutResult) -> list[int]:
 
 def _load(model: str) -> Any:
     path = Path(model)
+    if path.exists() and not (path.is_dir() or path.is_file()):
+        raise ConfigError(f"no tokenizer could be loaded from {model}: it is neither a folder nor a file")
+    unreachable = None if path.exists() else _unreachable(model)
+    try:
+        return _read(model, path, offline=unreachable is not None)
+    except ImportError:
+        raise ConfigError(
+            f"decoding needs the library tokenizers (pip install 'rolloutmq[text]'), or transformers for {model}, "
+            "and neither is installed"
+        ) from None
+    except Exception as error:  # the libraries raise what they like
+        why = str(error)
+        if unreachable is not None:
+            why = f"the hub does not answer ({unreachable}), and nothing of that name was fetched from it before"
+        if not path.exists():
+            why = (
+                f"there is no such folder or file, and {why.rstrip('.')}. Give the model's folder or its tokenizer.json"
+            )
+        raise ConfigError(f"no tokenizer could be loaded from {model}: {why}") from error
+
+
+def _read(model: str, path: Path, *, offline: bool) -> Any:
+    """The tokenizer. offline: only what was fetched from the hub before. Raises ImportError if no library reads it."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_dir() or file.exists():
         try:
@@ -63,18 +88,24 @@ def _load(model: str) -> Any:
         except ImportError:
             pass  # a very old transformers works without it
         else:
-            try:
-                return library.from_file(str(file)) if file.exists() else library.from_pretrained(model)
-            except Exception as error:  # the library raises plain Exceptions
-                raise ConfigError(f"no tokenizer could be loaded from {model}: {error}") from error
+            if not file.exists():
+                hub = importlib.import_module("huggingface_hub")
+                file = hub.hf_hub_download(model, "tokenizer.json", local_files_only=offline)
+            return library.from_file(str(file))
+    return importlib.import_module("transformers").AutoTokenizer.from_pretrained(model, local_files_only=offline)
+
+
+def _unreachable(model: str) -> Exception | None:
+    """Why the hub cannot be asked for a model, or None. The hub's own client would try for half a minute."""
     try:
-        transformers = importlib.import_module("transformers")
+        hub = importlib.import_module("huggingface_hub")
     except ImportError:
-        raise ConfigError(
-            f"decoding needs the library tokenizers (pip install 'rolloutmq[text]'), or transformers for {model}, "
-            "and neither is installed"
-        ) from None
+        return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer could be loaded from {model}: {error}") from error
+        hub.HfApi().model_info(model, timeout=HUB_S)
+    except ValueError:
+        return None  # such a name cannot be, which whoever fetches the tokenizer says
+    except Exception as error:  # of the hub's client, or of the HTTP library that this release of it has
+        status = getattr(getattr(error, "response", None), "status_code", 500)
+        return error if status >= 500 else None
+    return None

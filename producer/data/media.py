@@ -172,11 +172,13 @@ def _allowed(where: str, url: Any, files: Path | None) -> Any:
 
 def _read(path: Path) -> bytes:
     try:
-        if (size := path.stat().st_size) > MAX_MEDIUM_BYTES:
-            raise InvalidField("path", str(path), f"at most {MAX_MEDIUM_BYTES} bytes, not {size}")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(MAX_MEDIUM_BYTES + 1)
     except (OSError, ValueError) as error:
         raise InvalidField("path", str(path), f"a file that can be read: {error}") from error
+    if len(data) > MAX_MEDIUM_BYTES:
+        raise InvalidField("path", str(path), f"at most {MAX_MEDIUM_BYTES} bytes")
+    return data
 
 
 def _data_url(url: str) -> bytes:

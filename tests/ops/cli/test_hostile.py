@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import socket
@@ -18,8 +19,11 @@ import redis
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
+from rolloutmq.messages.codec import MAX_MESSAGE_BYTES
 from rolloutmq.messages.errors import InvalidField
 from rolloutmq.messages.redis import connection
+from rolloutmq.ops import files as file_module
+from rolloutmq.ops.cli import generate
 from rolloutmq.ops.cli.main import app
 from rolloutmq.ops.files import save_model, writing
 from rolloutmq.ops.operations import rq_queue
@@ -92,6 +96,35 @@ def test_a_line_of_a_file(files: Path, command: str, wrong: str) -> None:
 @pytest.mark.parametrize("file", ["folder", "missing", LONG, "/proc/self/mem"], ids=lambda file: file[:14])
 def test_a_file_that_cannot_be_read(files: Path, command: str, file: str) -> None:
     refused(files, [*READERS[command], file], file)
+
+
+@pytest.fixture
+def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_module, "MOST_BYTES", 1000)
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_a_line_without_end(files: Path, command: str, short_lines: None) -> None:
+    refused(files, [*READERS[command], "/dev/zero"], "'/dev/zero': line 1 must have at most 1,000 bytes")
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_a_line_that_is_too_long_is_named_and_those_of_that_length_are_read(
+    files: Path, command: str, short_lines: None
+) -> None:
+    start = '{"token_ids": [1]'
+    (files / "l.jsonl").write_text(f"{start + '}':<999}\n\n{start:<1000}}}\n")
+    refused(files, [*READERS[command], "l.jsonl"], "'l.jsonl': line 3 must have at most 1,000 bytes")
+
+
+def test_a_line_may_be_as_long_as_a_job_in_json() -> None:
+    assert file_module.MOST_BYTES == 3 * MAX_MESSAGE_BYTES
+
+
+@pytest.mark.parametrize("arguments", ["books /dev/zero", "config explain z.json", "config show --config z.json"])
+def test_a_document_without_end(files: Path, arguments: str) -> None:
+    (files / "z.json").symlink_to("/dev/zero")
+    refused(files, arguments.split(), "must have at most")
 
 
 WRITERS = {
@@ -270,6 +303,21 @@ def test_what_is_typed_need_not_be_text(redis_db: str, tmp_path: Path) -> None:
         process = start("generate", "--session", "--timeout", "0.1", "--redis", redis_db, stdin=typed)
         assert process.communicate()[1].startswith("WaitTimeout")
     assert process.returncode == 2
+
+
+@pytest.mark.parametrize("typed", ["a file", "a pipe"])
+def test_a_typed_line_without_end(
+    redis_db: str, typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "MAX_STR", 1000)
+    command = ["generate", "--session", "--timeout", "0.1", "--redis", redis_db]
+    reading, writing = os.pipe()
+    os.write(writing, b"x" * 1001)
+    with open("/dev/zero") as endless, open(reading) as pipe:
+        monkeypatch.setattr(sys, "stdin", endless if typed == "a file" else pipe)
+        assert app(command, standalone_mode=False) == 2
+    os.close(writing)
+    assert re.fullmatch("InvalidField: stdin=.*: a line must have at most 1,000 bytes\n", capsys.readouterr().err)
 
 
 def interrupted(process: subprocess.Popen[str]) -> None:

@@ -45,8 +45,11 @@ async def run(url: str, source: Path, out: Path, *options: str, largest_file: in
     return process.returncode or 0, (said if "--json" in options else text).decode()
 
 
-def header(source: Path, defaults: Defaults) -> dict[str, Any]:
-    return {"input": hashlib.sha256(source.read_bytes()).hexdigest(), "defaults": asdict(defaults)}
+def begin(source: Path) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+    """The jobs of a file and the header that its first run writes."""
+    jobs, digest = module._read_jobs(source, Defaults())
+    assert digest == hashlib.sha256(source.read_bytes()).hexdigest()
+    return jobs, {"input": digest, "defaults": asdict(Defaults())}
 
 
 def read(out: Path) -> list[dict[str, Any]]:
@@ -191,8 +194,7 @@ def test_garbage_beside_the_output_is_refused_and_kept(
     source, out = write_lines(tmp_path / "in.jsonl", [{"token_ids": [1]}]), tmp_path / "out.jsonl"
     part = tmp_path / "out.jsonl.part"
     if begun:
-        lines = module._read_lines(source, source.read_bytes(), Defaults())
-        module._Work(out, lines, header(source, Defaults())).close()
+        module._Work(out, *begin(source)).close()
         garbage = part.read_bytes() + garbage
     part.write_bytes(garbage)
     with pytest.raises(ConfigError, match=r"out\.jsonl\.part is not what this command wrote; remove it"):
@@ -202,21 +204,21 @@ def test_garbage_beside_the_output_is_refused_and_kept(
 
 def test_going_on_with_other_defaults_is_refused(redis_db: str, tmp_path: Path) -> None:
     source, out = write_lines(tmp_path / "in.jsonl", [{"token_ids": [1]}]), tmp_path / "out.jsonl"
-    begun = module._Work(out, module._read_lines(source, source.read_bytes(), Defaults()), header(source, Defaults()))
+    begun = module._Work(out, *begin(source))
     begun.close()
     kept = begun.part.read_bytes()
     for other, names in ((Defaults(n=2), "n=1, not 2;"), (Defaults(max_new_tokens=9), "max_new_tokens=128, not 9;")):
         with pytest.raises(ConfigError, match=names):
             submit_file(source, out, redis_db, "default", other)
     assert begun.part.read_bytes() == kept
-    again = module._Work(out, begun.lines, header(source, Defaults()))
+    again = module._Work(out, *begin(source))
     assert again.base == begun.base
     again.close()
 
 
 def test_a_second_run_at_the_same_time_is_refused(redis_db: str, tmp_path: Path) -> None:
     source, out = write_lines(tmp_path / "in.jsonl", [{"token_ids": [1]}]), tmp_path / "out.jsonl"
-    first = module._Work(out, module._read_lines(source, source.read_bytes(), Defaults()), header(source, Defaults()))
+    first = module._Work(out, *begin(source))
     with pytest.raises(ConfigError, match="another submit is writing it"):
         submit_file(source, out, redis_db, "default", Defaults())
     first.close()
@@ -227,9 +229,7 @@ async def test_the_pool_drops_an_answer_only_when_it_is_on_the_disk(
     redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"token_ids": [i + 1]} for i in range(3)])
-    work = module._Work(
-        tmp_path / "out.jsonl", module._read_lines(source, source.read_bytes(), Defaults()), header(source, Defaults())
-    )
+    work = module._Work(tmp_path / "out.jsonl", *begin(source))
     async with worker(redis_db), connect(redis_db) as db:
         stream = Broker(db, "default").keys.reply(work.client_id)
         client = await RolloutClient(redis_db, client_id=work.client_id, before_ack=work.sync).open()

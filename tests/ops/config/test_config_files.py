@@ -75,7 +75,7 @@ def test_json_is_read_as_json(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: must be a file that can be read"):
         read_document(tmp_path / "none.yaml")
 
 

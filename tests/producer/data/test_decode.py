@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +73,75 @@ def test_a_folder_without_a_tokenizer_is_a_configuration_error(tmp_path: Path) -
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
         Decoder(tmp_path).decode([1])
+
+
+@pytest.fixture
+def hub(model: Path) -> Iterator[ThreadingHTTPServer]:
+    """A hub with one model, org/model, as far as its own client asks for a tokenizer."""
+    content = (model / "tokenizer.json").read_bytes()
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = {"/api/models/org/model": json.dumps({"id": "org/model"}).encode()}
+            known["/org/model/resolve/main/tokenizer.json"] = content
+            body = known.get(self.path, b"")
+            self.send_response(200 if body else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("ETag", '"1"')
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def decoded(name: str, ids: list[int], port: int, cache: Path) -> subprocess.CompletedProcess[str]:
+    """What the command does that asks the hub at this port."""
+    command = [sys.executable, "-m", "rolloutmq.ops.entry", "decode", "--model", name, *map(str, ids)]
+    surroundings = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    surroundings |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings)
+
+
+def test_a_name_on_the_hub_is_fetched_once_and_an_unknown_one_refused(
+    hub: ThreadingHTTPServer, model: Path, tmp_path: Path
+) -> None:
+    found = decoded("org/model", ids(model), hub.server_port, tmp_path)
+    assert (found.returncode, found.stdout) == (0, TEXT + "\n"), found.stderr
+    again = decoded("org/model", ids(model), 1, tmp_path)
+    assert (again.returncode, again.stdout) == (0, TEXT + "\n"), again.stderr
+    wrong = decoded("org/other", [1], hub.server_port, tmp_path)
+    assert wrong.returncode == 2
+    assert "no tokenizer could be loaded from org/other: there is no such folder or file, and" in wrong.stderr
+
+
+def test_a_hub_that_cannot_answer_is_asked_once(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    asked: list[str] = []
+    hub.RequestHandlerClass.do_GET = hub.RequestHandlerClass.do_HEAD = (  # type: ignore[attr-defined]
+        lambda handler: (asked.append(handler.path), handler.send_error(503))
+    )
+    failed = decoded("org/model", [1], hub.server_port, tmp_path)
+    assert failed.returncode == 2
+    assert failed.stderr.startswith(
+        "ConfigError: no tokenizer could be loaded from org/model: there is no such folder or file, and the hub does "
+        "not answer ("
+    )
+    assert len([path for path in asked if "org/model" in path]) == 1
+
+
+def test_what_is_neither_a_folder_nor_a_file_is_not_read() -> None:
+    with pytest.raises(ConfigError, match="no tokenizer could be loaded from /dev/zero: it is neither"):
+        Decoder("/dev/zero").decode([1])
 
 
 def test_the_producer_install_stays_light() -> None:

@@ -106,6 +106,8 @@ def test_a_text_may_be_base64(tmp_path: Path) -> None:
         assert medium("image", "Qk12").data == PNG
     with pytest.raises(InvalidField, match=f"at most {MAX_MEDIUM_BYTES} bytes"):
         medium("image", base64.b64encode(PNG + bytes(MAX_MEDIUM_BYTES)).decode())
+    with pytest.raises(InvalidField, match=f"path='/dev/zero': at most {MAX_MEDIUM_BYTES} bytes"):
+        medium("image", Path("/dev/zero"))
     with pytest.raises(InvalidField, match="base64"):
         medium("image", base64.b64encode(jpeg).decode() + "?")
 
