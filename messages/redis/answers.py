@@ -20,6 +20,7 @@ from redis.exceptions import (
     ReadOnlyError,
     RedisError,
     ResponseError,
+    TimeoutError,
     TryAgainError,
 )
 
@@ -82,6 +83,8 @@ _NO_ROOM = (
     "`CONFIG GET maxclients` and `INFO clients` tell). Raise it with `CONFIG SET maxclients N`, or end some clients or "
     "workers: an idle client has one connection, an idle worker three"
 )
+SILENT = "Look whether it is frozen or overloaded, whether a firewall is in between, and whether it is a Redis"
+"""What to do about a server that takes connections and does not answer."""
 
 
 @contextmanager
@@ -96,7 +99,8 @@ def told_as_ours(where: str) -> Iterator[None]:
         raise
     except NOT_READY as error:
         no_room = _NO_ROOM.format(where) if FULL in str(error) else ""
-        raise RedisUnavailable(no_room or f"no answer from Redis at {where}: {said(error)}") from error
+        silent = f". {SILENT}" if isinstance(error, TimeoutError) else ""
+        raise RedisUnavailable(no_room or f"no answer from Redis at {where}: {said(error)}{silent}") from error
 
 
 def said(error: Exception) -> str:

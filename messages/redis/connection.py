@@ -15,10 +15,10 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
+from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError, TimeoutError
 
 from ..errors import ConfigError, RedisRefused, RedisUnavailable, WrongProcess
-from .answers import FULL, said, told_as_ours
+from .answers import FULL, SILENT, said, told_as_ours
 from .disk import how_to_flush
 from .retry import REPLY_TIMEOUT_S, BoundedRetry, reply_within, within
 from .topology import link
@@ -172,19 +172,19 @@ async def ping(client: Redis, *, once: bool = False) -> None:
     except RedisRefused as refused:  # it answers, and commands that write nothing work
         if refused.reason == "durable":
             raise RedisRefused(f"Redis at {where}: {refused}", "durable") from None
-    except builtins.TimeoutError as error:
-        raise RedisUnavailable(
-            f"no Redis at {where}: no answer within {ONCE_S:g} s. Look whether it is frozen or overloaded, whether a "
-            "firewall is in between, and whether it is a Redis. --redis URL or ROLLOUTMQ_REDIS names another one."
-        ) from error
     except (RedisError, OSError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, RedisError) else error
         if FULL in str(cause):
             raise
-        raise RedisUnavailable(
-            f"no Redis at {where}: {said(cause).rstrip('.')}. Start one with `rolloutmq redis`, or say where one is: "
-            "--redis URL or ROLLOUTMQ_REDIS (rediss:// where it wants TLS)."
-        ) from error
+        what = said(cause).rstrip(".")
+        advice = (
+            "Start one with `rolloutmq redis`, or say where one is: --redis URL or ROLLOUTMQ_REDIS (rediss:// where "
+        )
+        advice += "it wants TLS)"
+        if isinstance(cause, TimeoutError | builtins.TimeoutError):
+            advice = f"{SILENT}. --redis URL or ROLLOUTMQ_REDIS names another one"
+            what = what if isinstance(cause, RedisError) else f"no answer within {ONCE_S:g} s"
+        raise RedisUnavailable(f"no Redis at {where}: {what}. {advice}.") from error
 
 
 def _reply_within(args: tuple[Any, ...]) -> float | None:

@@ -107,7 +107,7 @@ def worker(
 ) -> None:
     """Run a pool's operations, one at a time, until SIGTERM or Ctrl-C (the one under way is finished first)."""
     log_to_stderr(log_level)
-    with _queue(ops_redis or redis, pool) as queue:
+    with _queue(ops_redis or redis, pool, patient=True) as queue:
         from ..operations.rq_job import Surroundings
         from ..operations.rq_queue import OperationWorker
 
@@ -115,14 +115,14 @@ def worker(
         OperationWorker(queue.redis, Surroundings(redis, pool)).work(burst=burst, logging_level=None)
 
 
-def _queue(redis_url: str, pool: str) -> OperationQueue:
+def _queue(redis_url: str, pool: str, **how: bool) -> OperationQueue:
     try:
         from ..operations.rq_queue import OperationQueue
     except ModuleNotFoundError as error:
         if error.name != "rq":
             raise
         raise ConfigError("operations need rq: pip install 'rolloutmq[ops]'") from None
-    return OperationQueue(redis_url, pool)
+    return OperationQueue(redis_url, pool, **how)
 
 
 def _run_here(name: str, params: dict[str, Any], redis_url: str, pool: str) -> int:

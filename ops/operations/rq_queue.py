@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 from redis import Redis
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
 from redis.retry import Retry as RedisRetry
 from rq import Queue, Retry, Worker
 from rq.exceptions import NoSuchJobError
@@ -24,7 +24,7 @@ from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegist
 from rq.worker_registration import get_keys
 
 from ...messages.errors import ConfigError, InvalidField, RedisUnavailable
-from ...messages.redis import ONCE_S, Keys, parse, redacted
+from ...messages.redis import ONCE_S, Keys, parse, redacted, told_as_ours
 from .catalog import checked
 from .rq_job import ENTRY, ForeignJob, MsgpackSerializer, OperationJob, Surroundings
 
@@ -60,27 +60,50 @@ class OperationRun:
         return self.state in {"finished", "failed", "stopped", "canceled"}
 
 
-class OperationQueue:
-    """One pool's operations. Use as a context manager."""
+class _Retry(RedisRetry):
+    """Tries again after broken connections, `retries` times, but not when a server has not answered for `reply_s`."""
 
-    def __init__(self, redis_url: str, pool: str) -> None:
-        """Raises ConfigError, InvalidField, RedisUnavailable."""
+    def __init__(self, reply_s: float, retries: int) -> None:
+        super().__init__(ExponentialBackoff(cap=1.0, base=0.1), retries, (ConnectionError,))
+        self._reply_s = reply_s
+
+    def call_with_retry(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().call_with_retry(*args, **options)
+        except TimeoutError as error:
+            raise TimeoutError(f"no reply within {self._reply_s:g} s") from error
+
+
+class OperationQueue:
+    """One pool's operations. Use as a context manager: errors in its block that say that Redis is absent, or does not
+    answer, become RedisUnavailable."""
+
+    def __init__(self, redis_url: str, pool: str, *, patient: bool = False) -> None:
+        """patient: ask a server that does not answer for as long as redis-py does: a minute and more.
+
+        Raises ConfigError, InvalidField, RedisUnavailable.
+        """
         self.name = queue_name(pool)
-        # redis-py's own retries take a minute.
-        with _connect(redis_url, ONCE_S, retry=RedisRetry(NoBackoff(), 0)) as once:
+        self._told = told_as_ours(redacted(redis_url))
+        with told_as_ours(redacted(redis_url)), _connect(redis_url, ONCE_S, retry=_Retry(ONCE_S, 0)) as once:
             try:
                 once.ping()
+            except TimeoutError:
+                raise
             except (RedisError, OSError) as error:
                 raise RedisUnavailable(f"no Redis for operations at {redacted(redis_url)}: {error}") from error
-        self.redis = _connect(redis_url)
+        retries = {} if patient else {"retry": _Retry(REPLY_TIMEOUT_S, 3)}
+        self.redis = _connect(redis_url, REPLY_TIMEOUT_S, **retries)
         serializer: Any = MsgpackSerializer
         self._queue = Queue(self.name, connection=self.redis, job_class=OperationJob, serializer=serializer)
 
     def __enter__(self) -> OperationQueue:
+        self._told.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> bool | None:
         self.redis.close()
+        return self._told.__exit__(*error)
 
     def submit(self, name: str, params: dict[str, Any]) -> str:
         """Queue an operation; returns its id. Raises InvalidField for a name or a parameter that is not allowed."""
@@ -126,7 +149,7 @@ class OperationQueue:
         return any(self.redis.exists(key) for key in get_keys(queue=self._queue))
 
 
-def _connect(redis_url: str, reply_s: float = REPLY_TIMEOUT_S, **settings: Any) -> Redis:
+def _connect(redis_url: str, reply_s: float, **settings: Any) -> Redis:
     """A blocking client for RQ, which needs a single server. It does not connect yet.
 
     A server that does not answer is an error after `reply_s`. RQ gives its worker's waits for a job more time.

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from ...messages.broker import Broker
-from ...messages.redis import Keys, PoolRedis, connect, ping
+from ...messages.redis import Keys, PoolRedis, connect, ping, told_as_ours
 
 T = TypeVar("T")
 
@@ -23,7 +23,8 @@ async def connected(redis_url: str, pool: str, *, patient: bool = False) -> Asyn
     redis = connect(redis_url, pool=pool)
     try:
         await ping(redis, once=not patient)
-        yield redis
+        with told_as_ours(redis.where):  # pipelines raise redis-py's own errors, without the address
+            yield redis
     finally:
         await redis.aclose()
 
