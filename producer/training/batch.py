@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from ...messages.errors import InvalidField
-from .rows import GIVEN, Row
+from .rows import GIVEN, Row, rows_given
 
 Layout = Literal["padded", "packed", "nested"]
 
@@ -48,7 +48,7 @@ class RolloutBatch:
     @classmethod
     def of(
         cls,
-        rows: Sequence[Row],
+        rows: Iterable[Row],
         layout: Layout = "padded",
         *,
         pad_id: int = 0,
@@ -66,7 +66,7 @@ class RolloutBatch:
             raise InvalidField("side", side, '"right" or "left"')
         if multiple_of < 1:
             raise InvalidField("multiple_of", multiple_of, "at least 1")
-        if not rows:
+        if not (rows := rows_given(rows)):
             raise InvalidField("rows", rows, "at least one")
         lengths = [len(row) for row in rows]
         width = -(-max(lengths) // multiple_of) * multiple_of

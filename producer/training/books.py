@@ -8,6 +8,7 @@ the same prompts under the same numbers.
 from __future__ import annotations
 
 import itertools
+import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -68,7 +69,7 @@ class Books:
     """
 
     def __init__(self, version: int = 0) -> None:
-        self.version = version
+        self.version = _whole("version", version)
         """The trainer's newest version."""
         self.updates = 0
         """Updates of the weights since training began."""
@@ -107,7 +108,7 @@ class Books:
 
     def advance(self, version: int) -> None:
         """The weights were updated and are version `version` now. Raises InvalidField unless it is a newer one."""
-        if version <= self.version:
+        if (version := _whole("version", version)) <= self.version:
             raise InvalidField("version", version, f"above {self.version}, the newest")
         self.version = version
         self.updates += 1
@@ -115,7 +116,7 @@ class Books:
 
     def renumber(self, version: int) -> None:
         """The same weights are version `version` now: a restored trainer has to publish them under a new number."""
-        if version < self.version:
+        if (version := _whole("version", version)) < self.version:
             raise InvalidField("version", version, f"at least {self.version}, the newest")
         self.version = version
 
@@ -150,7 +151,7 @@ class Books:
 
         Raises InvalidField for a sample that is not in flight: nothing is trained twice. Nothing is noted then.
         """
-        if step < 0:
+        if (step := _whole("step", step)) < 0:
             raise InvalidField("step", step, "0 or more")
         count = self._end(number, samples, step, "trained", known)
         self.trained += count
@@ -202,7 +203,8 @@ class Books:
             for name in NUMBERS:
                 setattr(read, name, int(state[name]))
             for name in COUNTERS:
-                setattr(read, name, Counter({key: int(count) for key, count in state[name]}))
+                kind = str if name in {"dropped", "marks"} else int
+                setattr(read, name, Counter({kind(key): int(count) for key, count in state[name]}))
             read._versions = [int(version) for version in state["versions"]]
             read._ended = [None if runs is None else tuple(map(int, runs)) for runs in state["ended"]]
             read.prompts = {
@@ -210,14 +212,14 @@ class Books:
                     len(fates),
                     int(spare),
                     int(update),
-                    list(fates),
+                    [None if code is None else int(code) for code in fates],
                     str(job),
-                    [(it, list(these)) for it, these in asked],
+                    [(str(it), list(map(range(len(fates)).index, these))) for it, these in asked],
                 )
                 for number, spare, update, fates, job, asked in state["prompts"]
             }
             read._spreads = {name: (Spread.of(a), Spread.of(b)) for name, (a, b) in state["spreads"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise InvalidField("state", type(error).__name__, f"what Books.state_dict made: {error}") from error
         read.check()
         self.__dict__.update(read.__dict__)
@@ -226,7 +228,11 @@ class Books:
         """Raises InvalidField unless accepted = trained + dropped + in flight, counted sample by sample."""
         if missing := [it for it, runs in enumerate(self._ended) if runs is None and it not in self.prompts]:
             raise InvalidField("prompts", sorted(self.prompts), f"prompt {missing[0]} too, which has not ended")
-        found = Counter(self._told(code) for number in range(self.numbers) for code in self._codes(number))
+        found: Counter[str] = Counter()
+        for number, runs in enumerate(self._ended):
+            fates = [(code, 1) for code in self.prompts[number].fates] if runs is None else _pairs(runs)
+            for code, count in fates:
+                found[self._told(code)] += count
         said = Counter({"trained": self.trained, NO_FATE: self.in_flight, **self.dropped})
         if +found != +said or found.total() != self.accepted or self.steps.total() != self.trained:
             raise InvalidField("books", dict(said), f"accepted={self.accepted}; sample by sample it is {dict(found)}")
@@ -258,11 +264,12 @@ class Books:
                 raise InvalidField("sample", f"{number}.{sample}", f"a sample in flight, once; this one is {told}")
         if not chosen:
             return 0
+        measured = {sample: _plain(f"{number}.{sample}", known[sample]) for sample in chosen if sample in known}
         prompt = self.prompts[number]
         lengths, rewards = self._spreads.setdefault(name, (Spread(), Spread()))
         for sample in chosen:
             prompt.fates[sample] = code
-            if (it := known.get(sample)) is not None:
+            if (it := measured.get(sample)) is not None:
                 lengths.add(it.length)
                 if it.reward is not None:
                     rewards.add(it.reward)
@@ -280,10 +287,14 @@ class Books:
         runs = self._ended[number]
         if runs is None:
             return self.prompts[number].fates
-        return [code for code, count in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]
+        return [code for code, count in _pairs(runs) for _ in range(count)]
 
     def _told(self, code: int | None) -> str:
-        return NO_FATE if code is None else "trained" if code >= 0 else REASONS[-1 - code]
+        if code is None:
+            return NO_FATE
+        if code < -len(REASONS):
+            raise InvalidField("fates", code, f"a step, or -1 to {-len(REASONS)}")
+        return "trained" if code >= 0 else REASONS[-1 - code]
 
 
 def _runs(fates: list[int | None]) -> tuple[int, ...]:
@@ -291,3 +302,35 @@ def _runs(fates: list[int | None]) -> tuple[int, ...]:
     return tuple(
         value for code, same in itertools.groupby(fates) if code is not None for value in (code, sum(1 for _ in same))
     )
+
+
+def _pairs(runs: tuple[int, ...]) -> list[tuple[int | None, int]]:
+    """What `_runs` made, as (fate, count). Raises InvalidField for anything else."""
+    if len(runs) % 2 or any(count < 1 for count in runs[1::2]):
+        raise InvalidField("ended", runs, "fates, each with how many samples have it")
+    return list(zip(runs[::2], runs[1::2], strict=True))
+
+
+def _whole(name: str, value: Any) -> int:
+    """An integer of Python's. Others, such as numpy's, would not survive a checkpoint in JSON."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise InvalidField(name, value, "an integer")
+
+
+def _plain(sample: str, known: Measured) -> Measured:
+    """The same in Python's numbers."""
+    length, reward, staleness = known
+    try:
+        if isinstance(reward, str | bytes):
+            raise TypeError
+        return Measured(
+            _whole("length", length),
+            None if reward is None else float(reward),
+            None if staleness is None else _whole("staleness", staleness),
+        )
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several values
+        raise InvalidField("reward", reward, f"a number or None, for sample {sample}") from error

@@ -7,23 +7,24 @@ Read from trl 1.16 (`rollout_func` of GRPOTrainer), skyrl-train (`generators/bas
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...messages.errors import InvalidField
-from .rows import GIVEN, Row
+from .rows import GIVEN, Row, rows_given
 
 
-def to_trl(rows: Sequence[Row]) -> dict[str, list[Any]]:
+def to_trl(rows: Iterable[Row]) -> dict[str, list[Any]]:
     """What a `rollout_func` returns: lists, one item a row.
 
     prompt_ids; completion_ids: everything behind the prompt; logprobs: of those, 0.0 at tokens that nobody generated;
     env_mask: of those, 1 at tokens that the model generated. reward, too, if all rows have one: TRL hands it to reward
     functions.
     """
+    rows = rows_given(rows)
     found: dict[str, list[Any]] = {
         "prompt_ids": [row.ids[: row.prompt].tolist() for row in rows],
         "completion_ids": [row.ids[row.prompt :].tolist() for row in rows],
@@ -35,11 +36,12 @@ def to_trl(rows: Sequence[Row]) -> dict[str, list[Any]]:
     return found
 
 
-def to_skyrl(rows: Sequence[Row]) -> dict[str, Any]:
+def to_skyrl(rows: Iterable[Row]) -> dict[str, Any]:
     """A `GeneratorOutput`; `trajectory_ids` and `is_last_step` are the caller's to fill in.
 
     Raises InvalidField for a row without a reward.
     """
+    rows = rows_given(rows)
     for place, row in enumerate(rows):
         if math.isnan(row.reward):
             raise InvalidField(f"rows[{place}].reward", row.reward, "a number: SkyRL's trainer takes none without")
@@ -57,7 +59,7 @@ def to_skyrl(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def to_verl(
-    rows: Sequence[Row], *, prompt_length: int, response_length: int, pad_id: int = 0
+    rows: Iterable[Row], *, prompt_length: int, response_length: int, pad_id: int = 0
 ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
     """Tensors and other columns, for `DataProto.from_dict(tensors=…, non_tensors=…)`. Imports torch.
 
@@ -69,6 +71,8 @@ def to_verl(
     """
     import torch  # noqa: PLC0415 – the other forms need none
 
+    if not (rows := rows_given(rows)):
+        raise InvalidField("rows", rows, "at least one")
     columns: dict[str, list[npt.NDArray[Any]]] = {
         name: [] for name in ("ids", "attention", "mask", "logprobs", "scores")
     }

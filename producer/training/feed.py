@@ -6,8 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
+from ...messages.arguments import checks_arguments
 from ...messages.errors import InvalidField, PoolBusy, WaitTimeout
 from ...messages.model import GenerateJob
 from ..core import ClientCore
@@ -22,6 +25,7 @@ RETRY_S = 0.2
 """Pause before what a full pool refused is submitted again."""
 
 
+@checks_arguments(GenerateJob)
 class RolloutFeed:
     """Made by `RolloutClient.feed`. Gives one trainer groups of samples, and writes the books.
 
@@ -51,7 +55,8 @@ class RolloutFeed:
         self._ready = self._pool.ready
         self._handed: dict[int, set[int]] = {}  # prompts at the trainer, with the samples that it has
         self._given = 0  # samples that were wanted of what the trainer got since the last update
-        self._changed = self._begun = self._held_up = self._has_waited = False
+        self._changes = 0  # each task that waits compares it with what it was
+        self._begun = self._held_up = self._has_waited = False
         self._submitting = asyncio.Lock()
 
     # --- in --------------------------------------------------------------------------------------------------------
@@ -70,15 +75,17 @@ class RolloutFeed:
         self._check(job)
         deadline = None if timeout is None else time.monotonic() + timeout
         await self._begin()
-        async with self._submitting:
-            if self.capacity < job.n:
-                self.books.marks["held up"] += 1
-                await self._core.until(lambda: self.capacity >= job.n, _left(deadline))
-            while (busy := await self._submit(job)) is not None:
-                if deadline is not None and time.monotonic() + RETRY_S > deadline:
-                    raise busy
-                await asyncio.sleep(RETRY_S)
-            return self.books.numbers - 1
+        self.books.marks["held up"] += self.capacity < job.n
+        while True:
+            await self._core.until(lambda: self.capacity >= job.n, _left(deadline))
+            async with self._submitting:  # for one try: whoever waits for room holds up nobody
+                if self.capacity < job.n:
+                    continue
+                if (busy := await self._submit(job)) is None:
+                    return self.books.numbers - 1
+            if deadline is not None and time.monotonic() + RETRY_S > deadline:
+                raise busy
+            await asyncio.sleep(RETRY_S)
 
     async def _submit(self, job: GenerateJob) -> PoolBusy | None:
         """Accept a prompt now. Returns the error of a full pool."""
@@ -128,7 +135,7 @@ class RolloutFeed:
         deadline = None if timeout is None else time.monotonic() + timeout
         await self._begin()
         while True:
-            self._changed = False
+            news = partial(self._news_since, self._changes)
             await self._pool.pump()
             busy = source is not None and await self._refill(source)
             if (found := self._choose(most, source)) is not None:
@@ -136,23 +143,28 @@ class RolloutFeed:
             left = _left(deadline)
             pause = left if not (busy or self._pool.busy) else RETRY_S if left is None else min(left, RETRY_S)
             try:
-                await self._core.until(lambda: self._changed or self._pool.news(), pause)
+                await self._core.until(news, pause)
             except WaitTimeout:
                 if pause == left:
                     raise
 
+    def _news_since(self, changes: int) -> bool:
+        return self._changes != changes or self._pool.news()
+
     async def _refill(self, source: Source) -> bool:
         """Submit from `source` what the staleness allows. Returns whether the pool is too full for that."""
-        while (job := source.next) is not None:
-            self._check(job)
-            held_up, self._held_up = self._held_up, self.capacity < job.n
-            if self._held_up:
-                self.books.marks["held up"] += not held_up
-                return False
-            async with self._submitting:
+        while source.peek() is not None:
+            async with self._submitting:  # others may have submitted meanwhile, also from this source
+                if (job := source.peek()) is None:
+                    break
+                self._check(job)
+                held_up, self._held_up = self._held_up, self.capacity < job.n
+                if self._held_up:
+                    self.books.marks["held up"] += not held_up
+                    break
                 if await self._submit(job) is not None:
                     return True
-            source.step()
+                source.step()
         return False
 
     def _choose(self, most: int, source: Source | None) -> list[TrainGroup] | None:
@@ -166,7 +178,7 @@ class RolloutFeed:
                 break
             chosen.append(self._ready[number])
             total += self._ready[number].n
-        more_may_come = source is None or self._pool.asked or not (chosen or source.next is None)
+        more_may_come = source is None or self._pool.asked or not (chosen or source.peek() is None)
         if not full and total < most and more_may_come:
             return None
         return None if self.staleness.on_stale == "wait" and self._has_to_wait(chosen, total) else chosen
@@ -209,6 +221,7 @@ class RolloutFeed:
             self._handed[group.number] = set(group.samples)
             self._given += group.n
         self._has_waited = False
+        self._wake()  # another task may wait for what is ready beside this, or for the end
         # Ctrl-C in a plain loop may come before its thread has them: then they are ready again.
         replies = [reply for group in groups for reply in self._pool.keeping.of(group.number)]
         HandOut(replies, lambda _: None, lambda _: self._take_back(groups))
@@ -238,11 +251,14 @@ class RolloutFeed:
     def drop(self, groups: Iterable[TrainGroup], why: Why = "filtered") -> None:
         """These are not trained on. Raises InvalidField as `train` does."""
         for group in groups:
-            self._pool.drop(group.number, group.samples, why, self._back(group))
+            known = self._back(group)
+            self._pool.drop(group.number, group.samples, why, known)
             del self._handed[group.number]
         self._wake()
 
     def _back(self, group: TrainGroup) -> dict[int, Measured]:
+        if not isinstance(group, TrainGroup):
+            raise InvalidField("groups", group, "a list of TrainGroups")
         if self._handed.get(group.number) != set(group.samples):
             raise InvalidField("groups", f"prompt {group.number}", "groups that the trainer has, each once")
         return group.known()
@@ -258,7 +274,7 @@ class RolloutFeed:
         self.books.renumber(version)
 
     def _wake(self) -> None:
-        self._changed = True
+        self._changes += 1
         self._core.reader.wake()
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
@@ -272,14 +288,16 @@ class RolloutFeed:
         """Go on where the checkpoint was made; before anything is submitted or taken. Raises InvalidField."""
         if self._begun:
             raise InvalidField("state", "a checkpoint", "to be loaded before the feed's first call")
-        if not isinstance(state, Mapping) or not isinstance(state.get("checkpoint"), int) or "books" not in state:
-            raise InvalidField("state", type(state).__name__, "what RolloutFeed.state_dict made")
+        number = _number_of(state)
         self.books.load_state_dict(state["books"])
-        self._pool.keeping.checkpoint(state["checkpoint"])
+        self._pool.keeping.checkpoint(number)
 
     def saved(self, state: Mapping[str, Any] | None = None) -> None:
-        """A checkpoint with this state is saved, by default the newest: what it knows the end of leaves Redis."""
-        self._pool.keeping.saved(None if state is None else int(state["checkpoint"]))
+        """A checkpoint with this state is saved, by default the newest: what it knows the end of leaves Redis.
+
+        Raises InvalidField for a state that `state_dict` did not make.
+        """
+        self._pool.keeping.saved(None if state is None else _number_of(state))
 
     def report(self) -> dict[str, Any]:
         """What the books say (`Books.report`), and what is where: `ready` groups, prompts `at_trainer`."""
@@ -298,15 +316,27 @@ class RolloutFeed:
 
 
 class Source:
-    """Prompts to submit, one after the other. next: the one whose turn it is; None when they are through."""
+    """Prompts to submit, one after the other."""
 
     def __init__(self, jobs: Iterable[GenerateJob]) -> None:
         self._jobs = iter(jobs)
-        self.next = next(self._jobs, None)
+        self._next: list[GenerateJob | None] = []  # empty before it was read
+
+    def peek(self) -> GenerateJob | None:
+        """The one whose turn it is; None when they are through. What `jobs` raises loses none of them.
+
+        Raises InvalidField for what is no job.
+        """
+        if not self._next:
+            found = list(islice(self._jobs, 1))
+            if found and not isinstance(found[0], GenerateJob):
+                raise InvalidField("jobs", found[0], "GenerateJobs")
+            self._next = [*found] or [None]
+        return self._next[0]
 
     def step(self) -> None:
-        """`next` was submitted."""
-        self.next = next(self._jobs, None)
+        """That one was submitted."""
+        self._next = []
 
 
 class Batches(AsyncIterator[list[TrainGroup]]):
@@ -322,6 +352,13 @@ class Batches(AsyncIterator[list[TrainGroup]]):
 
     async def aclose(self) -> None:
         """End the loop; what is under way stays with the feed."""
+
+
+def _number_of(state: Mapping[str, Any]) -> int:
+    """The checkpoint's number in a feed's state."""
+    if not isinstance(number := state.get("checkpoint"), int) or "books" not in state:
+        raise InvalidField("state", sorted(map(str, state)), "what RolloutFeed.state_dict made")
+    return number
 
 
 def _left(deadline: float | None) -> float | None:

@@ -52,9 +52,10 @@ class Generating:
         await self._core.open()
         if self._begun:
             return
-        self._begun = True
+        found: dict[int, Asked] = {}
+        to_send: list[GenerateJob] = []
         for number, prompt in self._books.prompts.items():
-            asked = self.asked[number] = Asked.restored(self._core.client_id, number, prompt, self._rules)
+            asked = found[number] = Asked.restored(self._core.client_id, number, prompt, self._rules)
             for place, (job_id, samples) in enumerate(prompt.asked):
                 job = asked.again(place, samples)
                 if job.id != job_id:
@@ -62,7 +63,11 @@ class Generating:
                 if all(prompt.fates[sample] is not None for sample in samples):
                     del asked.waiting[job_id]
                 else:
-                    self._send_soon(job)
+                    to_send.append(job)
+        self._begun = True  # not before: whoever catches an error and asks again gets it again
+        self.asked.update(found)
+        for job in to_send:
+            self._send_soon(job)
         waiting = {job_id for asked in self.asked.values() for job_id in asked.waiting}
         old = [it for it in self._inbox.known if it not in waiting and self._is_old(it)]
         self.give_up(old)  # the checkpoint knows that they ended

@@ -5,6 +5,7 @@ Tensors are of one shape, (b, t) or packed (N,), with each value at its token's 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,7 +22,8 @@ def importance_ratios(
 
     level: "token": of each token. "sequence": of a row's tokens together, the product. "geometric": that product's root
     of the number of tokens, as in GSPO (Zheng et al. 2025, arXiv:2507.18071). The latter two are for (b, t) only; each
-    generated token of a row has the row's ratio. Ratios keep the gradient of `logprobs`. Raises InvalidField.
+    generated token of a row has the row's ratio. Ratios keep the gradient of `logprobs`. They are finite: one that the
+    dtype has no number for is nearly its largest one, without a gradient. Raises InvalidField.
     """
     if level not in get_args(Level):
         raise InvalidField("level", level, '"token", "sequence" or "geometric"')
@@ -37,13 +39,15 @@ def importance_ratios(
         if level == "geometric":
             gaps = gaps / here.sum(1, keepdim=True).clamp(min=1)
         gaps = gaps.expand_as(logprobs)
-    return torch.where(here, gaps.exp(), 0.0)
+    # Infinity times the 0 with which `truncated` and `masked` answer it would be a gradient of NaN.
+    largest = math.log(torch.finfo(gaps.dtype).max) - 1
+    return torch.where(here, gaps.clamp(max=largest).exp(), 0.0)
 
 
 def truncated(ratios: torch.Tensor, most: float = 2.0) -> torch.Tensor:
     """Truncated importance sampling (TIS): ratios above `most` count as `most`. Ionides 2008 (J. Comput. Graph. Stat.
     17:2); for policy gradients IMPALA, Espeholt et al. 2018, arXiv:1802.01561. Raises InvalidField."""
-    if most <= 0:
+    if not most > 0:
         raise InvalidField("most", most, "above 0")
     return ratios.clamp(max=most)
 

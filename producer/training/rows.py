@@ -88,12 +88,28 @@ class Row:
 
 
 def rows_of(groups: Iterable[TrainGroup]) -> list[Row]:
-    """The rows of a feed's groups, group by group. A group's number is its prompt's in the books."""
-    return [
-        Row.of_result(result, reward, group.number)
-        for group in groups
-        for result, reward in zip(group.results, group.rewards or [float("nan")] * len(group.results), strict=True)
-    ]
+    """The rows of a feed's groups, group by group. A group's number is its prompt's in the books.
+
+    Raises InvalidField as `Row.of_result` does, and for rewards that are not one for each result.
+    """
+    rows: list[Row] = []
+    for group in groups:
+        rewards = group.rewards or [float("nan")] * len(group.results)
+        if len(rewards) != len(group.results):
+            raise InvalidField("rewards", rewards, f"one for each of {len(group.results)} results, or none")
+        rows += [
+            Row.of_result(result, reward, group.number) for result, reward in zip(group.results, rewards, strict=True)
+        ]
+    return rows
+
+
+def rows_given(rows: Iterable[Row]) -> list[Row]:
+    """What a caller gives as rows, also from a generator. Raises InvalidField for what is no Row."""
+    given = list(rows)
+    for place, row in enumerate(given):
+        if not isinstance(row, Row):
+            raise InvalidField(f"rows[{place}]", row, "a Row: rows_of makes them of groups")
+    return given
 
 
 def _behind(count: int, values: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:

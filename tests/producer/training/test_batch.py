@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,23 @@ def test_a_packed_batch_knows_its_rows(rows: list[Row]) -> None:
     assert batch.token_rows().tolist() == [0] * 5 + [1] * 8
     with pytest.raises(InvalidField, match="layout='padded'"):
         RolloutBatch.of(rows).token_rows()
+
+
+@pytest.mark.parametrize(
+    "form", [RolloutBatch.of, to_trl, to_skyrl, partial(to_verl, prompt_length=3, response_length=6)]
+)
+def test_rows_may_come_from_a_generator_and_nothing_else_is_a_row(rows: list[Row], form: Any) -> None:
+    assert repr(form(row for row in rows)) == repr(form(rows))
+    group = TrainGroup("g", (one([1], [2]),), (), number=9, samples=(0,))
+    for wrong in (group, group.results[0], None):
+        with pytest.raises(InvalidField, match=r"rows\[1\]=.*: a Row: rows_of makes them of groups"):
+            form([rows[0], wrong])
+
+
+def test_rewards_that_are_not_one_for_each_result_are_refused() -> None:
+    group = TrainGroup("g", (one([1], [2]), one([1], [3])), (), samples=(0, 1), n=2, rewards=[1.0])
+    with pytest.raises(InvalidField, match=r"rewards=\[1\.0\]: one for each of 2 results"):
+        rows_of([group])
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rolloutmq import InvalidField
+from rolloutmq.ops.books import books_lines
 from rolloutmq.producer.training import REASONS, Books, Measured, Spread
 
 
@@ -158,3 +162,80 @@ def test_a_spread_is_exact_in_sum_and_close_in_quantiles() -> None:
     for name, exact in (("p10", 1000), ("p50", 5000), ("p90", 9000)):
         assert report[name] == pytest.approx(exact, abs=100)
     assert Spread().report() == dict.fromkeys(("mean", "min", "p10", "p50", "p90", "max")) | {"count": 0}
+
+
+def test_numbers_of_numpy_and_torch_survive_a_checkpoint() -> None:
+    books = Books(np.int64(1))  # type: ignore[arg-type]
+    books.advance(np.int64(2))  # type: ignore[arg-type]
+    books.renumber(torch.tensor(4))  # type: ignore[arg-type]
+    number = books.accept(3)
+    for sample, reward in enumerate((np.float32(0.5), torch.tensor(0.5), True)):
+        known = Measured(np.int32(7), reward, np.int64(1))  # type: ignore[arg-type]
+        books.train(number, np.array([sample]), np.int64(3), {sample: known})  # type: ignore[arg-type]
+    again = Books()
+    again.load_state_dict(json.loads(json.dumps(books.state_dict())))
+    assert again.report() == books.report()
+    assert again.report()["rewards"]["trained"]["mean"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("known", [Measured(3, "x"), Measured(3, "1"), Measured(3, []), Measured("3", 1.0)])  # type: ignore[arg-type]
+def test_nothing_is_noted_of_samples_with_a_wrong_number(known: Measured) -> None:
+    books = Books()
+    number = books.accept(2)
+    before = books.state_dict()
+    with pytest.raises(InvalidField, match=r"length=|a number or None, for sample 0\.1"):
+        books.train(number, [0, 1], 0, {0: Measured(3, 1.0), 1: known})
+    assert books.state_dict() == before
+    books.check()
+
+
+@pytest.mark.parametrize("value", ["3", 2.5, None, True])
+def test_versions_and_steps_are_integers(value: Any) -> None:
+    books = Books()
+    books.accept(1)
+    for call in (books.advance, books.renumber, lambda step: books.train(0, [0], step)):
+        with pytest.raises(InvalidField, match="an integer"):
+            call(value)
+    assert books.in_flight == 1
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of everything inside plain data."""
+    yield at
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield from places(one, (*at, key))
+
+
+def test_a_damaged_state_is_refused_or_harmless() -> None:
+    """One value of it at a time: what is loaded can be reported, advanced and saved; nothing takes long."""
+    books = Books()
+    books.accept(4)
+    books.accept(4, "job")
+    books.prompts[1].asked.append(("id", [0, 1]))
+    books.train(0, [0, 1], 3, {0: Measured(3, 0.5, 1)})
+    books.drop(0, [2, 3], "stale")
+    books.drop(1, [0], "failed", {0: Measured(3)})
+    books.advance(2)
+    books.marks["waited"] += 1
+    whole = json.dumps(books.state_dict())
+    refused = loaded = 0
+    for at in places(json.loads(whole)):
+        for wrong in (None, "x", -1, -99, 0, math.inf, math.nan, [], {}, 10**30, True, [[1]], 2.5):
+            state: Any = json.loads(whole)
+            inner = {"": state}
+            for key in ("", *at)[:-1]:
+                inner = inner[key]
+            inner[("", *at)[-1]] = wrong
+            state = state if at else wrong
+            read = Books()
+            try:
+                read.load_state_dict(state)
+            except InvalidField:
+                refused += 1
+                continue
+            loaded += 1
+            books_lines(read)
+            read.advance(10**40)
+            json.dumps(read.state_dict())
+    assert (refused > 500, loaded > 0) == (True, True)

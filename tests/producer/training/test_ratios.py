@@ -34,6 +34,21 @@ def test_ratios_have_the_gradient_and_no_nan() -> None:
     torch.testing.assert_close(logprobs.grad, torch.tensor([[0, 4, 0.5, 0], [0, 2.0, 0, 0]]))
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("bound", [truncated, masked])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_ratio_beyond_the_dtype_has_no_gradient_and_no_nan(level: Any, bound: Any, dtype: torch.dtype) -> None:
+    behaviour = torch.tensor([[-999.0, -1.0], [-1.0, -1.0]], dtype=dtype)
+    logprobs = torch.full((2, 2), -1.0, dtype=dtype, requires_grad=True)
+    ratios = importance_ratios(logprobs, behaviour, torch.ones(2, 2), level)
+    assert ratios.isfinite().all()
+    bound(ratios).sum().backward()
+    first = [0.0, 1.0] if level == "token" else [0.0, 0.0]
+    second = [2.0, 2.0] if level == "sequence" else [1.0, 1.0]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [first, second]
+
+
 def test_a_row_without_generated_tokens() -> None:
     nothing = torch.zeros_like(MASK)
     for level in ("token", "sequence", "geometric"):
@@ -79,6 +94,7 @@ def test_gaps_by_version() -> None:
         (lambda: importance_ratios(PI, BEHAVIOUR[0], MASK), "shapes"),
         (lambda: importance_ratios(PI[0], BEHAVIOUR[0], MASK[0], "sequence"), "level"),
         (lambda: truncated(PI, 0.0), "most"),
+        (lambda: truncated(PI, math.nan), "most"),
         (lambda: masked(PI, 2.0, 1.0), "least"),
     ],
 )

@@ -1,0 +1,128 @@
+"""A feed that is used in ways nobody recommends: wrong types, several tasks at once, data that raises."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.pools.pool import eventually
+from support.specimens.messages import SHORT
+
+from rolloutmq import GenerateJob, InvalidField, RolloutClient, Staleness
+from rolloutmq.producer.training import RolloutFeed
+
+
+def prompts(count: int, n: int = 2) -> Iterator[GenerateJob]:
+    for i in range(count):
+        yield GenerateJob(token_ids=[7, i], n=n, sampling=SHORT, metadata={"place": i})
+
+
+def marking(client: RolloutClient, eta: int, size: int) -> RolloutFeed:
+    """Nobody publishes here: all samples are of version 0."""
+    return client.feed(Staleness(eta, size, on_stale="mark"))
+
+
+async def test_several_tasks_share_a_loop(client: RolloutClient, serving: None) -> None:
+    feed = marking(client, eta=1, size=4)
+    loop = feed.batches(prompts(20), timeout=20)
+    places: list[int] = []
+
+    async def train() -> None:
+        async for batch in loop:
+            places.extend(group.metadata["place"] for group in batch)
+            feed.train(batch)
+            feed.advance(feed.books.version + 1)
+
+    await asyncio.gather(train(), train(), train())
+    assert sorted(places) == list(range(20)), "each prompt once"
+
+
+async def test_the_staleness_holds_for_submit_beside_a_loop(client: RolloutClient, serving: None) -> None:
+    feed = marking(client, eta=0, size=4)
+    loop = feed.batches(prompts(40), timeout=20)
+    others = asyncio.gather(*(feed.submit(job, 20) for job in prompts(20)))
+    for step in range(30):
+        batch = await anext(loop)
+        assert feed.books.live <= (step + 1) * 4
+        feed.train(batch)
+        feed.advance(step + 1)
+    await others
+    feed.books.check()
+
+
+async def test_a_submission_that_waits_for_room_does_not_hold_up_the_loop(client: RolloutClient, serving: None) -> None:
+    feed = marking(client, eta=0, size=8)
+    await feed.submit(next(prompts(1, n=4)), 5)
+    large = asyncio.create_task(feed.submit(next(prompts(1, n=8)), None))
+    await eventually(lambda: feed.books.marks["held up"] == 1)
+    batch = await anext(feed.batches(prompts(2, n=2), timeout=20))
+    assert [group.n for group in batch] == [4, 2, 2]
+    feed.train(batch)
+    feed.advance(1)
+    assert await asyncio.wait_for(large, 20) == 3
+
+
+async def test_data_that_raises_loses_and_repeats_nothing(client: RolloutClient, serving: None) -> None:
+    class Data:
+        def __init__(self) -> None:
+            self.jobs, self.broken = prompts(4), True
+
+        def __iter__(self) -> Data:
+            return self
+
+        def __next__(self) -> GenerateJob:
+            job = next(self.jobs)
+            if job.metadata["place"] == 2 and self.broken:
+                self.jobs, self.broken = iter([job, *self.jobs]), False
+                raise OSError("the disk is slow")
+            return job
+
+    feed = marking(client, eta=3, size=4)
+    loop = feed.batches(Data(), timeout=20)
+    with pytest.raises(OSError, match="slow"):
+        await anext(loop)
+    places: list[int] = []
+    async for batch in loop:
+        places += [group.metadata["place"] for group in batch]
+        feed.train(batch)
+        feed.advance(feed.books.version + 1)
+    assert places == [0, 1, 2, 3]
+
+
+async def test_a_checkpoint_of_another_client_is_refused_each_time(redis_db: str) -> None:
+    async with RolloutClient(redis_db, client_id="a") as one, RolloutClient(redis_db, client_id="b") as other:
+        feed = marking(one, eta=3, size=4)
+        await feed.submit(next(prompts(1)), 5)
+        mine = marking(other, eta=3, size=4)
+        mine.load_state_dict(feed.state_dict())
+        for _ in range(2):
+            with pytest.raises(InvalidField, match="client_id='b': the one that made this checkpoint"):
+                await mine.batch(5)
+
+
+async def test_wrong_types_are_refused(client: RolloutClient, serving: None) -> None:
+    feed = marking(client, eta=3, size=4)
+    await feed.submit(next(prompts(1)), 5)
+    (group,) = await feed.batch(20)
+    wrong: Any
+    for wrong in ("text", 3, None, {"token_ids": [1]}):
+        with pytest.raises(InvalidField, match="GenerateJob"):
+            await feed.submit(wrong)
+        with pytest.raises(InvalidField, match="GenerateJobs"):
+            await anext(feed.batches([wrong]))
+    for wrong in ("text", 3, None, prompts, {"a": 1}):
+        with pytest.raises(InvalidField, match="a list or another iterable"):
+            feed.batches(wrong)
+    for wrong in (group, [3], [None], None):
+        for call in (feed.train, feed.drop):
+            with pytest.raises(InvalidField, match="groups="):
+                call(wrong)
+    for wrong in (None, 3, {}, {"checkpoint": 1}, {"checkpoint": None, "books": {}}):
+        for refused in (marking(RolloutClient(), 0, 1).load_state_dict, feed.saved):
+            if wrong is not None or refused != feed.saved:  # None is the newest checkpoint
+                with pytest.raises(InvalidField, match="state="):
+                    refused(wrong)
+    feed.train([group])
+    feed.books.check()
