@@ -8,6 +8,8 @@ how long the other processes wait.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,29 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Dir
     pytest imports a package that it collects from. For that it puts the folder around the checkout on sys.path, where a
     folder called `sglang` would be taken for SGLang.
     """
-    return pytest.Dir.from_parent(parent, path=path) if path == parent.config.rootpath else None
+    if path == parent.config.rootpath:
+        return pytest.Dir.from_parent(parent, path=path)
+    return Shared.from_parent(parent, path=path) if path.is_relative_to(parent.config.rootpath / "tests") else None
+
+
+class Shared(pytest.Dir):
+    """A folder in which each test process begins with other files.
+
+    Every process imports every file. The first one to do so rewrites its asserts, which is half of the work, and the
+    others find the result in `__pycache__`.
+    """
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        found = list(super().collect())
+        process, processes = (
+            int(os.environ.get(f"PYTEST_XDIST_WORKER{what}", "0").lstrip("gw")) for what in ("", "_COUNT")
+        )
+        first = len(found) * process // max(1, processes)
+        return found[first:] + found[:first]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: (rank(item.nodeid), stage(item)))
+    items.sort(key=lambda item: (rank(item.nodeid), stage(item), item.path.parts))
 
 
 def rank(nodeid: str) -> int:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
-from support.pools.pool import check_scripted, eventually, wait_replies, worker
+from support.pools.commanded import hurry
+from support.pools.pool import Running, check_scripted, eventually, wait_replies, worker
 from support.specimens.messages import job, result
 
 from rolloutmq.messages import (
@@ -45,6 +46,13 @@ def piece(one, number: int, attempt: int = 1, sample: int = 0, start: int = 0) -
         number,
         Partial(start=start, token_ids=[1, 2], logprobs=[0, 0], segments=(Segment(0, 2),)),
     )
+
+
+async def crash(victim: Running, db: Redis, broker: Broker) -> None:
+    """A worker is lost, and its lease is over at once."""
+    here = victim.id
+    await victim.crash()
+    assert await db.zadd(broker.keys.workers, {here: 1}, xx=True, ch=True)
 
 
 async def test_pieces_come_back_in_order(broker: Broker, db: Redis, joined) -> None:
@@ -83,7 +91,7 @@ async def test_a_killed_worker_costs_at_most_the_interval(redis_db: str, broker:
     one = job(n=4, sampling=LONG)
     await broker.enqueue([one])
     key = broker.keys.job(one.id)
-    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=1.5, checkpoint_s=0.2) as victim:
+    async with worker(redis_db, engine=ScriptedEngine(SLOW), checkpoint_s=0.2) as victim:
 
         async def saved() -> int:
             fields = await db.hgetall(key)
@@ -92,9 +100,9 @@ async def test_a_killed_worker_costs_at_most_the_interval(redis_db: str, broker:
         await eventually(lambda: _at_least(saved, 250), what="250 tokens of each sample are saved")
         pieces = [name for name in await db.hkeys(key) if name.startswith(b"k0.")]
         assert pieces, "saved in pieces, not all over again"
-        await victim.crash()
+        await crash(victim, db, broker)
         before = await saved()
-    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=1.5) as survivor:
+    async with worker(redis_db) as survivor:
         results = [reply.outcome for reply in await wait_replies(broker, 4)]
         redone = survivor.worker._generation.generated_tokens
     for found in results:
@@ -130,10 +138,10 @@ async def test_saving_goes_on_after_an_outage(redis_db: str, broker: Broker, db:
     monkeypatch.setattr(Lease, "checkpoint", away_once)
     one = job(sampling=LONG)
     await broker.enqueue([one])
-    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=1.5, checkpoint_s=0.1) as victim:
+    async with worker(redis_db, engine=ScriptedEngine(SLOW), checkpoint_s=0.1) as victim:
         await eventually(lambda: db.hexists(broker.keys.job(one.id), "k0.2"))
-        await victim.crash()
-    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=1.5):
+        await crash(victim, db, broker)
+    async with worker(redis_db):
         (reply,) = await wait_replies(broker, 1)
     assert isinstance(reply.outcome, RolloutResult)
     check_scripted(reply.outcome, 3)
@@ -187,12 +195,12 @@ async def test_a_worker_told_of_a_gap_saves_everything_again(redis_db: str, brok
     one = job(sampling=LONG)
     await broker.enqueue([one])
     key = broker.keys.job(one.id)
-    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=1.5, checkpoint_s=0.1) as victim:
+    async with worker(redis_db, engine=ScriptedEngine(SLOW), checkpoint_s=0.1) as victim:
         await eventually(lambda: db.hexists(key, "k0.2"))
         await db.eval(FORGET, 1, key)
         await eventually(lambda: db.hexists(key, "k0.1"))
-        await victim.crash()
-    async with worker(redis_db, engine=ScriptedEngine(SLOW), lease_s=1.5) as survivor:
+        await crash(victim, db, broker)
+    async with worker(redis_db) as survivor:
         (reply,) = await wait_replies(broker, 1)
         assert survivor.worker._generation.generated_tokens < 300
     assert isinstance(reply.outcome, RolloutResult)
@@ -289,6 +297,7 @@ async def test_what_is_too_large_to_be_saved_is_not_and_nobody_else_suffers(
         here = running.id
         await broker.enqueue([large, small])
         await eventually(lambda: db.hget(broker.keys.job(small.id), "k0"))
+        hurry(running)
         found = await wait_replies(broker, 2)
         assert {reply.outcome.job_id for reply in found} == {large.id, small.id}
         assert all(reply.outcome.ok for reply in found)

@@ -12,7 +12,7 @@ import torch
 from redis.asyncio import Redis
 from safetensors.torch import save_file
 from support.engines.manual import all_that_can_happen_now
-from support.pools.commanded import LONG, all_done, busy, slow, worker
+from support.pools.commanded import LONG, all_done, busy, hurry, slow, worker
 from support.pools.pool import eventually, replies, wait_replies
 from support.specimens.messages import SHORT, job
 
@@ -35,6 +35,7 @@ async def test_what_runs_at_a_pause_comes_back_and_nothing_new_begins(
         more = [job(sampling=SHORT) for _ in range(2)]
         await broker.enqueue(more)
         if mode == "finish":
+            hurry(running)
             await all_done(broker, jobs)
         elif mode == "in_place":
             held = [running.engine._sampled(rid) for rid in running.engine._running]
@@ -46,6 +47,7 @@ async def test_what_runs_at_a_pause_comes_back_and_nothing_new_begins(
         state = (await control.version()).results[running.id]
         assert (state["paused"], state["state"]) == (mode, "paused")
         (await control.resume()).check()
+        hurry(running)
         await all_done(broker, jobs + more)
         assert running.worker._status().state == "serving"
 
@@ -102,6 +104,7 @@ async def test_a_pause_in_place_can_become_another_one(redis_db: str, control: P
         (await control.pause("abort")).check()
         assert (running.worker._generation.running, running.engine.ops.frozen) == (0, False)
         (await control.resume()).check()
+        hurry(running)
         await all_done(broker, jobs)
 
 
@@ -125,6 +128,7 @@ async def test_nothing_that_brings_weights_thaws_an_engine_that_is_paused_in_pla
         assert (asked, running.engine.ops.frozen) == ([], True)
         assert [running.engine._sampled(rid) for rid in running.engine._running] == held != []
         (await control.resume()).check()
+        hurry(running)
         await all_done(broker, jobs)
 
 
@@ -151,6 +155,7 @@ async def test_an_interruption_alone_costs_nothing(redis_db: str, control: PoolC
     async with worker(redis_db, engine=slow(), max_running=3) as running:
         jobs = await busy(broker, running)
         assert (await control.abort(drop=False)).check()[running.id].result == {"running": 3, "cancelled": 0}
+        hurry(running)
         await all_done(broker, jobs)
 
 
@@ -205,6 +210,7 @@ async def test_what_runs_when_the_engine_goes_to_sleep_comes_back_when_it_wakes(
         assert running.worker._generation.running == 0
         for tags in (["weights"], ["kv_cache"], ["cuda_graph"]):
             assert (await control.wake(tags)).check()[running.id].result["intact"]
+        hurry(running)
         await all_done(broker, [*jobs, more])
         assert (running.engine.starts, await running.engine.healthy()) == (1, True)
 
@@ -220,6 +226,7 @@ async def test_an_engine_that_cannot_sleep_is_not_disturbed(
         assert (answer.kind, "without a memory saver" in answer.error) == ("RequestRefused", True)
         assert running.worker._generation.running == 3
         assert running.worker._status().state == "serving"
+        hurry(running)
 
 
 async def test_the_models_own_weights_do_not_serve_a_pool_that_has_newer_ones(
@@ -268,6 +275,7 @@ async def test_the_prefix_cache_is_flushed_though_requests_run(
         assert running.engine.ops.flushes == 1
         answer = (await control.clear_storage())[running.id]
         assert answer.kind == "RequestRefused"
+        hurry(running)
         await all_done(broker, jobs)
 
 
@@ -284,6 +292,7 @@ async def test_an_engine_that_dies_frozen_or_asleep_comes_up_awake_and_a_pause_s
         assert (told["asleep"], told["holds"]) == ([], [])
         assert told["paused"] == ("abort" if state == "in_place" else "")
         (await control.resume()).check()
+        hurry(running)
         await all_done(broker, jobs)
         assert running.engine.starts == 2
 
@@ -314,4 +323,5 @@ async def test_an_engine_that_dies_gets_half_as_much_and_then_more_again(
         assert slots.limit == 4
         monkeypatch.setattr("rolloutmq.worker.slots.GROW_S", 0.0)
         await eventually(lambda: slots.limit == 8)
+        hurry(running)
         await all_done(broker, jobs)
