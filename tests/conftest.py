@@ -16,8 +16,8 @@ from rolloutmq.ops.redis import embedded
 from rolloutmq.ops.redis.embedded import BINARY_VARIABLE, EmbeddedRedis, wheel_server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: its threads wait by spinning, and cores are shared
-# torch asks DNS for the name of each address that a rendezvous store meets, loopback too, and waits 5 s for an answer that
-# is lost. glibc asks nobody with this; what is in /etc/hosts is still found.
+# torch asks DNS for the name of whoever connects to a rendezvous store, from loopback too, and waits 5 s for an answer
+# that is lost. With this glibc asks nobody. It still reads /etc/hosts.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 pytest_plugins = ["support.parallel", "support.pools.fixtures", "support.engines.fixtures"]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does that to what it starts in the background

@@ -39,7 +39,8 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Dir
     """
     if path == parent.config.rootpath:
         return pytest.Dir.from_parent(parent, path=path)
-    return Shared.from_parent(parent, path=path) if path.is_relative_to(parent.config.rootpath / "tests") else None
+    ours = path.is_relative_to(parent.config.rootpath / "tests") and not (path / "__init__.py").exists()
+    return Shared.from_parent(parent, path=path) if ours else None
 
 
 class Shared(pytest.Dir):
