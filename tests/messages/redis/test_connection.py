@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.exceptions
 from redis.asyncio.connection import SSLConnection
-from support.pools.pool import pauses
+from support.pools.pool import pauses, short_retries
 
 from rolloutmq.messages import Broker
 from rolloutmq.messages.errors import ConfigError, InvalidField, RedisUnavailable
 from rolloutmq.messages.redis import RETRY_BUDGET_S, connection
 from rolloutmq.messages.redis.connection import connect, ping, redacted
+from rolloutmq.messages.redis.retry import REPLY_TIMEOUT_S, BoundedRetry
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 
@@ -115,7 +116,8 @@ def test_tls_urls_get_tls() -> None:
     assert issubclass(pool.connection_class, SSLConnection)
 
 
-async def test_nobody_there_is_told_with_the_address() -> None:
+async def test_nobody_there_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_retries(monkeypatch)
     async with connect("redis://127.0.0.1:1/0") as client:
         with pytest.raises(RedisUnavailable, match=r"no Redis at 127\.0\.0\.1:1.*rolloutmq redis"):
             await ping(client)
@@ -141,11 +143,13 @@ async def test_a_dead_server_is_noticed_within_the_budget(redis_server: Embedded
         assert time.monotonic() - started > RETRY_BUDGET_S * 0.8
 
 
-async def test_a_frozen_server_is_noticed(redis_server: EmbeddedRedis) -> None:
+async def test_a_frozen_server_is_noticed(redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BoundedRetry.__init__.__defaults__ == (RETRY_BUDGET_S, REPLY_TIMEOUT_S) == (5.0, 5.0)
+    monkeypatch.setattr(BoundedRetry.__init__, "__defaults__", (0.2, 1.0))
     async with connect(redis_server.url) as client:
         await client.set("k", "v")
         os.kill(redis_server.pid, signal.SIGSTOP)
-        with pytest.raises(RedisUnavailable, match="no reply within 5 s"):
+        with pytest.raises(RedisUnavailable, match="no reply within 1 s"):
             await client.get("k")
 
 

@@ -27,8 +27,13 @@ from rolloutmq.messages.errors import RedisUnavailable
 from rolloutmq.ops.redis import embedded as embedded_redis
 from rolloutmq.ops.redis.embedded import BINARY_VARIABLE, EmbeddedRedis, find_server
 
-# A replica's first sync starts at once; by default the primary waits 5 s for others to come along.
-FAST_SYNC = {"repl-diskless-sync-delay": "0", "repl-ping-replica-period": "1"}
+# A replica's first sync starts at once, where by default the primary waits 5 s for others to come
+# along. It goes straight into memory: by way of a file, Valkey looks once a second whether it is whole.
+FAST_SYNC = {
+    "repl-diskless-sync-delay": "0",
+    "repl-diskless-load": "on-empty-db",
+    "repl-ping-replica-period": "1",
+}
 
 
 def soon(condition: Callable[[], Any], timeout: float = 15.0, what: str = "") -> Any:
