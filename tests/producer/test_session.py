@@ -51,10 +51,10 @@ async def test_turns_go_to_the_worker_that_has_the_prefix(redis_db: str, client:
 
 
 async def test_a_lost_worker_costs_the_prefix_not_the_session(redis_db: str, client: RolloutClient) -> None:
-    async with worker(redis_db, lease_s=1.5) as first:
+    async with worker(redis_db) as first:
         session = client.session(token_ids=[1], sampling=SHORT)
         await session.generate(timeout=10)
-        await first.crash()
+        await first.die()
         async with worker(redis_db) as second:
             result = await session.generate([2], timeout=10)
             assert result.worker_id == session.worker == second.id

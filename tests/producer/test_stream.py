@@ -122,15 +122,15 @@ async def test_a_job_that_does_not_ask_is_told_of_nothing(redis_db: str, client:
 
 async def test_after_a_workers_death_the_next_goes_on_from_what_was_shown(redis_db: str, client: RolloutClient) -> None:
     shown, doomed = Shown(), slow(200.0)
-    async with worker(redis_db, engine=doomed, lease_s=1.5) as dying:
+    async with worker(redis_db, engine=doomed) as dying:
         deltas = client.stream(long(n=2), timeout=20)
         async for delta in deltas:
             shown.take(delta)
             if len(shown.ids.get(0, ())) > 20 and len(shown.ids.get(1, ())) > 20:
                 break
-        await dying.crash()
+        await dying.die()
         before = {sample: list(ids) for sample, ids in shown.ids.items()}
-        async with worker(redis_db, engine=slow(), lease_s=1.5) as heir:
+        async with worker(redis_db, engine=slow()) as heir:
             async for delta in deltas:
                 shown.take(delta)
             assert {result.worker_id for result in shown.results.values()} == {heir.id}

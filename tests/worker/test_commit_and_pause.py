@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,9 +20,6 @@ from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.engine.protocol import EngineOutput, EngineRequest
 from rolloutmq.worker.in_flight import InFlight
 from rolloutmq.worker.scripted.engine import ScriptedEngine
-
-in_time = partial(publisher, join_timeout_s=30.0, transfer_timeout_s=60.0)
-"""However busy the machine is."""
 
 
 class SlowLoad(ScriptedEngine):
@@ -49,7 +45,7 @@ class SlowLoad(ScriptedEngine):
 async def committing(redis_db: str, broker: Broker, mode: UpdateMode) -> AsyncIterator[tuple[Running, SlowLoad, Any]]:
     """A worker in the midst of a commit, which held three jobs when it began: the worker, its engine, the jobs."""
     engine = SlowLoad()
-    async with worker(redis_db, engine=engine, max_running=3) as running, in_time(redis_db, mode=mode) as source:
+    async with worker(redis_db, engine=engine, max_running=3) as running, publisher(redis_db, mode=mode) as source:
         jobs = await busy(broker, running)
         published = asyncio.create_task(publish(source, 1))
         await engine.loading.wait()
@@ -170,7 +166,7 @@ async def test_a_transfer_that_waited_for_its_turn_leaves_an_engine_alone_that_s
             prepared.append(order.version)
             return await super().prepare_weights(order)
 
-    async with worker(redis_db, engine=Noting()) as running, in_time(redis_db) as source:
+    async with worker(redis_db, engine=Noting()) as running, publisher(redis_db) as source:
         follower = running.worker._follower
         asleep = follower.gate.holder("asleep")
         async with follower.turn.take("sleep"):
@@ -181,5 +177,5 @@ async def test_a_transfer_that_waited_for_its_turn_leaves_an_engine_alone_that_s
         await all_that_can_happen_now()
         assert (prepared, running.worker._generation.version) == ([], 0)
         asleep.release()
-        assert (await asyncio.to_thread(handle.wait, 20)).state == "committed"
+        assert (await asyncio.to_thread(handle.wait, 60)).state == "committed"
         assert prepared == [1]

@@ -179,7 +179,7 @@ async def test_cancelling_frees_the_slot(redis_db: str, broker: Broker) -> None:
 
 
 async def test_a_deadline_stops_a_running_job(redis_db: str, broker: Broker) -> None:
-    async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=1), lease_s=1.0) as running:
+    async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=1)) as running:
         await broker.enqueue([job(sampling=SLOW, deadline_s=0.3)])
         (reply,) = await wait_replies(broker, 1)
         assert isinstance(reply.outcome, JobFailure)

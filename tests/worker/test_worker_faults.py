@@ -14,12 +14,15 @@ from support.specimens.messages import job, result
 
 from rolloutmq.messages import Broker, EngineError, Finished, JobFailure, RolloutResult, SamplingParams, connect
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.lease.membership import Membership
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 SHORT = SamplingParams(max_new_tokens=5)
 SOME = SamplingParams(max_new_tokens=40)
 LONG = SamplingParams(max_new_tokens=1000)
+OFTEN = 1000
+"""`max_lost` of a worker whose lease is meant to end: on a busy machine it may also end when it is not meant to."""
 
 
 def all_scripted(found: list[Any], samples: int) -> list[RolloutResult]:
@@ -93,7 +96,7 @@ async def test_an_engine_that_always_dies_ends_the_worker(redis_db: str, broker:
             if self.starts > 1:
                 self.kill()
 
-    async with worker(redis_db, engine=Doomed(), engine_restarts=2, lease_s=0.5) as running:
+    async with worker(redis_db, engine=Doomed(), engine_restarts=2) as running:
         running.engine.kill()
         with pytest.raises(EngineError, match="without finishing a sample"):
             await running.task
@@ -102,13 +105,13 @@ async def test_an_engine_that_always_dies_ends_the_worker(redis_db: str, broker:
 async def test_a_crashed_workers_jobs_are_finished_by_the_other(redis_db: str, broker: Broker) -> None:
     slow = ScriptedEngine(tokens_per_s=2)
     jobs = [job(n=2, sampling=SHORT) for _ in range(10)]
-    async with worker(redis_db, engine=slow, max_running=8, lease_s=1.5) as crashing:
+    async with worker(redis_db, engine=slow, max_running=8) as crashing:
         await broker.enqueue(jobs)
         await eventually(lambda: len(slow._aborts) >= 8)
-        await crashing.crash()
+        await crashing.die()
         held = await broker.redis.smembers(broker.keys.held(crashing.id))
         assert len(held) >= 4
-        async with worker(redis_db, lease_s=1.5) as other:
+        async with worker(redis_db) as other:
             results = all_scripted(await wait_replies(broker, 20), 20)
             assert {one.worker_id for one in results} == {other.id}
             assert {one.attempt for one in results} == {1, 2}
@@ -122,9 +125,7 @@ async def test_a_stalled_worker_loses_its_jobs_and_its_late_results_are_refused(
 ) -> None:
     """Its heartbeats get lost while everything else still works."""
     slow = ScriptedEngine(tokens_per_s=1)
-    async with worker(redis_db, engine=slow, lease_s=0.5) as stalled:
-        lease, first_id = stalled.worker._lease, stalled.id
-        assert lease is not None
+    async with worker(redis_db, engine=slow, lease_s=0.5, max_lost=OFTEN) as stalled:
 
         async def lost(*_: object) -> None:
             raise ConnectionResetError("lost on the way")
@@ -132,10 +133,12 @@ async def test_a_stalled_worker_loses_its_jobs_and_its_late_results_are_refused(
         one = job(sampling=SHORT)
         await broker.enqueue([one])
         await eventually(lambda: slow._aborts)
+        lease, first_id = stalled.worker._lease, stalled.id
+        assert lease is not None
         monkeypatch.setattr(lease, "heartbeat", lost)
-        async with worker(redis_db, lease_s=0.5) as other:
+        async with worker(redis_db, max_lost=OFTEN):
             (found,) = all_scripted(await wait_replies(broker, 1), 1)
-            assert (found.worker_id, found.attempt) in {(other.id, 2), (stalled.id, 2)}
+            assert found.worker_id != first_id
         await eventually(lambda: stalled.id != first_id, what="a new incarnation")
         await eventually(lambda: not slow._aborts, what="the lost job to be dropped")
         assert await lease.complete([Finished(one.id, 1, 0, result(one, worker=first_id))]) in (["again"], ["fenced"])
@@ -146,11 +149,12 @@ async def test_a_frozen_redis_fences_the_worker_and_it_comes_back(redis_server: 
     engine = ScriptedEngine(tokens_per_s=1)
     async with connect(redis_server.url) as db:
         broker = Broker(db, "default")
-        async with worker(redis_server.url, engine=engine, lease_s=0.6) as running:
-            one, first_id, lease = job(sampling=LONG), running.id, running.worker._lease
-            assert lease is not None
+        async with worker(redis_server.url, engine=engine, lease_s=0.6, max_lost=OFTEN) as running:
+            one = job(sampling=LONG)
             await broker.enqueue([one])
             await eventually(lambda: engine._aborts)
+            first_id, lease = running.id, running.worker._lease
+            assert lease is not None
             os.kill(redis_server.pid, signal.SIGSTOP)
             try:
                 await eventually(lambda: not engine._aborts, what="the worker to drop what it held")
@@ -158,7 +162,7 @@ async def test_a_frozen_redis_fences_the_worker_and_it_comes_back(redis_server: 
                 os.kill(redis_server.pid, signal.SIGCONT)
             engine.tokens_per_s = 1e9
             (found,) = all_scripted(await wait_replies(broker, 1), 1)
-            assert found.attempt == 2
+            assert found.attempt > 1
             assert running.id != first_id
             late = Finished(one.id, 1, 0, result(one, worker=first_id))
             assert await lease.complete([late]) in (["again"], ["fenced"])
@@ -168,9 +172,9 @@ async def test_a_frozen_redis_fences_the_worker_and_it_comes_back(redis_server: 
 async def test_redis_away_for_longer_than_any_timeout(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed and back later with its append-only file: the worker is still there and goes on."""
     short_retries(monkeypatch)
-    engine = ScriptedEngine(tokens_per_s=1)
+    engine, brief = ScriptedEngine(tokens_per_s=1), {"lease_s": 0.4, "max_lost": OFTEN}
     with EmbeddedRedis(directory=tmp_path, appendonly=True, config={"appendfsync": "always"}) as server:
-        async with connect(server.url) as db, worker(server.url, engine=engine, lease_s=0.4) as running:
+        async with connect(server.url) as db, worker(server.url, engine=engine, **brief) as running:
             broker = Broker(db, "default")
             jobs = [job(sampling=SHORT) for _ in range(5)]
             await broker.enqueue(jobs)
@@ -192,7 +196,7 @@ async def test_a_lost_lease_does_not_wait_for_a_frozen_reap(
     """The heartbeat came through, then Redis froze under the next command: the lease is over in time all the same."""
     engine = ScriptedEngine(tokens_per_s=1)
     # full, so that it does not learn from a claim that its lease is over
-    async with worker(redis_db, engine=engine, lease_s=0.5, max_running=1, prefetch=0) as running:
+    async with worker(redis_db, engine=engine, lease_s=0.5, max_running=1, prefetch=0, max_lost=OFTEN) as running:
         await broker.enqueue([job(sampling=LONG)])
         await eventually(lambda: engine._aborts)
         lease = running.worker._lease
@@ -258,14 +262,15 @@ async def test_a_drain_while_weights_are_waited_for_in_drain_mode(redis_db: str,
 
 
 async def test_a_job_that_a_failover_gave_back_to_a_worker_that_forgot_it(
-    redis_db: str, broker: Broker, db: Redis
+    redis_db: str, broker: Broker, db: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The publication was lost with the old primary: the worker has forgotten the job, Redis has it running there."""
     one = job(sampling=SHORT)
-    async with worker(redis_db, lease_s=1.0) as running:
-        await broker.enqueue([one])
-        key = broker.keys.job(one.id)
-        record = await db.hgetall(key)
+    await broker.enqueue([one])
+    key = broker.keys.job(one.id)
+    record = await db.hgetall(key)
+    monkeypatch.setattr(WorkerConfig, "beat_s", 0.1)
+    async with worker(redis_db) as running:
         (reply,) = await wait_replies(broker, 1)
         await broker.ack("client", [reply])
         await db.delete(key)
@@ -278,11 +283,14 @@ async def test_a_job_that_a_failover_gave_back_to_a_worker_that_forgot_it(
         assert await db.scard(broker.keys.held(running.id)) == 0
 
 
-async def test_a_busy_worker_takes_nothing_of_its_own_for_a_stray(redis_db: str, broker: Broker) -> None:
-    async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=500.0), lease_s=1.0, max_running=16):
+async def test_a_busy_worker_takes_nothing_of_its_own_for_a_stray(
+    redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerConfig, "beat_s", 0.1)
+    async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=500.0), max_running=16):
         jobs = [job(n=2, sampling=SamplingParams(max_new_tokens=20)) for _ in range(300)]
         await broker.enqueue(jobs)
-        found = await wait_replies(broker, 600, timeout=60)
+        found = await wait_replies(broker, 600)
     assert {reply.outcome.attempt for reply in found if isinstance(reply.outcome, RolloutResult)} == {1}
 
 

@@ -114,7 +114,7 @@ def _with_what_it_calls(text: str, shared: dict[str, str]) -> str:
 async def test_producer_and_worker_do_their_work(url: Url, admin: redis.asyncio.Redis) -> None:
     engine = ScriptedEngine(tokens_per_s=200)
     async with (
-        worker(url("worker"), pool="mine", engine=engine, max_running=4, lease_s=2) as running,
+        worker(url("worker"), pool="mine", engine=engine, max_running=4) as running,
         RolloutClient(url("producer"), "mine") as client,
     ):
         await client.submit_many([tokens(n=2, priority=priority) for priority in ("high", "normal", "low")])

@@ -150,7 +150,7 @@ async def test_a_full_server_lets_what_it_holds_come_to_an_end(full: Redis) -> N
 async def test_a_pool_on_a_full_server_works_its_jobs_off(redis_server: EmbeddedRedis, full: Redis) -> None:
     async with (
         RolloutClient(redis_server.url) as client,
-        worker(redis_server.url, engine=ScriptedEngine(tokens_per_s=50), max_running=4, lease_s=1) as running,
+        worker(redis_server.url, engine=ScriptedEngine(tokens_per_s=50), max_running=4) as running,
     ):
         await client.submit_many([tokens() for _ in range(20)])
         await eventually(lambda: len(client._core.inbox) > 0)

@@ -50,7 +50,7 @@ async def refused(url: str, complaint: str) -> None:
 
 async def test_a_pool_through_tls(port: int, certificates: Certificates) -> None:
     url = f"rediss://localhost:{port}/0?ssl_ca_certs={certificates.ca}"
-    async with worker(url, lease_s=2), RolloutClient(url) as client:
+    async with worker(url), RolloutClient(url) as client:
         await client.submit_many([tokens(n=2) for _ in range(10)])
         assert len([one async for one in client.results(10)]) == 20
 

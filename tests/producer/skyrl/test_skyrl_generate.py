@@ -217,13 +217,13 @@ async def test_a_call_that_is_cancelled_leaves_nothing_in_the_pool(redis_db: str
 async def test_a_worker_that_is_lost_costs_nothing(redis_db: str) -> None:
     async with AsyncExitStack() as stack:
         doomed: Running = await stack.enter_async_context(
-            worker(redis_db, engine=ScriptedEngine(tokens_per_s=100), lease_s=1.0, checkpoint_s=0.1)
+            worker(redis_db, engine=ScriptedEngine(tokens_per_s=100), checkpoint_s=0.1)
         )
         it = await stack.enter_async_context(engine(redis_db, sampling_params={"max_tokens": 60}))
         task = asyncio.create_task(it.generate({"prompt_token_ids": [[1]] * 8}))
         await eventually(lambda: doomed.engine._running)
-        await stack.enter_async_context(worker(redis_db, lease_s=1.0))
-        await doomed.crash()
+        await stack.enter_async_context(worker(redis_db))
+        await doomed.die()
         output = await task
         check_output(output, [1] * 8)
 

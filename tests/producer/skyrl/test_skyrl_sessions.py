@@ -197,7 +197,7 @@ async def test_what_cannot_be_continued(redis_db: str, how: dict[str, Any], fiel
 async def test_a_session_stays_with_its_worker_and_survives_it(redis_db: str) -> None:
     async with AsyncExitStack() as stack:
         engines = [Spy() for _ in range(3)]
-        pool = [await stack.enter_async_context(worker(redis_db, engine=spy, lease_s=1.0)) for spy in engines]
+        pool = [await stack.enter_async_context(worker(redis_db, engine=spy)) for spy in engines]
         it = await stack.enter_async_context(engine(redis_db))
         await it.open_session(session_id="a")
         batch: Any = {"prompt_token_ids": [[1, 2]], "sampling_params": {"max_tokens": TOKENS}}
@@ -209,7 +209,7 @@ async def test_a_session_stays_with_its_worker_and_survives_it(redis_db: str) ->
             expected += [1, 2, *output["response_ids"][0]]
         assert len(engines[home].prompts) == 6
 
-        await pool[home].crash()
+        await pool[home].die()
         output = await it.generate_with_session("a", batch, rid=rid(output))
         (prompt,) = [spy.prompts[-1] for place, spy in enumerate(engines) if place != home and spy.prompts]
         assert prompt == [*expected, 1, 2]

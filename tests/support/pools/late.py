@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from support.peers.publishing import patient, weights
+from support.peers.publishing import publisher as any_publisher
+from support.peers.publishing import weights
 from support.pools.pool import Running, wait_replies, worker
 from support.specimens.messages import job
 
@@ -19,15 +20,14 @@ from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 AFTER_S = 0.2
-LEASE_S = 1.0
 
 
-publisher = partial(patient, bucket_bytes=2048)
+publisher = partial(any_publisher, bucket_bytes=2048)
 
 
 async def publish(source: WeightPublisher, version: int) -> Any:
     handle = source.publish(version, weights(version).items())
-    return await asyncio.to_thread(handle.wait, 20)
+    return await asyncio.to_thread(handle.wait, 60)
 
 
 async def publish_and_leave(url: str, *versions: int, **settings: Any) -> None:
@@ -39,7 +39,7 @@ async def publish_and_leave(url: str, *versions: int, **settings: Any) -> None:
 
 @asynccontextmanager
 async def joined(url: str, **settings: Any) -> AsyncIterator[Running]:
-    async with worker(url, **({"lease_s": LEASE_S, "peer_after_s": AFTER_S} | settings)) as running:
+    async with worker(url, **({"peer_after_s": AFTER_S} | settings)) as running:
         yield running
 
 

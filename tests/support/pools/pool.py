@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from rolloutmq.messages import Broker, DeadLetter, RolloutResult, WorkerStatus
+from rolloutmq.messages import Broker, DeadLetter, RolloutResult, WorkerStatus, connect
 from rolloutmq.messages.broker import Reply
 from rolloutmq.messages.broker.dead_letters import DeadLetters
+from rolloutmq.messages.redis import Keys
 from rolloutmq.messages.redis.connection import BoundedRetry
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.scripted.engine import ScriptedEngine, scripted_logprob, scripted_token
@@ -22,7 +23,7 @@ from rolloutmq.worker.text.tokenizer import NoTokenizer, Tokenizer
 from rolloutmq.worker.worker import Worker
 
 
-async def eventually(condition: Callable[[], Any], timeout: float = 10.0, what: str = "") -> Any:
+async def eventually(condition: Callable[[], Any], timeout: float = 30.0, what: str = "") -> Any:
     """The condition's value (awaited if it can be) as soon as it is truthy; fails after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
@@ -67,7 +68,7 @@ async def replies(broker: Broker, client_id: str = "client") -> list[Reply]:
     return found
 
 
-async def wait_replies(broker: Broker, count: int, client_id: str = "client", timeout: float = 15.0) -> list[Reply]:
+async def wait_replies(broker: Broker, count: int, client_id: str = "client", timeout: float = 60.0) -> list[Reply]:
     """The reply stream once it has `count` entries; more would be a duplicate."""
 
     async def enough() -> bool:
@@ -126,7 +127,11 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class Running:
-    """A worker on this event loop. `stop` drains it; `crash` is what a SIGKILL looks like from outside."""
+    """A worker on this event loop. `stop` drains it; `crash` is what a SIGKILL looks like from outside.
+
+    `die` is a crash whose lease is over, too: nobody waits for that, and a test needs no short lease, which a busy
+    machine would let run out.
+    """
 
     def __init__(self, worker: Worker, engine: ScriptedEngine) -> None:
         self.worker, self.engine = worker, engine
@@ -146,6 +151,13 @@ class Running:
         await asyncio.wait({self.task})  # whoever calls may be cancelled meanwhile
         if not self.task.cancelled():
             self.task.result()
+
+    async def die(self) -> None:
+        """Crash; the next heartbeat of another worker takes its jobs back."""
+        await self.crash()
+        config = self.worker.config
+        async with connect(config.redis_url, pool=config.pool) as db:
+            await db.zadd(Keys(config.pool).workers, {self.id: 1}, xx=True)
 
 
 @asynccontextmanager

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import torch
-from support.peers.publishing import patient
 from support.pools.pool import wait_replies
 from support.specimens.messages import job
 
@@ -29,17 +28,14 @@ def tensors(version: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torc
     return made
 
 
-publisher = patient
-
-
 async def publish(source: WeightPublisher, name: str, version: int) -> Any:
     handle = source.publish_adapter(name, version, tensors(version), CONFIG)
-    return await asyncio.to_thread(handle.wait, 20.0)
+    return await asyncio.to_thread(handle.wait, 60.0)
 
 
 async def publish_weights(source: WeightPublisher, version: int) -> Any:
     handle = source.publish(version, {"w": torch.full((8,), float(version))})
-    return await asyncio.to_thread(handle.wait, 20.0)
+    return await asyncio.to_thread(handle.wait, 60.0)
 
 
 def lora(**fields: Any) -> GenerateJob:

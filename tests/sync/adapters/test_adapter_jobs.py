@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from support.peers.publishing import publisher
 from support.pools.pool import eventually, letters, status, wait_replies, worker
-from support.specimens.adapters import lora, publish, publish_weights, publisher, results
+from support.specimens.adapters import lora, publish, publish_weights, results
 from support.specimens.messages import job
 
 from rolloutmq import InvalidField

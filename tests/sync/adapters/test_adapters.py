@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from redis.asyncio import Redis
+from support.peers.publishing import publisher
 from support.pools.pool import dump, eventually, status, worker
-from support.specimens.adapters import CONFIG, HEAD, lora, publish, publish_weights, publisher, tensors
+from support.specimens.adapters import CONFIG, HEAD, lora, publish, publish_weights, tensors
 
 from rolloutmq import InvalidField
 from rolloutmq.messages import Broker, Lease, connect
@@ -146,7 +147,7 @@ async def test_nan_is_not_sent(redis_db: str) -> None:
         bad = tensors(1)
         bad[f"{Q}.lora_B.weight"][3, 2] = float("nan")
         handle = source.publish_adapter("math", 1, bad, CONFIG)
-        report = await asyncio.to_thread(handle.wait, 20.0)
+        report = await asyncio.to_thread(handle.wait, 60)
         assert report.state == "failed"
         assert f"{Q}.lora_B.weight" in report.failures["trainer"]
 
@@ -175,7 +176,7 @@ async def test_only_a_version_of_the_same_adapter_supersedes(redis_db: str) -> N
             source.publish_adapter(name, version, tensors(version), CONFIG)
             for name, version in (("a", 1), ("b", 1), ("b", 2), ("b", 3))
         ]
-        reports = [await asyncio.to_thread(handle.wait, 20.0) for handle in handles]
+        reports = [await asyncio.to_thread(handle.wait, 60) for handle in handles]
     assert [(one.adapter, one.state) for one in (reports[0], reports[3])] == [("a", "committed"), ("b", "committed")]
     assert {one.state for one in reports[1:3]} <= {"superseded", "committed"}
     assert reports[2].state == "superseded" or reports[1].state == "committed"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from redis.asyncio import Redis
 from safetensors.torch import load_file, save_file
-from support.peers.publishing import WEIGHTS, patient, publish
+from support.peers.publishing import WEIGHTS, publish, publisher
 from support.pools.pool import Running, check_scripted, eventually, wait_replies
 from support.pools.pool import worker as joining
 from support.specimens.messages import SHORT, job
@@ -74,7 +74,7 @@ async def test_an_update_while_asleep_waits_until_the_weights_are_awake_and_goes
 ) -> None:
     """Requests in flight at the sleep, a version published while everything sleeps: no token of neither-nor weights."""
     async with (
-        patient(redis_db, join_timeout_s=0.5) as trainer,
+        publisher(redis_db, join_timeout_s=0.5) as trainer,
         worker(redis_db) as other,
         worker(redis_db, engine=ScriptedEngine(tokens_per_s=200.0), max_running=3) as running,
     ):
@@ -109,7 +109,7 @@ async def test_weights_that_woke_as_they_were_serve_at_once(
 ) -> None:
     engine = ScriptedEngine()
     engine.ops.keeps_weights = True
-    async with patient(redis_db) as trainer, worker(redis_db, engine=engine) as running:
+    async with publisher(redis_db) as trainer, worker(redis_db, engine=engine) as running:
         assert (await publish(trainer, 1)).state == "committed"
         (await control.sleep(["weights"])).check()
         woken = (await control.wake()).check()[running.id].result
@@ -134,7 +134,7 @@ async def test_weights_of_nobody_are_had_again_by_a_restart(
 
 async def test_frozen_in_place_an_update_waits(redis_db: str, broker: Broker, control: PoolControl) -> None:
     engine = ScriptedEngine(tokens_per_s=200.0)
-    async with patient(redis_db, join_timeout_s=0.3) as trainer, worker(redis_db, engine=engine) as running:
+    async with publisher(redis_db, join_timeout_s=0.3) as trainer, worker(redis_db, engine=engine) as running:
         await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=200))])
         await eventually(lambda: running.worker._generation.running == 1)
         (await control.pause("in_place")).check()
@@ -151,7 +151,7 @@ async def test_frozen_in_place_an_update_waits(redis_db: str, broker: Broker, co
 
 
 async def test_a_version_is_renamed_only_upwards(redis_db: str, broker: Broker, control: PoolControl) -> None:
-    async with patient(redis_db) as trainer, worker(redis_db) as running:
+    async with publisher(redis_db) as trainer, worker(redis_db) as running:
         await publish(trainer, 3)
         for number in (1, 2):
             answer = (await control.set_version(number))[running.id]
@@ -164,7 +164,7 @@ async def test_a_version_is_renamed_only_upwards(redis_db: str, broker: Broker, 
 
 
 async def test_an_audit_names_what_is_wrong_and_where(redis_db: str, control: PoolControl) -> None:
-    async with patient(redis_db) as trainer, worker(redis_db) as one, worker(redis_db) as other:
+    async with publisher(redis_db) as trainer, worker(redis_db) as one, worker(redis_db) as other:
         assert (await publish(trainer, 1)).state == "committed"
         found = await control.audit()
         assert found.clean
@@ -193,7 +193,7 @@ async def test_a_version_is_saved_copied_away_and_loaded_under_another_number(
     redis_db: str, broker: Broker, control: PoolControl, tmp_path: Path
 ) -> None:
     away = f"memory://away/{tmp_path.name}"
-    async with patient(redis_db) as trainer, worker(redis_db) as one, worker(redis_db) as other:
+    async with publisher(redis_db) as trainer, worker(redis_db) as one, worker(redis_db) as other:
         assert (await publish(trainer, 1)).state == "committed"
         saved = (await control.save(str(tmp_path), upload=away, worker_id=one.id)).check()[one.id].result
         folder = Path(saved["path"])
@@ -306,7 +306,7 @@ def test_uploads_say_what_is_missing(tmp_path: Path) -> None:
 async def test_an_upload_that_cannot_be_is_refused_before_anything_is_written(
     redis_db: str, control: PoolControl, tmp_path: Path
 ) -> None:
-    async with patient(redis_db) as trainer, worker(redis_db) as running:
+    async with publisher(redis_db) as trainer, worker(redis_db) as running:
         await publish(trainer, 1)
         answer = (await control.save(str(tmp_path / "new"), upload="nonsense://x"))[running.id]
         assert (answer.kind, (tmp_path / "new").exists()) == ("ConfigError", False)

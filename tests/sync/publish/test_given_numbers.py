@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.peers.publishing import patient, publish
+from support.peers.publishing import publish, publisher
 from support.pools.pool import worker
 
 from rolloutmq.messages import WeightSyncError
@@ -16,7 +16,7 @@ async def test_a_number_is_given_to_one_set_of_weights(redis_db: str, tmp_path: 
     """Else samples of a trainer's version 7 and of an operator's could not be told apart."""
     async with (
         PoolControl(redis_db) as control,
-        patient(redis_db) as trainer,
+        publisher(redis_db) as trainer,
         worker(redis_db) as one,
         worker(redis_db) as other,
     ):

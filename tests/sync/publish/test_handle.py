@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.peers.publishing import patient as publisher
-from support.peers.publishing import weights
+from support.peers.publishing import publisher, weights
 from support.pools.pool import eventually, worker
 
 from rolloutmq.messages import connect
@@ -77,7 +76,7 @@ async def test_progress_from_the_turn_to_the_end(redis_db: str, monkeypatch: pyt
         assert (seen.phase, seen.total_bytes, seen.workers) == ("sending", NBYTES, (running.id,))
         assert 0 < seen.sent_bytes < NBYTES
         sending.go()
-        assert (await asyncio.to_thread(handle.wait, 20)).state == "committed"
+        assert (await asyncio.to_thread(handle.wait, 60)).state == "committed"
         done = handle.progress()
         assert (done.phase, done.workers) == ("done", (running.id,))
 
@@ -92,7 +91,7 @@ async def test_what_waits_is_given_up_at_once(redis_db: str, monkeypatch: pytest
         report = second.wait(0)
         assert (report.state, report.failures) == ("aborted", {"trainer": "not wanted any more"})
         digesting.go()
-        assert (await asyncio.to_thread(first.wait, 20)).state == "committed"
+        assert (await asyncio.to_thread(first.wait, 60)).state == "committed"
         assert running.worker._generation.version == 1
 
 
@@ -106,7 +105,7 @@ async def test_what_is_not_announced_yet_never_is(
         handle.abort()
         assert not handle.done()
         digesting.go()
-        assert (await asyncio.to_thread(handle.wait, 20)).state == "aborted"
+        assert (await asyncio.to_thread(handle.wait, 60)).state == "aborted"
         assert await ledger.newest() == 0
 
 
@@ -114,7 +113,7 @@ async def test_amid_the_buckets_the_old_weights_serve_on(
     redis_db: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with worker(redis_db) as one, worker(redis_db) as two, publisher(redis_db, bucket_bytes=2048) as source:
-        assert (await asyncio.to_thread(source.publish(1, weights(1).items()).wait, 20)).state == "committed"
+        assert (await asyncio.to_thread(source.publish(1, weights(1).items()).wait, 60)).state == "committed"
         with monkeypatch.context() as patch:
             sending = Held(patch, broadcaster.Broadcaster, "_check", amid_the_buckets)
             handle = source.publish(2, weights(2).items())
@@ -122,7 +121,7 @@ async def test_amid_the_buckets_the_old_weights_serve_on(
             handle.abort("the loss went up")
             await eventually(sending.first._broken)  # else what is left may be sent before the sender's thread knows
             sending.go()
-            report = await asyncio.to_thread(handle.wait, 20)
+            report = await asyncio.to_thread(handle.wait, 60)
         assert report.state == "aborted"
         assert report.failures.keys() == {one.id, two.id}
         assert all("the loss went up" in why for why in report.failures.values())
@@ -130,7 +129,7 @@ async def test_amid_the_buckets_the_old_weights_serve_on(
         for running in (one, two):
             assert all(torch.equal(running.engine.weights[name], sent) for name, sent in weights(1).items())
             assert running.worker._generation.version == 1
-        assert (await asyncio.to_thread(source.publish(3, weights(3).items()).wait, 20)).state == "committed"
+        assert (await asyncio.to_thread(source.publish(3, weights(3).items()).wait, 60)).state == "committed"
         await eventually(lambda: one.worker._generation.version == two.worker._generation.version == 3)
 
 
@@ -142,7 +141,7 @@ async def test_while_workers_are_waited_for(redis_db: str, ledger: Ledger, monke
         handle = source.publish(1, weights(1).items())
         await eventually(lambda: handle.progress().phase == "announced")
         handle.abort()
-        report = await asyncio.to_thread(handle.wait, 20)
+        report = await asyncio.to_thread(handle.wait, 60)
         assert (report.state, report.failures) == ("aborted", {running.id: "aborted by the trainer"})
 
 
@@ -168,7 +167,7 @@ async def test_too_late_is_committed(redis_db: str) -> None:
             await engine.loaded_now.wait()
         handle.abort()
         engine.tell.set()
-        report = await asyncio.to_thread(handle.wait, 20)
+        report = await asyncio.to_thread(handle.wait, 60)
         assert (report.state, report.workers) == ("committed", (running.id,))
         handle.abort()
         assert handle.wait(0) is report

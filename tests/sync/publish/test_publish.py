@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.peers.publishing import patient as publisher
-from support.peers.publishing import weights
+from support.peers.publishing import publisher, weights
 from support.pools.pool import check_scripted, eventually, wait_replies, worker
 from support.specimens.messages import job
 
@@ -224,7 +223,7 @@ async def test_a_version_that_waits_is_superseded_by_a_newer(redis_db: str, gate
         with pytest.raises(WaitTimeout, match="version 3"):
             handles[2].wait(0.01)
         gate.open()
-        reports = [await asyncio.to_thread(handle.wait, 20) for handle in handles]
+        reports = [await asyncio.to_thread(handle.wait, 60) for handle in handles]
         assert [report.state for report in reports] == ["committed", "superseded", "committed"]
         check_equal(running.engine, 3)
 

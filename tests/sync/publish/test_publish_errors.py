@@ -166,7 +166,7 @@ async def test_after_a_model_instead_of_its_parameters_the_publisher_goes_on(red
     async with publisher(redis_db) as source:
         with pytest.raises(InvalidField, match=f"^tensors='Linear': {PAIRS}"):
             source.publish(1, LAYER)  # type: ignore[arg-type]
-        assert (await asyncio.to_thread(source.publish(1, LAYER.named_parameters()).wait, 20)).state == "committed"
+        assert (await asyncio.to_thread(source.publish(1, LAYER.named_parameters()).wait, 60)).state == "committed"
 
 
 @pytest.mark.parametrize(("count", "do"), [(1, "1 tensor does"), (2, "2 tensors do")])
@@ -175,7 +175,7 @@ async def test_what_is_not_finite_is_told_with_the_way_out(
 ) -> None:
     broken = WEIGHTS | {name: torch.tensor([math.nan]) for name in ("first", "third")[:count]}
     async with publisher(redis_db) as source:
-        report = await asyncio.to_thread(source.publish(1, broken).wait, 20)
+        report = await asyncio.to_thread(source.publish(1, broken).wait, 60)
     why = f"tensor first has NaN or Inf in it ({do}); nonfinite='allow' sends it"
     assert report.failures == {"trainer": why}
     assert f"version 1 is not sent: {why}" in [each.getMessage() for each in caplog.records]

@@ -98,7 +98,7 @@ async def test_a_first_version_that_no_worker_took_is_not_committed_later(
 async def test_an_adapter_whose_publish_raised_leaves_no_bytes_in_the_store(
     redis_db: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with worker(redis_db, engine=ScriptedEngine(lora=True)), adapters.publisher(redis_db) as source:
+    async with worker(redis_db, engine=ScriptedEngine(lora=True)), publisher(redis_db) as source:
         assert (await adapters.publish(source, "math", 1)).state == "committed"
         before = keys(source)
         failing(monkeypatch, "close")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.peers.publishing import patient, publish
+from support.peers.publishing import publish, publisher
 from support.pools.pool import check_scripted, worker
 from support.specimens.messages import tokens
 
@@ -18,7 +18,7 @@ async def test_updates_while_streaming(redis_db: str, mode: Any) -> None:
     sampling = SamplingParams(max_new_tokens=800)
     async with (
         worker(redis_db, engine=ScriptedEngine(tokens_per_s=200.0)),
-        patient(redis_db, mode=mode) as source,
+        publisher(redis_db, mode=mode) as source,
         RolloutClient(redis_db) as client,
     ):
         assert (await publish(source, 1)).state == "committed"  # the first one takes longer

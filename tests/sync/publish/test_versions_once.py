@@ -42,7 +42,7 @@ async def test_a_number_that_was_announced_is_not_given_again(redis_db: str, led
         assert source.last_version == 5
         with pytest.raises(InvalidField, match="version=5"):
             source.publish(5, WEIGHTS.items())
-        report = await asyncio.to_thread(source.publish(6, WEIGHTS.items()).wait, 20)
+        report = await asyncio.to_thread(source.publish(6, WEIGHTS.items()).wait, 60)
         assert report.state == "committed"
 
 
@@ -65,8 +65,8 @@ class Picky(ScriptedEngine):
 
 async def test_a_version_that_nobody_took_is_not_what_late_workers_get(redis_db: str, ledger: Ledger) -> None:
     async with worker(redis_db, engine=Picky()), publisher(redis_db) as source:
-        assert (await asyncio.to_thread(source.publish(1, WEIGHTS.items()).wait, 20)).state == "committed"
-        assert (await asyncio.to_thread(source.publish(2, WEIGHTS.items()).wait, 20)).state == "failed"
+        assert (await asyncio.to_thread(source.publish(1, WEIGHTS.items()).wait, 60)).state == "committed"
+        assert (await asyncio.to_thread(source.publish(2, WEIGHTS.items()).wait, 60)).state == "failed"
         async with worker(redis_db, engine=Picky()) as late:
             await eventually(lambda: late.worker._follower.in_service, 10)
             assert late.worker._generation.version == 1
@@ -74,7 +74,7 @@ async def test_a_version_that_nobody_took_is_not_what_late_workers_get(redis_db:
 
 async def test_who_refuses_again_and_again_is_asked_less_and_less(redis_db: str, ledger: Ledger) -> None:
     async with worker(redis_db), publisher(redis_db) as source:
-        assert (await asyncio.to_thread(source.publish(2, WEIGHTS.items()).wait, 20)).state == "committed"
+        assert (await asyncio.to_thread(source.publish(2, WEIGHTS.items()).wait, 60)).state == "committed"
         before = int(await ledger.redis.hget(ledger.keys.weights, "epochs"))
 
         async def opened() -> int:

@@ -66,7 +66,7 @@ async def test_of_several_that_could_help_one_does(redis_db: str, ledger: Ledger
 
 
 async def test_a_live_trainer_is_not_helped(redis_db: str, ledger: Ledger) -> None:
-    async with joined(redis_db, peer_after_s=1.0), publisher(redis_db) as source:
+    async with joined(redis_db, peer_after_s=60.0), publisher(redis_db) as source:
         await publish(source, 1)
         async with joined(redis_db) as late:
             await eventually(lambda: version_of(late) == 1)
@@ -117,18 +117,19 @@ class Held(ScriptedEngine):
 
 
 async def test_a_peer_that_dies_while_it_sends_is_replaced(redis_db: str, ledger: Ledger) -> None:
-    dying = Held("send")
-    async with joined(redis_db, engine=dying) as first, joined(redis_db, peer_after_s=2.0) as second:
+    engines = Held("send"), Held("send")
+    async with joined(redis_db, engine=engines[0]) as one, joined(redis_db, engine=engines[1]) as two:
         await publish_and_leave(redis_db, 1)
         async with joined(redis_db) as late:
-            async with asyncio.timeout(15):
-                await dying.reached.wait()
-            await first.crash()
-            await eventually(lambda: version_of(late) == 1, 30)
+            await eventually(lambda: any(engine.reached.is_set() for engine in engines))
+            dying, other = (one, two) if engines[0].reached.is_set() else (two, one)
+            other.engine.free.set()  # type: ignore[attr-defined]
+            await dying.die()
+            await eventually(lambda: version_of(late) == 1)
             check_equal(late.engine, 1)
             found = await peers_transfers(ledger)
-            assert (found[0], found[-1]) == ((first.id, set()), (second.id, {late.id}))
-            assert version_of(second) == 1
+            assert (found[0], found[-1]) == ((dying.id, set()), (other.id, {late.id}))
+            assert version_of(other) == 1
 
 
 async def test_a_joiner_that_dies_costs_the_others_nothing(redis_db: str, ledger: Ledger) -> None:
@@ -136,12 +137,11 @@ async def test_a_joiner_that_dies_costs_the_others_nothing(redis_db: str, ledger
     async with joined(redis_db) as first:
         await publish_and_leave(redis_db, 1)
         async with joined(redis_db, engine=dying) as lost:
-            async with asyncio.timeout(15):
-                await dying.reached.wait()
-            await lost.crash()
+            await eventually(dying.reached.is_set)
+            await lost.die()
             assert await serve(redis_db, 2) == {(1,)}  # the peer serves on
             async with joined(redis_db) as late:
-                await eventually(lambda: version_of(late) == 1, 30)
+                await eventually(lambda: version_of(late) == 1)
                 check_equal(late.engine, 1)
             assert version_of(first) == 1
         assert await peers_transfers(ledger)
@@ -152,14 +152,13 @@ async def test_a_trainer_that_comes_back_goes_first(redis_db: str, ledger: Ledge
     async with joined(redis_db, engine=sender) as first:
         await publish_and_leave(redis_db, 1)
         async with joined(redis_db, engine=slow) as late, publisher(redis_db) as source:
-            async with asyncio.timeout(15):
-                await slow.reached.wait()
+            await eventually(slow.reached.is_set)
             handle = source.publish(2, weights(2).items())
             await eventually(lambda: sender.sent)
             assert not sender.sent[0].ok
             assert "version 2 is announced" in sender.sent[0].error
             slow.free.set()
-            report = await asyncio.to_thread(handle.wait, 20)
+            report = await asyncio.to_thread(handle.wait, 60)
             assert set(report.workers) == {first.id, late.id}
             for running in (first, late):
                 check_equal(running.engine, 2)

@@ -49,7 +49,7 @@ async def test_weights_that_are_half_written_never_serve(redis_db: str, ledger: 
     # prefetch: something waits in the worker when "drain" has run what was in the engine to its end
     async with (
         worker(redis_db, engine=engine, max_running=1, prefetch=0) as running,
-        publisher(redis_db, mode=mode, transfer_timeout_s=30.0) as source,
+        publisher(redis_db, mode=mode) as source,
     ):
         broker = Broker(ledger.redis, "default")
         await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=80)) for _ in range(3)])
@@ -73,7 +73,7 @@ async def test_weights_that_are_half_written_never_serve(redis_db: str, ledger: 
 async def test_a_quarantine_that_nobody_mends_ends_with_a_restart(
     redis_db: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with worker(redis_db, engine=Torn()) as running, publisher(redis_db, transfer_timeout_s=30.0) as source:
+    async with worker(redis_db, engine=Torn()) as running, publisher(redis_db) as source:
         assert running.worker._follower is not None
         monkeypatch.setattr("rolloutmq.worker.weights.quarantine.QUARANTINE_S", 0.5)
         report = await publish(source, 1)
@@ -91,7 +91,7 @@ async def test_in_place_half_written_weights_end_the_engine(redis_db: str, ledge
     engine = Torn(tokens_per_s=50)
     async with (
         worker(redis_db, engine=engine) as running,
-        publisher(redis_db, mode="in_place", transfer_timeout_s=30.0) as source,
+        publisher(redis_db, mode="in_place") as source,
     ):
         broker = Broker(ledger.redis, "default")
         await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=60))])
