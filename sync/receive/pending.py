@@ -15,7 +15,7 @@ from ...messages.errors import TransferTimeout
 from ...messages.model import StagingPolicy, WeightManifest
 from ..plan import CopyPlan
 from ..tensors import Copies, Digester, Staging
-from ..transfer import Phase, TransferOrder, TransferReport
+from ..transfer import SENDER_GONE, Phase, TransferOrder, TransferReport
 from ..wire import Brief, EpochKeys, Group, SenderConnection, fetch_brief, fetch_manifest
 from .compatibility import check_names
 from .loading import Known, Loading, Model, plan_for
@@ -70,7 +70,7 @@ class Pending:
         try:
             self.store.set(EpochKeys(self.order.epoch).ready(self.order.rank_offset + self.kept.rank), "1")
         except RuntimeError as error:
-            raise TransferTimeout(f"the sender is gone: {error}") from error
+            raise TransferTimeout(f"{SENDER_GONE}: {error}") from error
 
     def broken(self) -> Callable[[], str]:
         """Return a function that says why the transfer broke off; "" if it did not."""

@@ -4,7 +4,7 @@ No torch.
 """
 
 from .ledger import Epoch, Join, Ledger, LedgerView, TransferRecord, VersionRecord, nccl_settings, through_outage
-from .order import Phase, TransferOrder, TransferReport
+from .order import SENDER_GONE, Phase, TransferOrder, TransferReport
 from .patience import Patience
 from .rounds import GLANCE_S, GRACE_S, Transfer, TransferResult, repeated
 from .settings import SyncOptions, SyncSettings
@@ -12,6 +12,7 @@ from .settings import SyncOptions, SyncSettings
 __all__ = [
     "GLANCE_S",
     "GRACE_S",
+    "SENDER_GONE",
     "Epoch",
     "Join",
     "Ledger",

@@ -12,6 +12,8 @@ from ...messages.errors import InvalidField, MalformedMessage
 from ...messages.model import NonFinitePolicy, Transport, UpdateMode, WeightAnnouncement, as_invalid_field
 from .settings import STOCK_GONE
 
+SENDER_GONE = "the sender is gone"
+"""In the report of a receiver that had no answer from the sender's store. A sender that reads it is not gone."""
 Phase = Literal["rendezvous", "receive", "verify", "load", "ready", "staged", "done"]
 
 

@@ -18,7 +18,7 @@ from ...messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
 from ...messages.model import WeightAnnouncement
 from ...messages.redis import Bell
 from .ledger import Epoch, Join, Ledger, through_outage
-from .order import TransferReport
+from .order import SENDER_GONE, TransferReport
 from .settings import SyncSettings
 
 log = logging.getLogger(__name__)
@@ -304,4 +304,5 @@ def _has_left(report: TransferReport) -> bool:
     all_here = report.phase == "verify" or (
         report.phase == "receive" and report.error.startswith(DigestMismatch.__name__)
     )
-    return not report.ok and not all_here and not report.error.startswith(TransferTimeout.__name__)
+    timed_out = report.error.startswith(TransferTimeout.__name__) and SENDER_GONE not in report.error
+    return not report.ok and not all_here and not timed_out

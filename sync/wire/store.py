@@ -25,6 +25,7 @@ from torch.distributed import TCPStore
 from ...messages.codec import decode
 from ...messages.errors import DigestMismatch, RedisUnavailable, TransferTimeout, WeightSyncError
 from ...messages.model import WeightManifest
+from ..transfer import SENDER_GONE
 
 T = TypeVar("T")
 ANSWER_S = 3.0
@@ -226,7 +227,7 @@ def fetch(store: Any, key: str, deadline: float, broken: Callable[[], str], what
     try:
         return bytes(store.get(key))
     except RuntimeError as error:
-        raise TransferTimeout(f"no {what}: the sender is gone: {error}") from error
+        raise TransferTimeout(f"no {what}: {SENDER_GONE}: {error}") from error
 
 
 def await_key(store: Any, key: str, deadline: float, broken: Callable[[], str], what: str) -> None:
@@ -244,7 +245,7 @@ def await_key(store: Any, key: str, deadline: float, broken: Callable[[], str], 
             time.sleep(pause)
             pause = min(pause * 1.02, 0.02)
     except RuntimeError as error:
-        raise TransferTimeout(f"no {what}: the sender is gone: {error}") from error
+        raise TransferTimeout(f"no {what}: {SENDER_GONE}: {error}") from error
 
 
 def fetch_brief(store: Any, epoch: int, deadline: float, broken: Callable[[], str] = never) -> bytes:
@@ -260,7 +261,7 @@ def fetch_brief(store: Any, epoch: int, deadline: float, broken: Callable[[], st
                 return b""
         return bytes(store.get(keys.brief))
     except RuntimeError as error:
-        raise TransferTimeout(f"no version in brief: the sender is gone: {error}") from error
+        raise TransferTimeout(f"no version in brief: {SENDER_GONE}: {error}") from error
 
 
 def fetch_manifest(
@@ -291,6 +292,6 @@ def why_broken(store: Any, epoch: int) -> Callable[[], str]:
         try:
             return store.get(key).decode(errors="replace") if store.check([key]) else ""
         except RuntimeError as error:
-            return f"the sender is gone: {error}"
+            return f"{SENDER_GONE}: {error}"
 
     return ask

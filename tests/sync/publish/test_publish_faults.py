@@ -16,7 +16,7 @@ from rolloutmq.messages import Lease, TensorSpec, WeightAnnouncement, WeightMani
 from rolloutmq.sync.publish.sender import GRACE_S, Sender
 from rolloutmq.sync.tensors.snapshot import Snapshot
 from rolloutmq.sync.transfer.ledger import Join, Ledger
-from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
+from rolloutmq.sync.transfer.order import SENDER_GONE, TransferOrder, TransferReport
 from rolloutmq.sync.wire.broadcaster import Broadcaster
 from rolloutmq.sync.wire.store import serve_store
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -204,6 +204,25 @@ async def test_who_never_comes_keeps_nobody_from_the_version(redis_db: str, erro
         assert other.worker._generation.version == 0
         async with worker(redis_db) as late:  # the stranger asks to be caught up, too
             await eventually(lambda: late.worker._generation.version == 1, 2 * (timeout_s + GRACE_S) + 5.0)
+
+
+async def test_who_gives_a_living_trainer_up_is_not_waited_for_and_gets_the_version(redis_db: str) -> None:
+    """The trainer's store was silent for a while: one worker has left the transfer, and the other one waits for it."""
+
+    class Hasty(ScriptedEngine):
+        left = 0
+
+        async def prepare_weights(self, order: TransferOrder) -> TransferReport:
+            if self.left:
+                return await super().prepare_weights(order)
+            self.left += 1
+            error = f"TransferTimeout: no manifest: {SENDER_GONE}: no answer within 3.0 s"
+            return TransferReport(False, "rendezvous", error)
+
+    patient = publisher(redis_db, transfer_timeout_s=NEVER_S)
+    async with worker(redis_db) as one, worker(redis_db, engine=Hasty()) as other, patient as source:
+        report = await publish(source, 1)
+        assert (report.state, set(report.workers), report.failures) == ("committed", {one.id, other.id}, {})
 
 
 async def test_the_publisher_dies_after_the_announcement(redis_db: str, ledger: Ledger) -> None:
