@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.engines.manual import all_that_can_happen_now
 from support.peers.publishing import WEIGHTS, publish, publisher
-from support.pools.commanded import all_done, busy, slow, worker
-from support.pools.pool import Running, eventually
+from support.pools.commanded import all_done, busy, slow
+from support.pools.pool import Running, eventually, worker
 
 from rolloutmq.messages import Broker
 from rolloutmq.messages.model.weights import UpdateMode

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
-from support.pools.pool import eventually, worker
+from redis.asyncio import Redis
+from support.pools.pool import Running, eventually, worker
 from support.specimens.messages import tokens
 
 from rolloutmq import JobFailed, RolloutClient, SamplingParams
@@ -22,6 +24,13 @@ def slow() -> ScriptedEngine:
     return ScriptedEngine(tokens_per_s=1.0)
 
 
+def due(running: Running, job_id: str, in_s: float = 0.0) -> None:
+    """Bring a running job's deadline forward: a short one might pass before the job runs."""
+    deadline = time.monotonic() + in_s
+    running.worker._held.get(job_id).deadline = deadline
+    running.worker._deadlines.look(deadline)
+
+
 async def no_news(*_: object) -> None:
     """What a worker makes of a heartbeat's answer here."""
 
@@ -32,10 +41,11 @@ async def test_a_late_job_frees_its_slots_at_its_deadline(
     """No heartbeat tells the worker of it. A job that comes later may be due sooner."""
     monkeypatch.setattr(Worker, "_on_beat", no_news)
     engine = slow()
-    async with worker(redis_db, engine=engine, lease_s=30.0) as running:
+    async with worker(redis_db, engine=engine) as running:
         later = await client.submit(tokens(sampling=LONG, deadline_s=60.0))
-        soon = await client.submit(tokens(sampling=LONG, deadline_s=0.3, n=3))
+        soon = await client.submit(tokens(sampling=LONG, deadline_s=50.0, n=3))
         await eventually(lambda: running.worker._generation.running == 4)
+        due(running, soon.job_id, 0.1)
         with pytest.raises(JobFailed, match="expired: its deadline passed while it was running"):
             await client.wait(soon)
         await eventually(lambda: len(engine._running) == 1)
@@ -44,7 +54,7 @@ async def test_a_late_job_frees_its_slots_at_its_deadline(
 
 
 async def test_the_slots_are_free_even_if_redis_cannot_be_told(
-    redis_db: str, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+    redis_db: str, client: RolloutClient, db: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis ends the job itself then; its client is told once."""
 
@@ -54,10 +64,14 @@ async def test_the_slots_are_free_even_if_redis_cannot_be_told(
     monkeypatch.setattr(Lease, "expire", silent)
     monkeypatch.setattr(Worker, "_on_beat", no_news)
     engine = slow()
-    async with worker(redis_db, engine=engine):
-        job = await client.submit(tokens(sampling=LONG, deadline_s=0.2))
+    async with worker(redis_db, engine=engine) as running:
+        job = await client.submit(tokens(sampling=LONG, deadline_s=50.0))
         await eventually(lambda: engine._running)
+        due(running, job.job_id)
         await eventually(lambda: not engine._running)
+        keys = client.broker.keys
+        await db.hset(keys.job(job.job_id), "e", 1)
+        await db.zadd(keys.deadlines, {job.job_id: 1})
         with pytest.raises(JobFailed, match="expired"):
             await client.wait(job)
         assert (await client.load()).expired == 1
@@ -76,8 +90,10 @@ async def test_no_late_job_waits_until_redis_has_been_told_of_another(
     monkeypatch.setattr(Lease, "expire", frozen)
     monkeypatch.setattr(Membership, "run", no_news)
     engine = slow()
-    async with worker(redis_db, engine=engine, drain_s=0.0):
-        await client.submit(tokens(sampling=LONG, deadline_s=0.2))
-        await client.submit(tokens(sampling=LONG, deadline_s=0.4))
+    async with worker(redis_db, engine=engine, drain_s=0.0) as running:
+        jobs = [await client.submit(tokens(sampling=LONG, deadline_s=50.0)) for _ in range(2)]
+        await eventually(lambda: len(engine._running) == 2)
+        for in_s, job in enumerate(jobs):
+            due(running, job.job_id, in_s / 10)
         await eventually(lambda: len(told) == 2)
         await eventually(lambda: not engine._running)

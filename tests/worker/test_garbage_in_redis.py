@@ -52,7 +52,6 @@ async def test_no_entry_of_the_bell_ends_a_worker(
     fields: dict[Any, Any], redis_db: str, broker: Broker, db: Redis, control: PoolControl
 ) -> None:
     async with worker(redis_db) as running:
-        await running.worker.joined.wait()
         await db.xadd(broker.keys.bell, fields)
         (await control.version()).check()  # the bell tells the worker of it
         await serves(broker, running)

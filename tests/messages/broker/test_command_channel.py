@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from support.pools.commanded import worker
-from support.pools.pool import eventually, status
+from support.pools.pool import eventually, status, worker
 
 from rolloutmq.messages import Broker, Lease
 from rolloutmq.messages.broker import command_channel

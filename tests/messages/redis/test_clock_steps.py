@@ -65,7 +65,7 @@ def server(host: HostClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Embedde
 async def test_a_step_of_an_hour_while_a_worker_dies(server: EmbeddedRedis, host: HostClock, seconds: int) -> None:
     async with (
         worker(server.url, engine=ScriptedEngine(tokens_per_s=20), max_running=4, lease_s=LEASE_S) as dying,
-        worker(server.url, engine=ScriptedEngine(tokens_per_s=20), max_running=4, lease_s=LEASE_S) as living,
+        worker(server.url, engine=ScriptedEngine(tokens_per_s=20), max_running=4) as living,
         RolloutClient(server.url) as client,
         connect(server.url) as db,
     ):

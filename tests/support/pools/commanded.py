@@ -1,27 +1,16 @@
-"""Pools that are commanded: workers that hold their lease, and jobs that run long enough to be disturbed."""
+"""Pools that are commanded: jobs that run long enough to be disturbed."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 from support.pools.pool import Running, check_scripted, eventually, wait_replies
-from support.pools.pool import worker as joining
 from support.specimens.messages import job
 
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 LONG = SamplingParams(max_new_tokens=300)
-
-
-@asynccontextmanager
-async def worker(url: str, **settings: Any) -> AsyncIterator[Running]:
-    """One that is there for commands: it holds its lease."""
-    async with joining(url, **settings) as running:
-        await running.worker.joined.wait()
-        yield running
 
 
 def slow(**settings: Any) -> ScriptedEngine:

@@ -169,7 +169,7 @@ async def worker(
     settings = WorkerConfig(**({"redis_url": url, "drain_s": 5.0} | config))
     running = Running(Worker(settings, engine, tokenizer or NoTokenizer()), engine)
     try:
-        await eventually(lambda: running.id or running.task.done(), what="the worker's start")
+        await eventually(lambda: running.worker.joined.is_set() or running.task.done(), what="the worker's start")
         if running.task.done():
             running.task.result()
         yield running

@@ -6,9 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -16,8 +14,7 @@ import torch
 from redis.asyncio import Redis
 from safetensors.torch import load_file, save_file
 from support.peers.publishing import WEIGHTS, publish, publisher
-from support.pools.pool import Running, check_scripted, eventually, wait_replies
-from support.pools.pool import worker as joining
+from support.pools.pool import check_scripted, eventually, wait_replies, worker
 from support.specimens.messages import SHORT, job
 
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams
@@ -29,13 +26,6 @@ from rolloutmq.sync.disk.errors import NoSuchSnapshot
 from rolloutmq.sync.disk.store import SnapshotStore
 from rolloutmq.worker.commands.files import UploadFailed, open_url, upload
 from rolloutmq.worker.scripted.engine import ScriptedEngine
-
-
-@asynccontextmanager
-async def worker(url: str, **settings: Any) -> AsyncIterator[Running]:
-    async with joining(url, **settings) as running:
-        await running.worker.joined.wait()
-        yield running
 
 
 @pytest.fixture

@@ -20,8 +20,6 @@ async def test_a_number_is_given_to_one_set_of_weights(redis_db: str, tmp_path: 
         worker(redis_db) as one,
         worker(redis_db) as other,
     ):
-        for running in (one, other):
-            await running.worker.joined.wait()
         await publish(trainer, 3)
         (await control.save(str(tmp_path), worker_id=one.id)).check()
         folder = tmp_path / "v000000000003"

@@ -12,8 +12,8 @@ import torch
 from redis.asyncio import Redis
 from safetensors.torch import save_file
 from support.engines.manual import all_that_can_happen_now
-from support.pools.commanded import LONG, all_done, busy, hurry, slow, worker
-from support.pools.pool import eventually, replies, wait_replies
+from support.pools.commanded import LONG, all_done, busy, hurry, slow
+from support.pools.pool import eventually, replies, wait_replies, worker
 from support.specimens.messages import SHORT, job
 
 from rolloutmq.messages import Broker, JobFailure, Lease, RolloutResult, SamplingParams
