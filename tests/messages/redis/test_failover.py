@@ -88,14 +88,14 @@ async def test_a_pool_goes_on_at_the_replica_that_was_promoted(pair: Pair, addre
     primary, replica = pair
     jobs = [tokens(n=2) for _ in range(60)]
     async with (
-        worker(address.url, engine=ScriptedEngine(tokens_per_s=20), max_running=8, lease_s=5) as running,
+        worker(address.url, engine=ScriptedEngine(tokens_per_s=20), max_running=8) as running,
         RolloutClient(address.url) as client,
     ):
         await client.submit_many(jobs)
         await eventually(lambda: len(client._core.inbox) >= 20)
         with plain(primary) as old, plain(replica) as new:
             # As it is done without loss: writes stop, the replica catches up, then it is promoted.
-            old.execute_command("CLIENT", "PAUSE", 300, "WRITE")
+            old.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
             await eventually(lambda: old.info("replication")["slave0"]["lag"] == 0 and _caught_up(old))
             new.replicaof("NO", "ONE")
             old.replicaof("127.0.0.1", replica.port)
