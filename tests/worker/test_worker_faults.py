@@ -244,7 +244,7 @@ async def test_a_drain_while_weights_are_waited_for_in_drain_mode(redis_db: str,
 
     engine = ScriptedEngine(tokens_per_s=2)
     source = await asyncio.to_thread(
-        lambda: WeightPublisher(redis_db, mode="drain", join_timeout_s=20.0, transfer_timeout_s=1.0)
+        lambda: WeightPublisher(redis_db, mode="drain", join_timeout_s=600.0, transfer_timeout_s=1.0)
     )
     try:
         async with worker(redis_db, engine=engine, max_running=2, prefetch=0, drain_s=0.5) as running:
@@ -254,7 +254,7 @@ async def test_a_drain_while_weights_are_waited_for_in_drain_mode(redis_db: str,
             await eventually(lambda: not running.worker._generation.gate.is_open)
             assert len(engine._aborts) == 2  # they run on
             await running.stop()
-        report = await asyncio.to_thread(handle.wait, 10)  # not at the deadline, but as soon as the worker has left
+        report = await asyncio.to_thread(handle.wait, 60)  # not at the deadline, but as soon as the worker has left
         assert (report.state, set(report.failures)) == ("failed", {running.id})
         assert (await broker.load()).queued == (0, 1, 0)
     finally:

@@ -64,7 +64,7 @@ async def test_an_update_while_asleep_waits_until_the_weights_are_awake_and_goes
 ) -> None:
     """Requests in flight at the sleep, a version published while everything sleeps: no token of neither-nor weights."""
     async with (
-        publisher(redis_db, join_timeout_s=0.5) as trainer,
+        publisher(redis_db, join_timeout_s=1.5) as trainer,
         worker(redis_db) as other,
         worker(redis_db, engine=ScriptedEngine(tokens_per_s=200.0), max_running=3) as running,
     ):
@@ -124,14 +124,15 @@ async def test_weights_of_nobody_are_had_again_by_a_restart(
 
 async def test_frozen_in_place_an_update_waits(redis_db: str, broker: Broker, control: PoolControl) -> None:
     engine = ScriptedEngine(tokens_per_s=200.0)
-    async with publisher(redis_db, join_timeout_s=0.3) as trainer, worker(redis_db, engine=engine) as running:
+    async with worker(redis_db, engine=engine) as running:
         await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=200))])
         await eventually(lambda: running.worker._generation.running == 1)
         (await control.pause("in_place")).check()
-        report = await publish(trainer, 1)
-        assert report.state != "committed"
+        async with publisher(redis_db, join_timeout_s=0.3) as trainer:
+            assert (await publish(trainer, 1)).state != "committed"
         (await control.resume()).check()
-        assert (await publish(trainer, 2)).state == "committed"
+        async with publisher(redis_db) as trainer:
+            assert (await publish(trainer, 2)).state == "committed"
         (result,) = await outcomes(broker, 1)
         assert result.versions[-1] in (0, 2)
         assert running.engine.starts == 1

@@ -146,7 +146,7 @@ async def test_drain_who_cannot_finish_in_time_stays_on_the_old(redis_db: str) -
     engine = ScriptedEngine(tokens_per_s=10)
     async with (
         worker(redis_db, engine=engine, drain_s=0.0) as running,
-        publisher(redis_db, mode="drain", join_timeout_s=0.4) as source,
+        publisher(redis_db, mode="drain", join_timeout_s=1.5) as source,
     ):
         await enqueue(redis_db, 1, 1000)
         await eventually(lambda: engine._aborts)
