@@ -41,7 +41,8 @@ def _content(option: str, path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise InvalidField(option, str(path), f"a checkpoint of plain data and tensors: {error}") from error
+        allowed = "a checkpoint of plain data and tensors alone, or the feed's state_dict as JSON in a file of its own"
+        raise InvalidField(option, str(path), allowed) from error
 
 
 def _mappings(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:

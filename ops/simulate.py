@@ -6,10 +6,9 @@ The rules are the real ones: `Staleness` and `Books` decide, as in a feed. Only 
 from __future__ import annotations
 
 import heapq
-import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,22 @@ from ..producer.training import Books, Measured, Staleness
 
 WARM_UP = 0.1
 """Share of the steps that the figures leave out: a run begins with an empty pool."""
+
+
+MOST_SAMPLES = 1_000_000
+"""Most samples that may be under way. More take minutes and gigabytes to simulate."""
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "slots": (1, MOST_SAMPLES),
+    "tokens_per_s": (1e-3, 1e9),
+    "tokens": (1, 1e9),
+    "tail": (0, 10),
+    "most_tokens": (1, 1e9),
+    "step_s": (1e-3, 1e6),
+    "sync_s": (0, 1e6),
+    "batch_size": (1, MOST_SAMPLES),
+    "group": (1, MOST_SAMPLES),
+}
+"""What each field of a Shape may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +57,9 @@ class Shape:
     group: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("slots", "tokens", "most_tokens", "batch_size", "group", "tokens_per_s", "step_s"):
-            if not (math.isfinite(value := getattr(self, name)) and value > 0):
-                raise InvalidField(name, value, "above 0")
-        for name in ("tail", "sync_s"):
-            if not (math.isfinite(value := getattr(self, name)) and value >= 0):
-                raise InvalidField(name, value, "at least 0")
+        for name, (least, most) in LIMITS.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise InvalidField(name, value, f"{least:g} to {most:g}")
         if self.batch_size % self.group:
             raise InvalidField("group", self.group, f"a divisor of batch_size={self.batch_size}")
 
@@ -184,6 +196,8 @@ def simulate(shape: Shape, rule: Staleness, steps: int, seed: int = 0) -> Outcom
     """What comes of `steps` steps. Raises InvalidField."""
     if steps < 2:
         raise InvalidField("steps", steps, "at least 2")
+    if (rule.eta + 1) * shape.batch_size > MOST_SAMPLES:
+        raise InvalidField("eta", rule.eta, f"(eta + 1) x batch_size of at most {MOST_SAMPLES:,}")
     run = Run(shape, replace(rule, batch_size=shape.batch_size), seed)
     warm = max(1, round(steps * WARM_UP))
     for _ in range(warm):

@@ -74,13 +74,13 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def ids(option: str, text: str) -> list[int]:
-    """Token ids, with commas or spaces between them. Raises InvalidField."""
+def ids(option: str, text: str, what: str = "token ids such as 5,17,3") -> list[int]:
+    """Integers with commas or spaces between them. what: they are, for the InvalidField that this raises."""
     parts = text.replace(",", " ").split()
     if not parts or not all(re.fullmatch("[0-9]{1,10}", part) and int(part) < 1 << 31 for part in parts):
         from ...messages.errors import InvalidField
 
-        raise InvalidField(option, text, f"token ids such as 5,17,3, each below {1 << 31}")
+        raise InvalidField(option, text, f"{what}, each below {1 << 31}")
     return [int(part) for part in parts]
 
 

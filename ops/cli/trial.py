@@ -114,7 +114,7 @@ def staleness(
         check_out("--plot", plot)
     if scenario not in (*SHAPES, "all"):
         raise InvalidField("--scenario", scenario, f"all, or one of {', '.join(SHAPES)}")
-    bounds = ids("--etas", etas)
+    bounds = ids("--etas", etas, "bounds such as 0,1,4")
     own = {
         "slots": slots,
         "tokens_per_s": tokens_per_s,

@@ -34,6 +34,12 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False, None),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
 }
 """Setting -> allowed values. Engines ignore these settings. With other values they would sample from another model than
 the trainer trains."""
@@ -53,7 +59,7 @@ def check_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a PEFT adapter_config as plain JSON data: `r`, `lora_alpha`, `target_modules`, and its other settings.
 
     Sets become sorted lists, and enums become their values. Raises InvalidField for a setting that is missing or wrong,
-    and for one that changes what the adapter computes and that engines ignore (DoRA, rsLoRA, rank patterns, biases, …).
+    and for one that changes what the adapter computes and that engines ignore (DoRA, rsLoRA, aLoRA, rank patterns, …).
     """
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(config), default=_plain, allow_nan=False))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -83,9 +84,34 @@ def test_its_books_add_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("slots", 0), ("step_s", -1.0), ("tail", float("nan")), ("group", 7), ("sync_s", -0.1)]
+    ("field", "value"),
+    [
+        ("slots", 0),
+        ("step_s", -1.0),
+        ("tail", float("nan")),
+        ("tail", 1000.0),
+        ("group", 7),
+        ("sync_s", -0.1),
+        ("tokens", 10**400),
+        ("tokens_per_s", 1e-320),
+        ("batch_size", 10**8),
+    ],
 )
 def test_a_shape_that_cannot_be_is_refused(field: str, value: Any) -> None:
     with pytest.raises(InvalidField) as raised:
         Shape(**{field: value})
     assert raised.value.field == field
+
+
+@pytest.mark.parametrize("name", ["least", "most"])
+def test_shapes_at_their_limits_have_figures(name: str) -> None:
+    """Numbers that take no time to simulate, and no NaN."""
+    lowest = {"tokens_per_s": 1e-3, "step_s": 1e-3, "tokens": 1}
+    given = lowest if name == "least" else {"tokens_per_s": 1e9, "step_s": 1e6, "tokens": 10**9, "tail": 10.0}
+    found = ran(Shape(**given), 1, steps=4)
+    assert all(math.isfinite(value) for value in asdict(found).values())
+
+
+def test_a_bound_on_staleness_that_lets_in_too_many_samples_is_refused() -> None:
+    with pytest.raises(InvalidField, match=r"eta=99999999: \(eta \+ 1\) x batch_size of at most 1,000,000"):
+        ran(PLAIN, 99_999_999)
