@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from support.pools.commanded import hurry
 from support.pools.pool import eventually, worker
 from support.pools.skyrl import check_output, engine
 
@@ -46,6 +47,8 @@ async def test_samples_of_one_prompt_that_are_done_stay(redis_db: str) -> None:
     scripted = ScriptedEngine(tokens_per_s=1000)
     async with worker(redis_db, engine=scripted, max_running=1, prefetch=0), engine(redis_db) as it:
         task = asyncio.create_task(it.generate(batch(1, n=4, max_tokens=200)))
+        await eventually(lambda: scripted._running)
+        scripted.tokens_per_s = 1.0  # of those that come next
         await eventually(lambda: _second(scripted))
         await it.abort_generation()
         output = await task
@@ -118,11 +121,13 @@ async def test_a_stream_that_is_aborted(redis_db: str) -> None:
 
 async def test_others_are_not_aborted(redis_db: str) -> None:
     scripted = ScriptedEngine(tokens_per_s=400)
-    async with worker(redis_db, engine=scripted), engine(redis_db) as it, engine(redis_db) as other:
-        tasks = [asyncio.create_task(one.generate(batch(2, max_tokens=200))) for one in (it, other)]
+    async with worker(redis_db, engine=scripted) as running, engine(redis_db) as it, engine(redis_db) as other:
+        tasks = [asyncio.create_task(one.generate(batch(2, max_tokens=10_000))) for one in (it, other)]
         await eventually(lambda: len(scripted._running) == 4)
         await it.abort_generation()
-        mine, theirs = await asyncio.gather(*tasks)
+        mine = await tasks[0]
+        hurry(running)
+        theirs = await tasks[1]
         assert mine["stop_reasons"] == ["abort"] * 2
         assert theirs["stop_reasons"] == ["length"] * 2
 
@@ -142,12 +147,14 @@ async def test_a_new_version_aborts_unless_told_otherwise(redis_db: str) -> None
     import torch  # noqa: PLC0415
 
     scripted = ScriptedEngine(tokens_per_s=300)
-    async with worker(redis_db, engine=scripted), engine(redis_db) as it:
+    async with worker(redis_db, engine=scripted) as running, engine(redis_db) as it:
         for version, abort in ((1, True), (2, False)):
-            task = asyncio.create_task(it.generate(batch(2, max_tokens=300)))
+            task = asyncio.create_task(it.generate(batch(2, max_tokens=10_000)))
             await eventually(lambda: len(scripted._running) == 2)
             await it.update_named_weights({"names": ["w"], "tensors": [torch.full((4,), float(version))]})
             await it.update_weight_version(version, abort_all_requests=abort)
+            if not abort:
+                hurry(running)
             output = await task
             check_output(output, [1, 1])
             assert output["stop_reasons"] == (["abort"] if abort else ["length"]) * 2

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.pools import skyrl_trainer
+from support.pools.commanded import hurry
 from support.pools.pool import Running, eventually, worker
 from support.pools.skyrl import check_output, engine, joined
 from support.pools.skyrl_trainer import NAMES, SHAPES, weights
@@ -315,13 +316,15 @@ async def test_overlapped(redis_db: str) -> None:
     scripted = ScriptedEngine(tokens_per_s=200)
     async with worker(redis_db, engine=scripted) as running, engine(redis_db) as it:
         assert it.supports_overlapped_weight_sync()
-        task = asyncio.create_task(it.generate({"prompt_token_ids": [[1]] * 4, "sampling_params": {"max_tokens": 200}}))
+        sampling = {"max_tokens": 10_000}  # they run until `hurry`
+        task = asyncio.create_task(it.generate({"prompt_token_ids": [[1]] * 4, "sampling_params": sampling}))
         await eventually(lambda: len(scripted._running) == 4)
         handle = await it.start_weight_transfer(request(1))
         assert (handle.is_complete, handle.error) == (False, None)
         assert await it.finish_weight_transfer(handle, flush_cache=False) == "1"
         assert (handle.is_complete, handle.error) == (True, None)
         assert await it.overlapped_weight_sync(request(2)) == "2"
+        hurry(running)
         output = await task
         check_output(output, [1] * 4)
         assert [span["version"] for span in output["weight_versions"][0]] == ["0", "1", "2"]

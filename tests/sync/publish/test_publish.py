@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.peers.publishing import publisher, weights
+from support.pools.commanded import hurry
 from support.pools.pool import check_scripted, eventually, wait_replies, worker
 from support.specimens.messages import job
 
@@ -108,20 +109,22 @@ async def all_have_tokens_of(ledger: Ledger, engines: list[ScriptedEngine], vers
 async def test_resume_every_token_is_of_the_version_its_segment_says(redis_db: str, ledger: Ledger) -> None:
     engines = [ScriptedEngine(tokens_per_s=150), ScriptedEngine(tokens_per_s=150)]
     async with (
-        worker(redis_db, engine=engines[0], max_running=4),
-        worker(redis_db, engine=engines[1], max_running=4),
+        worker(redis_db, engine=engines[0], max_running=4) as first,
+        worker(redis_db, engine=engines[1], max_running=4) as second,
         publisher(redis_db) as source,
     ):
-        await enqueue(redis_db, 8, 300)
+        await enqueue(redis_db, 8, 6000)  # they run until `hurry`
         await eventually(lambda: sum(len(engine._aborts) for engine in engines) == 8)
         for version in (1, 2, 3):
             assert (await publish(source, version)).state == "committed"
             await eventually(lambda version=version: all_have_tokens_of(ledger, engines, version))
+        hurry(first)
+        hurry(second)
         results = await results_of(redis_db, 8)
     assert len(mixed(results)) == 8
     for one in results:
         check_scripted(one, 3)
-        assert sum(segment.tokens for segment in one.segments) == 300
+        assert sum(segment.tokens for segment in one.segments) == 6000
         assert list(one.versions) == sorted(set(one.versions))
         assert one.attempt == 1
 
@@ -135,7 +138,8 @@ async def test_drain_no_sample_mixes_versions(redis_db: str) -> None:
         await enqueue(redis_db, 16, 20)
         await eventually(lambda: engine._aborts)
         assert (await publish(source, 1)).state == "committed"
-        results = await results_of(redis_db, 16)
+        await enqueue(redis_db, 4, 20)
+        results = await results_of(redis_db, 20)
     for one in results:
         check_scripted(one, 3)
         assert len(one.segments) == 1
