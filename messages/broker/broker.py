@@ -217,7 +217,8 @@ class Broker:
         return (await self._look("", budget))[0]
 
     async def look_around(self, client_id: str) -> tuple[str, int]:
-        """What a client does that has waited: watch the pool's clock, and `end_overdue` jobs of anybody.
+        """What a client does that has waited: watch the pool's clock, `end_overdue` jobs of anybody, and have Redis
+        look at some of its own: one whose record is gone or damaged ends, and one that an index has lost is put back.
 
         Returns the newest entry id of its reply stream, "" for none, and the number of entries there.
         """
@@ -229,6 +230,18 @@ class Broker:
         ended, clock, newest, count = await self._scripts.run(calls.overdue(most, *self._witness.says(), client_id))
         self._witness.hears(clock, asked_at)
         return int(ended), text(newest), int(count)
+
+    async def states(self, job_ids: Sequence[str]) -> dict[str, str]:
+        """Each job's state: q, r, done, cancelled, expired or dead; "" for a job that Redis does not know."""
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.hget(self.keys.job(job_id), "st")
+            found = await pipe.execute(raise_on_error=False)
+        for state in found:
+            if isinstance(state, Exception) and "WRONGTYPE" not in str(state):
+                raise state
+        known = (b"" if isinstance(state, Exception) else state for state in found)
+        return {job_id: text(state) for job_id, state in zip(job_ids, known, strict=True)}
 
     async def own_replies(self, client_id: str) -> str:
         """Become the one reader of a client's reply stream. Returns what `read_replies` takes as `owner`."""
@@ -259,7 +272,13 @@ class Broker:
         """
         places = {self.keys.reply(client_id): after} | ({self.keys.reader(client_id): owner} if owner else {})
         reader: Any = redis or self.redis
-        found = {text(key): entries for key, entries in await reader.xread(places, count=count, block=block_ms)}
+        try:
+            answer = await reader.xread(places, count=count, block=block_ms)
+        except ResponseError as error:
+            if "WRONGTYPE" in str(error):
+                await self._clear(client_id)
+            raise
+        found = {text(key): entries for key, entries in answer}
         if self.keys.reader(client_id) in found:
             raise ClientReplaced(client_id)
         entries: list[tuple[bytes, dict[bytes, bytes]]] = found.get(self.keys.reply(client_id), [])
@@ -267,6 +286,18 @@ class Broker:
             Reply(entry_id.decode(), as_outcome(fields), fields.get(b"l") != b"0", counted(fields))
             for entry_id, fields in entries
         ]
+
+    async def _clear(self, client_id: str) -> None:
+        """Have what is no stream out of the client's way: the script sets it aside, if this user may do that."""
+        with contextlib.suppress(ResponseError):
+            await self._look(client_id, 0)
+        for key in (self.keys.reply(client_id), self.keys.reader(client_id)):
+            try:
+                await self.redis.xlen(key)
+            except ResponseError as error:
+                if "WRONGTYPE" not in str(error):
+                    raise
+                await self.redis.delete(key)
 
     async def read_news(self, client_id: str, after: str, *, block_ms: int, redis: Redis) -> News:
         """Jobs with new pieces since entry `after` of the client's news ("0" for all). Waits for `block_ms`.

@@ -27,6 +27,14 @@ local NEWS = 256               -- about how many notices of new pieces are kept 
 local NEWS_TTL_S = 60
 
 
+-- The first of these fields of an open job's record that is not what enqueue writes, or nil. Each claimed job comes
+-- here, and a table of the fields made a claim a quarter slower. p: anything but false if there is a payload.
+local function damaged(p, a, t, e, d, n, y, q)
+  return not p and 'p' or not whole(a) and 'a' or not whole(t) and 't' or e and not whole(e) and 'e'
+    or not whole(d) and 'd' or not whole(n) and 'n' or not y and 'y' or not q and 'q' or nil
+end
+local DAMAGED = 'field %s of its record is missing or no such thing'
+
 local function job_key(id) return prefix .. 'job:' .. id end
 local function held_key(worker) return prefix .. 'held:' .. worker end
 -- Raises for what is no class; a record may say anything.
@@ -137,11 +145,15 @@ local function reply_to(client, bytes, ...)
   count_unread(client, ENTRY_BYTES + bytes)
 end
 
--- Count jobs that ended, with the bytes of their payloads. With the last open job every saved piece is gone, whatever
--- somebody has written into a record.
+-- Count jobs that ended, with the bytes of their payloads. With the last open job every payload and every saved piece is
+-- gone, whatever somebody has written into a record.
 local function jobs_ended(jobs, bytes, outcome)
-  if redis.call('HINCRBY', load_key, 'jobs', 0 - jobs) == 0 then redis.call('HDEL', load_key, 'saved') end
-  redis.call('HINCRBY', load_key, 'bytes', 0 - bytes)
+  if redis.call('HINCRBY', load_key, 'jobs', 0 - jobs) == 0 then
+    redis.call('HSET', load_key, 'bytes', 0)
+    redis.call('HDEL', load_key, 'saved')
+  else
+    redis.call('HINCRBY', load_key, 'bytes', 0 - bytes)
+  end
   redis.call('HINCRBY', load_key, outcome, jobs)
 end
 
@@ -152,7 +164,7 @@ local function fail(id, outcome, cause, host, err)
                        'kk')
   if r[1] then
     attempt(reply_to, r[1], #cause + #host + #err, 'j', id, 'o', outcome, 'c', cause, 'h', host, 'e', err,
-            'a', r[2] or '0', 'd', r[3] or '0', 'G', r[11] or id)
+            'a', whole(r[2]) or 0, 'd', whole(r[3]) or 0, 'G', r[11] or id)
   end
   bury_record(id, outcome, r[4] or nil,
               {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12], P = r[13], h = r[14], kk = r[15]})

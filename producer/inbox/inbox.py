@@ -96,6 +96,10 @@ class Inbox:
         """Ids of the jobs that are not fully delivered yet."""
         return list(self._jobs)
 
+    def open(self) -> Iterator[Tracked]:
+        """The jobs that have not ended, those that were submitted first in front."""
+        return (tracked for tracked in self._jobs.values() if not tracked.ended)
+
     def tracked(self, job_id: str) -> Tracked | None:
         return self._jobs.get(job_id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain, islice
 
 from ...messages.broker import Reply
 from ...messages.model import GenerateJob, TaskResult
@@ -30,6 +31,10 @@ class Inboxes:
     def repeats(self) -> int:
         """Outcomes that came again."""
         return self._samples.repeats + self.tasks.repeats
+
+    def open(self, most: int) -> dict[str, str]:
+        """Up to `most` jobs that have not ended, each with its group."""
+        return {it.job_id: it.group_id for it in islice(chain(self._samples.open(), self.tasks.open()), most)}
 
     def due(self) -> float | None:
         """When the first deadline of a job that has not ended is over, by time.monotonic(); None without any."""

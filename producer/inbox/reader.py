@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 from ...messages.broker import Broker, Receipt, Reply
 from ...messages.codec import Job
 from ...messages.errors import ClientReplaced, RolloutMQError, WaitTimeout, WrongProcess
+from ...messages.model import JobFailure
 from .handover import Crossing, HandOut
 from .inboxes import Inboxes
 
@@ -25,6 +26,11 @@ READ_BYTES = 16 << 20
 FIRST_BLOCK_MS, LONGEST_BLOCK_MS = 1000, 20_000
 """A read of the stream waits for so long; twice as long each time that nothing came."""
 LOOK_S = 1.0
+LOOKS = 64
+"""A look asks for the states of so many jobs."""
+NO_ENTRY = "0-0"
+"""Of an outcome that was on no stream."""
+LOST = "Redis has lost what came of it: the client's reply stream was deleted, or Redis lost its last writes"
 TRIP_S = 0.1
 """A deadline begins when Redis has the job: about so much later than here."""
 ACK_S = 0.5
@@ -65,6 +71,12 @@ class ReplyReader:
         self._looking: asyncio.Task[None] | None = None
         self._block_ms = FIRST_BLOCK_MS
         self._unacked: set[str] = set()  # entries on the stream that were read
+        # Jobs that wait here, as the last look found them: those that Redis knew, and those of which nothing more will
+        # come on the stream, because Redis had ended or forgotten them. _at_the_end: all of it was read since.
+        self._there: set[str] = set()
+        self._over: set[str] = set()
+        self._at_the_end = False
+        self._looked_at = time.monotonic()
         self._last, self._owner = "0", ""
         self._count = 16
         self._broken: BaseException | None = None
@@ -184,18 +196,20 @@ class ReplyReader:
                         owner=self._owner,
                     )
                     self._block_ms = FIRST_BLOCK_MS if replies else min(2 * self._block_ms, LONGEST_BLOCK_MS)
-                    if not replies and self._inbox.jobs:
-                        await self._look_around()
+                    self._at_the_end = self._at_the_end or len(replies) < self._count
+                    if replies:
+                        self._take_in(replies)
+                        self.wake()
+                    # Seldom while results keep coming: one of many jobs may have been lost.
+                    late = time.monotonic() - self._looked_at >= LONGEST_BLOCK_MS / 1000
+                    if self._inbox.jobs and (late or not replies):
+                        await self._look_around(waited=not replies)
                 except (RedisError, OSError) as error:
                     log.warning("results cannot be read: %s", error)
                     await asyncio.sleep(RETRY_S)
                     self._block_ms = FIRST_BLOCK_MS
                     self._last = "0"  # after a failover the new server may not know what was acknowledged
                     self._count = max(1, self._count // 2)  # the reply may have been too large to read in time
-                    continue
-                if replies:
-                    self._take_in(replies)
-                    self.wake()
         except Exception as error:
             self._break(error)
 
@@ -245,11 +259,25 @@ class ReplyReader:
             await self._broker.end_overdue()
         self._look_at_the_next_deadline()
 
-    async def _look_around(self) -> None:
+    async def _look_around(self, waited: bool) -> None:
         # In a pool without workers nobody else watches the clock, nor ends jobs whose deadline has passed.
+        self._looked_at = time.monotonic()
         newest, count = await self._broker.look_around(self._client_id)
-        if (newest and newest not in self._unacked) or count > len(self._unacked):
+        waiting = self._inbox.open(LOOKS)
+        states = await self._broker.states(list(waiting))
+        # One that Redis does not know may be on its way there, unless it was there before.
+        forgotten = {job_id for job_id, state in states.items() if not state and job_id in self._there}
+        self._there = forgotten | {job_id for job_id, state in states.items() if state}
+        over = forgotten | {job_id for job_id, state in states.items() if state not in {"", "q", "r"}}
+        for job_id in over & self._over if self._at_the_end else ():
+            failure = JobFailure(job_id=job_id, group_id=waiting[job_id], outcome="dead", cause=LOST)
+            if self._inbox.put(Reply(NO_ENTRY, failure, last=True)):
+                self.wake()
+        self._over = over
+        unread = (newest and newest not in self._unacked) or count > len(self._unacked)
+        if over or (waited and unread):
             self._last = "0"  # some entries have ids below those that were read: read all of them
+            self._at_the_end, self._block_ms = False, FIRST_BLOCK_MS
 
     def _take_in(self, replies: list[Reply]) -> None:
         self._last = replies[-1].entry_id

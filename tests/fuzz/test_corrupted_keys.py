@@ -1,5 +1,6 @@
 """Every kind of key in Redis is broken in several ways while a worker and two clients use the pool: the client that the
-key does not belong to gets its results all the same, and so does every job that is submitted afterwards."""
+key does not belong to gets its results all the same, and so does every job that is submitted afterwards. The client
+that it belongs to is told what became of its own jobs, and never waits for ever."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from redis.asyncio import Redis
 from support.pools.pool import Running, eventually, worker
 from support.specimens.messages import tokens
 
-from rolloutmq import RolloutClient, SamplingParams
+from rolloutmq import GenerateJob, JobHandle, RolloutClient, SamplingParams
 from rolloutmq.messages import Broker, ClientReplaced, Keys
 from rolloutmq.messages.broker import CommandSender
 from rolloutmq.ops.operations.audit.sweep import Sweep
 from rolloutmq.ops.status import pool_state
+from rolloutmq.producer.inbox import reader
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 JUNK = (b"\xff\xfe", b"", b"x", b"9" * 400)
@@ -101,8 +103,10 @@ async def break_key(db: Redis, kind: str, key: str, way: str) -> None:
     if way != "wrong type" and (await db.type(key)).decode() != kind:  # broken before, and not used since
         await db.delete(key)
     if way == "wrong type":
-        await db.delete(key)
-        await (db.lpush(key, "junk") if kind in {"string", "hash"} else db.set(key, "junk"))
+        async with db.pipeline(transaction=True) as pipe:  # nobody sees a key that is missing
+            pipe.delete(key)
+            pipe.lpush(key, "junk") if kind in {"string", "hash"} else pipe.set(key, "junk")
+            await pipe.execute()
     elif way == "missing":
         fields = await db.hkeys(key) if kind == "hash" else []
         if fields:
@@ -123,6 +127,22 @@ async def break_key(db: Redis, kind: str, key: str, way: str) -> None:
             await db.xadd(key, {b"j": b"x"}, id=LAST_ID)
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that wait look around often."""
+    monkeypatch.setattr(reader, "FIRST_BLOCK_MS", 50)
+    monkeypatch.setattr(reader, "LONGEST_BLOCK_MS", 200)
+
+
+async def owner_is_told(owner: RolloutClient, name: str, mine: GenerateJob, waits: GenerateJob) -> None:
+    """A broken record ends its job by itself; all else ends as the owner wants it to."""
+    broken = [mine] if name == "job" else []
+    await owner.cancel([job.id for job in (mine, waits) if job not in broken])
+    for job in (mine, waits):
+        ended = await asyncio.wait_for(owner.ending(JobHandle(job.id, job.group, job.n, "q")), 15)
+        assert [failure.outcome for failure in ended.failures] == ["dead" if job in broken else "cancelled"]
+
+
 def test_every_kind_of_key_is_broken() -> None:
     kinds = {name for name in dir(Keys) if not name.startswith("_")} - {"pool", "prefix", "aside"}
     assert kinds == KINDS.keys()
@@ -138,6 +158,7 @@ def test_the_guarantees_say_who_is_told_of_each_kind_of_key() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "workers" else []) for name in KINDS]
 )
+@pytest.mark.usefixtures("quick")
 async def test_a_broken_key_harms_its_owner_alone(redis_db: str, db: Redis, broker: Broker, name: str) -> None:
     kind, key_of = KINDS[name]
     engine = ScriptedEngine(tokens_per_s=500.0)
@@ -171,5 +192,9 @@ async def test_a_broken_key_harms_its_owner_alone(redis_db: str, db: Redis, brok
                 assert await named(db, key), f"the audit does not name {key}"
                 if name not in UNCOUNTED:
                     await eventually(lambda: set_aside(redis_db), what=f"{key} counted in the pool's status")
+            try:
+                await owner_is_told(owner, name, mine, waits)
+            except ClientReplaced:
+                assert name == "reader"
             await db.delete(broker.keys.client("owner"))
         assert other.outstanding == 0

@@ -5,14 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 from support.pools.pool import eventually, stream_length, worker
-from support.specimens.messages import tokens
+from support.specimens.messages import result, tokens
 
-from rolloutmq import ClientReplaced, GenerateJob, InvalidField, JobFailure, PoolBusy, RolloutClient, RolloutMQError
-from rolloutmq.messages import Broker, Caps
+from rolloutmq import (
+    ClientReplaced,
+    GenerateJob,
+    InvalidField,
+    JobFailed,
+    JobFailure,
+    PoolBusy,
+    RolloutClient,
+    RolloutMQError,
+    SamplingParams,
+)
+from rolloutmq.messages import Broker, Caps, Finished
+from rolloutmq.messages.scripts import calls
+from rolloutmq.messages.scripts.source import script_source
+from rolloutmq.producer.inbox import reader
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
 async def crash(client: RolloutClient) -> None:
@@ -249,3 +264,56 @@ async def test_a_failure_that_waited_joins_the_group_of_its_job(redis_db: str, s
         (group,) = [group async for group in second.groups(10)]
         assert (group.group_id, len(group.results), len(group.failures)) == ("g", 1, 1)
         assert second._core.inbox.samples == 0
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that wait look around often."""
+    monkeypatch.setattr(reader, "FIRST_BLOCK_MS", 20)
+    monkeypatch.setattr(reader, "LONGEST_BLOCK_MS", 50)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("lost", ["stream", "everything"])
+async def test_a_client_whose_results_redis_has_lost_is_told(
+    client: RolloutClient, db: Redis, broker: Broker, joined: Any, lost: str
+) -> None:
+    one, kept = tokens(n=2), tokens()
+    handles = await client.submit_many([one, kept])
+    lease = await joined()
+    claims = {claim.job_id: claim for claim in await lease.claim(9, 9, 0)}
+    first = Finished(one.id, 1, 0, result(one, 0))
+    assert await lease.complete([first]) == ["ok"]
+    await eventually(lambda: len(client._core.inbox) == 1, what="the first sample is here")
+    await eventually(lambda: one.id in client._core.reader._there, what="a look has found the job")
+    async with db.pipeline(transaction=True) as pipe:  # no read comes in between
+        if lost == "stream":
+            last = Finished(one.id, 1, 1, result(one, 1))
+            sample = calls.FinishedSample(last.job_id, last.attempt, last.sample, last.payload)
+            args = calls.complete("w1", sample).args
+            pipe.eval(script_source("complete"), 1, broker.keys.load, broker.keys.prefix, *args)
+        else:
+            pipe.delete(broker.keys.job(one.id), broker.keys.client("client"))
+        pipe.delete(broker.keys.reply("client"))
+        await pipe.execute()
+    ended = await client.ending(handles[0], 10)
+    assert [it.sample for it in ended.results] == [0]
+    (failure,) = ended.failures
+    assert (failure.job_id, failure.group_id, failure.outcome) == (one.id, one.group, "dead")
+    assert "Redis has lost" in failure.cause
+    assert await lease.complete([Finished(kept.id, claims[kept.id].attempt, 0, result(kept, 0))]) == ["ok"]
+    assert len(await client.wait(handles[1], 10)) == 1
+    assert client.outstanding == 0
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_client_whose_running_job_is_gone_is_told(
+    redis_db: str, client: RolloutClient, db: Redis, broker: Broker
+) -> None:
+    async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=50.0)) as running:
+        handle = await client.submit(tokens(sampling=SamplingParams(max_new_tokens=4000)))
+        await eventually(lambda: running.worker._generation.running == 1, what="it runs")
+        await db.delete(broker.keys.job(handle.job_id))
+        with pytest.raises(JobFailed, match="its record is gone"):
+            await client.wait(handle, 10)
+        await eventually(lambda: running.worker._generation.running == 0, what="its slot is free")

@@ -26,12 +26,7 @@ local ADAPTER = 1099511627776  -- 2^40; weights versions above it count as it
 local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w', 'l', 'P', 'x', 'y', 'q'}
 local function record(id) return redis.call('HMGET', job_key(id), unpack(FIELDS)) end
 
--- The first field of an open job's record that is not what enqueue writes, or nil. Each claimed job comes here, and a table
--- of the fields made a claim a quarter slower.
-local function damaged(f)
-  return not f[1] and 'p' or not whole(f[2]) and 'a' or not whole(f[3]) and 't' or f[4] and not whole(f[4]) and 'e'
-    or not whole(f[5]) and 'd' or not whole(f[7]) and 'n' or not f[15] and 'y' or not f[16] and 'q' or nil
-end
+local function wrong_in(f) return damaged(f[1], f[2], f[3], f[4], f[5], f[7], f[15], f[16]) end
 
 local given, bytes = {}, 0
 -- What there is of a job already. Raises if its published samples are not as many as its record says, see must_agree, or
@@ -66,7 +61,7 @@ local last = redis.call('HMGET', worker_key, 'claim', 'ids', 'alone', 'number')
 if last[1] == number then
   for id in string.gmatch(last[2] or '', '%x+') do
     local f = record(id)
-    if f[6] == 'r' and f[11] == worker and not damaged(f) then
+    if f[6] == 'r' and f[11] == worker and not wrong_in(f) then
       alone(id, function() hand_over(id, f, progress_of(id, f)) end)
     end
   end
@@ -128,8 +123,8 @@ local function settle(id, later)
   if not string.match(id, '^%x+$') then return end       -- nobody submitted that
   local f = record(id)
   if ENDED[f[6]] or not (f[6] or f[1]) then return end   -- it was cancelled or expired while queued
-  local wrong = f[6] ~= 'q' and 'st' or damaged(f)
-  if wrong then return give_up(id, 'field ' .. wrong .. ' of its record is missing or no such thing') end
+  local wrong = f[6] ~= 'q' and 'st' or wrong_in(f)
+  if wrong then return give_up(id, string.format(DAMAGED, wrong)) end
   if f[13] then redis.call('ZREM', prefers_key, id) end
   local score = not f[14] and score_of(f[9], f[10], f[12])   -- what only has to be ended needs no weights
   if f[4] and tonumber(f[4]) <= clock().deadlines then

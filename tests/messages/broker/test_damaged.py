@@ -248,3 +248,74 @@ async def test_a_client_opens_whatever_its_readers_key_is(broker: Broker, db: Re
     with pytest.raises(ClientReplaced):
         await broker.read_replies("client", "0", owner=earlier)
     assert await db.ttl(key) > 0
+
+
+@pytest.mark.parametrize("when", ["queued", "running"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "gone",
+        "wrong type ",
+        *(f"no {field}" for field in ("y", "p", "q", "st", "a", "n", "d", "t")),
+        *(f"not a number {field}" for field in ("st", "a", "n", "d", "t", "e")),
+    ],
+)
+async def test_a_client_that_waits_is_told_of_its_damaged_job(
+    broker: Broker, db: Redis, joined: Any, damage: str, when: str
+) -> None:
+    one, good, others = job(deadline_s=600.0), job(), job(reply_to="other")
+    await broker.enqueue([one, good, others])
+    if when == "running":
+        await (await joined()).claim(9, 9, 0)
+    if damage == "gone":
+        await db.delete(broker.keys.job(one.id))
+    else:
+        await spoil(db, broker.keys.job(one.id), damage)
+    for _ in range(2):
+        await broker.look_around("other")
+        await broker.look_around("client")
+    (failure,) = [reply.outcome for reply in await replies(broker)]
+    assert (failure.job_id, failure.outcome) == (one.id, "dead")
+    assert "is gone" in failure.error or "of its record is missing" in failure.error
+    assert await replies(broker, "other") == []
+    assert (await broker.load()).open_jobs == 2
+    assert await broker.open_jobs("client") == {good.id: good.group}
+    await broker.cancel([good.id, others.id])
+    load = await broker.load()
+    assert (load.open_jobs, load.open_bytes) == (0, 0)
+
+
+async def test_what_is_no_job_of_a_client_leaves_its_set(broker: Broker, db: Redis, joined: Any) -> None:
+    mine, others = job(), job(reply_to="other")
+    await broker.enqueue([mine, others])
+    await db.sadd(broker.keys.client("client"), "x", b"\xff\xfe", "9" * 400, others.id)
+    await broker.look_around("client")
+    assert await broker.open_jobs("client") == {mine.id: mine.group}
+    assert await replies(broker) == []
+    assert len(await (await joined()).claim(9, 9, 0)) == 2
+
+
+@pytest.mark.parametrize("lost", ["held:w1", "queue:1", "later:1", "deadlines", "prefers"])
+async def test_a_waiting_clients_job_comes_back_into_an_index_that_has_lost_it(
+    broker: Broker, db: Redis, joined: Any, expire_lease: Any, lost: str
+) -> None:
+    first, second = await joined("w1"), await joined("w2")
+    needs = {"min_version": 1} if lost == "later:1" else {"prefer_worker": "w1"} if lost == "prefers" else {}
+    one = job(deadline_s=600.0, **needs)
+    await broker.enqueue([one])
+    if lost == "held:w1":
+        await first.claim(9, 9, 0)
+    elif needs:
+        assert await second.claim(9, 9, 0) == []
+    assert await db.delete(broker.keys.prefix + lost)
+    await broker.look_around("client")
+    if lost == "prefers":
+        await second.reap(3)
+        assert await second.claim(9, 9, 1) == []
+        assert await db.zscore(broker.keys.prefers, one.id), "it waits for its worker, and not for ever"
+    await expire_lease(first)
+    await second.reap(3)
+    assert [claim.job_id for claim in await second.claim(9, 9, 1)] == [one.id]
+    assert await db.zscore(broker.keys.deadlines, one.id)
+    await broker.look_around("client")
+    assert await second.held() == {one.id}
