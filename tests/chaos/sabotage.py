@@ -111,7 +111,7 @@ SABOTAGES: dict[str, Sabotage] = {
     ),
     "a damaged record is given to a worker, no job is isolated": Sabotage(
         _all(
-            _script("claim", r"return not f\[1\] and 'p'(.|\n)*? or nil\n", "return nil\n"),
+            _script("lib", r"return not p and 'p'(.|\n)*? or nil\n", "return nil\n"),
             _script("lib", r"local fine, answer = pcall\(f, \.\.\.\)", "local fine, answer = true, f(...)"),
         ),
         "garbage_in_records",
