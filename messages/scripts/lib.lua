@@ -217,6 +217,8 @@ local function give_up(id, why)
 end
 
 -- Run `f` for job `id`, one of several of a call. The job ends if what Redis has of it is in the way; then returns nil.
+-- Only a script can do this in a claim or a reap, whose callers do not know which jobs it is about. Raises if the job cannot
+-- be given up; a worker sends the jobs of a batch one by one then (`each` in worker/lease/batches.py).
 local function alone(id, f, ...)
   local fine, answer = attempt(f, ...)
   if fine then return answer end

@@ -43,6 +43,9 @@ async def each(
 ) -> None:
     """Send a batch. If something in Redis is in its way, send each entry alone, and `leave` those that still fail.
 
+    Scripts isolate entries themselves (`alone` in lib.lua), and end a job that is in the way with its cause. This is
+    for what they cannot end, and for errors that they do not know: the same batch would be sent for ever.
+
     Raises RedisError or OSError if Redis takes none of them.
     """
     try:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, ReadOnlyError, RedisError, ResponseError
-from support.pools.pool import eventually, wait_replies, worker
-from support.specimens.messages import SHORT, job
+from support.pools.pool import eventually, replies, wait_replies, worker
+from support.specimens.messages import SHORT, job, result
 
-from rolloutmq.messages import Broker, GenerateJob, JobFailure, Lease, RedisRefused, SamplingParams
+from rolloutmq.messages import Broker, Finished, GenerateJob, JobFailure, Lease, RedisRefused, SamplingParams
 from rolloutmq.messages.errors import RedisUnavailable
 from rolloutmq.worker.lease.batches import each, is_about_data
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -97,3 +98,28 @@ async def test_a_job_that_cannot_be_given_back_keeps_no_other(
     async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=1.0), drain_s=0.0) as running:
         await eventually(lambda: running.worker._generation.running == 2)
     assert sum((await broker.load()).queued) == 1
+
+
+async def test_a_job_that_cannot_even_be_given_up_keeps_no_other(broker: Broker, db: Redis, joined: Any) -> None:
+    """Its client's stream takes nothing, nor do the dead letters: the script fails as a whole."""
+    mine, others = job(reply_to="mine"), job(reply_to="other")
+    await broker.enqueue([mine, others])
+    lease = await joined()
+    await lease.claim(2, 9, 0)
+    for key in (broker.keys.reply("mine"), broker.keys.dead):
+        await db.xadd(key, {"j": "junk"}, id="18446744073709551615-18446744073709551615")
+    left: list[str] = []
+
+    async def send(batch: list[Finished]) -> None:
+        await lease.complete(batch)
+
+    await db.execute_command("ACL", "SETUSER", "default", "-rename")
+    try:
+        finished = [Finished(it.id, 1, 0, result(it, 0)) for it in (mine, others)]
+        with pytest.raises(ResponseError, match="exhausted"):
+            await send(finished)
+        await each(finished, send, lambda one, _: left.append(one.job_id))
+    finally:
+        await db.execute_command("ACL", "SETUSER", "default", "+rename")
+    assert left == [mine.id]
+    assert [reply.outcome.job_id for reply in await replies(broker, "other")] == [others.id]
