@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,6 +69,28 @@ async def test_what_returned_survives_a_killed_server(server: EmbeddedRedis, url
         server.kill()
         await asyncio.to_thread(server.start)
         assert await broker.enqueue(jobs) == ["q"] * 20
+
+
+async def test_a_restart_in_good_order_loses_nothing() -> None:
+    with EmbeddedRedis(appendonly=True, config={"appendfsync": "everysec"}) as server:
+        async with connect(server.url) as client:
+            broker, jobs = Broker(client, "p"), [job(reply_to="c") for _ in range(20)]
+            assert await broker.enqueue(jobs) == ["new"] * 20
+            await asyncio.to_thread(server.restart)
+            assert await broker.enqueue(jobs) == ["q"] * 20
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a slow disk needs a C compiler")
+async def test_an_answer_under_always_comes_after_the_flush(tmp_path: Path) -> None:
+    config = {"appendfsync": "always"}
+    with HostRedis(tmp_path / "data", appendonly=True, config=config) as slow:
+        async with connect(slow.url) as client:
+            await Broker(client, "p").enqueue([job(reply_to="c")])  # scripts are loaded
+            slow.flush_s = 0.3
+            asked = time.monotonic()
+            await Broker(client, "p").enqueue([job(reply_to="c")])
+            assert time.monotonic() - asked >= 0.3
+            slow.flush_s = 0
 
 
 @only_where_it_is
