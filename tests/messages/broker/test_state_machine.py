@@ -20,6 +20,7 @@ from support.redis.model import CLASSES, Job
 from support.redis.model_claim import WARD_MS, Claiming, waiting
 
 from rolloutmq.messages.scripts.source import script_source
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 COMMON = settings(deadline=None, database=None, print_blob=True, suppress_health_check=list(HealthCheck))
 SOME = settings(COMMON, max_examples=20, stateful_step_count=40, derandomize=True)
@@ -216,8 +217,8 @@ class PoolMachine(WorkerRules):
 
 
 @pytest.fixture
-def machine(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PoolMachine]]:
-    with redis.Redis.from_url(redis_db, encoding="latin-1", decode_responses=True) as client:
+def machine(redis_db: str, shared_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PoolMachine]]:
+    with redis.Redis.from_url(shared_redis.unix_url, encoding="latin-1", decode_responses=True) as client:
         monkeypatch.setattr(PoolMachine, "redis", client, raising=False)
         monkeypatch.setattr(PoolMachine, "shas", {}, raising=False)
         yield PoolMachine

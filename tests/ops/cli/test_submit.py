@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.pools.commanded import hurry
 from support.pools.pool import eventually, worker
 
 from rolloutmq import RolloutClient, RolloutResult
@@ -140,6 +141,7 @@ async def test_it_goes_on_after_it_was_stopped(redis_db: str, tmp_path: Path, en
         if end == signal.SIGKILL:
             part.write_bytes(part.read_bytes() + b'{"line": 1, "samp')  # the write that the kill cut off
         generated = running.worker._generation.finished
+        hurry(running)
         code, text = await run(redis_db, source, out, *options)
         assert code == 0, text
         assert "going on:" in text
