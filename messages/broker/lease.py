@@ -238,7 +238,7 @@ def _claim(raw: list[Any]) -> Claim:
         attempt=int(attempt),
         n=int(n),
         queued_s=int(queued_ms) / 1000,
-        left_s=int(left_ms) / 1000 if left_ms else None,
+        left_s=int(left_ms) / 1000 if left_ms != b"" else None,
         payload=payload,
         published=frozenset(published),
         ending=ending,

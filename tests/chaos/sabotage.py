@@ -25,7 +25,7 @@ class Sabotage:
 
 
 def _script(script: str, pattern: str, instead: str) -> Callable[[], None]:
-    """Another text in a Lua script ("lib": in all of them)."""
+    """Another text in a Lua script ("lib": in all that have it)."""
 
     def take_out() -> None:
         from rolloutmq.messages.scripts import runner  # noqa: PLC0415
@@ -37,7 +37,7 @@ def _script(script: str, pattern: str, instead: str) -> Callable[[], None]:
             if script not in {"lib", name}:
                 return text
             text, count = re.subn(pattern, lambda _: instead, text)
-            assert count, f"{script}.lua does not contain {pattern} any more: find another way to take it out"
+            assert count or name != script, f"{script}.lua has no {pattern} any more: find another way to take it out"
             return text
 
         source(script)  # told here: where a script runs, a worker's end would look like what the scenario is to find

@@ -52,9 +52,10 @@ local function progress_of(id, f)
 end
 
 local function hand_over(id, f, progress)
+  local now, i = clock().now, #given
   bytes = bytes + #f[1]
-  local left = f[4] and tostring(tonumber(f[4]) - clock().now) or ''
-  append(given, id, f[2], f[7], tostring(math.max(0, clock().now - tonumber(f[3]))), left, f[1], progress)
+  given[i + 1], given[i + 2], given[i + 3], given[i + 4] = id, f[2] + 0, f[7], math.max(0, now - f[3])
+  given[i + 5], given[i + 6], given[i + 7] = f[4] and f[4] - now or '', f[1], progress
 end
 
 local last = redis.call('HMGET', worker_key, 'claim', 'ids', 'alone', 'number')
@@ -133,11 +134,11 @@ local function settle(id, later)
     redis.call('ZADD', later, score, id)       -- out of the way of those behind it
   elseif f[14] or not (f[13] and leave_to_preferred(id, f[13], f[2], f[3], later)) then
     local progress = progress_of(id, f)
-    f[2] = tostring(tonumber(f[2]) + 1)
+    f[2] = f[2] + 1
     redis.call('HSET', job_key(id), 'st', 'r', 'w', worker, 'a', f[2])
     redis.call('SADD', held_key(worker), id)
     jobs = jobs + 1
-    samples = samples + tonumber(f[7]) - tonumber(f[5])
+    samples = samples + f[7] - f[5]
     ids[#ids + 1] = id
     hand_over(id, f, progress)
   end

@@ -20,9 +20,9 @@ local function publish(i)
     state = 'fenced'
   else
     local client, result = f[6], ARGV[i + 3]
-    local done, nbytes = whole(f[4]) + 1, whole(f[8]) + 0
-    local last = done == whole(f[5])
-    if done > 1 and done >= whole(f[5]) then must_agree(key, f[4], f[5]) end
+    local done, nbytes, n = whole(f[4]) + 1, whole(f[8]) + 0, whole(f[5])
+    local last = done == n
+    if done > 1 and done >= n then must_agree(key, f[4], f[5]) end
     -- l marks the job's last result: a client that has forgotten which ones it took before still knows when to stop.
     redis.call('XADD', prefix .. 'reply:' .. client, '*', 'j', id, 's', sample, 'm', result, 'l', last and 1 or 0)
     unread[client] = (unread[client] or 0) + ENTRY_BYTES + #result

@@ -19,14 +19,15 @@ end
 local taken, given, state_of = {}, {}, {}
 for i = 6, #ARGV, STRIDE do
   local id, payload, client = ARGV[i], ARGV[i + 1], ARGV[i + 4]
-  local f = redis.call('HMGET', job_key(id), 'st', 'y', 'z', 'h')
-  state_of[id] = f[1]
-  local open = f[1] == 'q' or f[1] == 'r'
-  local same = not f[1] or (not open and (f[4] or ARGV[i + 11]) == ARGV[i + 11]) or
-    (f[2] == client and f[3] == tostring(#payload) and redis.call('HGET', job_key(id), 'p') == payload)
-  if not same or (given[id] and given[id] ~= payload) then
-    append(taken, (i - 6) / STRIDE, f[1] or 'new', open and f[2] or client)
+  local state, same, owner = redis.call('HGET', job_key(id), 'st'), not given[id] or given[id] == payload, client
+  if state then
+    local f, open = redis.call('HMGET', job_key(id), 'y', 'z', 'h'), state == 'q' or state == 'r'
+    same = same and ((not open and (f[3] or ARGV[i + 11]) == ARGV[i + 11]) or
+      (f[1] == client and f[2] == tostring(#payload) and redis.call('HGET', job_key(id), 'p') == payload))
+    owner = open and f[1] or client
   end
+  state_of[id] = state
+  if not same then append(taken, (i - 6) / STRIDE, state or 'new', owner) end
   given[id] = payload
 end
 if #taken > 0 then return {'TAKEN', unpack(taken)} end

@@ -30,7 +30,7 @@ LYING = settings(SOME, max_examples=200, phases=[Phase.generate], report_multipl
 
 LIES = {
     "the owner is not checked": ("complete", "f[2] ~= worker or f[3] ~= attempt", "f[3] ~= attempt"),
-    "the attempt is not raised": ("claim", "tostring(tonumber(f[2]) + 1)", "f[2]"),
+    "the attempt is not raised": ("claim", "f[2] = f[2] + 1", "f[2] = f[2] + 0"),
     "who loses a job still holds it": ("lib", "redis.call('SREM', held_key(owner), id)\n  if lost", "if lost"),
     "bytes of done jobs stay counted": ("complete", "jobs_ended(done_jobs, done_bytes,", "jobs_ended(done_jobs, 0,"),
     "saved bytes of ended jobs stay counted": ("lib", "if f.kk then", "if false then"),
@@ -235,7 +235,7 @@ def test_any_sequence_keeps_the_promises(machine: type[PoolMachine], examples: s
 @pytest.mark.parametrize("lie", [pytest.param(lie, marks=[pytest.mark.slow] if lie in LATE else []) for lie in LIES])
 def test_the_machine_finds_this_lie(machine: type[PoolMachine], lie: str) -> None:
     script, truth, told = LIES[lie]
-    assert truth in script_source("ack" if script == "lib" else script), "the script has changed: tell another lie"
+    assert truth in script_source(script), "the script has changed: tell another lie"
     liar = type("Liar", (machine,), {"lies": ((truth, told),)})
     with pytest.raises(Exception) as found:  # noqa: PT011  (whatever the machine notices first)
         run_state_machine_as_test(liar, settings=LYING)
