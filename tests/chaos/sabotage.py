@@ -25,16 +25,17 @@ class Sabotage:
 
 
 def _script(script: str, pattern: str, instead: str) -> Callable[[], None]:
-    """Another text in a Lua script ("lib": in all that have it)."""
+    """Another text in a Lua script ("lib" and "lib_base": in all that have it)."""
 
     def take_out() -> None:
         from rolloutmq.messages.scripts import runner  # noqa: PLC0415
+        from rolloutmq.messages.scripts.source import LIBRARIES  # noqa: PLC0415
 
         real = runner.script_source
 
         def source(name: str, *preamble: str) -> str:
             text = real(name, *preamble)
-            if script not in {"lib", name}:
+            if script not in {*LIBRARIES, name}:
                 return text
             text, count = re.subn(pattern, lambda _: instead, text)
             assert count or name != script, f"{script}.lua has no {pattern} any more: find another way to take it out"
@@ -102,8 +103,8 @@ SABOTAGES: dict[str, Sabotage] = {
     ),
     "nothing is set aside, no entry is isolated": Sabotage(
         _all(
-            _script("lib", r"  mend\(answer\.err, \.\.\.\)\n", ""),
-            _script("lib", r"local fine, answer = pcall\(f, \.\.\.\)", "local fine, answer = true, f(...)"),
+            _script("lib_base", r"  mend\(answer\.err, \.\.\.\)\n", ""),
+            _script("lib_base", r"local fine, answer = pcall\(f, \.\.\.\)", "local fine, answer = true, f(...)"),
             _replaced("worker.lease.outbox", "each", _whole_batch),
         ),
         "reply_stream_that_takes_nothing",
@@ -112,7 +113,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "a damaged record is given to a worker, no job is isolated": Sabotage(
         _all(
             _script("lib", r"return not p and 'p'(.|\n)*? or nil\n", "return nil\n"),
-            _script("lib", r"local fine, answer = pcall\(f, \.\.\.\)", "local fine, answer = true, f(...)"),
+            _script("lib_base", r"local fine, answer = pcall\(f, \.\.\.\)", "local fine, answer = true, f(...)"),
         ),
         "garbage_in_records",
         "not within|WaitTimeout",
@@ -126,7 +127,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "a worker ended|exit codes",
     ),
     "the clock of Redis is believed": Sabotage(
-        _script("lib", r"local function tick\(heard, passed\)\n", _BELIEVED),
+        _script("lib_base", r"local function tick\(heard, passed\)\n", _BELIEVED),
         "redis_clock_steps_forward",
         "lost its lease|jobs failed",
     ),
@@ -149,7 +150,7 @@ SABOTAGES: dict[str, Sabotage] = {
         _script("enqueue", r"if #taken > 0 then", "if false then"), "a_job_id_that_is_taken", "was accepted"
     ),
     "another job may have the id of one that ended": Sabotage(
-        _script("enqueue", r"\(f\[4\] or ARGV\[i \+ 11\]\) == ARGV\[i \+ 11\]", "true"),
+        _script("enqueue", r"\(f\[3\] or ARGV\[i \+ 11\]\) == ARGV\[i \+ 11\]", "true"),
         "a_job_id_that_is_taken",
         "other content under a known id was accepted",
     ),
@@ -168,7 +169,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "queue:1|was claimed|not within|WaitTimeout",
     ),
     "the clock of another host is believed": Sabotage(
-        _script("lib", r"local function tick\(heard, passed\)\n", _BELIEVED),
+        _script("lib_base", r"local function tick\(heard, passed\)\n", _BELIEVED),
         "failover_to_a_clock_ahead",
         "lost its lease|jobs expired|jobs failed",
     ),
