@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from redis.asyncio import Redis
+from support.pools.commanded import hurry
 from support.pools.pool import check_scripted, eventually, worker
 from support.specimens.messages import job, tokens
 
@@ -181,8 +182,12 @@ async def test_what_is_saved_anew_is_not_shown_again(
     redis_db: str, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving, "MOST_PIECES", 2)
-    async with worker(redis_db, engine=slow()):
-        shown = await Shown().all_of(client.stream(long(), timeout=10))
+    shown = Shown()
+    async with worker(redis_db, engine=slow()) as running:
+        async for delta in client.stream(long(10_000), timeout=60):
+            shown.take(delta)
+            if len(shown.deltas) == 4:
+                hurry(running)
     assert shown.restarts == 0
     assert len(shown.deltas) > 3, "more than there are pieces at a time"
     check_scripted(shown.results[0], 3)
