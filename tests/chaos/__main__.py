@@ -81,6 +81,7 @@ def _figures(chaos: Chaos, scenario: Scenario, seconds: float) -> dict[str, Any]
         "received": len(chaos.received),
         "handed_again": verdict.handed_again,
         "unlogged": verdict.unlogged,
+        "with_adapter": verdict.with_adapter,
         "violations": [f"({rule}) {text}" for rule, text in verdict.violations],
     } | chaos.notes
 

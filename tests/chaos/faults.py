@@ -15,7 +15,7 @@ from .context import Chaos
 from .processes import Spoken, WorkerProcess
 from .proxy import Proxy, script_names
 
-WORKER = {"max_running": 24, "tokens_per_s": 150, "checkpoint_s": 0.3, "tools": True}
+WORKER = {"max_running": 24, "tokens_per_s": 150, "checkpoint_s": 0.3, "tools": True, "lora": True, "torch": True}
 
 
 @dataclass

@@ -23,7 +23,7 @@ class Options:
     """config: fields of WorkerConfig. tokens_per_s: of the scripted engine. clock_s: how far the wall clock is off.
     poison: what a poisoned prompt does, "process" (it dies) or "engine". sleepwalk: does not watch its own lease.
     torch: imported before it joins; that takes seconds in which no lease is renewed.
-    tools: it reads tool calls in Python's syntax, without SGLang.
+    tools: it reads tool calls in Python's syntax, without SGLang. lora: it takes LoRA adapters.
     minor, major: the version of messages it writes; a newer minor one with a field that nobody knows.
     """
 
@@ -34,6 +34,7 @@ class Options:
     sleepwalk: bool = False
     torch: bool = False
     tools: bool = False
+    lora: bool = False
     minor: int | None = None
     major: int | None = None
 
@@ -158,7 +159,7 @@ def engine(options: Options, tell: Tell) -> Any:
                 self.kill()
             return await super().generate(request)
 
-    return Engine(tokens_per_s=options.tokens_per_s)
+    return Engine(tokens_per_s=options.tokens_per_s, lora=options.lora)
 
 
 class EightTokens:

@@ -70,7 +70,7 @@ def digest(outcome: RolloutResult | TaskResult | JobFailure) -> str:
         return ""
     if isinstance(outcome, TaskResult):
         return hashlib.blake2b(encode(outcome), digest_size=8).hexdigest()
-    told = f"{outcome.segments}{outcome.attempt}{outcome.worker_id}".encode()
+    told = f"{outcome.segments}{outcome.adapter_segments}{outcome.attempt}{outcome.worker_id}".encode()
     return hashlib.blake2b(outcome.token_ids.tobytes() + told, digest_size=8).hexdigest()
 
 

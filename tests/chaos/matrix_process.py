@@ -1,6 +1,6 @@
 """A trainer that asks for all kinds of things at once until SIGTERM, or until it is killed.
 
-    python -m chaos.matrix_process REDIS_URL NAME SEED JOURNAL_DIR RUN
+    python -m chaos.matrix_process REDIS_URL NAME SEED JOURNAL_DIR RUN [ADAPTER…]
 
 It has a client for each way of taking outcomes: NAME.results, NAME.groups, NAME.waits, NAME.batches. Each begins with
 what an earlier run has left, and ends when nothing is outstanding. On stdout a line of JSON each: {"begun": run},
@@ -21,7 +21,7 @@ from . import sabotage
 from .worker_process import PR_SET_PDEATHSIG, tell
 
 
-async def work(url: str, name: str, seed: str, journal_dir: Path, run: str) -> None:
+async def work(url: str, name: str, seed: str, journal_dir: Path, run: str, *adapters: str) -> None:
     from rolloutmq import RolloutClient  # noqa: PLC0415
 
     from .context import POOL  # noqa: PLC0415
@@ -35,7 +35,7 @@ async def work(url: str, name: str, seed: str, journal_dir: Path, run: str) -> N
     async def one(way: str) -> None:
         client = RolloutClient(url, POOL, client_id=f"{name}.{way}")
         await again(client.open)
-        taker = Taker(client, book, f"{seed}:{run}:{way}")
+        taker = Taker(client, book, f"{seed}:{run}:{way}", adapters)
         takers.append(taker)
         await taker.take_all()  # of an earlier run
         await asyncio.gather(*(taker.go(rounds) for rounds in ROUNDS[way]))
@@ -64,9 +64,9 @@ async def work(url: str, name: str, seed: str, journal_dir: Path, run: str) -> N
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    url, name, seed, journal_dir, run = sys.argv[1:]
+    url, name, seed, journal_dir, run, *adapters = sys.argv[1:]
     sabotage.adopt()
-    asyncio.run(work(url, name, seed, Path(journal_dir), run))
+    asyncio.run(work(url, name, seed, Path(journal_dir), run, *adapters))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 (a) One terminal outcome per accepted job; a done job's samples published once each, a failed job's failure told once;
     each of them handed to the client, once per process.
 (b) Nothing published by a fenced attempt, nor after the end; nothing claimed from under its owner.
-(c) Version tags true (the scripted tokens say so) and never going back on one worker.
+(c) Version tags true (the scripted tokens say so) and never going back on one worker. Samples have the adapter that
+    their job asked for, in versions that were published and are not older than it demands.
 (d) After the drain nothing is left but what has a TTL or is on the list in baseline.py, and the counters add up.
 """
 
@@ -15,8 +16,8 @@ from dataclasses import dataclass, field
 
 from support.pools.pool import check_scripted
 
-from rolloutmq.messages import RolloutResult
-from rolloutmq.messages.codec import RESULTS, Result, decode_one_of
+from rolloutmq.messages import GenerateJob, RolloutResult
+from rolloutmq.messages.codec import JOBS, RESULTS, Result, decode_one_of
 from rolloutmq.messages.errors import MessageError
 
 from .journal import FAILURE, Received, Submitted, digest
@@ -33,6 +34,7 @@ class Verdict:
     fenced_published: int = 0
     leaked_keys: int = 0
     handed_again: int = 0
+    with_adapter: int = 0
     unlogged: int = 0
 
     def complain(self, rule: str, text: str) -> None:
@@ -52,6 +54,7 @@ class Terms:
     giving_up: clients that cancel calls: what those had asked for need not be handed to them.
     rewound: the server came back with an older state, and clients may have been handed what is in no log (`unlogged`).
     elsewhere: what a server that is gone had published.
+    adapters: (name, version) of every LoRA adapter that was published.
     """
 
     scripted: bool = True
@@ -63,6 +66,7 @@ class Terms:
     giving_up: frozenset[str] = frozenset()
     rewound: bool = False
     elsewhere: frozenset[tuple[str, int, str]] = frozenset()
+    adapters: frozenset[tuple[str, int]] = frozenset()
 
 
 def judge(
@@ -197,7 +201,10 @@ def _results(
     """Digest of every published result."""
     digests: dict[tuple[str, int], str] = {}
     newest: dict[str, int] = {}
+    wanted: dict[str, tuple[str | None, int]] = {}
     for event in events:
+        if event.kind == "accept":
+            wanted[event.job] = _adapter_of(event)
         if event.kind == "accept" and event.job not in prompts:
             prompts[event.job] = -1  # accepted, though its submission failed: its prompt is not in any journal
         if event.kind != "publish":
@@ -211,7 +218,29 @@ def _results(
             verdict.complain("c", f"published as {event.job}/{event.sample} was {result.job_id}/{result.sample}")
         if isinstance(result, RolloutResult):
             _one_result(result, prompts.get(event.job, -1), newest, verdict, terms)
+            _one_adapter(result, *wanted.get(event.job, (None, 0)), verdict, terms)
     return digests
+
+
+def _adapter_of(accepted: Event) -> tuple[str | None, int]:
+    """The adapter that a job asks for, and the oldest version it may have."""
+    try:
+        job = decode_one_of(accepted.payload, JOBS)
+    except MessageError:
+        return None, 0  # put there by hand
+    return (job.lora, job.min_adapter_version) if isinstance(job, GenerateJob) else (None, 0)
+
+
+def _one_adapter(result: RolloutResult, name: str | None, oldest: int, verdict: Verdict, terms: Terms) -> None:
+    versions = [segment.version for segment in result.adapter_segments or ()]
+    sample = f"{result.job_id}/{result.sample}"
+    if result.adapter != name or bool(versions) != (name is not None and bool(result.segments)):
+        verdict.complain("c", f"{sample}: adapter {result.adapter} {versions}, the job asked for {name}")
+    elif versions and (versions != sorted(versions) or versions[0] < oldest):
+        verdict.complain("c", f"{sample}: versions {versions} of {name}, the job asked for {oldest} or newer")
+    elif unknown := [version for version in versions if (name, version) not in terms.adapters]:
+        verdict.complain("c", f"{sample}: versions {unknown} of {name} were never published")
+    verdict.with_adapter += bool(versions)
 
 
 def _one_result(result: RolloutResult, prompt: int, newest: dict[str, int], verdict: Verdict, terms: Terms) -> None:

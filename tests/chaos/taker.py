@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from redis.exceptions import RedisError
 
 from rolloutmq import GenerateJob, RolloutClient, SamplingParams
 
+from .adapters import NEWEST_DEMANDED
 from .journal import Journal
 from .worker_process import tell
 
@@ -21,8 +22,10 @@ STUCK_S = 90.0
 class Taker:
     """A client of this process, and what it was handed."""
 
-    def __init__(self, client: RolloutClient, book: Journal, seed: str) -> None:
+    def __init__(self, client: RolloutClient, book: Journal, seed: str, adapters: Sequence[str] = ()) -> None:
+        """adapters: names of LoRA adapters, one of which samples a part of the jobs."""
         self.client, self._book, self.rng = client, book, random.Random(seed)
+        self._adapters = adapters
         self.taken = 0
         self.stopping = asyncio.Event()
 
@@ -36,6 +39,9 @@ class Taker:
         }
         if self.rng.random() < 0.2:
             made["priority"] = self.rng.choice(("high", "low"))
+        if self._adapters and self.rng.random() < 0.4:
+            made |= {"lora": self.rng.choice(self._adapters)}
+            made |= {"min_adapter_version": self.rng.randint(0, NEWEST_DEMANDED)}
         return GenerateJob(**(made | fields))
 
     async def submit(self, jobs: list[GenerateJob]) -> list[Any]:

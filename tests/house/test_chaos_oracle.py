@@ -15,7 +15,7 @@ from chaos.baseline import Size
 from chaos.oracle import Terms
 from chaos.story import MAX_LOST, Evidence, evidence
 
-from rolloutmq.messages import RolloutResult, Segment
+from rolloutmq.messages import GenerateJob, RolloutResult, Segment
 from rolloutmq.messages.codec import decode, encode
 from rolloutmq.messages.scripts import runner as messages_lua
 from rolloutmq.worker.scripted.engine import scripted_token
@@ -173,6 +173,42 @@ def a_worker_goes_back_in_versions(it: Evidence) -> Evidence:
     return republished(it, 0, segments=(Segment(1, 2),), token_ids=decode_tokens(tokens))
 
 
+def asking(it: Evidence, oldest: int = 2) -> Evidence:
+    """The first job of which a sample is published asks for an adapter, in this version or a newer one."""
+    job_id = it.events[index(it, "publish")].job
+    which = [event.job for event in it.events if event.kind == "accept"].index(job_id)
+    job = decode(it.events[index(it, "accept", which)].payload, GenerateJob)
+    asks = job.model_copy(update={"lora": "math", "min_adapter_version": oldest})
+    return changed(it, "accept", which, payload=encode(asks))
+
+
+def tuned(it: Evidence, version: int = 2) -> Evidence:
+    """The samples of that job have a version of the adapter, and it is true."""
+    published = [event for event in it.events if event.kind == "publish"]
+    for which, event in enumerate(published):
+        if event.job == published[0].job:
+            stream = f"{event.job}{event.sample:04x}"
+            tokens = decode_tokens([scripted_token(stream, 3 + i, 0, f"math@{version}") for i in range(2)])
+            says = {"adapter": "math", "adapter_version": version, "adapter_segments": (Segment(version, 2),)}
+            it = republished(it, which, token_ids=tokens, **says)
+    return it
+
+
+@lie("c")
+def an_adapter_that_nobody_published(it: Evidence) -> Evidence:
+    return tuned(asking(it))
+
+
+@lie("c")
+def an_adapter_that_was_not_asked_for(it: Evidence) -> Evidence:
+    return tuned(it)
+
+
+@lie("c")
+def no_adapter_where_one_was_asked_for(it: Evidence) -> Evidence:
+    return asking(it)
+
+
 @lie("c")
 def a_sample_under_anothers_number(it: Evidence) -> Evidence:
     return republished(it, 0, sample=1)
@@ -245,6 +281,19 @@ def test_each_term_excuses_what_it_names_and_nothing_else(truth: Evidence) -> No
     assert "a" in rules(unfinished, tampered=frozenset(others))
     assert "a" not in rules(unfinished, tampered=frozenset({job}))
     assert "d" not in rules(a_counter_is_wrong(truth), tampered=frozenset({job}))
+
+
+def test_an_adapter_is_judged_by_what_was_published_and_asked_for(truth: Evidence) -> None:
+    terms = Terms(adapters=frozenset({("math", 2)}))
+    verdict = tuned(asking(truth)).judged(terms)
+    assert (verdict.violations, verdict.with_adapter) == ([], 2)
+    too_old = tuned(asking(truth, 3)).judged(terms).violations
+    assert [(rule, text.split(": ", 1)[1]) for rule, text in too_old] == [
+        ("c", "versions [2] of math, the job asked for 3 or newer")
+    ] * 2
+    another = republished(tuned(asking(truth)), 0, adapter_segments=(Segment(1, 2),)).judged(terms).violations
+    assert {rule for rule, _ in another} == {"c"}
+    assert any("did not sample" in text for _, text in another)
 
 
 def test_every_rule_has_several_lies() -> None:

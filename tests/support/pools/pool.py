@@ -92,12 +92,13 @@ async def stream_length(db: Redis, broker: Broker) -> int:
 
 
 def check_scripted(result: RolloutResult, prompt_len: int) -> None:
-    """Every token is the one that its position and the version of its segment demand, and so is its logprob."""
-    stream, position = f"{result.job_id}{result.sample:04x}", prompt_len
-    expected: list[int] = []
-    for version, count in result.segments:
-        expected += [scripted_token(stream, position + i, version) for i in range(count)]
-        position += count
+    """Every token is the one that its position, the version of its segment and that of its adapter's demand, and so is
+    its logprob."""
+    stream = f"{result.job_id}{result.sample:04x}"
+    versions = [version for version, count in result.segments for _ in range(count)]
+    adapters = [f"{result.adapter}@{version}" for version, count in result.adapter_segments or () for _ in range(count)]
+    sampled = zip(versions, adapters or [""] * len(versions), strict=True)
+    expected = [scripted_token(stream, prompt_len + i, *by) for i, by in enumerate(sampled)]
     assert result.token_ids.tolist() == expected
     if result.logprobs is not None:
         assert np.allclose(result.logprobs, [scripted_logprob(token) for token in expected])

@@ -6,13 +6,12 @@ import asyncio
 from typing import Any
 
 import torch
-from support.pools.pool import wait_replies
+from support.pools.pool import check_scripted, wait_replies
 from support.specimens.messages import job
 
 from rolloutmq import WeightPublisher
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams
 from rolloutmq.messages.model.jobs import GenerateJob
-from rolloutmq.worker.scripted.engine import scripted_token
 
 RANK = 4
 CONFIG = {"r": RANK, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA"}
@@ -45,16 +44,10 @@ def lora(**fields: Any) -> GenerateJob:
 
 def check(one: RolloutResult, prompt_len: int = 3) -> None:
     """Every token is the one that its position, its weights and its adapter's version demand."""
-    count = len(one.token_ids)
-    weights = [version for version, tokens in one.segments for _ in range(tokens)]
-    adapter = [""] * count
     if one.adapter is not None:
         assert one.adapter_segments is not None
-        adapter = [f"{one.adapter}@{version}" for version, tokens in one.adapter_segments for _ in range(tokens)]
         assert one.adapter_version == one.adapter_segments[-1].version
-    stream = f"{one.job_id}{one.sample:04x}"
-    expected = [scripted_token(stream, prompt_len + i, weights[i], adapter[i]) for i in range(count)]
-    assert one.token_ids.tolist() == expected
+    check_scripted(one, prompt_len)
 
 
 async def results(broker: Broker, count: int) -> list[RolloutResult]:
