@@ -69,12 +69,14 @@ class MemberFacts:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """load: what the counters say. jobs, nbytes (None: too many jobs), unread: what was counted."""
+    """load: what the counters say. The others: what was counted; None if there are too many jobs for one step."""
 
     load: dict[str, int]
     jobs: int
     nbytes: int | None
+    saved: int | None
     unread: int
+    letters: int
 
     @property
     def ended(self) -> int:
@@ -159,13 +161,17 @@ class Looker:
         return facts
 
     async def totals(self, clients: Sequence[bytes]) -> Totals:
-        load, jobs, nbytes, unread = await self._scripts.run(calls.audit_totals(ADDED_UP, *clients))
+        load, jobs, nbytes, saved, unread, letters = await self._scripts.run(calls.audit_totals(ADDED_UP, *clients))
         said = {_text(load[i]): _number(load[i + 1]) for i in range(0, len(load), 2)}
-        return Totals(said, jobs, None if nbytes < 0 else nbytes, unread)
+        return Totals(said, jobs, _known(nbytes), _known(saved), unread, letters)
 
     async def accepted(self) -> int:
         """Jobs ever accepted."""
         return _number(await self._redis.hget(self.keys.load, "accepted") or b"0")
+
+
+def _known(count: int) -> int | None:
+    return None if count < 0 else count
 
 
 def _worker_of(name: bytes) -> bytes:

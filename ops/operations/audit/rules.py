@@ -190,7 +190,9 @@ def judge_totals(totals: Totals, newly_accepted: int) -> tuple[list[Finding], li
     Counted jobs may therefore be fewer than `load` says, by that many; nothing else is allowed to differ.
     """
     found: list[Finding] = []
-    open_jobs, accepted, unread, nbytes = (totals.load.get(name, 0) for name in ("jobs", "accepted", "unread", "bytes"))
+    open_jobs, accepted, unread, letters = (
+        totals.load.get(name, 0) for name in ("jobs", "accepted", "unread", "letters")
+    )
 
     def wrong(kind: str, detail: str) -> None:
         found.append(Finding(kind, "load", detail))
@@ -199,15 +201,18 @@ def judge_totals(totals: Totals, newly_accepted: int) -> tuple[list[Finding], li
         wrong("load_jobs", f"jobs {open_jobs}, but {accepted} were accepted and {totals.ended} ended")
     if unread != totals.unread:
         wrong("load_unread", f"unread {unread}, but clients have {totals.unread}")
+    if letters != totals.letters:
+        wrong("load_letters", f"letters {letters}, but dead letters have {totals.letters}")
     missing = open_jobs - totals.jobs
     if not 0 <= missing <= newly_accepted:
         wrong("load_jobs", f"jobs {open_jobs}, but clients have {totals.jobs} open")
     if totals.nbytes is None:
-        return found, [f"load.bytes: {totals.jobs} jobs are too many to add up in one step"]
+        return found, [f"load.bytes and load.saved: {totals.jobs} jobs are too many to add up in one step"]
     if missing > 0 and not found:
-        return found, ["load.bytes: clients come and go faster than they can be looked at"]
-    if missing == 0 and nbytes != totals.nbytes:
-        wrong("load_bytes", f"bytes {nbytes}, but open jobs have {totals.nbytes}")
+        return found, ["load.bytes and load.saved: clients come and go faster than they can be looked at"]
+    for name, counted in (("bytes", totals.nbytes), ("saved", totals.saved)):
+        if missing == 0 and (said := totals.load.get(name, 0)) != counted:
+            wrong(f"load_{name}", f"{name} {said}, but open jobs have {counted}")
     return found, []
 
 
