@@ -36,13 +36,15 @@ class FeatureCheck:
         """Raises FeatureUnavailable for the first job that nobody can run."""
         for job in jobs:
             if uses := job.features_used():
-                await self._refresh()
+                await self.workers()
                 self._check(job, frozenset(uses))
 
-    async def _refresh(self) -> None:
+    async def workers(self) -> list[WorkerStatus]:
+        """The pool's workers, as of the last time that one joined or left, or of a minute ago. Empty where this Redis
+        user may not list them."""
         now = time.monotonic()
         if now - self._asked_at < FRESH_S:
-            return
+            return self._workers
         try:
             roster = await self._broker.roster()
             if roster != self._roster or now - self._read_at >= OLD_S:
@@ -51,6 +53,7 @@ class FeatureCheck:
             self._asked_at = now
         except NoPermissionError:  # some trainers may not list workers; then the workers refuse
             self._asked_at = float("inf")
+        return self._workers
 
     def _check(self, job: Job, uses: frozenset[str]) -> None:
         lacks = [(worker, uses - set(worker.features)) for worker in self._workers]

@@ -19,12 +19,11 @@ from ...messages.errors import FeatureUnavailable, InvalidField, RolloutMQError
 from ...messages.model import WorkerStatus
 from ...messages.redis import Keys, connect, default_url
 from ..client import RolloutClient
+from ..inbox import FeatureCheck
 from .texts import Texts
 
 KNOWN_S = 5.0
 """The oldest list of workers, in seconds, for calls where a new one would block the caller's event loop."""
-FRESH_S = 1.0
-"""The oldest list of workers, in seconds, for calls that ask for it often."""
 TEARDOWN_S = 30.0
 INTERFACES = ("skyrl_train.inference_engines.base", "skyrl.backends.skyrl_train.inference_engines.base")
 """The modules with SkyRL's InferenceEngineInterface in its releases."""
@@ -54,6 +53,7 @@ class EngineCore:
         self.texts = Texts(tokenizer)
         self.when_loop_changes: list[Callable[[], None]] = []
         self._client: RolloutClient | None = None
+        self._features: FeatureCheck | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.closed = False
         self._workers: list[WorkerStatus] = []
@@ -67,7 +67,7 @@ class EngineCore:
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed():
                 raise RolloutMQError("this engine is in use on another event loop, which still runs")
-            self._loop, self._client = loop, None
+            self._loop, self._client, self._features = loop, None, None
             for renew in self.when_loop_changes:
                 renew()
         if self._client is None:
@@ -88,12 +88,15 @@ class EngineCore:
                     await close_others()
 
     async def workers(self, fresh: bool = True) -> list[WorkerStatus]:
-        """The pool's workers. With `fresh=False` the list may be FRESH_S old."""
+        """The pool's workers. fresh: with their numbers of now. Otherwise they are read when one has joined or left."""
         client = await self.client()
-        if fresh or time.monotonic() - self._asked_at >= FRESH_S:
+        if fresh:
             self._know(await client.workers())
-            if self.texts.model is None and self._workers:
-                self.texts.model = self._workers[0].model
+        else:
+            self._features = self._features or FeatureCheck(client.broker)
+            self._know(await self._features.workers())
+        if self.texts.model is None and self._workers:
+            self.texts.model = self._workers[0].model
         return self._workers
 
     def workers_now(self) -> list[WorkerStatus]:

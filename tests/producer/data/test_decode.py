@@ -108,7 +108,7 @@ def hub(model: Path) -> Iterator[ThreadingHTTPServer]:
 def decoded(name: str, ids: list[int], port: int, cache: Path) -> subprocess.CompletedProcess[str]:
     """What the command does that asks the hub at this port."""
     command = [sys.executable, "-m", "rolloutmq.ops.entry", "decode", "--model", name, *map(str, ids)]
-    surroundings = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    surroundings = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     surroundings |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings)
 

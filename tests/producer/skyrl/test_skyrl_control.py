@@ -15,8 +15,9 @@ from support.pools.pool import eventually, worker
 from support.pools.skyrl import Numbers, check_output, engine, joined
 from support.pools.skyrl_trainer import NAMES, weights
 
-from rolloutmq.messages import InvalidField
+from rolloutmq.messages import Broker, InvalidField
 from rolloutmq.messages.errors import FeatureUnavailable, RequestRefused, RolloutMQError
+from rolloutmq.producer.inbox import features
 from rolloutmq.producer.skyrl import IncompleteWeights, SkyRLEngine, control
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -26,6 +27,34 @@ PROMPT: Any = {"prompt_token_ids": [[1]], "sampling_params": {"max_tokens": 3}}
 async def sync(it: SkyRLEngine, seed: int) -> None:
     tensors = weights(seed)
     await it.update_named_weights({"names": list(NAMES), "tensors": [tensors[name] for name in NAMES]})
+
+
+async def test_workers_are_read_again_only_when_one_has_come_or_gone(
+    redis_db: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "FRESH_S", 0.0)
+    read: list[int] = []
+    really = Broker.workers
+
+    async def watched(broker: Broker) -> Any:
+        read.append(1)
+        return await really(broker)
+
+    async with worker(redis_db), engine(redis_db) as it:
+        await joined(it)
+        monkeypatch.setattr(Broker, "workers", watched)
+
+        async def known(count: int) -> bool:
+            it._core._asked_at = float("-inf")  # long ago
+            return len(await it._core.workers(fresh=False)) == count
+
+        assert [await known(1) for _ in range(5)] == [True] * 5
+        assert len(read) == 1
+        async with worker(redis_db):
+            await eventually(lambda: known(2))
+        await eventually(lambda: known(1))
+        assert [await known(1) for _ in range(5)] == [True] * 5
+        assert len(read) == 3
 
 
 async def test_a_colocated_trainers_step(redis_db: str) -> None:
