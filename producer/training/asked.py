@@ -29,9 +29,10 @@ class Asked:
     Its jobs' ids follow from the client, the prompt's number, the job and how often it was asked for. So a restored
     trainer that asks for the same prompt gets what is there of it in the pool, and never something of another prompt.
 
-    here: samples that have arrived and have no fate yet, in the order of their arrival. waiting: jobs that have not
-    ended, each with the samples it is for. stopped: of those, the ones that were asked to end with what they have.
-    complete: nothing more is to come.
+    here: samples that have arrived, in the order of their arrival. wanted: samples that the trainer is to get, less
+    those that it was trained on when a checkpoint was made. waiting: jobs that have not ended, each with the samples it
+    is for. stopped: of those, the ones that were asked to end with what they have.
+    given: samples that were made ready for the trainer. complete: nothing more is to come.
     """
 
     def __init__(self, client_id: str, number: int, job: GenerateJob, prompt: Prompt, rules: GroupRules) -> None:
@@ -40,7 +41,9 @@ class Asked:
         self.failures: list[JobFailure] = []
         self.waiting = dict(prompt.asked)
         self.stopped: set[str] = set()
+        self.given: set[int] = set()
         self.complete = False
+        self.wanted = prompt.n - prompt.spare - prompt.trained
         self._client_id, self._rules = client_id, rules
         self._kept: dict[int, bool] = {}  # what `keep` has said of samples that are here
         self._failed: list[JobFailure] = []  # since the last time it was asked for
@@ -54,11 +57,6 @@ class Asked:
         except (MessageError, ValueError) as error:
             raise InvalidField("state.prompts", f"prompt {number}", f"a job that can be read: {error}") from error
         return cls(client_id, number, job, prompt, rules)
-
-    @property
-    def wanted(self) -> int:
-        """Samples that the group is to have."""
-        return self.prompt.n - self.prompt.spare
 
     def ask(self, samples: list[int]) -> GenerateJob:
         """The job for these samples; it counts as submitted."""
@@ -111,11 +109,17 @@ class Asked:
         """Samples in flight that are not here."""
         return [sample for sample in self.prompt.open if sample not in self.here]
 
-    def not_chosen(self) -> dict[Why, list[int]]:
-        """The open samples of a complete prompt that are not in its group, by the reason."""
+    @property
+    def chosen(self) -> list[int]:
+        """The samples for the trainer, of those that are here. None of them is unchosen when others come."""
         chosen = self.whole[: self.wanted]
         if self._rules.partials:
             chosen += [sample for sample in self.kept if sample not in self.whole]
+        return chosen
+
+    def not_chosen(self) -> dict[Why, list[int]]:
+        """The open samples of a complete prompt that the trainer does not get, by the reason."""
+        chosen = self.chosen
         enough = len(self.whole) >= self.wanted
         cancelled = any(failure.outcome == "cancelled" for failure in self.failures)
         found: dict[Why, list[int]] = {}

@@ -53,6 +53,17 @@ class Prompt:
         """The samples in flight."""
         return [sample for sample, fate in enumerate(self.fates) if fate is None]
 
+    @property
+    def trained(self) -> int:
+        """Samples trained."""
+        return sum(fate is not None and fate >= 0 for fate in self.fates)
+
+    @property
+    def needed(self) -> int:
+        """Samples in flight that are wanted: others are spare."""
+        open_ = self.fates.count(None)
+        return max(0, min(self.n - self.spare - self.trained, open_)) if self.spare else open_
+
 
 class Measured(NamedTuple):
     """What is known of a sample: length in tokens, reward, and staleness in updates."""
@@ -104,7 +115,7 @@ class Books:
     @property
     def live(self) -> int:
         """Samples trained, and those in flight that are wanted: what counts for the capacity."""
-        return self.trained + sum(min(it.n - it.spare, it.fates.count(None)) for it in self.prompts.values())
+        return self.trained + sum(it.needed for it in self.prompts.values())
 
     def advance(self, version: int) -> None:
         """The weights were updated and are version `version` now. Raises InvalidField unless it is a newer one."""

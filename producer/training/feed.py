@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -53,7 +54,7 @@ class RolloutFeed:
         self._core = core
         self._pool = Generating(core, self.books, rules)
         self._ready = self._pool.ready
-        self._handed: dict[int, set[int]] = {}  # prompts at the trainer, with the samples that it has
+        self._handed: set[tuple[int, tuple[int, ...]]] = set()  # at the trainer: prompts and samples of groups
         self._given = 0  # samples that were wanted of what the trainer got since the last update
         self._changes = 0  # each task that waits compares it with what it was
         self._begun = self._held_up = self._has_waited = False
@@ -108,7 +109,7 @@ class RolloutFeed:
     # --- out -------------------------------------------------------------------------------------------------------
 
     async def take(self, timeout: float | None = None) -> TrainGroup:
-        """The next group, in the order of acceptance as far as they are ready.
+        """The next group, or sample (`GroupRules.deliver`), in the order of acceptance as far as they are ready.
 
         Raises WaitTimeout if there is none within `timeout` seconds: nothing is lost then.
         """
@@ -173,11 +174,14 @@ class RolloutFeed:
         chosen: list[TrainGroup] = []
         total, full = 0, False
         for number in sorted(self._ready):
-            full = total >= most or (bool(chosen) and total + self._ready[number].n > most)
+            group = self._ready[number]
+            if self.rules.deliver == "samples":
+                group = group.first(most - total)
+            full = total >= most or (bool(chosen) and total + group.n > most)
             if full:
                 break
-            chosen.append(self._ready[number])
-            total += self._ready[number].n
+            chosen.append(group)
+            total += group.n
         more_may_come = source is None or self._pool.asked or not (chosen or source.peek() is None)
         if not full and total < most and more_may_come:
             return None
@@ -188,11 +192,13 @@ class RolloutFeed:
         older = [number for number in self._pool.asked if chosen and number < chosen[-1].number]
         if not older:
             return False
-        mine = {group.number for group in chosen}
+        mine = Counter({group.number: len(group.samples) for group in chosen})
+        for number, samples in self._handed:
+            mine[number] += len(samples)
         left = [
-            (self.books.updates - prompt.update, min(prompt.n - prompt.spare, len(prompt.open)))
+            (self.books.updates - prompt.update, prompt.needed - mine[number])
             for number, prompt in self.books.prompts.items()
-            if number not in mine and number not in self._handed
+            if prompt.needed > mine[number]
         ]
         room = max(0, self.staleness.batch_size - self._given - total)
         late = self.staleness.too_late(left, room)
@@ -209,16 +215,20 @@ class RolloutFeed:
             }
             if stale and self.staleness.on_stale == "drop":
                 self._pool.drop(number, stale, "stale", group.known())
-                self._ready[number] = group.without(stale)
-                if len(stale) == len(group.samples):
-                    del self._ready[number]
+                self._remove(number, stale)
+
+    def _remove(self, number: int, samples: Collection[int]) -> None:
+        """These are not ready any more."""
+        left = self._ready.pop(number).without(samples)
+        if left.samples:
+            self._ready[number] = left if self.rules.deliver == "groups" else left.first(len(left.samples))
 
     def _hand_out(self, groups: list[TrainGroup]) -> list[TrainGroup]:
         aged = [replace(it, staleness=tuple(self.books.age(one.oldest_version) for one in it.results)) for it in groups]
         for group in aged:
             self.books.marks["marked"] += sum(map(self.staleness.is_stale, group.staleness))
-            del self._ready[group.number]
-            self._handed[group.number] = set(group.samples)
+            self._remove(group.number, group.samples)
+            self._handed.add((group.number, group.samples))
             self._given += group.n
         self._has_waited = False
         self._wake()  # another task may wait for what is ready beside this, or for the end
@@ -229,8 +239,10 @@ class RolloutFeed:
 
     def _take_back(self, groups: Iterable[TrainGroup]) -> None:
         for group in groups:
-            if self._handed.pop(group.number, None) is not None:
-                self._ready[group.number] = group
+            if (group.number, group.samples) in self._handed:
+                self._handed.remove((group.number, group.samples))
+                other = self._ready.get(group.number)
+                self._ready[group.number] = group if other is None else other.joined(group)
                 self._given -= group.n
         self._wake()
 
@@ -244,7 +256,7 @@ class RolloutFeed:
         for group in groups:
             known = self._back(group)
             self.books.train(group.number, group.samples, self.books.updates if step is None else step, known)
-            del self._handed[group.number]
+            self._handed.remove((group.number, group.samples))
             self._pool.settled(group.number, group.samples)
         self._wake()
 
@@ -253,13 +265,13 @@ class RolloutFeed:
         for group in groups:
             known = self._back(group)
             self._pool.drop(group.number, group.samples, why, known)
-            del self._handed[group.number]
+            self._handed.remove((group.number, group.samples))
         self._wake()
 
     def _back(self, group: TrainGroup) -> dict[int, Measured]:
         if not isinstance(group, TrainGroup):
             raise InvalidField("groups", group, "a list of TrainGroups")
-        if self._handed.get(group.number) != set(group.samples):
+        if (group.number, tuple(group.samples)) not in self._handed:
             raise InvalidField("groups", f"prompt {group.number}", "groups that the trainer has, each once")
         return group.known()
 
@@ -300,7 +312,7 @@ class RolloutFeed:
         self._pool.keeping.saved(None if state is None else _number_of(state))
 
     def report(self) -> dict[str, Any]:
-        """What the books say (`Books.report`), and what is where: `ready` groups, prompts `at_trainer`."""
+        """What the books say (`Books.report`), and what is where: `ready` groups, groups `at_trainer`."""
         now = {"ready": len(self._ready), "at_trainer": len(self._handed), "unsaved_bytes": self._pool.keeping.nbytes}
         return self.books.report() | now
 

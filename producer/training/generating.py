@@ -96,6 +96,8 @@ class Generating:
                 self._decide(asked)
                 if asked.complete:
                     await self._finish(asked)
+                elif self._rules.deliver == "samples":
+                    await self._give(asked)
             await self._flush()
 
     def give_up(self, job_ids: Collection[str]) -> None:
@@ -166,26 +168,34 @@ class Generating:
             asked.complete = True
 
     async def _finish(self, asked: Asked) -> None:
-        """Make a group of a complete prompt, or drop it."""
+        """Nothing more of this prompt is to come: drop what the trainer does not get, and give it the rest."""
         number, here = asked.number, asked.here
         for why, others in asked.not_chosen().items():
             self.drop(number, others, why, {it: Measured(len(here[it].token_ids)) for it in others if it in here})
             for sample in others:
                 here.pop(sample, None)
-        samples = tuple(sorted(here))
-        results = tuple(here[sample] for sample in samples)
-        if samples:
-            group_id = asked.job.group_id or results[0].group_id
-            group = TrainGroup(group_id, results, tuple(asked.failures), number, samples, asked.wanted)
-            if self._rules.score is not None:
-                rewards = self._rules.score(results)
-                group.rewards.extend(map(float, await rewards if inspect.isawaitable(rewards) else rewards))
-            known = group.known()
-            if self._teaches(group):
-                self.ready[number] = group
-            else:
-                self.drop(number, samples, "filtered", known)
+        await self._give(asked)
         del self.asked[number]
+
+    async def _give(self, asked: Asked) -> None:
+        """Make what is chosen and was not given ready for the trainer, as a group, or as a part of one."""
+        number = asked.number
+        samples = tuple(sorted(set(asked.chosen) - asked.given))
+        if not samples:
+            return
+        results = tuple(asked.here[sample] for sample in samples)
+        group_id = asked.job.group_id or results[0].group_id
+        n = asked.wanted if self._rules.deliver == "groups" else len(samples)
+        group = TrainGroup(group_id, results, tuple(asked.failures), number, samples, n)
+        if self._rules.score is not None:
+            rewards = self._rules.score(results)
+            group.rewards.extend(map(float, await rewards if inspect.isawaitable(rewards) else rewards))
+        known = group.known()
+        asked.given.update(samples)
+        if self._teaches(group):
+            self.ready[number] = self.ready[number].joined(group) if number in self.ready else group
+        else:
+            self.drop(number, samples, "filtered", known)
 
     def _teaches(self, group: TrainGroup) -> bool:
         if self._rules.teaches is None or self._rules.teaches(group.rewards):

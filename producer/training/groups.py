@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from ...messages.errors import InvalidField
@@ -11,6 +11,7 @@ from ...messages.model import RolloutResult
 from ..inbox import Group
 from .books import Measured
 
+Deliver = Literal["groups", "samples"]
 OnFailed = Literal["ask", "less"]
 Rewards = Sequence[float]
 Score = Callable[[Sequence[RolloutResult]], Rewards | Awaitable[Rewards]]
@@ -31,11 +32,15 @@ class GroupRules:
         is dropped as "surplus".
     keep: whether a sample may be in a group; others are dropped as "filtered". By default each may.
     score: the rewards of a group's samples, in their order; a function or a coroutine function. It is asked once for
-        each group. teaches: whether a group with these rewards is worth a step; others are dropped as "filtered", and
-        another prompt takes their place. `rewards_differ` is DAPO's filter.
+        each sample, with all that are delivered together. teaches: whether a group with these rewards is worth a step;
+        others are dropped as "filtered", and another prompt takes their place. `rewards_differ` is DAPO's filter. It
+        needs complete groups.
     most_filtered: so many groups in a row are filtered; the next one is let through, and counted.
     on_failed: what becomes of samples that failed. "ask": they are asked for again, up to `retries` times a prompt.
         "less", and after the last retry: the group has that many samples less.
+    deliver: "groups": the trainer gets a group when all of it is there. "samples": it gets samples as they finish, so a
+        slow one holds up no others. A TrainGroup then has the samples of a prompt that are there; the others follow
+        under the same number. Batches are filled to the sample.
     Raises InvalidField.
     """
 
@@ -47,6 +52,7 @@ class GroupRules:
     most_filtered: int = 64
     on_failed: OnFailed = "ask"
     retries: int = 2
+    deliver: Deliver = "groups"
 
     def __post_init__(self) -> None:
         for name in ("over_sample", "most_filtered", "retries"):
@@ -55,8 +61,12 @@ class GroupRules:
                 raise InvalidField(name, value, "an integer, at least 0")
         if self.on_failed not in get_args(OnFailed):
             raise InvalidField("on_failed", self.on_failed, '"ask" or "less"')
+        if self.deliver not in get_args(Deliver):
+            raise InvalidField("deliver", self.deliver, '"groups" or "samples"')
         if self.teaches is not None and self.score is None:
             raise InvalidField("teaches", self.teaches, "only together with score, which gives it the rewards")
+        if self.teaches is not None and self.deliver == "samples":
+            raise InvalidField("teaches", self.teaches, 'None with deliver="samples": it judges complete groups')
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +74,9 @@ class TrainGroup(Group):
     """What a trainer gets of one prompt. It goes back to the feed by `train` or `drop`.
 
     number: the prompt's number in the books. samples: the numbers of the results, in their order. n: how many samples
-    were wanted. rewards: of the results, as `GroupRules.score` has given them; a trainer that scores by itself puts
-    them in before it calls `train`, so that they are in the books. staleness: of the results, in updates, when it was
-    taken. failures: what cost it samples.
+    were wanted; with `deliver="samples"`, how many there are. rewards: of the results, as `GroupRules.score` has given
+    them; a trainer that scores by itself puts them in before it calls `train`, so that they are in the books.
+    staleness: of the results, in updates, when it was taken. failures: what has cost the prompt samples.
     """
 
     number: int = 0
@@ -86,16 +96,36 @@ class TrainGroup(Group):
             for sample, result, reward, age in zip(self.samples, self.results, rewards, ages, strict=True)
         }
 
-    def without(self, samples: set[int]) -> TrainGroup:
+    def without(self, samples: Collection[int]) -> TrainGroup:
         """The group, less some samples."""
         left = [place for place, sample in enumerate(self.samples) if sample not in samples]
-        return TrainGroup(
+        return self._of(left, self.n)
+
+    def first(self, most: int) -> TrainGroup:
+        """Its first samples, as a part; `n` is what it has."""
+        places = range(len(self.samples))[:most]
+        return self._of(places, len(places))
+
+    def joined(self, other: TrainGroup) -> TrainGroup:
+        """Both parts of what is delivered of a prompt, by the samples' numbers."""
+        both = TrainGroup(
             self.group_id,
-            tuple(self.results[place] for place in left),
-            self.failures,
+            self.results + other.results,
+            other.failures,
             self.number,
-            tuple(self.samples[place] for place in left),
-            self.n,
-            [self.rewards[place] for place in left] if self.rewards else [],
-            tuple(self.staleness[place] for place in left) if self.staleness else (),
+            self.samples + other.samples,
+            self.n + other.n,
+            self.rewards + other.rewards,
+            self.staleness + other.staleness,
+        )
+        return both._of(sorted(range(len(both.samples)), key=both.samples.__getitem__), both.n)
+
+    def _of(self, places: Sequence[int], n: int) -> TrainGroup:
+        return replace(
+            self,
+            results=tuple(self.results[place] for place in places),
+            samples=tuple(self.samples[place] for place in places),
+            n=n,
+            rewards=[self.rewards[place] for place in places] if self.rewards else [],
+            staleness=tuple(self.staleness[place] for place in places) if self.staleness else (),
         )

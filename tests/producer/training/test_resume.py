@@ -289,13 +289,13 @@ async def asked_again(feed: RolloutFeed) -> bool:
     return feed.books.marks["asked again"] > 0
 
 
-@pytest.mark.parametrize("seed", range(8))
-async def test_crashes_anywhere(trainer: Make, serving: None, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "deliver"), [(seed, ("groups", "samples")[seed % 2]) for seed in range(8)])
+async def test_crashes_anywhere(trainer: Make, serving: None, seed: int, deliver: Any) -> None:
     """Random crashes and restored checkpoints, also old ones, until the run ends. The last line of weights is whole."""
-    draw = random.Random(seed)
+    draw, rules = random.Random(seed), GroupRules(deliver=deliver)
     checkpoints: list[str] = []
     for _ in range(6):
-        one = trainer()
+        one = trainer(rules)
         if checkpoints:
             one.restore(draw.choice(checkpoints[-3:]))
         loop = one.batches()
@@ -311,7 +311,7 @@ async def test_crashes_anywhere(trainer: Make, serving: None, seed: int) -> None
                 if draw.random() < 0.7:
                     one.feed.saved()
         await (one.crash() if draw.random() < 0.7 else one.client.aclose())
-    last = trainer()
+    last = trainer(rules)
     if checkpoints:
         last.restore(checkpoints[-1])
     await finish(last)
