@@ -216,7 +216,7 @@ class Inbox:
 
         The outcome of an unknown job belongs to an earlier client of this id; the job is tracked from now on.
         """
-        outcome, sample = reply.outcome, _place(reply)
+        outcome, (_, sample) = reply.outcome, place_of(reply)
         tracked = self._jobs.get(outcome.job_id)
         if tracked is None and outcome.job_id in self._past:
             self.repeats += self._past[outcome.job_id]
@@ -347,7 +347,7 @@ class Inbox:
     def put_back(self, replies: Sequence[Reply]) -> None:
         """Have these wait again, before all others: who took them could not be given them."""
         for reply in reversed(replies):
-            job_id, sample = reply.outcome.job_id, _place(reply)
+            job_id, sample = place_of(reply)
             tracked = self._jobs.get(job_id)
             if tracked is None:
                 tracked = self._all_taken(reply)
@@ -375,5 +375,7 @@ class Inbox:
         return tracked
 
 
-def _place(reply: Reply) -> int:
-    return FAILURE if isinstance(reply.outcome, JobFailure) else reply.outcome.sample
+def place_of(reply: Reply) -> tuple[str, int]:
+    """Its job and sample, or FAILURE: replies with the same ones are the same outcome."""
+    outcome = reply.outcome
+    return outcome.job_id, FAILURE if isinstance(outcome, JobFailure) else outcome.sample

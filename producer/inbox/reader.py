@@ -17,6 +17,7 @@ from ...messages.codec import Job
 from ...messages.errors import ClientReplaced, RolloutMQError, WaitTimeout, WrongProcess
 from ...messages.model import JobFailure
 from .handover import Crossing, HandOut
+from .inbox import place_of
 from .inboxes import Inboxes
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ class ReplyReader:
     """Reads one client's stream, in a task of its own, and acknowledges what was taken.
 
     After a failover the stream may be a little older than what was read. Then entries come again, which are known by
-    job and sample; or new entries get ids below those that were read, which shows in the number of entries.
+    job and sample; or new entries get ids below those that were read, which shows in the number of entries. An entry
+    that came again leaves the stream together with the first one: it may be all that the new server has of the outcome.
 
     While nothing comes, reads wait longer and longer: a client that waits costs Redis next to nothing. After each wait
     without an answer it looks around. It also does so when a deadline of its own jobs is over.
@@ -71,6 +73,7 @@ class ReplyReader:
         self._looking: asyncio.Task[None] | None = None
         self._block_ms = FIRST_BLOCK_MS
         self._unacked: set[str] = set()  # entries on the stream that were read
+        self._held: dict[tuple[str, int], list[Receipt]] = {}  # outcomes nobody has acknowledged -> entries that repeat
         # Jobs that wait here, as the last look found them: those that Redis knew, and those of which nothing more will
         # come on the stream, because Redis had ended or forgotten them. _at_the_end: all of it was read since.
         self._there: set[str] = set()
@@ -162,7 +165,9 @@ class ReplyReader:
 
         Nothing is awaited here: a call that has taken an outcome cannot be cancelled before it returns it.
         """
-        self._acks += [Receipt(reply.entry_id, reply.nbytes) for reply in replies]
+        for reply in replies:
+            self._acks.append(Receipt(reply.entry_id, reply.nbytes))
+            self._acks += self._held.pop(place_of(reply), ())
         if len(self._acks) >= READ_COUNT:
             self._flush_now()
         else:
@@ -287,8 +292,11 @@ class ReplyReader:
             if reply.entry_id in self._unacked:
                 continue
             self._unacked.add(reply.entry_id)
-            if not self._inbox.put(reply):
-                self._acks.append(Receipt(reply.entry_id, reply.nbytes))
+            place = place_of(reply)
+            if self._inbox.put(reply):
+                self._held.setdefault(place, [])
+            else:
+                self._held.get(place, self._acks).append(Receipt(reply.entry_id, reply.nbytes))
 
     async def _flush_acks(self) -> None:
         crossed, self._crossing = self._crossing, []

@@ -25,6 +25,27 @@ async def test_the_last_sample_is_one_that_came_again(redis_db: str, broker: Bro
         assert client.outstanding == 0
 
 
+async def test_an_outcome_that_came_again_stays_as_long_as_the_first_one(
+    redis_db: str, broker: Broker, db: Redis
+) -> None:
+    """The failover lost what was read, the worker published it again, and then the client died before its caller came
+    back. Its next process finds the outcome on the new primary."""
+    one = job()
+    stream, entry = broker.keys.reply("client"), {"j": one.id, "s": 0, "m": encode(result(one)), "l": 1}
+    async with RolloutClient(redis_db, client_id="client") as client:
+        await client.submit(one)
+        outcomes = client.results(5)
+        await db.xadd(stream, entry)  # type: ignore[arg-type]
+        assert (await anext(outcomes)).ok
+        await db.delete(stream)
+        await db.xadd(stream, entry)  # type: ignore[arg-type]
+        await eventually(lambda: client.repeats == 1)
+        await client._core.reader._flush_acks()
+        assert await db.xlen(stream) == 1
+        assert await anext(outcomes, None) is None
+    assert await db.xlen(stream) == 0
+
+
 async def test_an_entry_below_the_newest_that_was_read(redis_db: str, broker: Broker, db: Redis) -> None:
     """The stream of the new primary has one entry, as many as were read, but another one with a lower id."""
     a, b = job(), job()
