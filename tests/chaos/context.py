@@ -23,7 +23,7 @@ from .baseline import Rest, judge_rest, look
 from .habits import Options
 from .host import HostRedis
 from .oracle import Terms, Verdict, judge
-from .processes import BlockingProcess, ClientProcess, Spoken, WorkerProcess
+from .processes import BlockingProcess, ClientProcess, Spoken, TrainerProcess, WorkerProcess
 from .proxy import Proxy
 
 POOL = "chaos"
@@ -142,6 +142,13 @@ class Chaos:
         file = self._jobs_file(jobs, client_id)
         where = (self.redis.url, client_id, str(file), str(self.directory / "journal"), client_id)
         process = await BlockingProcess.start("blocking_process", self.directory / f"client-{client_id}.log", *where)
+        self.clients.append(process)
+        return process
+
+    async def trainer_process(self, checkpoint: Path, run: str, saves: int, url: str) -> TrainerProcess:
+        """A trainer with a feed that goes on from the checkpoint. saves: how often it makes another one."""
+        where = (url, "trainer", str(checkpoint), str(self.directory / "journal"), run, str(saves))
+        process = await TrainerProcess.start("trainer_process", self.directory / f"trainer-{run}.log", *where)
         self.clients.append(process)
         return process
 

@@ -112,6 +112,10 @@ class MatrixProcess(Spoken):
     """A trainer of the kill matrix; see matrix_process.py."""
 
 
+class TrainerProcess(Spoken):
+    """A trainer with a feed and checkpoints; see trainer_process.py."""
+
+
 class BlockingProcess(Spoken):
     """A plain loop with the blocking client; see blocking_process.py."""
 

@@ -178,6 +178,16 @@ SABOTAGES: dict[str, Sabotage] = {
         "slow_disk_durable",
         "knows nothing of it|WaitTimeout",
     ),
+    "results do not wait for a checkpoint": Sabotage(
+        _replaced("producer.training.keeping", "Keeping.unneeded", lambda keeping, replies: keeping._ack(replies)),
+        "trainer_dies_before_its_checkpoint",
+        "generated anew, though they waited",
+    ),
+    "a checkpoint's books are not restored": Sabotage(
+        _replaced("producer.training.books", "Books.load_state_dict", lambda books, state: None),
+        "trainer_dies_before_its_checkpoint",
+        "trained twice|trained, by the books|counted are",
+    ),
     "the owner is not checked": Sabotage(
         _script("complete", r"or f\[2\] ~= worker or f\[3\] ~= attempt\n", "\n"),
         "freeze_worker_past_lease",

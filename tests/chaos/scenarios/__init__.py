@@ -12,6 +12,7 @@ FILES = (
     "servers",
     "disks",
     "failover",
+    "trainers",
     "steps",
     "matrix",
     "soak",

@@ -81,17 +81,30 @@ async def _in_step(db: Any) -> bool:
 
 
 async def fail_over(chaos: Chaos, proxy: Proxy, trainer: Trainer, pair: tuple[EmbeddedRedis, Proxy]) -> None:
-    """The primary dies while its replica is behind; the replica is promoted, and gets a replica of its own."""
-    primary, log = chaos.redis, chaos.data
-    replica, link = pair
+    """The same under the load of a client, which goes on afterwards."""
     await trainer.submit(chaos.jobs(100, n=2, tokens=20))
     submitting = asyncio.create_task(_submit(chaos, trainer))
     await trainer.take_at_least(chaos.rng.randint(30, 80))
+    at = await switch(chaos, proxy, pair, trainer)
+    await trainer.take_at_least(1)
+    chaos.recovered_s = time.monotonic() - at
+    await submitting
+
+
+async def switch(
+    chaos: Chaos, proxy: Proxy, pair: tuple[EmbeddedRedis, Proxy], trainer: Trainer | None = None
+) -> float:
+    """The primary dies while its replica is behind; the replica is promoted, and gets a replica of its own.
+
+    trainer: who takes outcomes meanwhile. Returns when the primary died, by this process's clock.
+    """
+    primary, log = chaos.redis, chaos.data
+    replica, link = pair
     os.kill(replica.pid, signal.SIGSTOP)
     link.cut("down")  # what the kernel would keep for it is lost, too
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FROZEN_S):  # how long it falls behind
-            await trainer.take_at_least(10_000)
+            await (trainer.take_at_least(10_000) if trainer else asyncio.Event().wait())
     proxy.refuse(True)
     primary.kill()
     at = time.monotonic()
@@ -104,9 +117,7 @@ async def fail_over(chaos: Chaos, proxy: Proxy, trainer: Trainer, pair: tuple[Em
     proxy.repoint(replica.port)
     proxy.refuse(False)
     await make_replica(chaos, "next")  # who asks for a replica's word needs one again
-    await trainer.take_at_least(1)
-    chaos.recovered_s = time.monotonic() - at
-    await submitting
+    return at
 
 
 async def _submit(chaos: Chaos, trainer: Trainer) -> None:
