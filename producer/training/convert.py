@@ -1,7 +1,7 @@
 """Rows in the forms that TRL's, SkyRL's and verl's trainers take. None of them is imported.
 
-Read from trl 1.16 (`rollout_func` of GRPOTrainer), skyrl-train (`generators/base.py`) and verl 0.9 (the agent loop's
-`_postprocess`).
+Read from trl 1.16 (`rollout_func` of GRPOTrainer), skyrl 0.3 (`generators/base.py`) and verl 0.9 (the agent loop's
+`_postprocess`), and tried with the code that takes them there.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ def to_trl(rows: Iterable[Row]) -> dict[str, list[Any]]:
 def to_skyrl(rows: Iterable[Row]) -> dict[str, Any]:
     """A `GeneratorOutput`; `trajectory_ids` and `is_last_step` are the caller's to fill in.
 
-    Raises InvalidField for a row without a reward.
+    Raises InvalidField for a row without a reward, and for one without tokens behind its prompt.
     """
     rows = rows_given(rows)
     for place, row in enumerate(rows):
         if math.isnan(row.reward):
             raise InvalidField(f"rows[{place}].reward", row.reward, "a number: SkyRL's trainer takes none without")
+        _check_place_for_reward(place, row)
     return {
         "prompt_token_ids": [row.ids[: row.prompt].tolist() for row in rows],
         "response_ids": [row.ids[row.prompt :].tolist() for row in rows],
@@ -67,7 +68,8 @@ def to_verl(
     t = both together: prompts, responses, response_mask, input_ids, attention_mask, position_ids (all int64),
     rollout_log_probs float32, and rm_scores float32, the reward at the last token of the response, if all rows have
     one. Others: uid, the same for rows of one group, and oldest_version and newest_version of a row's generated
-    tokens, which are additions. Raises InvalidField for a row that does not fit, and does not cut it.
+    tokens, which are additions. Raises InvalidField for a row that does not fit, which is not cut, and for one with a
+    reward and no response.
     """
     import torch  # noqa: PLC0415 – the other forms need none
 
@@ -83,6 +85,8 @@ def to_verl(
         ):
             if length > most:
                 raise InvalidField(f"rows[{place}].{name}", f"{length} tokens", f"at most {name}_length={most}")
+        if not math.isnan(row.reward):
+            _check_place_for_reward(place, row)
         at = (prompt_length - row.prompt, prompt_length + response_length - (prompt_length - row.prompt) - len(row))
         scores = np.zeros(len(row), np.float32)
         scores[-1] = row.reward
@@ -110,3 +114,9 @@ def to_verl(
         "newest_version": np.array([max(it, default=GIVEN) for it in sampled]),
     }
     return tensors, others
+
+
+def _check_place_for_reward(place: int, row: Row) -> None:
+    """Both trainers put a row's reward at the last token of its response."""
+    if len(row) == row.prompt:
+        raise InvalidField(f"rows[{place}].response", "0 tokens", "at least 1: the last one gets the row's reward")

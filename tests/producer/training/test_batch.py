@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -178,3 +179,14 @@ def test_the_form_of_verl(rows: list[Row]) -> None:
     assert (others["oldest_version"].tolist(), others["newest_version"].tolist()) == ([3, 3], [4, 6])
     with pytest.raises(InvalidField, match=r"rows\[1\].response='6 tokens': at most response_length=5"):
         to_verl(rows, prompt_length=4, response_length=5)
+
+
+def test_a_reward_needs_a_token_to_stand_at(rows: list[Row]) -> None:
+    """A sample that was stopped before its first token has none. SkyRL and verl put a reward at a row's last one."""
+    empty = replace(rows[0], **{name: getattr(rows[0], name)[:3] for name in COLUMNS})
+    for convert in (to_skyrl, lambda given: to_verl(given, prompt_length=4, response_length=7)):
+        with pytest.raises(InvalidField, match=r"rows\[1\].response='0 tokens': at least 1"):
+            convert([rows[0], empty])  # type: ignore[operator]
+    bare = replace(empty, reward=float("nan"))
+    tensors, _ = to_verl([bare], prompt_length=4, response_length=7)
+    assert "rm_scores" not in tensors
