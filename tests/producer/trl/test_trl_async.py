@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.pools.worker_process import WorkerProcess
-from support.trainers.trl import Account, async_trainer, calling_tokenizer, fourths
+from support.trainers.trl import Account, Library, async_trainer, calling_tokenizer, fourths
 from transformers import TrainerCallback
 
 from rolloutmq.messages.errors import ConfigError, InvalidField, JobFailed, RolloutMQError
@@ -65,30 +65,6 @@ def test_a_killed_worker_costs_no_sample(
 
 def test_tools_and_environments_are_trls_own(tiny: Path, trl_redis: str, tmp_path: Path) -> None:
     """Each conversation has two turns: a random model calls nothing, so its tokenizer says that it did."""
-
-    made: list[Any] = []
-
-    class Library:
-        def __init__(self) -> None:
-            self.words: list[str] = []
-            made.append(self)
-
-        def reset(self, **row: Any) -> str:
-            self.words = []
-            return f" ({row['place']})"
-
-        def look_up(self, word: str) -> str:
-            """Look a word up.
-
-            Args:
-                word: the word
-            """
-            self.words.append(word)
-            return "a set of workers"
-
-        def get_reward(self) -> float:
-            return float(self.words == ["pool"])
-
     account = Account()
     trainer, worker, weights = async_trainer(
         tiny, tmp_path, trl_redis, max_steps=2, environment_factory=Library, max_tool_calling_iterations=1,
@@ -96,7 +72,7 @@ def test_tools_and_environments_are_trls_own(tiny: Path, trl_redis: str, tmp_pat
     )  # fmt: skip
     account.watch(weights, worker)
     trainer.train()
-    assert made
+    assert account.samples
     for sample in account.samples:
         assert sample.metrics["rewards/Library"] == 1.0
         assert sample.metrics["tools/call_frequency"] == 1.0

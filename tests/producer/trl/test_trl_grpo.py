@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 from support.pools.worker_process import WorkerProcess
-from support.trainers.trl import SMALL, calling_tokenizer, fourths, grpo_trainer
+from support.trainers.trl import SMALL, Library, calling_tokenizer, fourths, grpo_trainer
 from transformers import TrainerCallback
 
 from rolloutmq.messages.errors import InvalidField
@@ -73,26 +73,6 @@ def test_a_trainer_that_takes_several_steps_with_its_samples_is_corrected(
 
 
 def test_tools_and_environments_go_through_the_pool(tiny: Path, trl_redis: str, tmp_path: Path) -> None:
-    class Library:
-        def __init__(self) -> None:
-            self.words: list[str] = []
-
-        def reset(self, **row: Any) -> str:
-            self.words = []
-            return f" ({row['place']})"
-
-        def look_up(self, word: str) -> str:
-            """Look a word up.
-
-            Args:
-                word: the word
-            """
-            self.words.append(word)
-            return "workers"
-
-        def get_reward(self) -> float:
-            return float(self.words == ["pool"])
-
     seen: list[Any] = []
 
     def rewards(completions: list[Any], completion_ids: list[list[int]], **_columns: Any) -> list[float]:

@@ -58,6 +58,29 @@ def calling_tokenizer(model: Path) -> Any:
     return tokenizer
 
 
+class Library:
+    """An environment with one tool. A conversation that looks up what `calling_tokenizer` has it look up earns 1."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def reset(self, **row: Any) -> str:
+        self.words = []
+        return f" ({row['place']})"
+
+    def look_up(self, word: str) -> str:
+        """Look a word up.
+
+        Args:
+            word: the word
+        """
+        self.words.append(word)
+        return "workers"
+
+    def get_reward(self) -> float:
+        return float(self.words == ["pool"])
+
+
 class Account(TrainerCallback):
     """What a test counts for itself: samples as the trainer gets them, and the weights as they are sent."""
 
