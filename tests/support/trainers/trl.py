@@ -111,13 +111,15 @@ class Account(TrainerCallback):
         """
         gaps: dict[int, float] = {}
         again = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        sampled: dict[int, list[PoolSample]] = {}
+        for sample in self.samples:
+            assert sample.versions is not None
+            for version in set(sample.versions.tolist()):
+                sampled.setdefault(version, []).append(sample)
         for version, state in self.weights.items():
             again.load_state_dict(state, strict=False)
-            for sample in self.samples:
-                assert sample.versions is not None
+            for sample in sampled.get(version, ()):
                 mine = torch.tensor(sample.versions == version)
-                if not mine.any():
-                    continue
                 ids = torch.tensor(sample.input_ids)[None]
                 with torch.no_grad():
                     logits = again(input_ids=ids).logits[0, :-1].float()
