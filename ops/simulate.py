@@ -6,6 +6,7 @@ The rules are the real ones: `Staleness` and `Books` decide, as in a feed. Only 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "most_tokens": (1, 1e9),
     "step_s": (1e-3, 1e6),
     "sync_s": (0, 1e6),
+    "transfer_s": (0, 1e6),
     "batch_size": (1, MOST_SAMPLES),
     "group": (1, MOST_SAMPLES),
 }
@@ -42,7 +44,8 @@ class Shape:
 
     slots: samples that the pool generates at once. tokens_per_s: of one sample. tokens: median length of a sample.
     tail: sigma of the lengths' log-normal distribution; 0 makes all of them equal. most_tokens: where lengths end.
-    step_s: seconds of training on one batch. sync_s: seconds for which nothing is generated at an update.
+    step_s: seconds of training on one batch. transfer_s: seconds from an update until the pool has its weights; samples
+    that begin meanwhile begin with older ones. sync_s: seconds for which nothing is generated when they have arrived.
     batch_size: samples of a step. group: samples of a prompt.
     """
 
@@ -55,6 +58,7 @@ class Shape:
     sync_s: float = 0.1
     batch_size: int = 64
     group: int = 8
+    transfer_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, (least, most) in LIMITS.items():
@@ -102,6 +106,8 @@ class Run:
         self._born: dict[tuple[int, int], int] = {}
         self._lengths: dict[tuple[int, int], int] = {}
         self._missing: dict[int, int] = {}  # prompt -> samples that have not ended
+        self._arriving: deque[tuple[float, int]] = deque()  # versions on their way, with the time of their arrival
+        self._version = 0  # that the pool has
         self.now = self._paused = self._frozen = 0.0
         self._training_until: float | None = None
         self._batch: list[int] = []
@@ -112,17 +118,22 @@ class Run:
         """Until one more batch is trained."""
         self._refill()
         while self._training_until is None and not self._begin():
-            self._pass(self._next_end())
+            self._pass(self._next())
         assert self._training_until is not None
-        while self._running and self._next_end() <= self._training_until:
-            self._pass(self._next_end())
+        while self._next() <= self._training_until:
+            self._pass(self._next())
         self._pass(self._training_until)
         self._trained()
 
     # --- time ------------------------------------------------------------------------------------------------------
 
+    def _next(self) -> float:
+        """When the next sample ends or the next version arrives."""
+        arrival = self._arriving[0][0] if self._arriving else math.inf
+        return min(arrival, self._next_end())
+
     def _next_end(self) -> float:
-        return self._running[0][0] + self._paused
+        return self._running[0][0] + self._paused if self._running else math.inf
 
     def _pass(self, until: float) -> None:
         """Time passes; samples that end by then end, and others begin."""
@@ -130,22 +141,32 @@ class Run:
         self.busy_slots += len(self._running) * generated
         self.idle += 0.0 if self._training_until is not None else until - self.now
         self.now = until
-        while self._running and self._next_end() <= until:
+        while self._next_end() <= until:
             _, number, sample = heapq.heappop(self._running)
             self._missing[number] -= 1
             self.asked[0] += 1
             self.asked[1] += self._lengths[number, sample]
+        if self._arriving and self._arriving[0][0] <= until:
+            _, self._version = self._arriving.popleft()
+            self._frozen, self._paused = self.now + self.shape.sync_s, self._paused + self.shape.sync_s
         self._start()
 
     def _start(self) -> None:
-        while self._queue and len(self._running) < self.shape.slots:
+        while self._queue and len(self._running) < self.shape.slots and self._may_start(self._queue[0][0]):
             number, sample = self._queue.popleft()
             length = min(self.shape.most_tokens, self.shape.tokens * self._draw.lognormvariate(0.0, self.shape.tail))
             self._lengths[number, sample] = max(1, round(length))
-            self._born[number, sample] = self.books.version
+            self._born[number, sample] = self._version
             begins = max(self.now, self._frozen) - self._paused
             seconds = self._lengths[number, sample] / self.shape.tokens_per_s
             heapq.heappush(self._running, (begins + seconds, number, sample))
+
+    def _may_start(self, number: int) -> bool:
+        """Whether the pool's weights are new enough for this prompt; see `Staleness.bound`.
+
+        The bound at the claim is on versions that have arrived somewhere, and here there is one worker.
+        """
+        return self.rule.on_stale != "wait" or self._version >= self.books.prompts[number].update
 
     # --- the trainer -----------------------------------------------------------------------------------------------
 
@@ -188,7 +209,9 @@ class Run:
             self.books.train(number, samples, self.books.updates, {it: self._measured(number, it) for it in samples})
         self.books.advance(self.books.version + 1)
         self._training_until = None
-        self._frozen, self._paused = self.now + self.shape.sync_s, self._paused + self.shape.sync_s
+        self._arriving.append((self.now + self.shape.transfer_s, self.books.version))
+        if not self.shape.transfer_s:
+            self._pass(self.now)
         self._refill()
 
 

@@ -99,6 +99,7 @@ def staleness(
     tail: Annotated[float | None, typer.Option(help="Sigma of the lengths' log-normal distribution.")] = None,
     step_s: Annotated[float | None, typer.Option(help="Seconds of training on one batch.")] = None,
     sync_s: Annotated[float | None, typer.Option(help="Seconds without generation at an update.")] = None,
+    transfer_s: Annotated[float | None, typer.Option(help="Seconds from an update until the pool has it.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples of a step.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples of a prompt.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a PNG here; needs the extra `demo`.")] = None,
@@ -122,6 +123,7 @@ def staleness(
         "tail": tail,
         "step_s": step_s,
         "sync_s": sync_s,
+        "transfer_s": transfer_s,
         "batch_size": batch_size,
         "group": samples,
     }

@@ -41,6 +41,20 @@ def test_one_step_of_staleness_hides_the_shorter_time(shape: Shape, seconds: flo
     assert ran(shape, 1).samples_per_s == pytest.approx(64 / seconds, rel=0.01)
 
 
+@pytest.mark.parametrize(("on_stale", "seconds", "dropped"), [("wait", 22.0, 0.0), ("drop", 30.0, 0.5)])
+def test_synchronous_training_with_a_slow_transfer(on_stale: str, seconds: float, dropped: float) -> None:
+    """Who waits begins 2 s later. Who does not begins with the weights before, and drops all of it."""
+    found = ran(replace(PLAIN, sync_s=0.0, transfer_s=2.0), 0, on_stale)
+    assert found.samples_per_s == pytest.approx(64 / seconds)
+    assert found.dropped == pytest.approx(dropped, abs=0.01)
+
+
+def test_what_begins_during_a_transfer_is_older() -> None:
+    found = ran(replace(PLAIN, sync_s=0.0, transfer_s=2.0), 1, "mark")
+    assert found.samples_per_s == pytest.approx(64 / 10, rel=0.01)
+    assert (found.staleness, ran(replace(PLAIN, sync_s=0.0), 1, "mark").staleness) == (2.0, 1.0)
+
+
 def test_the_slots_bound_the_pool() -> None:
     """Half of the slots take twice as long."""
     found = ran(replace(PLAIN, slots=32, sync_s=0.0), 4)
@@ -92,6 +106,7 @@ def test_its_books_add_up() -> None:
         ("tail", 1000.0),
         ("group", 7),
         ("sync_s", -0.1),
+        ("transfer_s", -1.0),
         ("tokens", 10**400),
         ("tokens_per_s", 1e-320),
         ("batch_size", 10**8),
