@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.pools.fixtures import MakeLease
+from support.pools.pool import eventually
 from support.specimens.messages import SHORT, result
 
 from rolloutmq import GenerateJob, InvalidField, RolloutClient, Staleness, WaitTimeout
@@ -35,7 +36,7 @@ class Worker:
 
 
 async def held(joined: MakeLease, jobs: int, samples: int, version: int = 0) -> Worker:
-    lease = await joined(f"w{version}")
+    lease = await joined(f"w{version}", 600.0)
     claims = await lease.claim(jobs, samples, version)
     assert len(claims) == jobs
     return Worker(lease, claims)
@@ -52,7 +53,7 @@ async def test_a_sample_does_not_wait_for_its_group(client: RolloutClient, joine
     await feed.submit(prompt(3), 5)
     worker = await held(joined, 1, 3)
     await worker.end(0, 1)
-    first = await feed.take(10)
+    first = await feed.take(60)
     assert (first.number, first.samples, first.n) == (0, (1,), 1)
     feed.train([first])
     in_full(feed, 1, 2)
@@ -61,8 +62,8 @@ async def test_a_sample_does_not_wait_for_its_group(client: RolloutClient, joine
     with pytest.raises(WaitTimeout):
         await feed.take(0.02)
     await worker.end(0, 2, 0)
-    second, third = await feed.take(10), await feed.take(10)
-    assert [second.samples, third.samples] == [(0,), (2,)]
+    second, third = await feed.take(60), await feed.take(60)
+    assert {second.samples, third.samples} == {(0,), (2,)}
     feed.drop([third])
     feed.train([second])
     in_full(feed, 2, 0, filtered=1)
@@ -76,13 +77,13 @@ async def test_a_batch_is_filled_from_several_prompts_to_the_sample(client: Roll
     worker = await held(joined, 2, 6)
     await worker.end(0, 2, 0)
     await worker.end(1, 0, 2)
-    batch = await feed.batch(10)
+    batch = await feed.batch(60)
     assert [(it.number, it.samples) for it in batch] == [(0, (0, 2)), (1, (0,))]
     feed.train(batch)
     in_full(feed, 3, 3)
     await worker.end(0, 1)
     await worker.end(1, 1)
-    last = await feed.batch(10)
+    last = await feed.batch(60)
     assert [(it.number, it.samples) for it in last] == [(0, (1,)), (1, (1, 2))]
     feed.train(last)
     in_full(feed, 6, 0)
@@ -93,11 +94,11 @@ async def test_the_first_of_more_are_delivered_and_no_others(client: RolloutClie
     await feed.submit(prompt(2), 5)
     worker = await held(joined, 1, 4)
     await worker.end(0, 3)
-    first = await feed.take(10)
+    first = await feed.take(60)
     feed.train([first])
     assert feed.capacity == 0, "one more is wanted, however many are asked for"
     await worker.end(0, 1, 2)
-    second = await feed.take(10)
+    second = await feed.take(60)
     assert (first.samples, second.samples) == ((3,), (1,))
     feed.train([second])
     in_full(feed, 2, 0, surplus=2)
@@ -110,11 +111,16 @@ async def test_stale_samples_do_not_take_their_groups_fresh_ones_along(
     await feed.submit(prompt(2), 5)
     worker = await held(joined, 1, 2)
     await worker.end(0, 0)
-    feed.train([await feed.take(10)])
+    feed.train([await feed.take(60)])
     feed.advance(1)
     await worker.end(0, 1)  # of version 0, as the other one was
-    with pytest.raises(WaitTimeout):
-        await feed.take(0.05)
+
+    async def dropped() -> int:
+        with pytest.raises(WaitTimeout):
+            await feed.take(0.02)
+        return feed.books.dropped["stale"]
+
+    await eventually(dropped)
     in_full(feed, 1, 0, stale=1)
 
 
@@ -126,19 +132,23 @@ async def test_wait_counts_samples_and_not_groups(client: RolloutClient, joined:
     worker = await held(joined, 2, 4)
     await worker.end(0, 0)
     await worker.end(1, 0)
-    batch = await feed.batch(10)
+    batch = await feed.batch(60)
     assert [(it.number, it.samples) for it in batch] == [(0, (0,)), (1, (0,))]
     feed.train(batch)
     feed.advance(1)
     await feed.submit(prompt(2, 2), 5)
     younger = await held(joined, 1, 2, version=1)
     await younger.end(2, 0, 1)
-    with pytest.raises(WaitTimeout):
-        await feed.batch(0.05)
-    assert feed.books.marks["waited"] == 1
+
+    async def waited() -> int:
+        with pytest.raises(WaitTimeout):
+            await feed.batch(0.02)
+        return feed.books.marks["waited"]
+
+    await eventually(waited)
     await worker.end(0, 1)
     await worker.end(1, 1)
-    assert [(it.number, it.samples) for it in await feed.batch(10)] == [(0, (1,)), (1, (1,))]
+    assert [(it.number, it.samples) for it in await feed.batch(60)] == [(0, (1,)), (1, (1,))]
 
 
 async def test_a_restored_trainer_gets_the_samples_that_it_was_not_trained_on(
@@ -150,17 +160,17 @@ async def test_a_restored_trainer_gets_the_samples_that_it_was_not_trained_on(
         await feed.submit(prompt(3), 5)
         worker = await held(joined, 1, 4)
         await worker.end(0, 2)
-        feed.train([await feed.take(10)])
+        feed.train([await feed.take(60)])
         state = feed.state_dict()
         feed.saved(state)
         await worker.end(0, 0)
-        assert (await feed.take(10)).samples == (0,)
+        assert (await feed.take(60)).samples == (0,)
     async with RolloutClient(redis_db, client_id="client") as client:
         feed = client.feed(Staleness(eta=0, batch_size=3), rules)
         feed.load_state_dict(state)
-        assert (await feed.take(10)).samples == (0,), "it was at the trainer when that died"
+        assert (await feed.take(60)).samples == (0,), "it was at the trainer when that died"
         await worker.end(0, 3, 1)
-        rest = await feed.take(10)
+        rest = await feed.take(60)
         in_full(feed, 1, 2, surplus=1)
         assert rest.samples in {(3,), (1,)}
 
