@@ -5,8 +5,8 @@ counts, so a slow driver does not matter. The pool is filled first. Then workers
 the client takes what came, while every worker renews its lease and reaps once a second. All counts of workers are
 measured with the same batches, so the results differ only by what the pool holds.
 
-`python -m rolloutmq.ops.bench.broker.growth URL WORKERS` is the second process, which beats until its input ends. It
-answers each line with the number of heartbeats so far.
+`main` is the second process, which beats until its input ends. It answers each line with the number of heartbeats so
+far.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ async def beat(lease: Lease) -> None:
 async def beating(url: str, workers: int) -> AsyncIterator[Callable[[], Awaitable[int]]]:
     """Let another process beat for `workers` workers, which have joined. Yields a function that counts beats."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__, url, str(workers), stdin=PIPE, stdout=PIPE
+        sys.executable, "-c", f"from {__name__} import main; main()", url, str(workers), stdin=PIPE, stdout=PIPE
     )
     stdin, stdout = process.stdin, process.stdout
     assert stdin is not None and stdout is not None  # noqa: PT018 – no test
@@ -253,6 +253,7 @@ async def growth(url: str, counts: Sequence[int], lifecycles: int, say: Callable
     return costs
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The second process: beat until its input ends."""
     url, workers = sys.argv[1:]
     asyncio.run(_beat_on_time(url, int(workers)))

@@ -86,7 +86,7 @@ async def test_an_unknown_service_is_told_with_the_sentinels(pair: Pair, monkeyp
 
 async def test_a_primary_that_became_a_replica_is_not_read_from(pair: Pair) -> None:
     """A sentinel that has not noticed still names it; a reader would read old results there for ever."""
-    with sentinel(pair[0]) as port:
+    with sentinel(pair[0], more="sentinel down-after-milliseconds main 60000\n") as port:
         with plain(pair[0]) as demoted, plain(pair[1]) as promoted:
             promoted.replicaof("NO", "ONE")
             demoted.replicaof("127.0.0.1", pair[1].port)

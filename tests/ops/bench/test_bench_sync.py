@@ -31,7 +31,7 @@ def test_a_small_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     if find_spec("sglang") is None:
         pytest.skip("SGLang is not installed")
     out = tmp_path / "results" / "sync.json"
-    plan = make_plan("tiny", None, "cpu", None, 4, rounds=2, seconds=1.0, every_s=0.4, out=out)
+    plan = make_plan("tiny", None, "cpu", None, 4, rounds=2, seconds=3.0, every_s=0.4, out=out)
     results = run_sync_bench(plan, quiet=True)
     assert json.loads(capsys.readouterr().out) == results == json.loads(out.read_text())
     figures = results["shapes"]["tiny"]
@@ -54,7 +54,7 @@ def test_a_small_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert figures[key] >= 0
         assert len(figures["stalls"][key]["rounds"]) == 3
     assert figures["tokens_updates"] >= 1
-    assert 0 < figures["tokens_kept"] < 2
+    assert figures["tokens_kept"] > 0
     for key in ("ours_publish_ms", "first_sync_ms", "regroup_ms", "late_join_ms"):
         assert 0 < figures[key] < 60_000
     assert results["host"].keys() >= {"device", "torch", "sglang", "cores"}
