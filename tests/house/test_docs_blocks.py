@@ -76,6 +76,7 @@ def blocks_of(page: Path) -> list[Block]:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 HERE = sorted({block.page for block in PYTHON} - ELSEWHERE.keys())
+LONG = {"tutorial.md", "tasks.md"}
 SHELL = [block for block in BLOCKS if block.language == "shell"]
 
 
@@ -161,7 +162,9 @@ def embedding_worker(url: str, pool: str) -> Iterator[None]:
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("page", HERE)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if page in LONG else []) for page in HERE]
+)
 def test_the_programs_of_a_page_run_one_after_the_other(page: str, place: Path) -> None:
     names: dict[str, Any] = {"__name__": page}
     try:

@@ -81,6 +81,7 @@ def test_a_busy_pool_is_waited_for_then_told(queue: OperationQueue, redis_db: st
     assert "waiting" in run.message
 
 
+@pytest.mark.slow
 def test_killed_half_way_it_goes_on(queue: OperationQueue, redis_db: str) -> None:
     """SIGKILL of the worker takes its child along; the next worker starts the job again, which does the rest."""
     write_letters(queue, 3)

@@ -245,6 +245,7 @@ async def test_the_models_checkpoint_says_what_the_first_version_has(redis_db: s
         assert await it.get_weight_version() == "1"
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_dies_in_the_midst_of_a_sync(redis_db: str, source: Trainer) -> None:
     async with worker(redis_db), engine(redis_db, weights_timeout_s=20.0) as it:
         doomed = Trainer()

@@ -35,6 +35,7 @@ class At(TrainerCallback):
             self._act()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_no_sample(
     tiny: Path, trl_redis: str, second_worker: WorkerProcess, tmp_path: Path
 ) -> None:

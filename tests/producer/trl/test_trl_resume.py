@@ -59,6 +59,7 @@ class Trained(TrainerCallback):
         self.steps[state.global_step] = self._given[done : done + BATCH]
 
 
+@pytest.mark.slow
 def test_three_crashes_train_every_sample_once(
     tiny: Path, trl_redis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

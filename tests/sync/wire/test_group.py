@@ -131,6 +131,7 @@ time.sleep(0.1)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_leaves_a_call_behind_ends_in_order() -> None:
     assert subprocess.run([sys.executable, "-c", LEFT_BEHIND], stderr=subprocess.DEVNULL, check=False).returncode == 0
 

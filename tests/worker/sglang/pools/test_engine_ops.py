@@ -252,6 +252,7 @@ def test_a_version_of_the_trainers_is_compared_saved_and_had_again(
     assert [each.versions for each in client.wait(client.submit(greedy(4)), 60)] == [(21,)]
 
 
+@pytest.mark.slow
 def test_more_than_the_kv_cache_holds_and_a_killed_scheduler_and_all_is_answered_once(
     client: BlockingRolloutClient, worker: WorkerProcess, tell: Any
 ) -> None:

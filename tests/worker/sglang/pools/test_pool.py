@@ -179,6 +179,7 @@ def test_a_request_the_engine_cannot_run_is_refused_by_name(workers: list[Worker
         assert len(client.wait(client.submit(greedy(4, n=2)), 60)) == 2
 
 
+@pytest.mark.slow
 def test_submit_answers_every_line_once_though_it_is_stopped_and_started(
     workers: list[WorkerProcess], redis_url: str, tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ async def test_running_requests_go_on_and_new_ones_find_nothing_old(
         assert judge.error(prompt, output, [(1, 8)]) < TOLERANCE
 
 
+@pytest.mark.slow
 async def test_two_switches_within_one_request(switching: InPlaceEngine, versions: list[Path], judge: Judge) -> None:
     engine = switching
     asked = prompts(RUNNING, seed=1)
