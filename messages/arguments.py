@@ -21,6 +21,15 @@ _MOST = 1e18
 """More seconds, or more of anything, than there are. A float holds it, and asyncio's clock can wait for it."""
 
 
+def each_is(name: str, items: Iterable[Any], kind: Any, allowed: str) -> list[Any]:
+    """The items, also of a generator. Raises InvalidField for the first one that is no `kind`, a type or a union."""
+    given = list(items)
+    for place, item in enumerate(given):
+        if not isinstance(item, kind):
+            raise InvalidField(f"{name}[{place}]", item, allowed)
+    return given
+
+
 class _Kind(NamedTuple):
     """told: for people. fits(value): whether a value is of this kind."""
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
+from ..messages.arguments import each_is
 from ..messages.broker import Broker, Caps, Reply
 from ..messages.errors import ClientBusy, InvalidField, JobFailed, PoolBusy, RolloutMQError, WaitTimeout
 from ..messages.ids import check_client_id
@@ -255,18 +256,12 @@ class ClientCore:
 
 def jobs_given(jobs: Iterable[GenerateJob]) -> list[GenerateJob]:
     """What a caller submits. Raises InvalidField for what is no job."""
-    given = list(jobs)
-    for place, job in enumerate(given):
-        if not isinstance(job, GenerateJob):
-            raise InvalidField(f"jobs[{place}]", job, "a GenerateJob")
-    return given
+    return each_is("jobs", jobs, GenerateJob, "a GenerateJob")
 
 
 def _ids(jobs: Sequence[Handle | str]) -> list[str]:
-    for place, job in enumerate(jobs):
-        if not isinstance(job, str | Handle):
-            raise InvalidField(f"jobs[{place}]", job, "a handle that submit returned, or a job's id")
-    return [job if isinstance(job, str) else job.job_id for job in jobs]
+    given = each_is("jobs", jobs, str | Handle, "a handle that submit returned, or a job's id")
+    return [job if isinstance(job, str) else job.job_id for job in given]
 
 
 def nothing_left(job: Handle) -> RolloutMQError:

@@ -176,14 +176,14 @@ async def ping(client: Redis, *, once: bool = False) -> None:
         cause = error.__cause__ if isinstance(error.__cause__, RedisError) else error
         if FULL in str(cause):
             raise
-        what = said(cause).rstrip(".")
-        advice = (
-            "Start one with `rolloutmq redis`, or say where one is: --redis URL or ROLLOUTMQ_REDIS (rediss:// where "
-        )
-        advice += "it wants TLS)"
+        what = f"no answer within {ONCE_S:g} s" if isinstance(cause, builtins.TimeoutError) else said(cause).rstrip(".")
         if isinstance(cause, TimeoutError | builtins.TimeoutError):
             advice = f"{SILENT}. --redis URL or ROLLOUTMQ_REDIS names another one"
-            what = what if isinstance(cause, RedisError) else f"no answer within {ONCE_S:g} s"
+        else:
+            advice = (
+                "Start one with `rolloutmq redis`, or say where one is: --redis URL or ROLLOUTMQ_REDIS "
+                "(rediss:// where it wants TLS)"
+            )
         raise RedisUnavailable(f"no Redis at {where}: {what}. {advice}.") from error
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ...messages.arguments import each_is
 from ...messages.errors import InvalidField
 from ...messages.model import RolloutResult, TokenIds
 from .groups import TrainGroup
@@ -105,11 +106,7 @@ def rows_of(groups: Iterable[TrainGroup]) -> list[Row]:
 
 def rows_given(rows: Iterable[Row]) -> list[Row]:
     """What a caller gives as rows, also from a generator. Raises InvalidField for what is no Row."""
-    given = list(rows)
-    for place, row in enumerate(given):
-        if not isinstance(row, Row):
-            raise InvalidField(f"rows[{place}]", row, "a Row: rows_of makes them of groups")
-    return given
+    return each_is("rows", rows, Row, "a Row: rows_of makes them of groups")
 
 
 def _behind(count: int, values: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:
