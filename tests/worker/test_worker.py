@@ -16,6 +16,7 @@ from rolloutmq.messages import (
     ChatMessage,
     Finished,
     JobFailure,
+    Lease,
     LogprobOptions,
     Partial,
     Piece,
@@ -247,21 +248,19 @@ async def test_a_drain_in_the_middle_of_a_claim_burns_nothing(
     """The claim has been made in Redis, its reply is on the way when the worker is told to leave."""
     one = job(sampling=SLOW)
     claiming = asyncio.Event()
+    claim = Lease.claim
 
+    async def slow_reply(lease: Lease, *args: int) -> object:
+        answer = await claim(lease, *args)
+        if answer:
+            claiming.set()
+            await eventually(running.worker._draining.is_set)
+            await all_that_can_happen_now()
+        return answer
+
+    # before the worker begins: a claim that is on its way already would take the job
+    monkeypatch.setattr(Lease, "claim", slow_reply)
     async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=1), drain_s=2.0) as running:
-        lease = running.worker._lease
-        assert lease is not None
-        claim = lease.claim
-
-        async def slow_reply(*args: int) -> object:
-            answer = await claim(*args)
-            if answer:
-                claiming.set()
-                await eventually(running.worker._draining.is_set)
-                await all_that_can_happen_now()
-            return answer
-
-        monkeypatch.setattr(lease, "claim", slow_reply)
         await broker.enqueue([one])
         await claiming.wait()
         await running.stop()
