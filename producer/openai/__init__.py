@@ -9,6 +9,7 @@
 
 from .chunks import Chunks, GrowingText, stream_chunks
 from .errors import error_dict, error_of, is_error
+from .logprobs import bytes_reader
 from .request import Request, chat_request, completion_request
 from .response import response, usage, version_spans
 
@@ -16,6 +17,7 @@ __all__ = [
     "Chunks",
     "GrowingText",
     "Request",
+    "bytes_reader",
     "chat_request",
     "completion_request",
     "error_dict",

@@ -11,18 +11,9 @@ import numpy as np
 
 from ...messages.model import RolloutResult, join_segments
 from ..calls import Delta
+from .logprobs import Decode, TokenBytes, Tokens, chat_logprobs, completion_logprobs
 from .request import Request
-from .response import (
-    Decode,
-    Tokens,
-    chat_logprobs,
-    completion_logprobs,
-    response_id,
-    stop_reason,
-    text_of,
-    usage,
-    version_spans,
-)
+from .response import response_id, stop_place, stop_reason, text_of, usage, version_spans
 
 _INCOMPLETE = "\ufffd"
 WINDOW = 48
@@ -72,11 +63,12 @@ class Chunks:
     The server writes each as `data: <chunk as JSON>`, and `data: [DONE]` at the end.
     """
 
-    def __init__(self, request: Request, decode: Decode | None = None) -> None:
-        """decode: see `response`. Deltas of text jobs have their text already."""
-        self._request, self._decode = request, decode
+    def __init__(self, request: Request, decode: Decode | None = None, token_bytes: TokenBytes | None = None) -> None:
+        """decode, token_bytes: see `response`. Deltas of text jobs have their text already."""
+        self._request, self._decode, self._token_bytes = request, decode, token_bytes
         self._place = {job.id: place * job.n for place, job in enumerate(request.jobs)}
         self._texts: dict[int, GrowingText] = {}
+        self._held: dict[int, str] = {}  # text that may be the beginning of a stop
         self._chars: dict[int, int] = {}
         self._unsent: dict[int, Delta] = {}  # tokens whose text cannot be shown yet
         self._results: dict[str, dict[int, RolloutResult]] = {job.id: {} for job in request.jobs}
@@ -99,14 +91,14 @@ class Chunks:
         request = self._request
         index = self._place[delta.job_id] + delta.sample
         if delta.restarted:
-            for kept in (self._texts, self._chars, self._unsent):
+            for kept in (self._texts, self._held, self._chars, self._unsent):
                 kept.pop(index, None)
         text = self._text(index, delta)
         calls: list[dict[str, Any]] = []
         if request.tools.declared:
             if delta.result is None:
                 return []
-            whole, calls = request.tools.calls(delta.result, text_of(delta.result, self._decode))
+            whole, calls = request.tools.calls(delta.result, text_of(request, delta.result, self._decode))
             text = whole or ""
         elif (unsent := self._unsent.pop(index, None)) is not None:
             delta = _joined(unsent, delta)
@@ -117,7 +109,7 @@ class Chunks:
         if delta.result is not None:
             self._results[delta.job_id][delta.sample] = delta.result
             finish = delta.result.finish_reason
-            choice["finish_reason"] = "tool_calls" if calls and finish == "stop" else finish
+            choice["finish_reason"] = request.tools.finish if calls and finish == "stop" else finish
             choice["stop_reason"] = stop_reason(delta.result)
         return [self._chunk([choice])]
 
@@ -130,16 +122,24 @@ class Chunks:
 
     def _text(self, index: int, delta: Delta) -> str:
         if delta.text is not None or self._decode is None:
-            return delta.text or ""
-        growing = self._texts.setdefault(index, GrowingText(self._decode))
-        return growing.add(delta.token_ids.tolist(), last=delta.result is not None)
+            text = delta.text or ""
+        else:
+            growing = self._texts.setdefault(index, GrowingText(self._decode))
+            text = growing.add(delta.token_ids.tolist(), last=delta.result is not None)
+        if not self._request.stops:
+            return text
+        text = self._held.pop(index, "") + text
+        if delta.result is not None:
+            return text[: stop_place(self._request, delta.result, text)]
+        safe = without_stop(text, self._request.stops)
+        self._held[index] = text[safe:]
+        return text[:safe]
 
     def _content(self, index: int, text: str, delta: Delta, calls: list[dict[str, Any]]) -> dict[str, Any]:
         request = self._request
         if request.kind == "chat":
             content: dict[str, Any] = {"content": text} if text or not calls else {}
-            if calls:
-                content["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+            content |= request.tools.shown([{"index": number, **call} for number, call in enumerate(calls)])
             choice = self._delta_choice(index, content)
         else:
             choice = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
@@ -148,7 +148,7 @@ class Chunks:
         if request.logprobs and source.token_ids.size:
             tokens = Tokens.of(source.token_ids, source.logprobs, source.token_arrays)
             if request.kind == "chat":
-                choice["logprobs"] = chat_logprobs(tokens, self._decode)
+                choice["logprobs"] = chat_logprobs(tokens, self._decode, self._token_bytes)
             else:
                 choice["logprobs"] = completion_logprobs(tokens, self._decode, self._chars.get(index, 0))
                 self._chars[index] = self._chars.get(index, 0) + len(text)
@@ -174,6 +174,18 @@ class Chunks:
         }
 
 
+def without_stop(text: str, stops: Sequence[str]) -> int:
+    """How many characters of a text come before any stop, and before an end of it that may become one."""
+    safe = len(text)
+    for stop in stops:
+        if (place := text.find(stop)) >= 0:
+            safe = min(safe, place)
+        else:
+            starts = range(max(0, len(text) - len(stop) + 1), len(text))
+            safe = min(safe, next((start for start in starts if stop.startswith(text[start:])), safe))
+    return safe
+
+
 def _joined(first: Delta, then: Delta) -> Delta:
     """The tokens of two deltas of a sample that follow each other."""
     logprobs = [one.logprobs for one in (first, then) if one.logprobs is not None]
@@ -192,10 +204,13 @@ def _joined(first: Delta, then: Delta) -> Delta:
 
 
 async def stream_chunks(
-    request: Request, deltas: AsyncIterator[Delta], decode: Decode | None = None
+    request: Request,
+    deltas: AsyncIterator[Delta],
+    decode: Decode | None = None,
+    token_bytes: TokenBytes | None = None,
 ) -> AsyncIterator[dict[str, Any]]:
-    """All chunks of an answer. deltas: those of all samples of its jobs, in any order."""
-    chunks = Chunks(request, decode)
+    """All chunks of an answer. deltas: those of all samples of its jobs, in any order. The rest is as in `response`."""
+    chunks = Chunks(request, decode, token_bytes)
     for chunk in chunks.opening():
         yield chunk
     async for delta in deltas:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from ...messages.dialects import job_fields
@@ -12,10 +14,35 @@ from ...messages.model import ChatMessage, GenerateJob, LogprobOptions, Sampling
 from ..data import from_openai
 from .tools import Tools, read_tools
 
+log = logging.getLogger(__name__)
 Kind = Literal["chat", "completion"]
-IGNORED = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""Fields that only OpenAI's own service uses. They are ignored."""
-_OURS = frozenset({"model", "messages", "prompt", "stream", "stream_options", "tools", "tool_choice", "session_id"})
+IGNORED = frozenset(
+    {
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prediction",
+    }
+)
+"""Fields that only OpenAI's own service uses. They are ignored: the answer does not depend on them."""
+WITHOUT_EFFECT = {
+    "reasoning_effort": "the model reasons as its chat template has it",
+    "verbosity": "the model's answers are as long as it makes them",
+    "modalities": "answers are text",
+    "audio": "answers are text",
+    "web_search_options": "nothing searches the web here",
+    "echo": "an answer does not repeat its prompt",
+}
+"""Fields that would change the answer of OpenAI's service, and why they change nothing here. They are logged once."""
+ROLES = ("developer", "system", "user", "assistant", "tool", "function")
+_OURS = frozenset(
+    {"model", "messages", "prompt", "stream", "stream_options", "tools", "tool_choice", "session_id"}
+    | {"functions", "function_call"}
+)
 _SWITCHES = ("return_token_ids", "return_weight_versions")
 _FIELDS = ("priority", "deadline_s", "min_version", "max_staleness", "trace_id", "tool_parser")
 MAX_TOP = {"chat": 20, "completion": 5}
@@ -27,6 +54,7 @@ class Request:
 
     logprobs, token_ids, versions: whether the answer has them. The body's return_token_ids and return_weight_versions
     ask for the last two.
+    stops: the stop texts that answers do not show. Empty if the body says include_stop_str_in_output or a synonym.
     """
 
     kind: Kind
@@ -37,6 +65,7 @@ class Request:
     logprobs: bool = False
     token_ids: bool = False
     versions: bool = False
+    stops: tuple[str, ...] = ()
     tools: Tools = field(default_factory=Tools)
 
 
@@ -68,7 +97,7 @@ def completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | No
     See `chat_request` for the rest.
     """
     prompts = _prompts(body.get("prompt"))
-    for name in ("tools", "tool_choice"):
+    for name in ("tools", "tool_choice", "functions", "function_call"):
         if body.get(name) is not None:
             raise InvalidField(name, body[name], "only in chat completions")
     fields = _fields(body, "completion", defaults)
@@ -88,6 +117,7 @@ def _request(kind: Kind, jobs: Sequence[GenerateJob], body: Mapping[str, Any], t
         raise InvalidField("stream_options", options, "an object")
     if body.get("stream_options") is not None and not body.get("stream"):
         raise InvalidField("stream_options", options, "only together with stream")
+    sampling = jobs[0].sampling
     return Request(
         kind,
         tuple(jobs),
@@ -97,14 +127,17 @@ def _request(kind: Kind, jobs: Sequence[GenerateJob], body: Mapping[str, Any], t
         logprobs=jobs[0].logprobs.sampled,
         token_ids=_switch(body, "return_token_ids"),
         versions=_switch(body, "return_weight_versions"),
+        stops=() if "include_stop" in sampling.model_fields_set else sampling.stop,
         tools=tools,
     )
 
 
 def _fields(body: Mapping[str, Any], kind: Kind, defaults: Mapping[str, Any] | None) -> dict[str, Any]:
     """The job's fields apart from its prompt: sampling parameters in any dialect, and fields of GenerateJob."""
-    skip = _OURS | IGNORED | frozenset(_SWITCHES) | frozenset(_FIELDS) | {"parallel_tool_calls"}
+    skip = _OURS | IGNORED | WITHOUT_EFFECT.keys() | {*_SWITCHES, *_FIELDS, "parallel_tool_calls"}
     said = {name: value for name, value in body.items() if name not in skip and value is not None}
+    for name in WITHOUT_EFFECT.keys() & {name for name, value in body.items() if value not in _QUIET}:
+        _log_ignored(name)
     logprobs, top = said.get("logprobs"), said.get("top_logprobs")
     if kind == "chat" and logprobs is not None and not isinstance(logprobs, bool):
         raise InvalidField("logprobs", logprobs, "true or false; how many is said by top_logprobs")
@@ -125,6 +158,15 @@ def _fields(body: Mapping[str, Any], kind: Kind, defaults: Mapping[str, Any] | N
         if body.get(name) is not None:
             fields[name] = body[name]
     return fields
+
+
+_QUIET: tuple[Any, ...] = (None, False, ["text"])
+"""Values of fields without effect that ask for nothing else than what is done here."""
+
+
+@cache
+def _log_ignored(name: str) -> None:
+    log.warning("%s in a request's body is ignored: %s", name, WITHOUT_EFFECT[name])
 
 
 _SYNONYMS = (
@@ -169,19 +211,26 @@ def _messages(raw: Any) -> tuple[tuple[ChatMessage, ...], dict[str, Any]]:
     for place, message in enumerate(raw):
         if not isinstance(message, Mapping):
             raise InvalidField(f"messages[{place}]", message, "an object with role and content")
+        if message.get("role") not in ROLES:
+            raise InvalidField(f"messages[{place}].role", message.get("role"), f"one of {', '.join(ROLES)}")
     messages, media = from_openai([_plain(message) for message in raw])
     return tuple(messages), {"media": tuple(media)} if media else {}
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message without fields of earlier answers that no chat template shows. Role developer becomes system."""
+    """The message without fields of earlier answers that no chat template shows, and in the present form.
+
+    Role developer becomes system. A function's call and its answer become a tool's.
+    """
     plain = {name: value for name, value in message.items() if value is not None and name not in _ECHOED}
-    if plain.get("role") == "developer":
-        plain["role"] = "system"
+    plain["role"] = _PRESENT.get(plain["role"], plain["role"])
+    if (call := plain.pop("function_call", None)) is not None and "tool_calls" not in plain:
+        plain["tool_calls"] = [{"type": "function", "function": call}]
     return plain
 
 
-_ECHOED = frozenset({"refusal", "annotations", "audio", "function_call", "token_ids", "reasoning_content", "reasoning"})
+_PRESENT = {"developer": "system", "function": "tool"}
+_ECHOED = frozenset({"refusal", "annotations", "audio", "token_ids", "reasoning_content", "reasoning"})
 
 
 def _prompts(raw: Any) -> list[dict[str, Any]]:

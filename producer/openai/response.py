@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...messages.model import GenerateJob, RolloutResult, Segment
+from .logprobs import Decode, TokenBytes, Tokens, chat_logprobs, completion_logprobs
 from .request import Request
 
-Decode = Callable[[Sequence[int]], str]
 OBJECTS = {"chat": "chat.completion", "completion": "text_completion"}
 PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
 
 
 def response(
-    request: Request, results: Sequence[Sequence[RolloutResult | None]], decode: Decode | None = None
+    request: Request,
+    results: Sequence[Sequence[RolloutResult | None]],
+    decode: Decode | None = None,
+    token_bytes: TokenBytes | None = None,
 ) -> dict[str, Any]:
     """A chat.completion or text_completion.
 
     results: the samples of each of the request's jobs, in order. None is a sample that was aborted before it began.
     decode: ids to text without special tokens. Prompts of ids need it, because their results have no text.
         Log-probabilities show tokens as text with it, and as "token_id:<id>" without it.
+    token_bytes: `bytes_reader` of the tokenizer. Without it, `bytes` of a token that is a part of a character is null.
     """
     choices = []
     for place, (job, samples) in enumerate(zip(request.jobs, results, strict=True)):
         for number, sample in enumerate(samples):
-            choices.append(_choice(request, place * job.n + number, job, sample, decode))
+            choices.append(_choice(request, place * job.n + number, sample, decode, token_bytes))
     answer: dict[str, Any] = {
         "id": response_id(request),
         "object": OBJECTS[request.kind],
@@ -55,11 +57,22 @@ def usage(jobs: Sequence[GenerateJob], results: Sequence[Sequence[RolloutResult 
     return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
 
 
-def text_of(result: RolloutResult, decode: Decode | None) -> str:
-    """The text of a sample. It is empty for a prompt of ids without `decode`."""
-    if result.text is not None:
-        return result.text
-    return decode(result.token_ids.tolist()) if decode is not None else ""
+def text_of(request: Request, result: RolloutResult, decode: Decode | None) -> str:
+    """The text of a sample, without the stop text that ended it. It is empty for a prompt of ids without `decode`."""
+    text = result.text
+    if text is None:
+        text = decode(result.token_ids.tolist()) if decode is not None else ""
+    return text[: stop_place(request, result, text)]
+
+
+def stop_place(request: Request, result: RolloutResult, text: str) -> int | None:
+    """Where the stop text begins that ended the sample and that the answer does not show. None if there is none."""
+    if result.finish_reason != "stop" or result.matched_stop not in request.stops:
+        return None
+    # Before min_new_tokens a stop ends nothing, so then the last one did.
+    find = text.rfind if request.jobs[0].sampling.min_new_tokens else text.find
+    place = find(str(result.matched_stop))
+    return place if place >= 0 else None
 
 
 def version_spans(segments: Iterable[Segment], start: int = 0) -> list[dict[str, int]]:
@@ -77,15 +90,19 @@ def stop_reason(result: RolloutResult) -> Any:
 
 
 def _choice(
-    request: Request, index: int, job: GenerateJob, sample: RolloutResult | None, decode: Decode | None
+    request: Request,
+    index: int,
+    sample: RolloutResult | None,
+    decode: Decode | None,
+    token_bytes: TokenBytes | None,
 ) -> dict[str, Any]:
-    text = text_of(sample, decode) if sample is not None else ""
+    text = text_of(request, sample, decode) if sample is not None else ""
     finish: str = sample.finish_reason if sample is not None else "abort"
     choice: dict[str, Any] = {"index": index}
     if request.kind == "chat":
         content, calls = request.tools.calls(sample, text) if sample is not None else (text, [])
-        choice["message"] = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
-        finish = "tool_calls" if calls and finish == "stop" else finish
+        choice["message"] = {"role": "assistant", "content": content} | request.tools.shown(calls)
+        finish = request.tools.finish if calls and finish == "stop" else finish
     else:
         choice["text"] = text
     choice["finish_reason"] = finish
@@ -93,8 +110,8 @@ def _choice(
     choice["logprobs"] = None
     if request.logprobs and sample is not None:
         tokens = Tokens.of(sample.token_ids, sample.logprobs, sample.token_arrays)
-        made = chat_logprobs if request.kind == "chat" else completion_logprobs
-        choice["logprobs"] = made(tokens, decode)
+        chat = request.kind == "chat"
+        choice["logprobs"] = chat_logprobs(tokens, decode, token_bytes) if chat else completion_logprobs(tokens, decode)
     if request.token_ids:
         choice["token_ids"] = sample.token_ids.tolist() if sample is not None else []
     if request.versions:
@@ -108,48 +125,3 @@ def _prompt_ids(job: GenerateJob, samples: Sequence[RolloutResult | None]) -> li
         return list(job.token_ids.tolist())
     found = (sample.prompt_ids for sample in samples if sample is not None and sample.prompt_ids is not None)
     return next((list(ids.tolist()) for ids in found), [])
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Consecutive tokens. top: the likeliest (id, logprob) pairs at each position, if the request asked for them."""
-
-    ids: list[int]
-    logprobs: list[float]
-    top: list[list[tuple[int, float]]] | None = None
-
-    @classmethod
-    def of(cls, token_ids: Any, logprobs: Any, arrays: Any) -> Tokens:
-        """From the arrays of a RolloutResult or a Delta."""
-        ids = token_ids.tolist()
-        top = None
-        if "top_ids" in arrays:
-            rows = zip(arrays["top_ids"].tolist(), arrays["top_logprobs"].tolist(), strict=True)
-            top = [list(zip(names, values, strict=True)) for names, values in rows]
-        return cls(ids, logprobs.tolist() if logprobs is not None else [0.0] * len(ids), top)
-
-
-def chat_logprobs(tokens: Tokens, decode: Decode | None) -> dict[str, Any]:
-    """{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}, one entry for each token."""
-    content = []
-    for place, (token, logprob) in enumerate(zip(tokens.ids, tokens.logprobs, strict=True)):
-        top = tokens.top[place] if tokens.top is not None else []
-        content.append(_entry(token, logprob, decode) | {"top_logprobs": [_entry(*one, decode) for one in top]})
-    return {"content": content}
-
-
-def completion_logprobs(tokens: Tokens, decode: Decode | None, offset: int = 0) -> dict[str, Any]:
-    """{"tokens", "token_logprobs", "top_logprobs", "text_offset"}. offset: characters of text before these tokens."""
-    texts = [_token_text(token, decode) for token in tokens.ids]
-    offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
-    top = [{_token_text(token, decode): value for token, value in row} for row in tokens.top] if tokens.top else None
-    return {"tokens": texts, "token_logprobs": tokens.logprobs, "top_logprobs": top, "text_offset": offsets}
-
-
-def _token_text(token: int, decode: Decode | None) -> str:
-    return decode([token]) if decode is not None else f"token_id:{token}"
-
-
-def _entry(token: int, logprob: float, decode: Decode | None) -> dict[str, Any]:
-    text = _token_text(token, decode)
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

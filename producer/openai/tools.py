@@ -18,11 +18,24 @@ class Tools:
 
     declared: the tools that the chat template shows to the model. schema: if the answer must be calls ("required", or a
     named tool), the JSON schema of the whole answer, a list of {"name", "parameters"}. one: keep only the first call.
+    legacy: the body has `functions`, OpenAI's older form of tools. Then the answer has a `function_call`.
     """
 
     declared: tuple[Tool, ...] = ()
     schema: str | None = None
     one: bool = False
+    legacy: bool = False
+
+    @property
+    def finish(self) -> str:
+        """The finish_reason of an answer with calls."""
+        return "function_call" if self.legacy else "tool_calls"
+
+    def shown(self, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The calls as fields of a message."""
+        if not calls:
+            return {}
+        return {"function_call": calls[0]["function"]} if self.legacy else {"tool_calls": list(calls)}
 
     def job_fields(self) -> dict[str, Any]:
         """The job's field `tools`, if there are any."""
@@ -42,33 +55,46 @@ class Tools:
 
 
 def read_tools(body: Mapping[str, Any]) -> Tools:
-    """Read the tools of a body. Raises InvalidField, which names the field."""
-    raw, choice = body.get("tools"), body.get("tool_choice")
+    """Read the tools of a body, or its `functions`. Raises InvalidField, which names the field."""
+    if (functions := body.get("functions")) is not None or body.get("function_call") is not None:
+        if body.get("tools") is not None or body.get("tool_choice") is not None:
+            raise InvalidField("functions", functions, "either functions and function_call, or tools and tool_choice")
+        return _read("functions", _as_tools(functions), "function_call", body.get("function_call"), legacy=True)
     parallel = body.get("parallel_tool_calls")
     if parallel is not None and not isinstance(parallel, bool):
         raise InvalidField("parallel_tool_calls", parallel, "true or false")
+    return _read("tools", body.get("tools"), "tool_choice", body.get("tool_choice"), one=parallel is False)
+
+
+def _as_tools(functions: Any) -> Any:
+    if not isinstance(functions, list | tuple):
+        return functions
+    return [{"type": "function", "function": one} for one in functions]
+
+
+def _read(field: str, raw: Any, choice_field: str, choice: Any, *, one: bool = False, legacy: bool = False) -> Tools:
     if not raw:
         if choice not in (None, "none"):
-            raise InvalidField("tool_choice", choice, "only together with tools")
+            raise InvalidField(choice_field, choice, f"only together with {field}")
         return Tools()
     if not isinstance(raw, list | tuple):
-        raise InvalidField("tools", raw, "a list")
-    declared = tuple(read_tool(f"tools[{place}]", one) for place, one in enumerate(raw))
-    one = parallel is False
+        raise InvalidField(field, raw, "a list")
+    declared = tuple(read_tool(f"{field}[{place}]", schema) for place, schema in enumerate(raw))
+    one = one or legacy
     if choice in (None, "auto"):
-        return Tools(declared, one=one)
+        return Tools(declared, None, one, legacy)
     if choice == "none":
         return Tools()
-    names = [tool.function.name for tool in declared]
-    if choice == "required":
+    if choice == "required" and not legacy:
         return Tools(declared, _schema(declared, one), one)
-    named = choice.get("function", {}).get("name") if isinstance(choice, Mapping) else None
-    if named not in names:
-        raise InvalidField(
-            "tool_choice", choice, f"none, auto, required, or one of {', '.join(names)} as an object with its name"
-        )
-    chosen = [tool for tool in declared if tool.function.name == named]
-    return Tools(declared, _schema(chosen, True), one=True)
+    named = choice if legacy else choice.get("function") if isinstance(choice, Mapping) else None
+    name = named.get("name") if isinstance(named, Mapping) else None
+    chosen = [tool for tool in declared if tool.function.name == name]
+    if not chosen:
+        words = "none, auto" if legacy else "none, auto, required"
+        names = ", ".join(tool.function.name for tool in declared)
+        raise InvalidField(choice_field, choice, f"{words}, or one of {names} as an object with its name")
+    return Tools(declared, _schema(chosen, True), True, legacy)
 
 
 def _schema(tools: Sequence[Tool], one: bool) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...messages.errors import InvalidField, RolloutMQError
 from ...messages.model import GenerateJob
-from ..openai import Request, error_of, response
+from ..openai import Request, bytes_reader, error_of, response
 from .calls import Call, Calls
 from .control import WorkerControl
 from .core import EngineCore
@@ -85,10 +85,11 @@ class Generation:
             request = await asyncio.to_thread(read, body, defaults)
             async with self.begin() as call:
                 found = await self._run(call, request.jobs)
-            decode = None
+            decode, token_bytes = None, None
             if request.logprobs or any(job.token_ids is not None for job in request.jobs):
-                decode = (await self._core.ready_texts()).decode
-            return await asyncio.to_thread(response, request, found, decode)
+                texts = await self._core.ready_texts()
+                decode, token_bytes = texts.decode, bytes_reader(texts.load())
+            return await asyncio.to_thread(response, request, found, decode, token_bytes)
         except RolloutMQError as error:
             return error_of(error)
 

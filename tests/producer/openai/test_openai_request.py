@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
 
 from rolloutmq.messages import InvalidField, LogprobOptions
 from rolloutmq.producer.openai import chat_request, completion_request, error_of
+from rolloutmq.producer.openai import request as request_module
 
 USER = {"role": "user", "content": "hé"}
 TOOL = {
@@ -89,6 +93,79 @@ def test_a_system_and_a_developer_and_what_an_answer_had_beside() -> None:
     assert messages[3].tool_call_id == "c"
 
 
+OF_CHATS: dict[str, Any] = {
+    "messages": [USER],
+    "audio": {"format": "wav", "voice": "alloy"},
+    "function_call": "auto",
+    "functions": [TOOL["function"]],
+    "modalities": ["text", "audio"],
+    "prediction": {"type": "content", "content": "a"},
+    "response_format": {"type": "text"},
+    "tool_choice": "auto",
+    "tools": [TOOL],
+    "top_logprobs": 1,
+    "logprobs": True,
+}
+OF_COMPLETIONS: dict[str, Any] = {"prompt": "a", "logprobs": 1, "best_of": 1, "echo": True, "suffix": None}
+OF_BOTH: dict[str, Any] = {"stop": ["a"], "logit_bias": {"5": 1}, "stream_options": {"include_usage": True}}
+OF_BOTH |= {"metadata": {"a": "b"}, "web_search_options": {}, "parallel_tool_calls": True, "store": True}
+TEXTS = {"model", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier"}
+TEXTS |= {"service_tier", "user", "verbosity"}
+
+
+@pytest.mark.parametrize("chats", [True, False])
+def test_every_field_of_openais_own_client_is_read(chats: bool) -> None:
+    params: Any = chat_create_params if chats else completion_create_params
+    names = set(params.CompletionCreateParamsBase.__annotations__)
+    special = OF_BOTH | (OF_CHATS if chats else OF_COMPLETIONS)
+    body = {name: special.get(name, "a" if name in TEXTS else 1) for name in names} | {"stream": True}
+    read = chat_request if chats else completion_request
+    for older in (True, False) if chats else (True,):
+        without = {"tools", "tool_choice", "parallel_tool_calls"} if older else {"functions", "function_call"}
+        request = read({name: value for name, value in body.items() if name not in without})
+        assert (request.logprobs, request.stops, request.include_usage) == (True, ("a",), True)
+        assert [tool.function.name for tool in request.tools.declared] == (["add"] if chats else [])
+        assert request.tools.legacy == (chats and older)
+
+
+def test_a_field_without_effect_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    request_module._log_ignored.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            chat(verbosity="low", modalities=["text"], echo=False)
+    assert [record.getMessage() for record in caplog.records] == [
+        "verbosity in a request's body is ignored: the model's answers are as long as it makes them"
+    ]
+
+
+def test_functions_are_tools_of_one_call() -> None:
+    function, other = TOOL["function"], OTHER["function"]
+    request = chat(functions=[function, other])
+    assert [tool.function.name for tool in request.jobs[0].tools] == ["add", "other"]
+    assert (request.tools.legacy, request.tools.one) == (True, True)
+    assert chat(functions=[function], function_call="none").jobs[0].tools == ()
+    named = chat(functions=[function, other], function_call={"name": "other"}).jobs[0]
+    schema = json.loads(named.sampling.json_schema or "")
+    assert schema["items"]["properties"]["name"]["enum"] == ["other"]
+    said = [
+        USER,
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}},
+        {"role": "function", "name": "add", "content": "2"},
+    ]
+    messages = chat_request({"messages": said}).jobs[0].messages
+    assert messages is not None
+    assert [(message.role, message.name) for message in messages[1:]] == [("assistant", None), ("tool", "add")]
+    assert messages[1].tool_calls[0].function.name == "add"
+
+
+def test_a_stop_is_not_shown_unless_the_body_says_so() -> None:
+    assert chat(stop="a").stops == ("a",)
+    for name in ("include_stop_str_in_output", "no_stop_trim", "include_stop"):
+        assert chat(stop="a", **{name: True}).stops == ()
+    assert chat(stop="a", include_stop=False).stops == ()  # the worker removes it, with its tokens
+    assert chat_request({"messages": [USER], "stop": "a"}, {"include_stop": True}).stops == ()
+
+
 ARRAY = {"type": "array"}
 
 
@@ -151,6 +228,13 @@ def test_a_completion_with_sessions_of_their_own() -> None:
         ({"messages": []}, "messages"),
         ({"messages": "hé"}, "messages"),
         ({"messages": ["hé"]}, "messages[0]"),
+        ({"messages": [USER, {"role": "wizard", "content": "a"}]}, "messages[1].role"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"functions": [TOOL["function"]], "tools": [TOOL]}, "functions"),
+        ({"functions": [{}]}, "functions[0].function.name"),
+        ({"functions": [TOOL["function"]], "function_call": {"name": "nobody"}}, "function_call"),
+        ({"functions": [TOOL["function"]], "function_call": "required"}, "function_call"),
+        ({"function_call": "auto"}, "function_call"),
         ({"temperatur": 1}, "temperatur"),
         ({"temperature": -1}, "temperature"),
         ({"n": 0}, "n"),

@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rolloutmq.messages import (
     InvalidField,
@@ -24,6 +27,7 @@ from rolloutmq.producer.calls import Delta
 from rolloutmq.producer.openai import (
     GrowingText,
     Request,
+    bytes_reader,
     chat_request,
     completion_request,
     error_of,
@@ -116,6 +120,102 @@ def test_completions_of_ids_and_logprobs_without_a_tokenizer() -> None:
     assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
     bare = response(request, results)["choices"][0]["logprobs"]
     assert bare["tokens"] == ["token_id:104", "token_id:105", "token_id:300"]
+
+
+def byte_level() -> Tokenizer:
+    """A tokenizer of GPT-2's kind whose tokens are the bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: place for place, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def with_byte_tokens() -> Tokenizer:
+    """A tokenizer of Llama's first kind, which writes a byte as <0xE2>."""
+    tokenizer = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.ByteFallback()
+    return tokenizer
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), with_byte_tokens()])
+def test_bytes_of_parts_of_characters_are_the_real_ones(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(BYTES.decode()).ids
+    assert len(ids) == len(BYTES)
+    request = chat(logprobs=True, top_logprobs=1)
+    top = {"top_ids": np.array(ids, np.int32)[:, None], "top_logprobs": np.zeros((len(ids), 1), np.float32)}
+    made = {"token_ids": ids, "logprobs": [0.0] * len(ids), "segments": (Segment(3, len(ids)),), "token_arrays": top}
+    result = sample(request, **made)
+    answer = response(request, [[result]], tokenizer.decode, bytes_reader(tokenizer))
+    content = ChatCompletion.model_validate(answer).choices[0].logprobs.content  # type: ignore[union-attr]
+    assert content is not None
+    assert bytes(byte for entry in content for byte in entry.bytes or ()) == BYTES
+    assert [entry.top_logprobs[0].bytes for entry in content] == [entry.bytes for entry in content]
+    bare = response(request, [[result]], tokenizer.decode)["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in bare] == [[97]] + [None] * (len(BYTES) - 1)
+
+
+def test_tokens_of_one_text_have_their_own_logprobs() -> None:
+    request = completion_request({"prompt": [1], "logprobs": 3})
+    top = {"top_ids": np.array([[0xE2, 300, 0x82]], np.int32), "top_logprobs": np.array([[-1, -2, -3]], np.float32)}
+    result = sample(request, token_ids=[0xE2], logprobs=[-1.0], segments=(Segment(3, 1),), token_arrays=top)
+    answer = response(request, [[result]], decode)
+    (found,) = Completion.model_validate(answer).choices[0].logprobs.top_logprobs  # type: ignore[union-attr, misc]
+    assert found == {"\ufffd": -1.0, "": -2.0, "token_id:130": -3.0}
+
+
+STOPPED = {"token_ids": [*b"ab END cd"], "logprobs": [-0.5] * 9, "segments": (Segment(3, 9),), "matched_stop": "END"}
+
+
+@pytest.mark.parametrize(
+    ("said", "result", "text"),
+    [
+        ({}, {}, "ab "),
+        ({"include_stop_str_in_output": True}, {}, "ab END cd"),
+        ({}, {"finish_reason": "length", "matched_stop": None}, "ab END cd"),
+        ({}, {"matched_stop": 100}, "ab END cd"),
+        ({"min_tokens": 4, "stop": ["END", " "]}, {"matched_stop": " "}, "ab END"),
+    ],
+)
+async def test_the_stop_is_not_in_the_text(said: dict[str, Any], result: dict[str, Any], text: str) -> None:
+    request = completion_request({"prompt": [1], "stop": ["END"], "return_token_ids": True, "stream": True} | said)
+    end = sample(request, **STOPPED | result)
+    (choice,) = response(request, [[end]], decode)["choices"]
+    assert (choice["text"], choice["token_ids"]) == (text, STOPPED["token_ids"])
+    ids = STOPPED["token_ids"]
+    for size in (1, 2, 4, 9):
+        starts = range(0, len(ids), size)
+        last = starts[-1]
+        pieces = [delta(request, at, ids[at : at + size], result=end if at == last else None) for at in starts]
+        found = await chunks(request, *pieces)
+        assert "".join(chunk["choices"][0]["text"] for chunk in found) == text
+        assert [token for chunk in found for token in chunk["choices"][0]["token_ids"]] == ids
+
+
+async def test_a_text_that_only_begins_like_a_stop_is_shown() -> None:
+    request = completion_request({"prompt": [1], "stop": ["ENDE", "DA"], "stream": True})
+    ids = [*b"an END EN"]
+    end = sample(request, token_ids=ids, logprobs=None, finish_reason="length", segments=(Segment(3, len(ids)),))
+    pieces = [delta(request, at, [token]) for at, token in enumerate(ids[:-1])]
+    found = await chunks(request, *pieces, delta(request, len(ids) - 1, ids[-1:], result=end))
+    texts = [chunk["choices"][0]["text"] for chunk in found]
+    assert "".join(texts) == "an END EN"
+    assert texts[:4] == ["a", "n", " ", "END "]
+
+
+async def test_a_call_of_a_function_in_the_older_form() -> None:
+    request = chat(functions=[TOOL["function"]], stream=True)
+    end = sample(request, tool_calls=(ToolCall(id="c1", name="add", arguments={"a": 1}),))
+    answer = ChatCompletion.model_validate(response(request, [[end]]))
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("function_call", None, None)
+    assert choice.message.function_call is not None
+    assert choice.message.function_call.model_dump() == {"name": "add", "arguments": '{"a": 1}'}
+    found = await chunks(request, delta(request, 0, [104, 105, 300], result=end, text="hi"))
+    last = ChatCompletionChunk.model_validate(found[-1]).choices[0]
+    assert last.finish_reason == "function_call"
+    assert last.delta.function_call is not None
+    assert last.delta.function_call.name == "add"
 
 
 def test_a_sample_that_was_aborted_before_it_began() -> None:

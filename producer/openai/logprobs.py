@@ -1,0 +1,105 @@
+"""Log-probabilities in OpenAI's form, with each token's text and bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+Decode = Callable[[Sequence[int]], str]
+TokenBytes = Callable[[int], bytes]
+_UNKNOWN = "\ufffd"
+"""What tokenizers show for bytes that are no whole character."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + place): byte for place, byte in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))
+}
+"""The characters by which byte-level tokenizers (GPT-2's and its successors) write bytes in their vocabularies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Consecutive tokens. top: the likeliest (id, logprob) pairs at each position, if the request asked for them."""
+
+    ids: list[int]
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]] | None = None
+
+    @classmethod
+    def of(cls, token_ids: Any, logprobs: Any, arrays: Any) -> Tokens:
+        """From the arrays of a RolloutResult or a Delta."""
+        ids = token_ids.tolist()
+        top = None
+        if "top_ids" in arrays:
+            rows = zip(arrays["top_ids"].tolist(), arrays["top_logprobs"].tolist(), strict=True)
+            top = [list(zip(names, values, strict=True)) for names, values in rows]
+        return cls(ids, logprobs.tolist() if logprobs is not None else [0.0] * len(ids), top)
+
+
+def chat_logprobs(tokens: Tokens, decode: Decode | None, token_bytes: TokenBytes | None = None) -> dict[str, Any]:
+    """{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}, one entry for each token.
+
+    bytes: None for a token with a part of a character, if there is no `token_bytes`.
+    """
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = _text(token, decode)
+        return {"token": text, "logprob": logprob, "bytes": _bytes(token, text, token_bytes)}
+
+    content = []
+    for place, (token, logprob) in enumerate(zip(tokens.ids, tokens.logprobs, strict=True)):
+        top = tokens.top[place] if tokens.top is not None else []
+        content.append(entry(token, logprob) | {"top_logprobs": [entry(*one) for one in top]})
+    return {"content": content}
+
+
+def completion_logprobs(tokens: Tokens, decode: Decode | None, offset: int = 0) -> dict[str, Any]:
+    """{"tokens", "token_logprobs", "top_logprobs", "text_offset"}. offset: characters of text before these tokens."""
+    texts = [_text(token, decode) for token in tokens.ids]
+    offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
+    top = [_by_text(row, decode) for row in tokens.top] if tokens.top else None
+    return {"tokens": texts, "token_logprobs": tokens.logprobs, "top_logprobs": top, "text_offset": offsets}
+
+
+def _by_text(row: Iterable[tuple[int, float]], decode: Decode | None) -> dict[str, float]:
+    """Text -> logprob. Of several tokens with one text, the likeliest has the text, and the others have their ids."""
+    found: dict[str, float] = {}
+    for token, value in row:
+        text = _text(token, decode)
+        found[text if text not in found else _text(token, None)] = value
+    return found
+
+
+def _text(token: int, decode: Decode | None) -> str:
+    return decode([token]) if decode is not None else f"token_id:{token}"
+
+
+def _bytes(token: int, text: str, token_bytes: TokenBytes | None) -> list[int] | None:
+    if _UNKNOWN not in text:
+        return list(text.encode())
+    return list(token_bytes(token)) if token_bytes is not None else None
+
+
+def bytes_reader(tokenizer: Any) -> TokenBytes | None:
+    """A function that gives a token's own bytes, also if they are only a part of a character.
+
+    tokenizer: one of transformers or tokenizers. It writes bytes in its vocabulary as byte-level BPE does, or as
+        <0xE2>. Of an object that does not name its tokens the answer is None.
+    """
+    token_of = getattr(tokenizer, "convert_ids_to_tokens", None) or getattr(tokenizer, "id_to_token", None)
+    if not callable(token_of):
+        return None
+
+    def token_bytes(token: int) -> bytes:
+        written = str(token_of(token))
+        if single := _BYTE_TOKEN.fullmatch(written):
+            return bytes([int(single[1], 16)])
+        try:
+            return bytes(_BYTE_OF[char] for char in written)
+        except KeyError:  # it is no byte-level token
+            return written.encode()
+
+    return token_bytes
