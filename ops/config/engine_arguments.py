@@ -15,8 +15,12 @@ DTYPES |= {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "fl
 
 
 def engine_setting(name: str) -> str:
-    """The setting for an SGLang argument: this package's field of that name where there is one, else extra."""
-    return f"engine.{name}" if name in SGLangConfig.model_fields else f"engine.extra.{name}"
+    """The setting for an SGLang argument: this package's field of that name where there is one, else extra.
+
+    "override.NAME" is a change to the model's own configuration.
+    """
+    ours = name in SGLangConfig.model_fields or name.startswith("override.")
+    return f"engine.{name}" if ours else f"engine.extra.{name}"
 
 
 def engine(name: str, why: str = "") -> Rule:
@@ -82,7 +86,7 @@ def _experts(value: Any) -> Told:
 def _overrides(value: Any) -> Told:
     if not isinstance(value, Mapping):
         raise ValueError("a mapping of changes to the model's configuration")
-    return {f"engine.override.{name}": item for name, item in value.items()}
+    return {engine_setting(f"override.{name}"): item for name, item in value.items()}
 
 
 def _logprob_kind(value: Any) -> Told:
@@ -105,8 +109,7 @@ DTYPE, MAX_RUNNING, LOAD_FORMAT = Rule(dtype), Rule(max_running), Rule(load_form
 ROUTED_EXPERTS = when(True, {"job.routed_experts": True, "engine.routed_experts": True})
 LORA_RANK = Rule(lambda value: {"engine.max_lora_rank": value} if value else {})
 ROPE: Mapping[str, Rule] = {
-    "rope_scaling": Rule(lambda value: {"engine.override.rope_scaling": value}),
-    "rope_theta": Rule(lambda value: {"engine.override.rope_theta": value}),
+    name: engine(f"override.{name}") for name in ("rope_scaling", "rope_theta", "rope_parameters")
 }
 TRAINERS: Mapping[str, Rule] = {
     "data_parallel_size": DP,
@@ -119,6 +122,8 @@ TRAINERS: Mapping[str, Rule] = {
     "max_num_seqs": MAX_RUNNING,
 }
 """vLLM's arguments for which SkyRL and VERL have settings of their own."""
+LORA_SWITCH = Rule(why="LoRA is on where engine.max_lora_rank is set")
+PARTS = Rule(why="which parts of a model are loaded is SGLang's choice")
 NO_TOKENIZER = Rule(why="ids go in and out of the engine; text is the worker's edge")
 _COMMON: Mapping[str, Rule] = {
     "tensor_parallel_size": TP,
@@ -149,25 +154,28 @@ SGLANG: Mapping[str, Rule] = {
     "disable_cuda_graph": _not("engine.cuda_graph"),
     "disable_prefill_cuda_graph": _not("engine.prefill_cuda_graph"),
     "disable_overlap_schedule": _not("engine.overlap_schedule"),
-    "enable_lora": Rule(why="LoRA is on where engine.max_lora_rank is set"),
+    "enable_lora": LORA_SWITCH,
     **dict.fromkeys(("host", "port"), Rule(why="the engine has no port")),
 }
 """SGLang's own arguments that have a setting of this package, or none. All others are passed on."""
+_SAME = ("trust_remote_code", "quantization", "kv_cache_dtype", "revision", "disable_custom_all_reduce")
 VLLM: Mapping[str, Rule] = {
     **_COMMON,
     **TRAINERS,
     **ROPE,
-    **{name: engine(name) for name in ("trust_remote_code", "quantization", "kv_cache_dtype", "revision")},
+    **{name: engine(name) for name in _SAME},
     "model": MODEL,
     "max_model_len": engine("context_length"),
     "enable_return_routed_experts": ROUTED_EXPERTS,
     "seed": engine("random_seed"),
     "max_loras": Rule(lambda value: {"engine.max_loras_per_batch": value + 1}, "the model alone counts as one"),
     "hf_overrides": Rule(_overrides),
-    "enable_lora": Rule(why="LoRA is on where engine.max_lora_rank is set"),
+    "enable_lora": LORA_SWITCH,
     "enable_sleep_mode": Rule(why="an engine sleeps when it is told to"),
     "disable_log_stats": Rule(why="the pool counts for itself"),
-    "disable_log_requests": Rule(why="requests are not logged"),
+    **dict.fromkeys(("disable_log_requests", "enable_log_requests"), Rule(why="requests are not logged")),
+    **dict.fromkeys(("compilation_config", "gdn_prefill_backend"), Rule(why="which graphs and kernels vLLM makes")),
+    "language_model_only": PARTS,
     "distributed_executor_backend": Rule(why="SGLang starts its own processes"),
     "skip_tokenizer_init": NO_TOKENIZER,
     "tokenizer": Rule(refuse="the tokenizer is the one beside the model"),

@@ -16,7 +16,7 @@ from .document import read_document
 from .interpolation import Resolver
 from .settings import PLAIN_JOB, SECTIONS, Settings, hidden
 from .sources import apply, from_environment, from_flags
-from .translate import Translation
+from .translate import Translation, Whole
 
 OWN = "rolloutmq"
 """Top-level key of our own sections in somebody else's file."""
@@ -97,6 +97,9 @@ def find_block(document: Mapping[str, Any], file: Path) -> Block | None:
     Raises ConfigError if there are several blocks, or the file is of no known kind.
     """
     found = list(_blocks(document, ()))
+    if any(block.path == ("actor_rollout_ref", "rollout") for block in found):
+        # VERL's asynchronous trainers say at the top how many nodes roll out, and here what engines are like.
+        found = [block for block in found if block.path != ("rollout",)]
     exact = [block for block in found if block.path in {("generator",), ("actor_rollout_ref", "rollout"), ("rollout",)}]
     if len(exact) == 1:
         return exact[0]
@@ -108,11 +111,31 @@ def find_block(document: Mapping[str, Any], file: Path) -> Block | None:
     if document.keys() <= {*SECTIONS, OWN}:
         return None
     for kind, table in (("skyrl", skyrl.table(document)), ("verl", verl.table(document))):
-        if 2 * len(document.keys() & table.keys()) > len(document):
+        telling = [key for key in document.keys() & table.keys() if _tells(table[key])]
+        if telling and 2 * len(document.keys() & table.keys()) > len(document):
             return Block(kind, (), document)
-    strange = next(key for key in document if key not in {*SECTIONS, OWN})
+    raise ConfigError(f"{file}: {_strange(document)}")
+
+
+def _strange(document: Mapping[str, Any]) -> str:
+    """What to say about a file without settings, or with a key beside them that is unknown."""
     known = (*SECTIONS, OWN, "generator", "actor_rollout_ref", "rollout")
-    raise ConfigError(f"{file}: {strange!r}: no such key{nearest(strange, known)}; known are {', '.join(known)}")
+    strange = next(key for key in document if key not in {*SECTIONS, OWN})
+    near = nearest(strange, known)
+    if "defaults" in document:
+        return "Hydra composes this file, and it holds no settings of engines: write out what it composed (--cfg job)"
+    if near or document.keys() & set(known):
+        return f"{strange!r}: no such key{near}; known are {', '.join(known)}"
+    return (
+        f"no settings of workers, engines or jobs are here: it begins with {strange!r}; a section "
+        f"({', '.join(SECTIONS)}), SkyRL's generator: or VERL's actor_rollout_ref.rollout is needed"
+    )
+
+
+def _tells(rule: Any) -> bool:
+    """Whether a setting may depend on a key with this rule."""
+    rule = rule.rule if isinstance(rule, Whole) else rule
+    return not isinstance(rule, Rule) or rule.read is not None or bool(rule.refuse)
 
 
 def _blocks(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Block]:

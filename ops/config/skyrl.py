@@ -1,7 +1,8 @@
-"""SkyRL's `generator:` block: the present one (engine settings in `inference_engine`) and the older flat one.
+"""SkyRL's `generator:` block: the present one (engine settings in `inference_engine`), the older flat one, and agents'.
 
-Keys are those of GeneratorConfig, InferenceEngineConfig and SamplingParams in skyrl/train/config/config.py, and of
-ppo_base_config.yaml and the inference_engine fields that were directly under `generator` before.
+Keys are those of GeneratorConfig, InferenceEngineConfig and SamplingParams in skyrl/train/config/config.py, of
+ppo_base_config.yaml and the inference_engine fields that were directly under `generator` before, and of the
+`generator:` block that SkyRL's agents read (skyrl-agent).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .engine_arguments import SGLANG, VLLM, VLLM_OTHER, Told
 from .translate import Arguments, Sampling, Table, Whole
 
 _EPISODES = Rule(why="how episodes are played and trained on is the trainer's")
+_PROMPTS = Rule(why="how long prompts get is the trainer's; the engine's limit is engine.context_length")
 _CLUSTER = Rule(why="workers are started by you, and find the pool on Redis")
 _GATEWAY = Rule(why="HTTP is the gateway's")
 _SGLANG = Rule(why="engines are SGLang")
@@ -42,7 +44,8 @@ _POOL = ("run_engines_locally", "external_proxy_url", "external_server_urls", "r
 _PLAYED = (
     *("max_turns", "use_conversation_multi_turn", "append_eos_token_after_stop_str_in_multi_turn"),
     *("zero_reward_on_non_stop", "apply_overlong_filtering", "step_wise_trajectories", "merge_stepwise_output"),
-    "vision_language_generator",
+    *("vision_language_generator", "rate_limit", "task", "miniswe_config_path"),
+    *("enable_child_agents", "train_child_trajectories"),
 )
 
 
@@ -62,13 +65,15 @@ def _engine(*, vllm: bool) -> dict[str, Any]:
         "pipeline_parallel_size": engine.PP,
         "vllm_v1_disable_multiproc": _VLLM,
         "enable_return_routed_experts": engine.ROUTED_EXPERTS,
+        "enable_lora": engine.LORA_SWITCH,
+        **engine.ROPE,
         "fully_sharded_loras": Rule(why="how vLLM lays adapters out"),
         "enable_ray_prometheus_stats": Rule(why="the pool counts for itself"),
         "offload_kv_for_weight_sync": Rule(why="what becomes of the KV cache at an update is publisher.mode"),
         "use_expandable_segments": Rule(why="set PYTORCH_CUDA_ALLOC_CONF where the worker starts"),
         "served_model_name": _GATEWAY,
         "distributed_executor_backend": _VLLM,
-        "language_model_only": Rule(why="which parts of a model are loaded is SGLang's choice"),
+        "language_model_only": engine.PARTS,
         "engine_init_kwargs": Arguments(VLLM, VLLM_OTHER) if vllm else Arguments(SGLANG),
         "speculative_config": Whole(Rule(refuse="the weights of a draft model would not be updated")),
         "enable_pd": Rule(refuse="prefill and decoding run in one engine here", unless=(False,)),
@@ -96,7 +101,7 @@ def table(block: Mapping[str, Any]) -> Table:
     before |= {name: rule for name, rule in now.items() if name not in _RENAMED.values()}
     return {
         **before,
-        **engine.ROPE,
+        **_AGENT,
         **dict.fromkeys(_PLAYED, _EPISODES),
         "inference_engine": now,
         "model_name": engine.MODEL,
@@ -105,14 +110,34 @@ def table(block: Mapping[str, Any]) -> Table:
         "sampling_params": Sampling("job", "skyrl"),
         "eval_sampling_params": Sampling("eval", "skyrl"),
         "batched": Rule(why="requests are batched by the engine, as they come"),
-        "max_input_length": Rule(
-            why="how long prompts get is the trainer's; the engine's limit is engine.context_length"
-        ),
+        "max_input_length": _PROMPTS,
         **dict.fromkeys(("chat_template", "chat_template_kwargs"), _RENDERED),
         "use_cache_salt": Rule(why="prefixes are never shared across weights versions"),
     }
 
 
+_AGENT: Table = {
+    "infer_backend": _SGLANG,
+    "backend_config": {
+        "model_name": engine.MODEL,
+        "api_url": _CLUSTER,
+        "model_max_len": engine.engine("context_length"),
+    },
+    "num_trajectories": Rule(lambda value: {"job.n": value}),
+    "val_config": {
+        "num_trajectories": Rule(lambda value: {"eval.n": value}),
+        "sampling_params": Sampling("eval", "skyrl"),
+    },
+    "max_prompt_length": _PROMPTS,
+    **dict.fromkeys(
+        (
+            *("max_iterations", "early_step_threshold", "enable_turn_reminder", "vision_is_active", "profile_tools"),
+            *("remove_think_tokens", "qwen3_enable_thinking", "qwen3_acc_thinking", "debug_log"),
+        ),
+        _EPISODES,
+    ),
+}
+"""What SkyRL's agents have in their `generator:` block instead."""
 BESIDE: Mapping[tuple[str, ...], Rule] = {
     ("trainer", "policy", "model", "path"): engine.MODEL,
     ("trainer", "policy", "model", "lora", "rank"): engine.LORA_RANK,

@@ -19,6 +19,7 @@ _TRAINER = Rule(why="about the trainer's own forward passes")
 _CLUSTER = Rule(why="workers are started by you, and find the pool on Redis")
 _TRACES = Rule(why="VERL's own traces and dumps are written by VERL")
 _SLEEP = Rule(why="an engine sleeps and wakes when it is told to, if engine.memory_saver is on")
+_PROCESS = Rule(why="workers hold their engine in their own process")
 _CHECKPOINT_ENGINE = Rule(why="for VERL's own checkpoint engine")
 _COUNTS = Rule(why="the pool counts for itself")
 _TARGET = Rule(why="the class that Hydra would make of it")
@@ -63,8 +64,11 @@ def _images(value: Any) -> Told:
 def table(block: Mapping[str, Any]) -> Table:
     """The rules for a `rollout:` block."""
     greedy = block.get("do_sample") is False
+    standalone = block.get("standalone_gpu_memory_utilization") is not None
     return {
         **engine.TRAINERS,
+        **({"gpu_memory_utilization": Rule(why="standalone_gpu_memory_utilization holds")} if standalone else {}),
+        "standalone_gpu_memory_utilization": engine.MEMORY,
         "_target_": _TARGET,
         "name": Rule(why="engines are SGLang"),
         "mode": Rule(why="clients are asynchronous or not, as they like"),
@@ -103,7 +107,7 @@ def table(block: Mapping[str, Any]) -> Table:
         },
         "disable_log_stats": _COUNTS,
         "prometheus": Whole(_COUNTS),
-        "sglang_engine_mode": Rule(why="workers hold their engine in their own process"),
+        **dict.fromkeys(("sglang_engine_mode", "sglang_rollout_mode"), _PROCESS),
         "server": Whole(Rule(why="there is no server between client and engine: retries are the broker's")),
         **dict.fromkeys(("free_cache_engine", "enable_sleep_mode", "multi_stage_wake_up"), _SLEEP),
         "use_preprocessed_multimodal_input": Rule(why="for vLLM"),

@@ -114,7 +114,7 @@ def test_interpolations_are_followed_through_the_whole_file() -> None:
     assert fates["actor_rollout_ref.rollout.qat"].value == {"enable": False, "mode": "w4a16"}
 
 
-@pytest.mark.parametrize("file", ["skyrl_flat.yaml", "skyrl_nested.yaml", "verl.yaml"])
+@pytest.mark.parametrize("file", ["skyrl_flat.yaml", "skyrl_nested.yaml", "skyrl_agent.yaml", "verl.yaml"])
 def test_every_key_of_a_block_has_one_fate_and_a_reason(file: str) -> None:
     explained = explain(CONFIGS / file, {})
     assert not explained.refused
@@ -128,10 +128,12 @@ def test_every_key_of_a_block_has_one_fate_and_a_reason(file: str) -> None:
 
 
 def test_the_files_here_have_every_key_that_the_tables_know() -> None:
-    flat = yaml.safe_load((CONFIGS / "skyrl_flat.yaml").read_text())["generator"]
-    nested = yaml.safe_load((CONFIGS / "skyrl_nested.yaml").read_text())["generator"]
+    flat, nested, agent = (
+        yaml.safe_load((CONFIGS / f"skyrl_{kind}.yaml").read_text())["generator"]
+        for kind in ("flat", "nested", "agent")
+    )
     known = skyrl.table(nested)
-    assert known.keys() <= flat.keys() | nested.keys() | nested["inference_engine"].keys()
+    assert known.keys() <= flat.keys() | nested.keys() | nested["inference_engine"].keys() | agent.keys()
     inside = known["inference_engine"]
     assert isinstance(inside, dict)
     assert nested["inference_engine"].keys() <= inside.keys()
