@@ -1,0 +1,320 @@
+"""An asynchronous training loop beside a synchronous one: the same model, prompts, lengths and update, in one run.
+
+    python benchmarks/overlap.py --shape 0.6b --device cuda --out benchmarks/results/overlap-2xh200.json
+
+The trainer has the first GPU, one worker with SGLang the second. Both loops do what a reinforcement learning loop does:
+they take `--prompts` groups of `--samples` samples, learn from them (truncated importance sampling), and publish the
+weights. The synchronous loop waits for its batch, and until the pool serves its weights. The asynchronous one trains on
+what comes first, through `client.feed(Staleness(eta, ...))`. The lengths are log-normal and fixed for each prompt. Both
+loops get the same prompts. They alternate (sync, async, async, sync), so that a host that gets slower affects both.
+
+`trainer_waits` is the share of time in which the trainer waits for samples or for its weights to be served.
+`gpu_idle` is the share of time without a kernel, as the driver counts it (utilization.gpu), of each GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rolloutmq import BlockingRolloutClient, GenerateJob, RolloutResult, SamplingParams, Staleness, WeightPublisher
+from rolloutmq.ops.bench.sync import one_shape
+from rolloutmq.ops.redis import EmbeddedRedis
+from rolloutmq.worker.cpu_support import prepare_transformers
+
+PROMPT_TOKENS = 64
+TRUNCATE = 2.0
+LOOK_MS = 100
+ON_GPU = (
+    "max_total_tokens=1000000",
+    "attention_backend=triton",
+    "sampling_backend=pytorch",
+    "disable_prefill_cuda_graph=true",
+    "enable_prefill_delayer=true",
+)
+
+
+@dataclass(slots=True)
+class Busy:
+    """Percent of time with a kernel, of each GPU, every LOOK_MS milliseconds, as nvidia-smi tells it."""
+
+    seen: list[tuple[float, int, int]] = field(default_factory=list)
+
+    def watch(self) -> None:
+        command = ["nvidia-smi", "--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits"]
+        looking = subprocess.Popen([*command, "-lms", str(LOOK_MS)], stdout=subprocess.PIPE, text=True)
+        threading.Thread(target=self._read, args=(looking,), daemon=True).start()
+
+    def _read(self, looking: subprocess.Popen[str]) -> None:
+        assert looking.stdout is not None
+        for line in looking.stdout:
+            gpu, percent = map(int, line.split(","))
+            self.seen.append((time.monotonic(), gpu, percent))
+
+    def idle(self, began: float, ended: float) -> dict[str, float]:
+        found: dict[int, list[int]] = {}
+        for at, gpu, percent in self.seen:
+            if began <= at <= ended:
+                found.setdefault(gpu, []).append(percent)
+        return {f"gpu{gpu}": round(1 - statistics.mean(shares) / 100, 3) for gpu, shares in sorted(found.items())}
+
+
+class Learner:
+    """The trainer's model, from random weights in bfloat16, and one optimiser step on a batch."""
+
+    def __init__(self, folder: Path, device: str, tokens_per_pass: int) -> None:
+        prepare_transformers()
+        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 – after its preparation
+
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        self.device, self.tokens_per_pass = device, tokens_per_pass
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=device != "cpu")
+
+    def step(self, groups: list[list[RolloutResult]]) -> None:
+        """Learn from groups of samples, in passes of at most `tokens_per_pass` tokens with their padding."""
+        scored = [(result, advantage) for group in groups for result, advantage in with_advantages(group)]
+        scored.sort(key=lambda pair: len(pair[0].token_ids))
+        while scored:
+            longest = PROMPT_TOKENS + len(scored[-1][0].token_ids)
+            fitting = max(1, self.tokens_per_pass // longest)
+            self._learn(scored[-fitting:])
+            del scored[-fitting:]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+    def _learn(self, scored: list[tuple[RolloutResult, float]]) -> None:
+        longest = max(len(result.token_ids) for result, _ in scored)
+        ids = torch.zeros(len(scored), PROMPT_TOKENS + longest, dtype=torch.long)
+        then, mask = torch.zeros(len(scored), longest), torch.zeros(len(scored), longest)
+        for row, (result, _) in enumerate(scored):
+            count = len(result.token_ids)
+            ids[row, : PROMPT_TOKENS + count] = torch.tensor([*result.prompt_ids, *result.token_ids])  # type: ignore[misc]
+            then[row, :count], mask[row, :count] = torch.tensor(result.logprobs), 1.0
+        ids, then, mask = ids.to(self.device), then.to(self.device), mask.to(self.device)
+        advantages = torch.tensor([advantage for _, advantage in scored], device=self.device)
+        logits = self.model(ids[:, :-1], logits_to_keep=longest).logits
+        now = -torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), ids[:, -longest:].flatten(), reduction="none"
+        ).view_as(then)
+        weight = torch.exp(now.detach() - then).clamp(max=TRUNCATE)
+        (-(advantages[:, None] * weight * now * mask).sum() / mask.sum()).backward()
+
+
+def with_advantages(group: list[RolloutResult]) -> Iterator[tuple[RolloutResult, float]]:
+    """Each sample with its reward, the share of even ids, less the group's mean."""
+    rewards = [float((result.token_ids % 2 == 0).mean()) for result in group]
+    mean = statistics.mean(rewards)
+    yield from ((result, reward - mean) for result, reward in zip(group, rewards, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    given: argparse.Namespace
+    url: str
+    learner: Learner
+    publisher: WeightPublisher
+    busy: Busy
+
+    def jobs(self, seed: int) -> Iterator[GenerateJob]:
+        draw = random.Random(seed)
+        for _ in itertools.count():
+            tokens = max(1, min(self.given.most, round(self.given.tokens * draw.lognormvariate(0.0, self.given.tail))))
+            yield GenerateJob(
+                token_ids=[draw.randrange(self.given.vocabulary) for _ in range(PROMPT_TOKENS)],
+                n=self.given.samples,
+                sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True),
+                min_version=self.publisher.last_version,
+            )
+
+    def publish(self) -> Any:
+        return self.publisher.publish(self.publisher.last_version + 1, self.learner.model.named_parameters())
+
+    def publish_and_wait(self) -> None:
+        report = self.publish().wait(120)
+        assert report.state == "committed", report
+
+    def sync(self, seed: int) -> dict[str, Any]:
+        """Generate, learn, publish, one after the other."""
+        jobs, clock = self.jobs(seed), Clock()
+        with BlockingRolloutClient(self.url) as client:
+            for step in range(self.given.warm + self.given.steps):
+                if step == self.given.warm:
+                    clock = Clock()
+                with clock.waiting():
+                    client.submit_many(list(itertools.islice(jobs, self.given.prompts)))
+                    batch = [list(group.results) for group in client.groups(timeout=300)]
+                self.learner.step(batch)
+                with clock.waiting():
+                    self.publish_and_wait()
+                clock.count(batch)
+        return clock.told(self.busy)
+
+    def asynchronous(self, seed: int) -> dict[str, Any]:
+        """Learn from what comes first, while the pool generates what comes next."""
+        clock = Clock()
+        with BlockingRolloutClient(self.url) as client:
+            staleness = Staleness(self.given.eta, self.given.prompts * self.given.samples)
+            feed = client.feed(staleness, version=self.publisher.last_version)
+            batches = feed.batches(self.jobs(seed), timeout=300)
+            for step in range(self.given.warm + self.given.steps):
+                if step == self.given.warm:
+                    clock, ages, gone = Clock(), feed.books.staleness.copy(), feed.books.dropped.total()
+                with clock.waiting():
+                    groups = next(batches)
+                batch = [list(group.results) for group in groups]
+                self.learner.step(batch)
+                self.publish()
+                feed.train(groups)
+                feed.advance(self.publisher.last_version)
+                clock.count(batch)
+            told = clock.told(self.busy)
+            new = feed.books.staleness - ages
+            client.cancel_all()
+        told["staleness"] = round(sum(age * count for age, count in new.items()) / new.total(), 2)
+        return told | {"dropped": feed.books.dropped.total() - gone}
+
+
+class Clock:
+    """Of one loop: when it began, how long it waited, and how much it learned from."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.waited = 0.0
+        self.samples = self.tokens = self.steps = 0
+        self._since = 0.0
+
+    def waiting(self) -> Clock:
+        return self
+
+    def __enter__(self) -> None:
+        self._since = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.waited += time.monotonic() - self._since
+
+    def count(self, batch: list[list[RolloutResult]]) -> None:
+        self.steps += 1
+        self.samples += sum(map(len, batch))
+        self.tokens += sum(len(result.token_ids) for group in batch for result in group)
+
+    def told(self, busy: Busy) -> dict[str, Any]:
+        ended = time.monotonic()
+        seconds = ended - self.began
+        return {
+            "samples_per_s": round(self.samples / seconds, 2),
+            "tokens_per_s": round(self.tokens / seconds),
+            "tokens_per_sample": round(self.tokens / self.samples),
+            "seconds_per_step": round(seconds / self.steps, 2),
+            "trainer_waits": round(self.waited / seconds, 3),
+            "gpu_idle": busy.idle(self.began, ended),
+        }
+
+
+def start_worker(folder: Path, url: str, given: argparse.Namespace) -> subprocess.Popen[bytes]:
+    on_gpu = given.device != "cpu"
+    options = ["--dtype", "bfloat16", "--max-running", str(given.max_running), "--load-format", "dummy"]
+    for setting in ON_GPU if on_gpu else ("max_total_tokens=32768",):
+        options += ["--sglang", setting]
+    command = [sys.executable, "-m", "rolloutmq.ops.entry", "worker", "--model", str(folder), "--redis", url, *options]
+    return subprocess.Popen(command, env=os.environ | ({"CUDA_VISIBLE_DEVICES": "1"} if on_gpu else {}))
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    """Returns what is written to the file."""
+    shape = one_shape(given.shape)
+    given.vocabulary = shape.vocab - 2
+    blocks: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch, EmbeddedRedis() as redis:
+        shape.write(Path(scratch))
+        worker = start_worker(Path(scratch), redis.url, given)
+        try:
+            learner = Learner(Path(scratch), "cpu" if given.device == "cpu" else "cuda:0", given.tokens_per_pass)
+            busy = Busy()
+            if given.device != "cpu":
+                busy.watch()
+            with BlockingRolloutClient(redis.url) as client:
+                while not client.workers():
+                    assert worker.poll() is None, "the worker has ended"
+                    time.sleep(0.5)
+            with WeightPublisher(redis.url) as publisher:
+                loops = Loops(given, redis.url, learner, publisher, busy)
+                loops.publish_and_wait()
+                for name, seed in (("sync", 0), ("async", 0), ("async", 1), ("sync", 1)):
+                    told = loops.sync(seed) if name == "sync" else loops.asynchronous(seed)
+                    blocks.append({"loop": name, **told})
+                    print(json.dumps(blocks[-1]), flush=True)
+                    write(given, blocks)
+        finally:
+            worker.kill()
+            worker.wait()
+    return summary(given, blocks)
+
+
+def summary(given: argparse.Namespace, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "sglang", "transformers")}
+    return {
+        "what": "benchmarks/overlap.py",
+        "date": datetime.now(UTC).date().isoformat(),
+        "host": given.host,
+        "versions": versions | {"python": platform.python_version()},
+        "command": " ".join(["python", "benchmarks/overlap.py", *sys.argv[1:]]),
+        "async_to_sync": {unit: ratio(blocks, unit) for unit in ("samples_per_s", "tokens_per_s")},
+        "blocks": blocks,
+    }
+
+
+def ratio(blocks: list[dict[str, Any]], unit: str) -> float | None:
+    """The asynchronous blocks' mean rate to that of the synchronous ones; None until there is one of each."""
+    rates = {name: [block[unit] for block in blocks if block["loop"] == name] for name in ("async", "sync")}
+    return round(statistics.mean(rates["async"]) / statistics.mean(rates["sync"]), 3) if all(rates.values()) else None
+
+
+def write(given: argparse.Namespace, blocks: list[dict[str, Any]]) -> None:
+    given.out.write_text(json.dumps(summary(given, blocks), indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shape", default="tiny", help="one of `rolloutmq bench sync --shapes`")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda takes two GPUs")
+    parser.add_argument("--prompts", type=int, default=32, help="groups of a batch")
+    parser.add_argument("--samples", type=int, default=8, help="samples of a group")
+    parser.add_argument("--tokens", type=int, default=512, help="median length of a sample")
+    parser.add_argument("--tail", type=float, default=0.8, help="sigma of the lengths' log-normal distribution")
+    parser.add_argument("--most", type=int, default=3072, help="where that distribution ends")
+    parser.add_argument("--eta", type=int, default=4, help="bound of the asynchronous loop's staleness")
+    parser.add_argument("--max-running", type=int, default=512, help="samples that the engine runs at a time")
+    parser.add_argument("--tokens-per-pass", type=int, default=16384, help="of a forward and backward pass, padded")
+    parser.add_argument("--warm", type=int, default=2, help="steps of each block that do not count")
+    parser.add_argument("--steps", type=int, default=8, help="steps of each block that count")
+    parser.add_argument("--host", default=f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, no GPU")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    found = run(given)
+    print(json.dumps(found["async_to_sync"]))
+
+
+if __name__ == "__main__":
+    main()
