@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import random
 import secrets
@@ -72,6 +73,7 @@ class ClientCore:
         self.inbox.freed = self.reader.wake
         self._opening = asyncio.Lock()
         self._finishing: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Connect and start to read, once. Raises RedisUnavailable, or RolloutMQError after `close`."""
@@ -85,7 +87,9 @@ class ClientCore:
     async def close(self) -> None:
         """Acknowledge what was taken and disconnect, for good."""
         try:
-            await asyncio.gather(*self._finishing, return_exceptions=True)
+            for task in self._beside:
+                task.cancel()
+            await asyncio.gather(*self._finishing, *self._beside, return_exceptions=True)
             await self.reader.close()
         finally:
             await self._redis.aclose()
@@ -236,6 +240,15 @@ class ClientCore:
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
         await asyncio.shield(task)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` beside the calls, until it ends or the client closes, which cancels it."""
+        context = contextvars.copy_context()
+        context.run(under_way.set, None)  # it is no part of the call that starts it
+        task = asyncio.create_task(work, context=context)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+        return task
 
     async def _give_up(self, job_ids: list[str]) -> None:
         ended = {it for it in job_ids if (tracked := self.inbox.tracked(it)) is not None and tracked.ended}

@@ -32,7 +32,8 @@ class Asked:
     here: samples that have arrived, in the order of their arrival. wanted: samples that the trainer is to get, less
     those that it was trained on when a checkpoint was made. waiting: jobs that have not ended, each with the samples it
     is for. stopped: of those, the ones that were asked to end with what they have.
-    given: samples that were made ready for the trainer. complete: nothing more is to come.
+    scoring: samples whose rewards are awaited. given: samples that were made ready for the trainer. complete: nothing
+    more is to come.
     """
 
     def __init__(self, client_id: str, number: int, job: GenerateJob, prompt: Prompt, rules: GroupRules) -> None:
@@ -42,6 +43,7 @@ class Asked:
         self.waiting = dict(prompt.asked)
         self.stopped: set[str] = set()
         self.given: set[int] = set()
+        self.scoring: set[int] = set()
         self.complete = False
         self.wanted = prompt.n - prompt.spare - prompt.trained
         self._client_id, self._rules = client_id, rules
@@ -116,6 +118,11 @@ class Asked:
         if self._rules.partials:
             chosen += [sample for sample in self.kept if sample not in self.whole]
         return chosen
+
+    @property
+    def to_give(self) -> tuple[int, ...]:
+        """Of those, the ones that were neither given nor are being scored."""
+        return tuple(sorted(set(self.chosen) - self.given - self.scoring))
 
     def not_chosen(self) -> dict[Why, list[int]]:
         """The open samples of a complete prompt that the trainer does not get, by the reason."""

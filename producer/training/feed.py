@@ -52,7 +52,7 @@ class RolloutFeed:
         self.staleness, self.rules = staleness, rules
         self.books = Books(version)
         self._core = core
-        self._pool = Generating(core, self.books, rules)
+        self._pool = Generating(core, self.books, rules, self._wake)
         self._ready = self._pool.ready
         self._handed: set[tuple[int, tuple[int, ...]]] = set()  # at the trainer: prompts and samples of groups
         self._given = 0  # samples that were wanted of what the trainer got since the last update
@@ -135,11 +135,17 @@ class RolloutFeed:
         """See `batch`. source: what to submit meanwhile; None waits for what others submit."""
         deadline = None if timeout is None else time.monotonic() + timeout
         await self._begin()
+        aside = self._pool.aside
+        aside.raise_new()  # by coroutines that ended while nobody waited
+        aside.try_again()
         while True:
             news = partial(self._news_since, self._changes)
             await self._pool.pump()
+            aside.raise_new()
             busy = source is not None and await self._refill(source)
-            if (found := self._choose(most, source)) is not None:
+            if not (found := self._choose(most, source)) and self._pool.stuck and not busy:
+                aside.raise_again()
+            if found is not None:
                 return self._hand_out(found)
             left = _left(deadline)
             pause = left if not (busy or self._pool.busy) else RETRY_S if left is None else min(left, RETRY_S)
@@ -182,7 +188,8 @@ class RolloutFeed:
                 break
             chosen.append(group)
             total += group.n
-        more_may_come = source is None or self._pool.asked or not (chosen or source.peek() is None)
+        under_way = self._pool.asked and not self._pool.stuck
+        more_may_come = source is None or under_way or not (chosen or source.peek() is None)
         if not full and total < most and more_may_come:
             return None
         return None if self.staleness.on_stale == "wait" and self._has_to_wait(chosen, total) else chosen

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -14,8 +15,9 @@ from ...messages.model import GenerateJob, JobFailure, RolloutResult
 from ..core import ClientCore
 from .asked import Asked, number_of
 from .books import Books, Measured, Why
-from .groups import GroupRules, TrainGroup
+from .groups import GroupRules, Rewards, TrainGroup
 from .keeping import FAILURE, Keeping
+from .set_aside import SetAside
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +25,14 @@ log = logging.getLogger(__name__)
 class Generating:
     """A feed's prompts until their groups are ready.
 
-    asked: prompts that are being generated. ready: groups that nobody has taken. busy: whether something waits to be
-    sent to Redis again after a pause.
+    asked: prompts that are being generated or scored. aside: those of them that wait because a function of GroupRules
+    has raised. ready: groups that nobody has taken. busy: whether something waits to be sent to Redis again after a
+    pause. changed(): called when a coroutine of GroupRules has ended.
     """
 
-    def __init__(self, core: ClientCore, books: Books, rules: GroupRules) -> None:
+    def __init__(self, core: ClientCore, books: Books, rules: GroupRules, changed: Callable[[], None]) -> None:
         self.asked: dict[int, Asked] = {}
+        self.aside = SetAside()
         self.ready: dict[int, TrainGroup] = {}
         self.keeping = Keeping(core.reader.ack)
         self._core, self._inbox, self._books, self._rules = core, core.inbox, books, rules
@@ -36,12 +40,19 @@ class Generating:
         self._to_cancel: list[str] = []
         self._to_stop: list[str] = []
         self._filtered = 0  # groups in a row
+        self._scored_at_once = asyncio.Semaphore(rules.score_concurrency)
+        self._changed = changed
         self._begun = False
         self._one_at_a_time = asyncio.Lock()
 
     @property
     def busy(self) -> bool:
         return bool(self._to_send or self._to_cancel or self._to_stop)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing more is to come but what is set aside."""
+        return bool(self.asked) and all(it.number in self.aside and not it.scoring for it in self.asked.values())
 
     def news(self) -> bool:
         """Whether something has come that `pump` has not seen."""
@@ -88,16 +99,12 @@ class Generating:
         self.asked[asked.number] = asked
 
     async def pump(self) -> None:
-        """Take in what has come, and send what is to be sent. Raises what the functions of GroupRules raise."""
+        """Take in what has come, and send what is to be sent. Prompts of which a function raises are set aside."""
         async with self._one_at_a_time:
             for asked in list(self.asked.values()):
                 self._collect(asked)
-                asked.judge()
-                self._decide(asked)
-                if asked.complete:
-                    await self._finish(asked)
-                elif self._rules.deliver == "samples":
-                    await self._give(asked)
+                if asked.number not in self.aside and self._judge(asked):
+                    self._go_on(asked)
             await self._flush()
 
     def give_up(self, job_ids: Collection[str]) -> None:
@@ -167,35 +174,92 @@ class Generating:
         else:
             asked.complete = True
 
-    async def _finish(self, asked: Asked) -> None:
-        """Nothing more of this prompt is to come: drop what the trainer does not get, and give it the rest."""
+    def _judge(self, asked: Asked) -> bool:
+        try:
+            asked.judge()
+        except Exception as error:
+            self.aside.put(asked.number, "keep", error)
+            return False
+        return True
+
+    def _go_on(self, asked: Asked) -> None:
+        """A prompt whose samples have been judged."""
+        self._decide(asked)
+        if asked.complete:
+            self._drop_the_rest(asked)
+        if asked.complete or self._rules.deliver == "samples":
+            self._give(asked)
+        if asked.complete and not asked.to_give and not asked.scoring:
+            del self.asked[asked.number]
+
+    def _drop_the_rest(self, asked: Asked) -> None:
+        """Nothing more of this prompt is to come: drop what the trainer does not get."""
         number, here = asked.number, asked.here
         for why, others in asked.not_chosen().items():
             self.drop(number, others, why, {it: Measured(len(here[it].token_ids)) for it in others if it in here})
             for sample in others:
                 here.pop(sample, None)
-        await self._give(asked)
-        del self.asked[number]
 
-    async def _give(self, asked: Asked) -> None:
+    def _give(self, asked: Asked) -> None:
         """Make what is chosen and was not given ready for the trainer, as a group, or as a part of one."""
-        number = asked.number
-        samples = tuple(sorted(set(asked.chosen) - asked.given))
-        if not samples:
+        if not (samples := asked.to_give):
             return
         results = tuple(asked.here[sample] for sample in samples)
         group_id = asked.job.group_id or results[0].group_id
         n = asked.wanted if self._rules.deliver == "groups" else len(samples)
-        group = TrainGroup(group_id, results, tuple(asked.failures), number, samples, n)
-        if self._rules.score is not None:
+        group = TrainGroup(group_id, results, tuple(asked.failures), asked.number, samples, n)
+        if self._rules.score is None:
+            self._scored(asked, group)
+            return
+        try:
             rewards = self._rules.score(results)
-            group.rewards.extend(map(float, await rewards if inspect.isawaitable(rewards) else rewards))
-        known = group.known()
-        asked.given.update(samples)
-        if self._teaches(group):
+        except Exception as error:
+            self.aside.put(asked.number, "score", error)
+            return
+        if inspect.isawaitable(rewards):
+            asked.scoring.update(samples)
+            task = self._core.start(self._await_rewards(asked, group, rewards))
+            if inspect.iscoroutine(rewards):
+                task.add_done_callback(lambda _: rewards.close())  # not awaited, if the client closes before its turn
+        else:
+            self._scored(asked, group, rewards)
+
+    async def _await_rewards(self, asked: Asked, group: TrainGroup, coming: Awaitable[Rewards]) -> None:
+        """Groups are scored beside each other, also while nobody waits for the feed."""
+        task = asyncio.current_task()
+        try:
+            async with self._scored_at_once:
+                rewards = await coming
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
+                raise  # the client closes; otherwise it is the function that was cancelled
+            self.aside.put(asked.number, "score", error)
+        else:
+            self._scored(asked, group, rewards)
+        finally:
+            asked.scoring.difference_update(group.samples)
+            self._changed()
+
+    def _scored(self, asked: Asked, group: TrainGroup, rewards: Rewards = ()) -> None:
+        """A group, or a part of one, has its rewards: it is ready, or is dropped."""
+        number = asked.number
+        if self._rules.score is not None:
+            try:
+                group.rewards.extend(_numbers(rewards, len(group.results)))
+            except InvalidField as error:
+                self.aside.put(number, "score", error)
+                return
+        try:
+            teaches = self._teaches(group)
+        except Exception as error:
+            self.aside.put(number, "teaches", error)
+            return
+        asked.given.update(group.samples)
+        self.aside.over(number)
+        if teaches:
             self.ready[number] = self.ready[number].joined(group) if number in self.ready else group
         else:
-            self.drop(number, samples, "filtered", known)
+            self.drop(number, group.samples, "filtered", group.known())
 
     def _teaches(self, group: TrainGroup) -> bool:
         if self._rules.teaches is None or self._rules.teaches(group.rewards):
@@ -227,3 +291,14 @@ class Generating:
                 self._to_stop.clear()
         except (RedisError, OSError) as error:
             log.warning("jobs that are not needed any more still run: %s", error)
+
+
+def _numbers(rewards: Any, count: int) -> list[float]:
+    """What a `score` has returned. Raises InvalidField unless these are `count` numbers."""
+    try:
+        found = [float(reward) for reward in rewards]
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several values
+        found = None
+    if found is None or len(found) != count:
+        raise InvalidField("rewards", rewards, f"one number for each of {count} results")
+    return found

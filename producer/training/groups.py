@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -32,15 +33,19 @@ class GroupRules:
         is dropped as "surplus".
     keep: whether a sample may be in a group; others are dropped as "filtered". By default each may.
     score: the rewards of a group's samples, in their order; a function or a coroutine function. It is asked once for
-        each sample, with all that are delivered together. teaches: whether a group with these rewards is worth a step;
-        others are dropped as "filtered", and another prompt takes their place. `rewards_differ` is DAPO's filter. It
-        needs complete groups.
+        each sample, with all that are delivered together. Coroutines run beside each other, `score_concurrency` of them
+        at most. teaches: whether a group with these rewards is worth a step; others are dropped as "filtered", and
+        another prompt takes their place. `rewards_differ` is DAPO's filter. It needs complete groups.
     most_filtered: so many groups in a row are filtered; the next one is let through, and counted.
     on_failed: what becomes of samples that failed. "ask": they are asked for again, up to `retries` times a prompt.
         "less", and after the last retry: the group has that many samples less.
     deliver: "groups": the trainer gets a group when all of it is there. "samples": it gets samples as they finish, so a
         slow one holds up no others. A TrainGroup then has the samples of a prompt that are there; the others follow
         under the same number. Batches are filled to the sample.
+    What `keep`, `score` or `teaches` raises reaches the caller of the feed as it is, once for each prompt. The prompt's
+    samples stay in flight, other prompts go on, and each later call tries the function again. What it raises then is
+    raised only if the call has nothing else to give or to wait for.
+
     Raises InvalidField.
     """
 
@@ -48,6 +53,7 @@ class GroupRules:
     keep: Callable[[RolloutResult], bool] | None = None
     partials: bool = False
     score: Score | None = None
+    score_concurrency: int = 64
     teaches: Callable[[Rewards], bool] | None = None
     most_filtered: int = 64
     on_failed: OnFailed = "ask"
@@ -59,6 +65,14 @@ class GroupRules:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise InvalidField(name, value, "an integer, at least 0")
+        if type(self.score_concurrency) is not int or self.score_concurrency < 1:
+            raise InvalidField("score_concurrency", self.score_concurrency, "an integer, at least 1")
+        for name in ("keep", "score", "teaches"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise InvalidField(name, value, "a function")
+            if name != "score" and inspect.iscoroutinefunction(value):
+                raise InvalidField(name, value, "a plain function: only score may be a coroutine function")
         if self.on_failed not in get_args(OnFailed):
             raise InvalidField("on_failed", self.on_failed, '"ask" or "less"')
         if self.deliver not in get_args(Deliver):
