@@ -3,10 +3,14 @@
 from .decode import Decoder
 from .masks import Turn, loss_mask, prompt_tokens, response_mask, scatter, turn_masks, turn_numbers
 from .media import chat_job, from_openai, medium
-from .tools import ToolOutcome, ToolRegistry, read_tool, run_tool_calls
+from .tool_class import ToolAnswer, ToolClass
+from .tool_files import read_tool
+from .tools import ToolOutcome, ToolRegistry, run_tool_calls
 
 __all__ = [
     "Decoder",
+    "ToolAnswer",
+    "ToolClass",
     "ToolOutcome",
     "ToolRegistry",
     "Turn",

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from ...messages.errors import ConfigError, InvalidField
-from ...messages.model import MAX_TEXT, ChatMessage, Tool, ToolCall, as_invalid_field
+from ...messages.model import MAX_TEXT, ChatMessage, Tool, ToolCall
+from .tool_class import ToolAnswer, ToolClass
+from .tool_files import read_tool, read_tool_file
 
 Runner = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolOutcome:
-    """The outcome of one call. content: the tool's answer, or the error as text for the model. seconds: duration."""
+    """The outcome of one call. content: the tool's answer, or the error as text for the model. seconds: duration.
+
+    reward, state_reward, metrics: of a tool class in VERL's form, what its `execute` and `calc_reward` returned; else
+    None, None and {}.
+    """
 
     call: ToolCall
     content: str
     error: str | None = None
     seconds: float = 0.0
+    reward: float | None = None
+    state_reward: float | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -74,59 +80,57 @@ class ToolRegistry:
                 config: {index: /data/index}
                 schema: {type: function, function: {name: search, description: …, parameters: {…}}}
 
-        VERL's names, class_name and tool_schema, work too. The file decides which code runs in this process, so it must
-        be the trainer's own. No message can change it. Raises ConfigError.
+        VERL's files work too: its names class_name and tool_schema, its tool classes (see `ToolClass`), and the list
+        without `tools:` around it. MCP servers are refused. The file decides which code runs in this process, so it
+        must be the trainer's own. No message can change it. Raises ConfigError.
         """
         registry = cls()
-        entries = _read(Path(path)).get("tools")
-        if not isinstance(entries, list) or not entries:
-            raise ConfigError(f"{path}: tools: a list of at least one tool is needed")
-        for place, entry in enumerate(entries):
-            where = f"{path}: tools.{place}"
-            if not isinstance(entry, dict):
-                raise ConfigError(f"{where}: a mapping with class_path and schema is needed")
-            if unknown := sorted(map(str, entry.keys() - _KEYS)):
-                raise ConfigError(f"{where}: {unknown[0]} is unknown; known are {', '.join(sorted(_KEYS))}")
-            class_path, schema = (entry.get(a, entry.get(b)) for a, b in _NAMES)
-            if not isinstance(class_path, str) or not isinstance(schema, dict):
-                raise ConfigError(f"{where}: class_path and schema are needed")
+        for where, tool, runner in read_tool_file(Path(path)):
             try:
-                registry.add(read_tool("schema", schema), _runner(class_path, entry.get("config") or {}))
+                registry.add(tool, runner)
             except (InvalidField, ConfigError) as error:
                 raise ConfigError(f"{where}: {error}") from error
         return registry
 
 
-_NAMES = (("class_path", "class_name"), ("schema", "tool_schema"))
-_KEYS = {name for names in _NAMES for name in names} | {"config"}
-
-
 async def run_tool_calls(
-    calls: Sequence[ToolCall], registry: ToolRegistry, timeout: float | None = None
+    calls: Sequence[ToolCall],
+    registry: ToolRegistry,
+    timeout: float | None = None,
+    tools_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[ToolOutcome]:
     """Run the calls of a turn at the same time. Returns their outcomes in the order of the calls.
 
     timeout: seconds for each call. A plain function cannot be stopped: after the timeout it runs on in its thread, and
     its answer is dropped. An invalid call and a tool's exception each become an outcome with an error.
+    tools_kwargs: for tool classes in VERL's form, its data field of that name: `{tool: {"create_kwargs": {...}}}`.
     """
-    return list(await asyncio.gather(*(_run(call, registry, timeout) for call in calls)))
+    kwargs = tools_kwargs or {}
+    return list(await asyncio.gather(*(_run(call, registry, timeout, kwargs) for call in calls)))
 
 
-async def _run(call: ToolCall, registry: ToolRegistry, timeout: float | None) -> ToolOutcome:
+async def _run(
+    call: ToolCall, registry: ToolRegistry, timeout: float | None, kwargs: Mapping[str, Mapping[str, Any]]
+) -> ToolOutcome:
     runner = registry.runner(call.name)
+    if isinstance(runner, ToolClass):
+        runner = runner.created_with(kwargs.get(runner.name, {}).get("create_kwargs", {}))
     if call.error is not None or runner is None:
         error = call.error or f"there is no tool {call.name!r}"
         return ToolOutcome(call, f"Error: {error}", error)
     began = time.monotonic()
     try:
         async with asyncio.timeout(timeout):
-            answer = _as_text(await _call(runner, call.arguments or {}))
+            answer = await _call(runner, call.arguments or {})
+            said = answer if isinstance(answer, ToolAnswer) else ToolAnswer(answer)
+            text = _as_text(said.content)
     except TimeoutError:
         error = f"{call.name} did not answer within {timeout:g} s" if timeout else f"{call.name}: TimeoutError"
     except Exception as raised:  # a tool may raise anything; the other calls go on
         error = f"{call.name}: {type(raised).__name__}: {raised}"
     else:
-        return ToolOutcome(call, answer, None, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        return ToolOutcome(call, text, None, seconds, said.reward, said.state_reward, said.metrics)
     return ToolOutcome(call, f"Error: {error}", error, time.monotonic() - began)
 
 
@@ -171,55 +175,3 @@ def _as_text(answer: Any) -> str:
     if len(text) > MAX_TEXT:
         raise ValueError(f"an answer of {len(text)} characters: at most {MAX_TEXT} fit a message")
     return text.encode(errors="replace").decode()  # a lone surrogate cannot be encoded
-
-
-def read_tool(field: str, schema: Any) -> Tool:
-    """Read a tool in OpenAI's form. Raises InvalidField. field: the start of the name in that error."""
-    try:
-        return Tool.model_validate(schema)
-    except ValidationError as error:
-        invalid = as_invalid_field(error)
-        raise InvalidField(f"{field}.{invalid.field}", invalid.value, invalid.allowed) from None
-
-
-def _runner(class_path: str, config: Any) -> Runner:
-    module, _, name = class_path.replace(":", ".").rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"class_path={class_path!r}: cannot be imported: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"config={config!r}: a mapping of arguments")
-    if inspect.isclass(found):
-        try:
-            found = found(**config)
-        except TypeError as error:
-            raise ConfigError(f"class_path={class_path!r}: {error}") from error
-    elif config:
-        raise ConfigError(f"class_path={class_path!r}: a function takes no config")
-    if not callable(found):
-        raise ConfigError(f"class_path={class_path!r}: what it names, or an instance of it, has to be callable")
-    return found  # type: ignore[no-any-return]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    try:
-        if path.suffix == ".json":
-            found = json.loads(text)
-        else:
-            yaml: Any = importlib.import_module("yaml")
-            try:
-                found = yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ConfigError(f"{path}: not YAML: {error}") from error
-    except ImportError:
-        raise ConfigError(f"{path}: reading YAML needs PyYAML; a .json file needs nothing") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: a mapping with tools is needed")
-    return found
