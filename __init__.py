@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         SamplingParams,
         Segment,
         WaitTimeout,
+        WrongLoop,
         WrongProcess,
         new_id,
     )
@@ -96,6 +97,7 @@ __all__ = [
     "TrainGroup",
     "WaitTimeout",
     "WeightPublisher",
+    "WrongLoop",
     "WrongProcess",
     "job_fields",
     "new_id",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         UnsupportedVersion,
         WaitTimeout,
         WeightSyncError,
+        WrongLoop,
         WrongProcess,
     )
     from .ids import new_id
@@ -103,6 +104,7 @@ __all__ = [
     "WeightManifest",
     "WeightSyncError",
     "WorkerStatus",
+    "WrongLoop",
     "WrongProcess",
     "connect",
     "decode",

@@ -180,6 +180,24 @@ class WrongProcess(RolloutMQError):
         return (type(self), (self.what, self.pid))
 
 
+class WrongLoop(RolloutMQError):
+    """A client is used on another event loop than the one it was opened on, as by a second `asyncio.run`.
+
+    Open and close a client within one `asyncio.run`. A new client of the same `client_id` goes on with what the old one
+    left. The classes whose names begin with Blocking bring a loop of their own, and work from any thread and any loop.
+    """
+
+    def __init__(self, what: str, ended: bool) -> None:
+        super().__init__(
+            f"{what} belongs to another event loop, which {'has ended' if ended else 'still runs'}: make a new one in "
+            "each asyncio.run (the same client_id goes on with its jobs), or use BlockingRolloutClient"
+        )
+        self.what, self.ended = what, ended
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.what, self.ended))
+
+
 class RedisRefused(RolloutMQError, ResponseError):
     """Redis answers but accepts no writes. Nothing of the call was written. Repeating the call later is safe.
 

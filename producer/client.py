@@ -36,7 +36,7 @@ MAX_OUTSTANDING = 1 << 18
 
 @checks_arguments(GenerateJob, Handle, Caps, Staleness, GroupRules)
 class RolloutClient:
-    """An asyncio client of one pool, for one task or many of one event loop.
+    """An asyncio client of one pool, for one task or many of one event loop. On another loop it raises WrongLoop.
 
     Guarantees: a job that `submit` returned for is accepted, and reaches this client as all its results or as the
     results it got and one JobFailure. Within a process every outcome is handed out exactly once. An outcome stays on

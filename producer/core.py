@@ -76,8 +76,9 @@ class ClientCore:
         self._beside: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Connect and start to read, once. Raises RedisUnavailable, or RolloutMQError after `close`."""
+        """Connect and start to read, once. Raises RedisUnavailable, RolloutMQError after `close`, or WrongLoop."""
         self.reader.check_open()
+        self.reader.check_loop()
         async with self._opening:  # first calls at the same time start one reader
             if not self.reader.reading:
                 await ping(self._redis)
@@ -85,7 +86,8 @@ class ClientCore:
         self.reader.check_open()
 
     async def close(self) -> None:
-        """Acknowledge what was taken and disconnect, for good."""
+        """Acknowledge what was taken and disconnect, for good. Raises WrongLoop."""
+        self.reader.check_loop()
         try:
             for task in self._beside:
                 task.cancel()
@@ -95,7 +97,8 @@ class ClientCore:
             await self._redis.aclose()
 
     async def until(self, ready: Callable[[], bool], timeout: float | None) -> None:
-        """Return once `ready()`, which is asked whenever something arrives. Raises WaitTimeout."""
+        """Return once `ready()`, which is asked whenever something arrives. Raises WaitTimeout and WrongLoop."""
+        self.reader.check_loop()
         if not self.reader.reading:
             await self.open()
         if not ready():

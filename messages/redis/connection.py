@@ -17,7 +17,7 @@ from typing import Any, cast
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError, TimeoutError
 
-from ..errors import ConfigError, RedisRefused, RedisUnavailable, WrongProcess
+from ..errors import ConfigError, RedisRefused, RedisUnavailable, WrongLoop, WrongProcess
 from .answers import FULL, SILENT, said, told_as_ours
 from .disk import how_to_flush
 from .retry import REPLY_TIMEOUT_S, BoundedRetry, reply_within, within
@@ -73,7 +73,8 @@ class PoolRedis(Redis):
 
 
 class OwnPool(BlockingConnectionPool):
-    """A connection pool of one process. Raises WrongProcess in a forked child, which shares the sockets.
+    """A connection pool of one process and one event loop. Raises WrongProcess in a forked child, which shares the
+    sockets, and WrongLoop on another loop while connections of the first one are open.
 
     Whenever a connection comes back to it, it closes those that nobody has used for IDLE_S seconds: a server has room
     for a limited number.
@@ -82,11 +83,18 @@ class OwnPool(BlockingConnectionPool):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._unused: dict[Any, float] = {}  # when each connection came back last, the longest ago first
 
     async def get_connection(self, *args: Any, **options: Any) -> Any:
         if os.getpid() != self._pid:
             raise WrongProcess("the connection to Redis", self._pid)
+        if self._loop is not (running := asyncio.get_running_loop()):
+            if self._loop is not None and any(
+                it.is_connected for it in (*self._available_connections, *self._in_use_connections)
+            ):
+                raise WrongLoop("the connection to Redis", self._loop.is_closed())
+            self._loop = running
         return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
 
     async def release(self, connection: Any) -> None:
@@ -120,7 +128,7 @@ def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> Poo
     an error too. At most MAX_CONNECTIONS such reads can wait at once.
 
     Raises ConfigError for a URL that cannot be used, without showing its password. Every command raises WrongProcess in
-    a forked child.
+    a forked child, and WrongLoop on another event loop than the one before.
     """
     target = parse(url)
     if target.kind == "cluster" and pool is None:

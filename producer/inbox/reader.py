@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from ...messages.broker import Broker, Receipt, Reply
 from ...messages.codec import Job
-from ...messages.errors import ClientReplaced, RolloutMQError, WaitTimeout, WrongProcess
+from ...messages.errors import ClientReplaced, RolloutMQError, WaitTimeout, WrongLoop, WrongProcess
 from ...messages.model import JobFailure
 from .handover import Crossing, HandOut
 from .inbox import place_of
@@ -61,6 +61,7 @@ class ReplyReader:
         self._before_ack = before_ack
         self._broker, self._blocking, self._client_id, self._inbox = broker, blocking, client_id, inbox
         self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()  # set, and replaced, at every change
         self.waiting = 0
         """How many calls wait in `until`."""
@@ -87,6 +88,7 @@ class ReplyReader:
 
     async def open(self) -> None:
         """Read what an earlier client of this id had not acknowledged, then go on reading in the background."""
+        self._loop = asyncio.get_running_loop()
         self._owner = await self._broker.own_replies(self._client_id)
         open_jobs = await self._broker.open_jobs(self._client_id)
         known = await self._broker.submitted(open_jobs)
@@ -129,6 +131,11 @@ class ReplyReader:
             raise WrongProcess(f"client {self._client_id}", self._pid)
         if isinstance(self._broken, ClientReplaced):
             raise ClientReplaced(self._client_id)
+
+    def check_loop(self) -> None:
+        """Raises WrongLoop on another event loop than the one that `open` was called on."""
+        if self._loop not in {None, asyncio.get_running_loop()} and os.getpid() == self._pid:
+            raise WrongLoop(f"client {self._client_id}", self._loop.is_closed())
 
     def wake(self) -> None:
         """Have whoever waits in `until` look again."""
