@@ -25,8 +25,11 @@ TRAINERS = "tests/producer/trl/"
 LONG = (
     "test_state_machine", "test_kills", "test_operations", "test_commands_serving", "test_cluster", "test_restart",
     "test_publish_faults", "test_skyrl_weights", "test_disk_crash", "test_torchrun",
+    "test_chaos_sabotage", "test_bench_sync", "test_bench_engine", "test_gather",
 )  # fmt: skip
 """Modules that take longest of those without an engine."""
+SEPARATE = "tests/house/test_chaos_sabotage.py"
+"""Minutes of tests that share nothing: each goes to the process that is free."""
 ENDING = ("test_sglang_engine", "test_engine_ops")
 """Modules that end the engine that they share, or the worker."""
 
@@ -86,6 +89,8 @@ def stage(item: pytest.Item) -> int:
 
 def unit(nodeid: str) -> str:
     """Tests of one unit run in one process."""
+    if nodeid.startswith(SEPARATE):
+        return nodeid
     place = rank(nodeid)
     return (ENGINES, POOLS)[place] if place < 2 else nodeid.partition("::")[0]
 
