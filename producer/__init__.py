@@ -10,6 +10,7 @@ from .blocking import (
 from .calls import Delta, Prompt, Session, similarity
 from .client import RolloutClient
 from .control import Answer, Answers, CommandFailed, PoolAudit, PoolControl
+from .episodes import Environment, Episode, EpisodeLimits
 from .inbox import Group, Handle, JobHandle, Outcome
 from .training import GroupRules, RolloutFeed, Staleness, TrainGroup, rewards_differ
 
@@ -23,6 +24,9 @@ __all__ = [
     "BlockingSession",
     "CommandFailed",
     "Delta",
+    "Environment",
+    "Episode",
+    "EpisodeLimits",
     "Group",
     "GroupRules",
     "Handle",

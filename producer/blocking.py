@@ -141,6 +141,7 @@ class BlockingRolloutClient(BlockingContext[RolloutClient]):
     map = iterates(RolloutClient.map)
     generate = waits(RolloutClient.generate)
     stream = iterates(RolloutClient.stream)
+    episodes = iterates(RolloutClient.episodes)
     embed = waits(RolloutClient.embed)
     score = waits(RolloutClient.score)
     reward = waits(RolloutClient.reward)

@@ -27,6 +27,7 @@ from ..messages.model import (
 from .calls import Delta, Groups, Mapped, Prompt, Results, Session, Streams, as_jobs, generate, tasks
 from .control import PoolControl
 from .core import ClientCore, jobs_given
+from .episodes import Environment, Episode, EpisodeLimits, run_episodes
 from .inbox import Group, Handle, JobHandle, Outcome
 from .training import GroupRules, RolloutFeed, Staleness
 
@@ -34,7 +35,7 @@ __all__ = ["Group", "JobHandle", "Outcome", "RolloutClient"]
 MAX_OUTSTANDING = 1 << 18
 
 
-@checks_arguments(GenerateJob, Handle, Caps, Staleness, GroupRules)
+@checks_arguments(GenerateJob, Handle, Caps, Staleness, GroupRules, EpisodeLimits)
 class RolloutClient:
     """An asyncio client of one pool, for one task or many of one event loop. On another loop it raises WrongLoop.
 
@@ -271,6 +272,44 @@ class RolloutClient:
         """
         return Session(
             self._core, self._streams, session_id=session_id, system=system, token_ids=token_ids, chat=chat, **fields
+        )
+
+    def episodes(
+        self,
+        tasks: Iterable[Any],
+        environment: Callable[[Any], Environment],
+        *,
+        n: int = 1,
+        limits: EpisodeLimits = EpisodeLimits(),  # noqa: B008
+        run: str | None = None,
+        start: int = 0,
+        concurrency: int = 256,
+        **fields: Unpack[TurnFields],
+    ) -> AsyncGenerator[Episode]:
+        """Plays episodes between the model and environments; yields each as it ends. docs/agents.md is about them.
+
+        tasks: of anything; a generator of any length. environment(task): the Environment of one episode; it has to
+        return at once, so what takes time belongs into `reset`. n: episodes of each task. concurrency: episodes begun
+        and not handed out yet. fields: those of GenerateJob, for every turn.
+
+        What goes wrong in an episode is told by its `stop` and `error`. Coming back for the next one acknowledges the
+        one before. Leaving the loop cancels the other episodes and closes their environments.
+
+        run: name of a run that can be resumed; start: number of the first task. A client that starts again under the
+        same client_id, with the same run, tasks, fields and limits, plays episodes that were not handed out again from
+        their beginning. Answers that were complete come from the reply stream, and nothing of them is generated again,
+        as long as the environment does the same again. Raises InvalidField, and RedisUnavailable.
+        """
+        return run_episodes(
+            self._core,
+            tasks,
+            environment,
+            n=n,
+            limits=limits,
+            run=run,
+            start=start,
+            concurrency=concurrency,
+            fields=fields,
         )
 
     # --- a trainer's feed ------------------------------------------------------------------------------------------

@@ -1,15 +1,16 @@
 """What a client can be asked beyond submit and wait: loops, batches, sessions, streams, tasks."""
 
 from . import tasks
-from .batch import Prompt, as_jobs, generate
+from .batch import Prompt, as_jobs, generate, prompt_fields
 from .loops import Groups, Mapped, Results
-from .session import Session
+from .session import History, Session
 from .stream import Delta, Streams
 from .tasks import similarity
 
 __all__ = [
     "Delta",
     "Groups",
+    "History",
     "Mapped",
     "Prompt",
     "Results",
@@ -17,6 +18,7 @@ __all__ = [
     "Streams",
     "as_jobs",
     "generate",
+    "prompt_fields",
     "similarity",
     "tasks",
 ]

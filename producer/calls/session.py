@@ -30,9 +30,9 @@ SETTLE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Columns of one length: ids: (n,) int32. mask: (n,) uint8. logprobs: (n,) float32. versions: (n,) int64."""
+    """Columns of one length: token_ids: (n,) int32. mask: (n,) uint8. logprobs: (n,) float32. versions: (n,) int64."""
 
-    ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     mask: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     versions: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -52,10 +52,10 @@ class History:
 
     def upto(self, end: int) -> History:
         """Its first `end` tokens."""
-        return History(self.ids[:end], self.mask[:end], self.logprobs[:end], self.versions[:end])
+        return History(self.token_ids[:end], self.mask[:end], self.logprobs[:end], self.versions[:end])
 
     def _then(self, *more: npt.NDArray[Any]) -> History:
-        mine: tuple[npt.NDArray[Any], ...] = (self.ids, self.mask, self.logprobs, self.versions)
+        mine: tuple[npt.NDArray[Any], ...] = (self.token_ids, self.mask, self.logprobs, self.versions)
         return History(*(np.concatenate([one, new]) for one, new in zip(mine, more, strict=True)))
 
 
@@ -118,12 +118,12 @@ class Session:
     # --- what it has -----------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._history.ids)
+        return len(self._history.token_ids)
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
         """(n,) int32: the whole conversation."""
-        return self._history.ids
+        return self._history.token_ids
 
     @property
     def mask(self) -> npt.NDArray[np.uint8]:
@@ -230,7 +230,7 @@ class Session:
             raise InvalidField("n", fields["n"], "1: a session is one conversation; branch() for more")
         if self.worker is not None:
             fields.setdefault("prefer_worker", self.worker)
-        history = self._history.ids
+        history = self._history.token_ids
         given = {} if prompt is None else prompt_fields(prompt)
         if self._chat and "text" in given:
             given = {"messages": _messages("user", given["text"])}
@@ -254,7 +254,7 @@ class Session:
 
     def _take(self, job: GenerateJob, result: RolloutResult) -> None:
         prompt = job.token_ids if job.token_ids is not None else result.prompt_ids
-        known = self._history.ids
+        known = self._history.token_ids
         if prompt is None or not np.array_equal(prompt[: len(known)], known):
             raise RolloutMQError(f"session {self.session_id}: the worker's prompt does not begin with the history")
         self._history = self._history.given(prompt[len(known) :]).generated(result)

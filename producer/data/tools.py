@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ from typing import Any
 
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.model import MAX_TEXT, ChatMessage, Tool, ToolCall
+from .either import call_either
 from .tool_class import ToolAnswer, ToolClass
 from .tool_files import read_tool, read_tool_file
 
@@ -121,7 +120,7 @@ async def _run(
     began = time.monotonic()
     try:
         async with asyncio.timeout(timeout):
-            answer = await _call(runner, call.arguments or {})
+            answer = await call_either(runner, **(call.arguments or {}))
             said = answer if isinstance(answer, ToolAnswer) else ToolAnswer(answer)
             text = _as_text(said.content)
     except TimeoutError:
@@ -132,35 +131,6 @@ async def _run(
         seconds = time.monotonic() - began
         return ToolOutcome(call, text, None, seconds, said.reward, said.state_reward, said.metrics)
     return ToolOutcome(call, f"Error: {error}", error, time.monotonic() - began)
-
-
-async def _call(runner: Runner, arguments: Mapping[str, Any]) -> Any:
-    if inspect.iscoroutinefunction(runner) or inspect.iscoroutinefunction(getattr(runner, "__call__", None)):  # noqa: B004
-        return await runner(**arguments)
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def finish(answer: Any, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(answer)
-        else:
-            done.set_exception(error)
-
-    def work() -> None:
-        answer, error = None, None
-        try:
-            answer = runner(**arguments)
-        except Exception as raised:
-            error = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(finish, answer, error)
-
-    # Not the loop's own pool: tools that hang would fill it, and the process could not end.
-    threading.Thread(target=work, name="rolloutmq-tool", daemon=True).start()
-    answer = await done
-    return await answer if inspect.isawaitable(answer) else answer
 
 
 def _as_text(answer: Any) -> str:

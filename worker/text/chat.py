@@ -25,26 +25,34 @@ def after_context(
     if text is not None:
         return np.concatenate([context, tokenizer.encode(text, special=False)])
     assert messages is not None
-    before, opening = _short_conversation(tokenizer, "a", tools)
-    other, _ = _short_conversation(tokenizer, "b", tools)
-    # What the template puts behind an assistant's text; the context may have some of it: the stop, if it was kept.
-    closing = before[len(before) - _common(before[::-1], other[::-1]) :]
-    has = next((n for n in range(len(closing), 0, -1) if np.array_equal(context[-n:], closing[:n])), 0)
-    after = tokenizer.encode_chat([*opening, *messages], tools=tools)
-    if not np.array_equal(after[: len(before)], before):
+    # Two conversations that differ in an answer alone: what they begin and end with is around the answer.
+    head, closing = _around_an_answer(tokenizer, [], tools)
+    new_head, behind = _around_an_answer(tokenizer, messages, tools)
+    # A template may show the last answer with more in front of it, as Qwen3's does with an empty thought.
+    if not np.array_equal(head[: len(new_head)], new_head) or not np.array_equal(behind[: len(closing)], closing):
         raise RequestRefused(
             "messages behind context_ids: this model's chat template does not render turns one after the other; "
             "send token_ids"
         )
-    prompt: Ids = np.concatenate([context, closing[has:], after[len(before) :]]).astype(np.int32)
+    # The context may have some of what the template puts behind an answer: the stop, if it was kept.
+    has = next((n for n in range(len(closing), 0, -1) if np.array_equal(context[-n:], closing[:n])), 0)
+    prompt: Ids = np.concatenate([context, behind[has:]]).astype(np.int32)
     return prompt
 
 
-def _short_conversation(
-    tokenizer: Tokenizer, answer: str, tools: list[dict[str, Any]] | None
-) -> tuple[Ids, list[dict[str, Any]]]:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
-    return tokenizer.encode_chat(messages, tools=tools, answer=False), messages
+def _around_an_answer(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> tuple[Ids, Ids]:
+    """What the template puts in front of an answer, and from its end on, if `messages` follow it."""
+    one, other = (
+        tokenizer.encode_chat(
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}, *messages],
+            tools=tools,
+            answer=bool(messages),
+        )
+        for answer in "ab"
+    )
+    return one[: _common(one, other)], one[len(one) - _common(one[::-1], other[::-1]) :]
 
 
 def _common(one: Ids, other: Ids) -> int:

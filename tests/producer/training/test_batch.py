@@ -38,11 +38,7 @@ def conversation() -> Row:
     given = (np.array([7, 8], np.int32), np.array([9], np.int32))
     first = History().given(given[0]).generated(one([7, 8], [5, 6]))
     history = first.given(given[1]).generated(one([7, 8, 5, 6, 9], [4, 3, 2], version=5))
-
-    class Talk:
-        token_ids, mask, logprobs, versions = history.ids, history.mask, history.logprobs, history.versions
-
-    return Row.of_session(Talk(), reward=0.25, group=2)
+    return Row.of_session(history, reward=0.25, group=2)
 
 
 @pytest.fixture

@@ -138,3 +138,31 @@ def test_a_template_that_changes_earlier_turns_is_refused() -> None:
 
     with pytest.raises(RequestRefused, match="does not render turns one after the other"):
         after_context(Counting(), np.array([1], np.int32), messages=[{"role": "user", "content": "a"}])
+
+
+def test_a_template_that_shows_the_last_answer_differently_is_taken() -> None:
+    """Qwen3's shows it with an empty thought, which it leaves out as soon as a turn follows."""
+
+    class LastWithThought(Bytes):
+        def encode_chat(self, messages: list[dict[str, str]], **more: object) -> np.ndarray:  # type: ignore[type-arg,override]
+            if messages[-1]["role"] == "assistant":
+                messages = [
+                    *messages[:-1],
+                    {"role": "assistant", "content": "<think></think>" + messages[-1]["content"]},
+                ]
+            return super().encode_chat(messages, **more)  # type: ignore[arg-type]
+
+    context = np.array([*chat(("user", "hi")), 200], np.int32)
+    found = after_context(LastWithThought(), context, messages=[{"role": "user", "content": "more"}]).tolist()
+    assert found == [*context, END, 10, *chat(("user", "more"))]
+
+
+def test_a_template_that_puts_a_message_in_front_is_refused() -> None:
+    """Behind the context nothing would be left of it."""
+
+    class SystemFirst(Bytes):
+        def encode_chat(self, messages: list[dict[str, str]], **more: object) -> np.ndarray:  # type: ignore[type-arg,override]
+            return super().encode_chat(sorted(messages, key=lambda it: it["role"] != "system"), **more)  # type: ignore[arg-type]
+
+    with pytest.raises(RequestRefused, match="does not render turns one after the other"):
+        after_context(SystemFirst(), np.array([1], np.int32), messages=[{"role": "system", "content": "x"}])

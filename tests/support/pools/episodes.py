@@ -1,0 +1,53 @@
+"""What tests of episodes share: an environment, and ways to play it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rolloutmq import Episode, RolloutClient, RolloutResult, SamplingParams
+
+SHORT = SamplingParams(max_new_tokens=4)
+
+
+class Counting:
+    """Ends after `last` turns; each is rewarded with its number. Its observations are the turn's number, twice."""
+
+    def __init__(self, task: int, last: int = 3) -> None:
+        self.task, self.last, self.turn, self.closed = task, last, 0, 0
+
+    def reset(self) -> list[int]:
+        return [1, 2, self.task]
+
+    def step(self, answer: RolloutResult) -> tuple[list[int], float, bool, dict[str, Any]]:
+        self.turn += 1
+        return [self.turn, self.turn], self.turn, self.turn == self.last, {"seen": answer.token_ids.tolist()}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+async def played(client: RolloutClient, make: Callable[[Any], Any], count: int = 1, **more: Any) -> list[Episode]:
+    """All episodes, by task and sample."""
+    found = [it async for it in client.episodes(range(count), make, **{"sampling": SHORT} | more)]
+    return sorted(found, key=lambda it: (it.number, it.sample))
+
+
+async def all_read(client: RolloutClient) -> bool:
+    """Whether nothing is left on the client's reply stream."""
+    return not await client.broker.redis.xlen(client.broker.keys.reply(client.client_id))
+
+
+class Keep:
+    """Makes environments of a kind, and keeps them."""
+
+    def __init__(self, kind: Callable[[Any], Any]) -> None:
+        self.kind, self.made = kind, list[Any]()
+
+    def __call__(self, task: Any) -> Any:
+        self.made.append(self.kind(task))
+        return self.made[-1]
+
+    @property
+    def closed(self) -> list[int]:
+        return [it.closed for it in self.made]
