@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.pools.episodes import SHORT, Counting, Keep, all_read, played
+from support.pools.episodes import SHORT, Counting, Keep, left, played
 from support.pools.pool import check_scripted, eventually, worker
 from support.specimens.byte_tokenizer import Bytes
 
@@ -46,7 +46,7 @@ async def test_an_episode_is_what_was_sampled_and_what_was_observed(redis_db: st
     batch = RolloutBatch.of([row for it in episodes for row in it.rows()])
     assert batch.ids.shape == (6, 19)
     assert client.outstanding == 0
-    await eventually(lambda: all_read(client), what="all of it is acknowledged")
+    await eventually(lambda: left(client, 0), what="all of it is acknowledged")
 
 
 async def test_coroutines_and_plain_functions_are_environments(redis_db: str, client: RolloutClient) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from support.pools.episodes import SHORT, Counting, Keep, all_read
+from support.pools.episodes import SHORT, Counting, Keep, left
 from support.pools.pool import eventually, worker
 
 from rolloutmq import Episode, RolloutClient, RolloutMQError, RolloutResult
@@ -48,8 +48,8 @@ async def crashed(url: str) -> tuple[list[Episode], Keep]:
 
     consuming = asyncio.create_task(consume())
     await eventually(lambda: len(got) == 2 and sum(it.turn for it in make.made) == 2 * 3 + 4 * 1)
-    await eventually(lambda: not client._core.reader._acks, what="what was handed out is acknowledged")
     await eventually(lambda: client.outstanding == 0)
+    await eventually(lambda: left(client, 4 * 2), what="what was handed out is acknowledged, and no more")
     await crash(client)
     Gated.gate.set()
     with pytest.raises(RolloutMQError):
@@ -65,7 +65,7 @@ async def test_answers_that_were_complete_are_not_generated_again(redis_db: str)
         async with RolloutClient(redis_db, client_id="client") as client:
             accepted = (await client.load()).accepted
             after = await play(client, Counting, start=2)
-            await eventually(lambda: all_read(client))
+            await eventually(lambda: left(client, 0))
             load = await client.load()
     assert [(it.number, it.stop, len(it.turns)) for it in after] == [(number, "done", 3) for number in TASKS[2:]]
     assert accepted == 2 * 3 + 4 * 2
@@ -83,7 +83,7 @@ async def test_an_environment_that_does_otherwise_is_asked_anew(redis_db: str) -
             after = await play(client, Other, start=2)
             assert [(it.stop, it.history.token_ids[0]) for it in after] == [("done", 9)] * 4
             assert [it async for it in client.results(5)] == [], "what the first process left is nobody's"
-            await eventually(lambda: all_read(client))
+            await eventually(lambda: left(client, 0))
 
 
 async def test_what_was_handed_out_can_be_played_again(redis_db: str, client: RolloutClient) -> None:
@@ -92,7 +92,7 @@ async def test_what_was_handed_out_can_be_played_again(redis_db: str, client: Ro
         second = await play(client, Counting)
     assert [it.stop for it in (*first, *second)] == ["done"] * 12
     assert {it.turns[0].result.job_id for it in first}.isdisjoint({it.turns[0].result.job_id for it in second})
-    await eventually(lambda: all_read(client))
+    await eventually(lambda: left(client, 0))
 
 
 async def test_a_cancelled_job_ends_its_episode(redis_db: str, client: RolloutClient) -> None:

@@ -33,9 +33,9 @@ async def played(client: RolloutClient, make: Callable[[Any], Any], count: int =
     return sorted(found, key=lambda it: (it.number, it.sample))
 
 
-async def all_read(client: RolloutClient) -> bool:
-    """Whether nothing is left on the client's reply stream."""
-    return not await client.broker.redis.xlen(client.broker.keys.reply(client.client_id))
+async def left(client: RolloutClient, count: int) -> bool:
+    """Whether so many outcomes are on the client's reply stream."""
+    return int(await client.broker.redis.xlen(client.broker.keys.reply(client.client_id))) == count
 
 
 class Keep:
