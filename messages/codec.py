@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from .errors import InvalidField, MalformedMessage, UnsupportedVersion
 from .model import (
+    MAX_TEXT,
     Command,
     CommandReply,
     EmbedJob,
@@ -56,12 +57,14 @@ MAJOR = 1
 MINOR = 0
 HEADER = 3
 MAX_MESSAGE_BYTES = 64 << 20
-MAX_STR = 8 << 20
+MAX_STR = MAX_TEXT
 MAX_BIN = 16 << 20
 MAX_ITEMS = 1 << 17
 MAX_KEYS = 1 << 14
 MAX_ELEMENTS = 1 << 21
 """Elements of all arrays and maps together, where each array and map counts as one more."""
+_CHECKED_BYTES = 2 * MAX_KEYS
+"""A shorter body is within all of these limits: an element takes at least one byte, and an item of a map two."""
 _TEXT = frozenset({str})
 _TOKEN_IDS = frozenset({int})
 
@@ -77,20 +80,31 @@ def encode(message: Message) -> bytes:
     try:
         body: bytes = msgpack.packb(message.model_dump(exclude_unset=True, exclude_none=True), use_bin_type=True)
     except (OverflowError, TypeError, ValueError):
-        raise _unsendable(message) from None
+        raise _unsendable(message, "plain data, integers of 64 bits") from None
     if len(body) + HEADER > MAX_MESSAGE_BYTES:
         raise InvalidField(type(message).__name__, f"{len(body)} bytes", f"at most {MAX_MESSAGE_BYTES} bytes encoded")
+    if len(body) > _CHECKED_BYTES:
+        try:
+            _unpack(body, type(message))
+        except MalformedMessage:
+            raise _unsendable(message, _LIMITS) from None
     return bytes((MAJOR, MINOR, message.KIND)) + body
 
 
-def _unsendable(message: Message) -> InvalidField:
-    """The error for the field that msgpack does not take: an integer over 64 bits, or half a character."""
+_LIMITS = (
+    f"at most {MAX_STR} bytes of UTF-8 in a text, {MAX_BIN} in bytes, {MAX_ITEMS} elements in an array, "
+    f"{MAX_KEYS} in a map, and {MAX_ELEMENTS} in all together"
+)
+
+
+def _unsendable(message: Message, allowed: str) -> InvalidField:
+    """The error for the first field that a decoder would refuse, or msgpack. allowed: what it says is."""
     for name, value in message.model_dump(exclude_unset=True, exclude_none=True).items():
         try:
-            msgpack.packb(value)
-        except (OverflowError, TypeError, ValueError):
-            return InvalidField(name, value, "plain data, integers of 64 bits")
-    return InvalidField(type(message).__name__, "a message", "plain data, integers of 64 bits")
+            _unpack(msgpack.packb({name: value}), type(message))
+        except (OverflowError, TypeError, ValueError, MalformedMessage):
+            return InvalidField(name, value, allowed)
+    return InvalidField(type(message).__name__, "a message", allowed)
 
 
 def decode(data: bytes, expect: type[M]) -> M:

@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 from .base import Items, Name, PlainObject, Record
 
 MAX_TEXT = 8 << 20
+"""Most bytes of a text in UTF-8. The models count characters; the codec counts the bytes before a message is sent."""
 MAX_CALLS = 128
 """The most tool calls in one turn."""
 MAX_TOOL_NAME = 128

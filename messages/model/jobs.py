@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from .base import MAX_METADATA_ITEMS, Float, Int, Items, Metadata, Name, Submitted, TokenIds, exactly_one
-from .chat import ChatMessage
+from .chat import MAX_TEXT, ChatMessage
 from .media import MAX_MEDIA, Medium, check_media
 from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
 from .tools import Tool
@@ -110,7 +110,7 @@ class GenerateJob(Submitted):
     id: str = ""
     reply_to: str = Field(default="", max_length=128)
     token_ids: TokenIds | None = None
-    text: str | None = Field(default=None, max_length=8 << 20)
+    text: str | None = Field(default=None, max_length=MAX_TEXT)
     messages: Items[ChatMessage] | None = Field(default=None, min_length=1, max_length=4096)
     n: Int = Field(default=1, ge=1, le=MAX_SAMPLES)
     sampling: SamplingParams = SamplingParams()

@@ -26,7 +26,7 @@ from rolloutmq.messages import (
     decode,
     encode,
 )
-from rolloutmq.messages.codec import KINDS, MAJOR, MINOR
+from rolloutmq.messages.codec import KINDS, MAJOR, MAX_BIN, MAX_ELEMENTS, MAX_ITEMS, MAX_KEYS, MAX_STR, MINOR
 from rolloutmq.messages.model.base import MAX_TOKENS
 
 
@@ -243,6 +243,40 @@ def test_what_cannot_travel_is_refused_under_its_name(fields: dict[str, Any]) ->
 def test_a_message_no_decoder_would_accept_is_not_encoded() -> None:
     with pytest.raises(InvalidField, match="at most"):
         encode(job(metadata={str(i): "x" * (3 << 20) for i in range(23)}))
+
+
+TOO_LARGE: dict[str, dict[str, Any]] = {
+    "text": {"text": "\u00e9" * (MAX_STR // 2 + 1)},
+    "messages": {"messages": [{"role": "user", "content": "\u00e9" * (MAX_STR // 2 + 1)}]},
+    "metadata": {"metadata": {"a": "x" * (MAX_STR + 1)}},
+    "tools": {"tools": [{"function": {"name": "f", "parameters": {"a": bytes(MAX_BIN + 1)}}}]},
+    "logit_processors": {"logit_processors": [{"name": "p", "params": {"a": [None] * (MAX_ITEMS + 1)}}]},
+}
+
+
+@pytest.mark.parametrize("field", TOO_LARGE)
+def test_what_a_decoder_refuses_is_refused_by_the_sender_under_its_name(field: str) -> None:
+    prompt = {} if field in ("text", "messages") else {"token_ids": [1]}
+    with pytest.raises(InvalidField, match=f"at most {MAX_STR} bytes of UTF-8") as refused:
+        encode(GenerateJob.build(**prompt, **TOO_LARGE[field]))
+    assert refused.value.field == field
+
+
+def test_so_many_keys_and_elements_and_no_more_are_sent() -> None:
+    def sent(params: dict[str, Any]) -> GenerateJob:
+        return decode(encode(job(logit_processors=[{"name": "p", "params": params}])), GenerateJob)
+
+    keys = {str(i): None for i in range(MAX_KEYS)}
+    assert sent({"a": keys}).logit_processors[0].params == {"a": keys}
+    with pytest.raises(InvalidField, match=f"{MAX_KEYS} in a map"):
+        sent({"a": keys | {"more": None}})
+    with pytest.raises(InvalidField, match=f"{MAX_ELEMENTS} in all"):
+        sent({"a": [[None] * MAX_ITEMS for _ in range(MAX_ELEMENTS // MAX_ITEMS)]})
+
+
+def test_a_text_that_a_client_could_not_read_fails_at_the_worker() -> None:
+    with pytest.raises(InvalidField, match=f"at most {MAX_STR} bytes"):
+        encode(result(job(), text="\u00e9" * (MAX_STR // 2 + 1)))
 
 
 def test_nothing_is_imported_or_unpickled() -> None:
