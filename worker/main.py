@@ -7,8 +7,11 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import NoReturn
 
+from ..messages.errors import ConfigError
+from ..messages.hub import is_outage, is_unknown, look_up, was_fetched
 from .commands import beside
 from .config import WorkerConfig
 from .garbage import settle
@@ -20,8 +23,28 @@ log = logging.getLogger(__name__)
 
 
 def run_worker(config: WorkerConfig, engine: SGLangConfig) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. A second SIGINT ends it at once. Raises what Worker.run raises."""
+    """Serve until SIGTERM or SIGINT, then drain. A second SIGINT ends it at once. Raises what Worker.run and
+    check_model raise."""
+    check_model(engine.model)
     asyncio.run(_run(config, engine))
+
+
+def check_model(model: str) -> None:
+    """Raises ConfigError for a model that is neither here nor on the hub. SGLang would look for it for a minute and a
+    half. What only SGLang can find (a URL, a name on ModelScope) is left to SGLang."""
+    if Path(model).exists() or "://" in model or os.environ.get("SGLANG_USE_MODELSCOPE"):
+        return
+    answer = look_up(model)
+    if is_unknown(answer):
+        why = "the hub has no such model, or none for this user (HF_TOKEN says who that is)"
+    elif is_outage(answer) and not was_fetched(model, "config.json"):
+        why = f"the hub does not answer ({answer}), and nothing of that name was fetched from it before"
+    else:
+        return
+    raise ConfigError(
+        f"model={model!r}: there is no such folder or file, and {why}. Give a folder with the model, or its name on "
+        "the hub; `rolloutmq tiny-model DIRECTORY` writes one for a trial"
+    )
 
 
 def exit_at_once() -> NoReturn:

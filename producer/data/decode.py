@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...messages.errors import ConfigError, InvalidField
+from ...messages.hub import is_outage, look_up
 from ...messages.model import RolloutResult
 
-HUB_S = 5.0
-"""So long the hub may take to connect, and to answer, in seconds."""
 Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
@@ -60,9 +59,10 @@ def _load(model: str) -> Any:
     path = Path(model)
     if path.exists() and not (path.is_dir() or path.is_file()):
         raise ConfigError(f"no tokenizer could be loaded from {model}: it is neither a folder nor a file")
-    unreachable = None if path.exists() else _unreachable(model)
+    answer = None if path.exists() else look_up(model)
+    unreachable = is_outage(answer)
     try:
-        return _read(model, path, offline=unreachable is not None)
+        return _read(model, path, offline=unreachable)
     except ImportError:
         raise ConfigError(
             f"decoding needs the library tokenizers (pip install 'rolloutmq[text]'), or transformers for {model}, "
@@ -70,8 +70,8 @@ def _load(model: str) -> Any:
         ) from None
     except Exception as error:  # the libraries raise what they like
         why = str(error)
-        if unreachable is not None:
-            why = f"the hub does not answer ({unreachable}), and nothing of that name was fetched from it before"
+        if unreachable:
+            why = f"the hub does not answer ({answer}), and nothing of that name was fetched from it before"
         if not path.exists():
             why = (
                 f"there is no such folder or file, and {why.rstrip('.')}. Give the model's folder or its tokenizer.json"
@@ -93,19 +93,3 @@ def _read(model: str, path: Path, *, offline: bool) -> Any:
                 file = hub.hf_hub_download(model, "tokenizer.json", local_files_only=offline)
             return library.from_file(str(file))
     return importlib.import_module("transformers").AutoTokenizer.from_pretrained(model, local_files_only=offline)
-
-
-def _unreachable(model: str) -> Exception | None:
-    """Why the hub cannot be asked for a model, or None. The hub's own client would try for half a minute."""
-    try:
-        hub = importlib.import_module("huggingface_hub")
-    except ImportError:
-        return None
-    try:
-        hub.HfApi().model_info(model, timeout=HUB_S)
-    except ValueError:
-        return None  # such a name cannot be, which whoever fetches the tokenizer says
-    except Exception as error:  # of the hub's client, or of the HTTP library that this release of it has
-        status = getattr(getattr(error, "response", None), "status_code", 500)
-        return error if status >= 500 else None
-    return None

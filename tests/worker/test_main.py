@@ -1,0 +1,71 @@
+"""What `rolloutmq worker` says before it starts an engine, which takes long."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+
+def told(folder: Path, *command: str, hub: int = 1, **more: str) -> str:
+    """What this command says where the hub is at this port of this machine. Nobody listens at port 1."""
+    surroundings = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    surroundings |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub}", "HF_HOME": str(folder), "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, env=surroundings | more
+    )
+    return done.stderr
+
+
+def worker(folder: Path, model: str, hub: int = 1, **more: str) -> str:
+    return told(
+        folder, "-m", "rolloutmq.ops.entry", "worker", "--log-level", "error", "--model", model, hub=hub, **more
+    )
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "./no/such/model"])
+def test_a_folder_that_is_not_there_is_refused_by_name(tmp_path: Path, model: str) -> None:
+    said = worker(tmp_path, model)
+    assert said.startswith(f"ConfigError: model='{model}': there is no such folder or file, and the hub has no such")
+    assert "Give a folder with the model, or its name on the hub; `rolloutmq tiny-model" in said
+
+
+@pytest.mark.parametrize("more", [{}, {"HF_HUB_OFFLINE": "1"}])
+def test_a_hub_that_cannot_be_asked_is_said_to_be_so(tmp_path: Path, more: dict[str, str]) -> None:
+    said = worker(tmp_path, "org/model", **more)
+    assert said.startswith(
+        "ConfigError: model='org/model': there is no such folder or file, and the hub does not answer ("
+    )
+
+
+def test_a_name_that_the_hub_does_not_have_is_asked_for_once(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    class Hub(SimpleHTTPRequestHandler):
+        def log_request(self, *_: object) -> None:
+            asked.append(self.path)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        said = worker(tmp_path, "org/model", server.server_port)
+        server.shutdown()
+        thread.join()
+    assert said.startswith("ConfigError: model='org/model': there is no such folder or file, and the hub has no such")
+    assert [path for path in asked if "org/model" in path] == ["/api/models/org/model"]
+
+
+def test_what_there_is_or_may_be_is_left_to_the_engine(tmp_path: Path) -> None:
+    fetched = tmp_path / "hub" / "models--org--model"
+    (fetched / "refs").mkdir(parents=True)
+    (fetched / "refs" / "main").write_text("0" * 40)
+    (fetched / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    (fetched / "snapshots" / ("0" * 40) / "config.json").write_text("{}")
+    models = ["org/model", str(tmp_path), "s3://bucket/model"]
+    check = f"from rolloutmq.worker.main import check_model\nfor model in {models}: check_model(model)"
+    assert told(tmp_path, "-c", check) == ""
