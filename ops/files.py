@@ -16,6 +16,9 @@ MOST_BYTES = 3 * (64 << 20)
 """Most bytes of a line, or of a document that is read whole. A job has at most 64 MiB (codec.MAX_MESSAGE_BYTES, which
 takes long to import), and at most three times that in JSON: a token id has up to 12 instead of 4 bytes, an escaped
 letter 6 instead of 2."""
+MOST_LINES = 1 << 22
+MOST_INPUT_BYTES = 4 << 30
+"""So many lines, and bytes of them, a command keeps in memory: a file of prompts may be a pipe without an end."""
 SHOWN = 60
 """An error shows at most so many characters of a line."""
 
@@ -69,14 +72,21 @@ def head(option: str, path: Path, count: int) -> bytes:
         return file.read(count)
 
 
-def lines(option: str, path: Path) -> Iterator[bytes]:
-    """The lines of a file, with their ends, as they are read. Raises InvalidField, also for a line over MOST_BYTES."""
+def lines(option: str, path: Path, *, kept: bool = True) -> Iterator[bytes]:
+    """The lines of a file, with their ends, as they are read.
+
+    kept: the caller keeps them all. Raises InvalidField, also for a line over MOST_BYTES, and for more lines or bytes
+    than a caller may keep.
+    """
     with reading(option, path), path.open("rb") as file:
-        number = 0
+        number, nbytes = 0, 0
         while line := file.readline(MOST_BYTES + 1):
-            number += 1
+            number, nbytes = number + 1, nbytes + len(line)
             if len(line) > MOST_BYTES:
                 raise InvalidField(option, str(path), f"line {number} must have at most {MOST_BYTES:,} bytes")
+            if kept and (number > MOST_LINES or nbytes > MOST_INPUT_BYTES):
+                most = f"at most {MOST_LINES:,} lines and {MOST_INPUT_BYTES:,} bytes"
+                raise InvalidField(option, str(path), f"must have {most}; split it into several files")
             yield line
 
 

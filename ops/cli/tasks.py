@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -127,30 +128,28 @@ def decode(
 
     if bool(token_ids) == (file is not None):
         raise ConfigError("give token ids, or --file")
-    given = [ids("ID", " ".join(token_ids or ()))] if file is None else _answers(file)
+    given = [ids("ID", " ".join(token_ids or ()))] if file is None else _answers(file, kept=json)
     decoder = Decoder(model)
-    texts = [decoder.decode(one, special=special) for one in given]
+    texts = (decoder.decode(one, special=special) for one in given)
     if file is None and not json:
-        typer.echo(texts[0])
+        typer.echo(next(texts))
     else:
         _say_all(texts, json and file is not None)
 
 
-def _answers(file: Path) -> list[list[int]]:
-    """The token ids of each line."""
-    found = []
-    for number, line in json_lines(lines("--file", file)):
+def _answers(file: Path, *, kept: bool) -> Iterator[list[int]]:
+    """The token ids of each line. kept: the caller keeps all of them."""
+    for number, line in json_lines(lines("--file", file, kept=kept)):
         given = line.get("token_ids") if isinstance(line, dict) else None
         if not isinstance(given, list):
             raise InvalidField(f"line {number}", line, "an object with token_ids")
         # An answer may have no tokens: a sample that was stopped before it began.
-        found.append(ids(f"line {number}.token_ids", " ".join(map(str, given))) if given else [])
-    return found
+        yield ids(f"line {number}.token_ids", " ".join(map(str, given))) if given else []
 
 
-def _say_all(found: list[Any], json: bool) -> None:
-    """One line of JSON for each, or all of them as one list."""
-    for line in [found] if json else found:
+def _say_all(found: Iterable[Any], json: bool) -> None:
+    """One line of JSON for each as it comes, or all of them as one list."""
+    for line in [list(found)] if json else found:
         typer.echo(jsonlib.dumps(line, ensure_ascii=False))
 
 

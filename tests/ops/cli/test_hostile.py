@@ -22,11 +22,9 @@ import redis
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from rolloutmq.messages.codec import MAX_MESSAGE_BYTES
 from rolloutmq.messages.errors import InvalidField
 from rolloutmq.messages.redis import connection
 from rolloutmq.messages.redis.retry import BoundedRetry
-from rolloutmq.ops import files as file_module
 from rolloutmq.ops.cli import generate
 from rolloutmq.ops.cli.main import app
 from rolloutmq.ops.files import save_model, writing
@@ -100,29 +98,6 @@ def test_a_line_of_a_file(files: Path, command: str, wrong: str) -> None:
 @pytest.mark.parametrize("file", ["folder", "missing", LONG, "/proc/self/mem"], ids=lambda file: file[:14])
 def test_a_file_that_cannot_be_read(files: Path, command: str, file: str) -> None:
     refused(files, [*READERS[command], file], file)
-
-
-@pytest.fixture
-def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_module, "MOST_BYTES", 1000)
-
-
-@pytest.mark.parametrize("command", READERS)
-def test_a_line_without_end(files: Path, command: str, short_lines: None) -> None:
-    refused(files, [*READERS[command], "/dev/zero"], "'/dev/zero': line 1 must have at most 1,000 bytes")
-
-
-@pytest.mark.parametrize("command", READERS)
-def test_a_line_that_is_too_long_is_named_and_those_of_that_length_are_read(
-    files: Path, command: str, short_lines: None
-) -> None:
-    start = '{"token_ids": [1]'
-    (files / "l.jsonl").write_text(f"{start + '}':<999}\n\n{start:<1000}}}\n")
-    refused(files, [*READERS[command], "l.jsonl"], "'l.jsonl': line 3 must have at most 1,000 bytes")
-
-
-def test_a_line_may_be_as_long_as_a_job_in_json() -> None:
-    assert file_module.MOST_BYTES == 3 * MAX_MESSAGE_BYTES
 
 
 @pytest.mark.parametrize("arguments", ["books /dev/zero", "config explain z.json", "config show --config z.json"])
