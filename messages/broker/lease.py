@@ -46,12 +46,14 @@ class Claim:
 @dataclass(frozen=True, slots=True)
 class Beat:
     """A heartbeat's answer. held: jobs that Redis has under this worker's name. committed: newest committed version.
-    epoch: the open transfer, 0 for none. reaps: whether this worker is to `reap` now; of a crowd a few are enough."""
+    epoch: the open transfer, 0 for none. reaps: whether this worker is to `reap` now; of a crowd a few are enough.
+    workers: how many hold a lease."""
 
     held: int
     committed: int
     epoch: int
     reaps: bool = True
+    workers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +133,9 @@ class Lease:
         answer = await self._scripts.run(call)
         if answer[0] == b"FENCED":
             raise LeaseLost(f"worker {self.worker_id} was not heard of for {self.lease_s} s")
-        held, committed, epoch, clock, reaps = answer[1:]
+        held, committed, epoch, clock, reaps, workers = answer[1:]
         self._witness.hears(clock, asked_at)
-        return Beat(held, committed, epoch, bool(reaps))
+        return Beat(held, committed, epoch, bool(reaps), workers)
 
     async def claim(
         self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None

@@ -15,7 +15,7 @@ from ...messages.broker import Claim, Lease
 
 log = logging.getLogger(__name__)
 MAX_JOBS = 256
-WAKE_S = 5
+WAKE_S = 20
 """So often an idle worker looks for itself. If a wake-up token is lost with its taker, the next reap puts it back."""
 RETRY_S = 0.2
 

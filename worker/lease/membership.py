@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable
 
@@ -12,6 +13,10 @@ from ...messages.errors import LeaseLost
 from ...messages.model import WorkerStatus
 
 log = logging.getLogger(__name__)
+BEATS_PER_S = 300
+"""Above so many heartbeats a second, of all workers together, each worker sends fewer."""
+LONGEST_S = 2.0
+"""But one in so many seconds, and four in a lease."""
 
 
 class Membership:
@@ -26,6 +31,7 @@ class Membership:
         self.lease = lease
         self._beat_s, self._max_lost = beat_s, max_lost
         self._until = 0.0
+        self._workers = 1
 
     async def join(self, status: WorkerStatus) -> Beat:
         """Register the worker."""
@@ -41,7 +47,7 @@ class Membership:
             try:
                 async with asyncio.timeout(self._until - sent):
                     beat = await self.lease.heartbeat(status())
-                self._until = sent + self.lease.lease_s
+                self._until, self._workers = sent + self.lease.lease_s, beat.workers
                 async with asyncio.timeout(self._until - time.monotonic()):
                     await on_beat(beat)
                     if beat.reaps:
@@ -53,7 +59,13 @@ class Membership:
             now = time.monotonic()
             if now >= self._until:
                 raise LeaseLost(f"no heartbeat got through for {self.lease.lease_s} s")
-            await asyncio.sleep(min(max(0.0, sent + self._beat_s - now), self._until - now))
+            await asyncio.sleep(min(max(0.0, sent + self._pause_s() - now), self._until - now))
+
+    def _pause_s(self) -> float:
+        """Seconds between heartbeats. Of a crowd they differ by chance: together they come at any moment, so that one
+        of them always looks for dead workers."""
+        crowd_s = min(self._workers / BEATS_PER_S, LONGEST_S, self.lease.lease_s / 4)
+        return max(self._beat_s, crowd_s * random.uniform(0.5, 1.0))
 
     async def _reap(self) -> None:
         requeued, dead, expired, removed = await self.lease.reap(self._max_lost)

@@ -3,7 +3,7 @@
 -- status: an encoded WorkerStatus. join: 1 the first time. heard, passed: what the worker witnessed, see tick; '' and 0
 -- for nothing.
 -- Returns {'FENCED'} if the lease had run out and the jobs are gone, else
---   {'OK', jobs held, committed version, epoch under way (0 for none), the pool's clock, 1 if it is to reap}
+--   {'OK', jobs held, committed version, epoch under way (0 for none), the pool's clock, 1 if it is to reap, workers}
 -- One heartbeat in REAP_MS is told to reap, however many workers there are.
 local REAP_MS = 200
 local worker = ARGV[2]
@@ -23,4 +23,5 @@ local reaped = whole(known[2]) or 0
 local reaps = (at < reaped or at >= reaped + REAP_MS) and 1 or 0
 if reaps == 1 then redis.call('HSET', clock_key, 'reaped', at) end
 local weights = redis.call('HMGET', prefix .. 'weights', 'committed', 'open')
-return {'OK', redis.call('SCARD', held_key(worker)), whole(weights[1]) or 0, whole(weights[2]) or 0, at, reaps}
+return {'OK', redis.call('SCARD', held_key(worker)), whole(weights[1]) or 0, whole(weights[2]) or 0, at, reaps,
+  redis.call('ZCARD', workers)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from support.pools.pool import status
 from support.specimens.messages import job
 
 from rolloutmq.messages import Broker, Release
+from rolloutmq.messages.broker import Beat
+from rolloutmq.worker.lease import Membership
 
 
 async def test_of_a_crowd_a_few_reap(broker: Broker, joined: Any) -> None:
@@ -20,6 +23,46 @@ async def test_of_a_crowd_a_few_reap(broker: Broker, joined: Any) -> None:
     began = await clock()
     reaped = [(await lease.heartbeat(status(lease.worker_id))).reaps for lease in crowd]
     assert sum(reaped) <= 1 + (await clock() - began) // 200  # of the milliseconds that have passed one in 200
+
+
+@pytest.mark.parametrize(
+    ("workers", "lease_s", "between"),
+    [
+        (1, 10.0, (1.0, 1.0)),
+        (300, 10.0, (1.0, 1.0)),
+        (600, 10.0, (1.0, 2.0)),
+        (5000, 10.0, (1.0, 2.0)),
+        (5000, 2.0, (0.25, 0.5)),
+    ],
+)
+async def test_workers_of_a_crowd_beat_less_often(
+    joined: Any, workers: int, lease_s: float, between: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = await joined(lease_s=lease_s)
+    beats = Membership(lease, min(1.0, lease_s / 10), 3)
+    seen: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        seen.append(seconds)
+        raise asyncio.CancelledError
+
+    async def crowd(_: Any) -> Beat:
+        return Beat(0, 0, 0, reaps=False, workers=workers)
+
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    monkeypatch.setattr(lease, "heartbeat", crowd)
+    await beats.join(status(lease.worker_id))
+    for _ in range(200):
+        with pytest.raises(asyncio.CancelledError):
+            await beats.run(lambda: status(lease.worker_id), crowd)
+    assert between[0] - 0.01 <= min(seen) <= max(seen) <= between[1]
+    assert max(seen) - min(seen) >= 0.8 * (between[1] - between[0])
+
+
+async def test_a_heartbeat_says_how_many_workers_there_are(joined: Any) -> None:
+    for number in range(3):
+        lease = await joined(f"w{number}")
+    assert (await lease.heartbeat(status("w2"))).workers == 3
 
 
 async def test_a_worker_that_beats_once_a_second_always_reaps(broker: Broker, db: Redis, joined: Any) -> None:
