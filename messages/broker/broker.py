@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 from ..codec import MAX_MESSAGE_BYTES, Job, decode
 from ..errors import ClientReplaced, InvalidField, MessageError, PoolBusy, RedisRefused
 from ..model import GenerateJob, WorkerStatus
-from ..redis import Keys, text, whole
+from ..redis import Keys, is_wrong_type, text, whole
 from ..scripts import Scripts, calls
 from .clock import Witness
 from .replies import News, Receipt, Reply, as_outcome, counted
@@ -238,7 +238,7 @@ class Broker:
                 pipe.hget(self.keys.job(job_id), "st")
             found = await pipe.execute(raise_on_error=False)
         for state in found:
-            if isinstance(state, Exception) and "WRONGTYPE" not in str(state):
+            if isinstance(state, Exception) and not is_wrong_type(state):
                 raise state
         known = (b"" if isinstance(state, Exception) else state for state in found)
         return {job_id: text(state) for job_id, state in zip(job_ids, known, strict=True)}
@@ -275,7 +275,7 @@ class Broker:
         try:
             answer = await reader.xread(places, count=count, block=block_ms)
         except ResponseError as error:
-            if "WRONGTYPE" in str(error):
+            if is_wrong_type(error):
                 await self._clear(client_id)
             raise
         found = {text(key): entries for key, entries in answer}
@@ -295,7 +295,7 @@ class Broker:
             try:
                 await self.redis.xlen(key)
             except ResponseError as error:
-                if "WRONGTYPE" not in str(error):
+                if not is_wrong_type(error):
                     raise
                 await self.redis.delete(key)
 

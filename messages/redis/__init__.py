@@ -5,7 +5,7 @@ from .bell import Bell, Ring
 from .connection import DEFAULT_URL, ONCE_S, PoolRedis, connect, default_url, ping
 from .disk import Flush, how_to_flush
 from .keys import Keys
-from .raw import name_once, text, whole
+from .raw import is_wrong_type, name_once, text, whole
 from .retry import RETRY_BUDGET_S
 from .url import Durability, first_node_url, parse, redacted
 
@@ -23,6 +23,7 @@ __all__ = [
     "default_url",
     "first_node_url",
     "how_to_flush",
+    "is_wrong_type",
     "name_once",
     "parse",
     "ping",

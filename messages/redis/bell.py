@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from .keys import Keys
-from .raw import name_once, text
+from .raw import is_wrong_type, name_once, text
 
 Ring = dict[str, str]
 BLOCK_MS = 20_000
@@ -43,7 +43,7 @@ class Bell:
         try:
             entries = await self._redis.xrevrange(self._key, count=1)
         except ResponseError as error:  # something else under its name: the next script that rings puts that aside
-            if not str(error).startswith("WRONGTYPE"):
+            if not is_wrong_type(error):
                 raise
             name_once(f"{self._key}: {error}")
             return "0"

@@ -27,6 +27,11 @@ def whole(raw: bytes | None, where: str = "") -> int:
     return 0
 
 
+def is_wrong_type(error: BaseException) -> bool:
+    """Whether a command was refused because its key holds something of another type."""
+    return "WRONGTYPE" in str(error)
+
+
 @lru_cache(maxsize=1024)
 def name_once(what: str) -> None:
     """Warn of something in Redis that cannot be used. The same text is logged once."""

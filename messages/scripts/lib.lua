@@ -35,6 +35,9 @@ local function damaged(p, a, t, e, d, n, y, q)
 end
 local DAMAGED = 'field %s of its record is missing or no such thing'
 
+-- The states in which a record is a tombstone.
+local ENDED = {done = true, cancelled = true, expired = true, dead = true}
+
 local function job_key(id) return prefix .. 'job:' .. id end
 local function held_key(worker) return prefix .. 'held:' .. worker end
 -- Raises for what is no class; a record may say anything.

@@ -22,7 +22,7 @@ from ...messages.broker import living_workers
 from ...messages.codec import decode, encode
 from ...messages.errors import InvalidField, MessageError, WeightSyncError
 from ...messages.model import NCCL_AGREED, NCCL_CTAS, WeightAnnouncement
-from ...messages.redis import Keys, name_once, text, whole
+from ...messages.redis import Keys, is_wrong_type, name_once, text, whole
 from ...messages.scripts import Scripts, calls
 from .order import TransferReport
 
@@ -233,7 +233,7 @@ class Ledger:
         try:
             return dict(await self.redis.hgetall(self.keys.wanted))
         except ResponseError as error:  # something else under its name: the next worker that asks has it put aside
-            if not str(error).startswith("WRONGTYPE"):
+            if not is_wrong_type(error):
                 raise
             name_once(f"{self.keys.wanted}: {error}")
             return {}

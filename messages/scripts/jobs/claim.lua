@@ -117,13 +117,11 @@ local function leave_to_preferred(id, preference, attempt, accepted, later)
   return true
 end
 
-local ENDED = {r = true, done = true, cancelled = true, expired = true, dead = true}
-
 -- What becomes of an id that was taken from a queue.
 local function settle(id, later)
   if not string.match(id, '^%x+$') then return end       -- nobody submitted that
   local f = record(id)
-  if ENDED[f[6]] or not (f[6] or f[1]) then return end   -- it was cancelled or expired while queued
+  if f[6] == 'r' or ENDED[f[6]] or not (f[6] or f[1]) then return end   -- it was cancelled or expired while queued
   local wrong = f[6] ~= 'q' and 'st' or wrong_in(f)
   if wrong then return give_up(id, string.format(DAMAGED, wrong)) end
   if f[13] then redis.call('ZREM', prefers_key, id) end

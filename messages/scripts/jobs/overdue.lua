@@ -6,7 +6,6 @@
 --   number of its entries}
 local client = ARGV[5]
 local LOOKS = 32              -- of its open jobs a call looks at so many, by chance
-local ENDED = {done = true, cancelled = true, expired = true, dead = true}
 
 -- A job's record is the truth. What an index has lost of it is put back there.
 local function put_back(id, f)
