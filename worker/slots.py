@@ -46,7 +46,7 @@ class Slots:
         self._changed = 0.0
 
     def fill(self) -> None:
-        """Start what may. No other place decides that. Call it after each change of gate, limit, queue and legs."""
+        """Start what may start; no other place does. Call it after each change of gate, limit, queue and legs."""
         while self.waiting and self.gate.is_open and len(self._taken) < self.limit:
             sample = self.waiting.popleft()
             if not sample.dropped:

@@ -1,4 +1,4 @@
-"""`rolloutmq worker`: its flags come from the settings of workers and engines."""
+"""`rolloutmq worker`. Its flags are the fields of worker/config.py and worker/sglang/config.py."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _sleepwalk() -> None:
     stands between it and the results."""
     from rolloutmq.messages.broker.lease import Lease  # noqa: PLC0415
     from rolloutmq.messages.errors import LeaseLost  # noqa: PLC0415
-    from rolloutmq.worker.lease.membership import Membership  # noqa: PLC0415
+    from rolloutmq.worker.lease.heartbeat import Membership  # noqa: PLC0415
 
     awake: set[str] = set()
     complete, claim = Lease.complete, Lease.claim

@@ -15,7 +15,7 @@ from support.specimens.messages import job, result
 from rolloutmq.messages import Broker, EngineError, Finished, JobFailure, RolloutResult, SamplingParams, connect
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.worker.config import WorkerConfig
-from rolloutmq.worker.lease.membership import Membership
+from rolloutmq.worker.lease.heartbeat import Membership
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 SHORT = SamplingParams(max_new_tokens=5)

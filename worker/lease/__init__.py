@@ -1,9 +1,9 @@
-"""What a worker holds and for how long: membership, claims, saving, publishing, handing back."""
+"""What a worker holds and for how long: heartbeats, claims, saving, publishing, handing back."""
 
 from .claims import ClaimLoop
 from .deadlines import Deadlines
 from .handback import Handback
-from .membership import Membership
+from .heartbeat import Membership
 from .outbox import Outbox
 from .saving import Checkpoints, Streaming
 
