@@ -1,8 +1,26 @@
 """Episodes: many turns between the model and an environment, with tools, as rows for a trainer."""
 
+from .adapters import GymnasiumEnvironment, SkyRLGymEnvironment, ToolEnvironment
+from .calculator import Calculator
 from .environment import Environment, Observation, Step
 from .episode import Episode, Turn
 from .limits import EpisodeLimits
+from .python_tool import PythonTool
 from .run import run_episodes
+from .search import Search
 
-__all__ = ["Environment", "Episode", "EpisodeLimits", "Observation", "Step", "Turn", "run_episodes"]
+__all__ = [
+    "Calculator",
+    "Environment",
+    "Episode",
+    "EpisodeLimits",
+    "GymnasiumEnvironment",
+    "Observation",
+    "PythonTool",
+    "Search",
+    "SkyRLGymEnvironment",
+    "Step",
+    "ToolEnvironment",
+    "Turn",
+    "run_episodes",
+]
