@@ -122,6 +122,8 @@ OTHERS: dict[str, Rule] = {
     "structural_tag": _refused("structural tags are not supported: say json_schema, regex or ebnf"),
     "bad_words": _refused("a text is not one token: name ids in the logit processor disallowed_tokens", []),
     "allowed_token_ids": Rule(read.ids("only_tokens")),
+    "action_mask": Rule(read.mask("only_tokens")),
+    "disallowed_tokens": Rule(read.mask("no_tokens")),
     "logits_processors": _refused(_CODE, []),
     "custom_logit_processor": _refused(_CODE),
     "custom_params": _refused(
@@ -155,6 +157,7 @@ OTHERS: dict[str, Rule] = {
     "skip_special_tokens": _ignored(_TEXT),
     "spaces_between_special_tokens": _ignored(_TEXT),
     "clean_up_tokenization_spaces": _ignored(_TEXT),
+    "priority": Rule(read.priority),
     # how it is delivered
     "output_kind": _ignored(_DELIVERY),
     "stream_interval": _ignored(_DELIVERY),
@@ -176,7 +179,9 @@ SIGNS: dict[Dialect, frozenset[str]] = {
 """Names that only one dialect uses. They identify the dialect where it decides the meaning of a value."""
 
 READ_BY: dict[Dialect, dict[str, Rule]] = {
+    "vllm": {"priority": Rule(read.priority_downwards)},
     "skyrl": {"logprobs": Rule(read.sampled_only)},
     "verl": {"logprobs": Rule(read.sampled_only)},
 }
-"""Names with another meaning in one dialect: in SkyRL `logprobs=1` asks for the sampled token's only."""
+"""Names with another meaning in one dialect: in SkyRL `logprobs=1` asks for the sampled token's only, and in vLLM a low
+number is a high priority."""

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..model import LogprobOptions
+from ..model import PRIORITIES, LogprobOptions
 
 Fields = dict[str, Any]
 Reader = Callable[[Any], Fields]
@@ -68,6 +68,35 @@ def ids(field: str) -> Reader:
         return {field: tuple(sorted(value) if isinstance(value, set | frozenset) else value)} if value else {}
 
     return read
+
+
+def mask(field: str) -> Reader:
+    """Token ids, or one boolean for every id of the vocabulary. Arrays and tensors do as well."""
+
+    def read(value: Any) -> Fields:
+        if callable(as_list := getattr(value, "tolist", None)):
+            value = as_list()
+        if isinstance(value, list | tuple) and value and all(isinstance(item, bool) for item in value):
+            value = [place for place, item in enumerate(value) if item]
+            if not value:
+                raise ValueError("at least one true among the booleans")
+        return ids(field)(value)
+
+    return read
+
+
+def priority(value: Any) -> Fields:
+    """A priority's name, or SGLang's number: above 0 is high, 0 is normal, below is low."""
+    if isinstance(value, str):
+        return {"priority": value}
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"one of {', '.join(PRIORITIES)}, or a whole number")
+    return {"priority": "high" if value > 0 else "low" if value < 0 else "normal"}
+
+
+def priority_downwards(value: Any) -> Fields:
+    """vLLM's number: below 0 is high."""
+    return priority(value if isinstance(value, bool) or not isinstance(value, int) else -value)
 
 
 def logit_bias(value: Any) -> Fields:

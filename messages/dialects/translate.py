@@ -22,6 +22,8 @@ from .names import DIALECTS, NESTED, READ_BY, RULES, SIGNS, Dialect, Rule
 
 __all__ = ["Dialect", "Fate", "Translated", "job_fields", "sampling_from"]
 Verdict = Literal["became", "ignored", "refused"]
+PROCESSORS = {"only_tokens": "action_mask", "no_tokens": "disallowed_tokens"}
+"""What readers say about token ids -> the logit processor that does it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +134,12 @@ class Collected:
             beside = self.fields.get("logprobs.top", (0, key))
             if isinstance(beside[0], int) and beside[0] < count:  # what is no count is refused below
                 self.fields["logprobs.top"] = (count, key)
-        if "only_tokens" in self.fields:
-            ids, key = self.fields.pop("only_tokens")
-            given = self.fields.get("logit_processors", ((), key))[0]
-            mask = LogitProcessor(name="action_mask", params={"token_ids": list(ids)})
-            self.fields["logit_processors"] = ((*given, mask), key)
+        for path, processor in PROCESSORS.items():
+            if path in self.fields:
+                ids, key = self.fields.pop(path)
+                given = self.fields.get("logit_processors", ((), key))[0]
+                made = LogitProcessor(name=processor, params={"token_ids": list(ids)})
+                self.fields["logit_processors"] = ((*given, made), key)
         if self.errors:
             return
         job = GenerateJob.model_fields
@@ -213,7 +216,7 @@ def _shown(told: Mapping[str, Any]) -> str:
     plain = {
         "greedy": ("sampling.temperature", 0),
         "prompt_top": ("logprobs.top", told.get("prompt_top")),
-        "only_tokens": ("logit_processors", "action_mask"),
+        **{path: ("logit_processors", processor) for path, processor in PROCESSORS.items()},
     }
     pairs = (plain.get(path, (path, item)) for path, item in told.items())
     return ", ".join(f"{path}={item!r}" for path, item in pairs)

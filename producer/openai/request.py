@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -16,6 +16,8 @@ from .tools import Tools, read_tools
 
 log = logging.getLogger(__name__)
 Kind = Literal["chat", "completion"]
+Render = Callable[..., Sequence[int]]
+"""render(messages, answer=True, **options of transformers' apply_chat_template) -> ids."""
 IGNORED = frozenset(
     {
         "user",
@@ -41,8 +43,9 @@ WITHOUT_EFFECT = {
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 _OURS = frozenset(
     {"model", "messages", "prompt", "stream", "stream_options", "tools", "tool_choice", "session_id"}
-    | {"functions", "function_call"}
+    | {"functions", "function_call", "continue_final_message", "add_generation_prompt"}
 )
+_OF_CHATS = ("tools", "tool_choice", "functions", "function_call", "continue_final_message", "add_generation_prompt")
 _SWITCHES = ("return_token_ids", "return_weight_versions")
 _FIELDS = ("priority", "deadline_s", "min_version", "max_staleness", "trace_id", "tool_parser")
 MAX_TOP = {"chat": 20, "completion": 5}
@@ -69,12 +72,20 @@ class Request:
     tools: Tools = field(default_factory=Tools)
 
 
-def chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Request:
+def chat_request(
+    body: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+    render: Render | None = None,
+    always_render: bool = False,
+) -> Request:
     """Read a body of POST /v1/chat/completions.
 
     defaults: sampling parameters that the body may leave out. Beside OpenAI's fields the body may have other
     sampling parameters of any dialect, `session_id`, `return_token_ids`, `return_weight_versions`, `lora`, and a job's
     priority, deadline_s, min_version, max_staleness. Raises InvalidField, which names the field.
+
+    render: makes the prompt's ids here instead of on the worker. `continue_final_message` and
+        `add_generation_prompt: false` (vLLM's fields) need it. always_render: use it for every body.
     """
     messages, media = _messages(body.get("messages"))
     tools = read_tools(body)
@@ -87,7 +98,14 @@ def chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = N
             )
         fields["sampling"] = sampling.model_copy(update={"json_schema": tools.schema})
     session = body.get("session_id")
-    job = GenerateJob.build(messages=messages, **media, **fields, **_session(session))
+    prompt: dict[str, Any] = {"messages": messages, **media}
+    if (how := _rendering(body)) or always_render:
+        if render is None or media:
+            why = "absent: the conversation is rendered by a worker" if render is None else "absent beside media"
+            raise InvalidField(next(iter(how), "messages"), True, why)
+        shown = {"tools": [tool.rendered() for tool in tools.declared]} if tools.declared else {}
+        prompt = {"token_ids": render([message.rendered() for message in messages], **how, **shown)}
+    job = GenerateJob.build(**prompt, **fields, **_session(session))
     return _request("chat", [job], body, tools)
 
 
@@ -97,7 +115,7 @@ def completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | No
     See `chat_request` for the rest.
     """
     prompts = _prompts(body.get("prompt"))
-    for name in ("tools", "tool_choice", "functions", "function_call"):
+    for name in _OF_CHATS:
         if body.get(name) is not None:
             raise InvalidField(name, body[name], "only in chat completions")
     fields = _fields(body, "completion", defaults)
@@ -173,6 +191,7 @@ _SYNONYMS = (
     frozenset({"max_tokens", "max_completion_tokens", "max_new_tokens", "max_generate_length", "response_length"}),
     frozenset({"min_tokens", "min_new_tokens"}),
     frozenset({"seed", "sampling_seed"}),
+    frozenset({"lora", "lora_name", "lora_path"}),
     frozenset({"stop", "stop_strings", "stop_sequences"}),
     frozenset({"n", "num_return_sequences", "n_samples_per_prompt"}),
     frozenset({"logprobs", "top_logprobs", "return_logprob"}),
@@ -187,6 +206,19 @@ def _same_meaning(names: Any) -> set[str]:
         if group & found:
             found |= group
     return found
+
+
+def _rendering(body: Mapping[str, Any]) -> dict[str, Any]:
+    """How the conversation ends, as arguments of Render. Empty if with the template's start of an answer."""
+    continues = _switch(body, "continue_final_message")
+    answer = _switch({"add_generation_prompt": not continues} | _given(body), "add_generation_prompt")
+    if continues and answer:
+        raise InvalidField("add_generation_prompt", True, "false together with continue_final_message")
+    return {} if answer else {"answer": False} | ({"continue_final_message": True} if continues else {})
+
+
+def _given(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _session(session: Any) -> dict[str, Any]:

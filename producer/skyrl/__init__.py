@@ -1,15 +1,17 @@
 """A pool as SkyRL's inference engine; see docs/skyrl.md."""
 
+from .control import MemoryTag
 from .engine import SkyRLEngine
+from .incoming import IncompleteWeights, NamedWeightsUpdateRequest
 from .outputs import InferenceEngineOutput, StreamingChunk, VersionSpan, group_outputs_by_prompt
 from .requests import InferenceEngineInput
-from .updates import IncompleteWeights, NamedWeightsUpdateRequest
 from .weights import WeightTransferHandle
 
 __all__ = [
     "IncompleteWeights",
     "InferenceEngineInput",
     "InferenceEngineOutput",
+    "MemoryTag",
     "NamedWeightsUpdateRequest",
     "SkyRLEngine",
     "StreamingChunk",

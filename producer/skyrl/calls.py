@@ -24,11 +24,15 @@ GIVE_UP_S = 5.0
 
 
 class Call:
-    """One call of `generate` or a similar method. open: its submitted jobs that have no outcome yet."""
+    """One call of `generate` or a similar method.
+
+    open: its submitted jobs that have no outcome yet. passed: it has passed the gate. ended: it is not under way now.
+    """
 
     def __init__(self, client: RolloutClient, timeout_s: float | None) -> None:
         self._client, self._timeout_s = client, timeout_s
         self.stopped = False
+        self.passed, self.ended = False, asyncio.Event()
         self.open: dict[str, JobHandle] = {}
 
     async def run(self, jobs: Sequence[GenerateJob]) -> list[list[RolloutResult | None]]:
@@ -167,9 +171,18 @@ class Calls:
         try:
             async with self._changed:
                 await self._changed.wait_for(lambda: not self.paused or call.stopped)
+            call.passed = True
             yield call
         finally:
             self.under_way.discard(call)
+            call.ended.set()
+
+    async def idle(self, timeout: float) -> None:
+        """Wait until the calls that have passed the gate have ended, for `timeout` seconds at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                for call in [call for call in self.under_way if call.passed]:
+                    await call.ended.wait()
 
     async def set_paused(self, paused: bool) -> None:
         """Close or open the gate."""

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -22,14 +23,22 @@ from ...messages.errors import (
 from ...messages.model import MEMORY_TAGS
 from ..control import NO_ANSWER, Answer, Answers, PoolAudit
 from .calls import Calls
-from .core import EngineCore
+from .core import NOBODY, EngineCore, positive_seconds
+
+
+class MemoryTag(StrEnum):
+    """What `sleep` and `wake_up` release and take back. Their text does as well."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    CUDA_GRAPH = "cuda_graph"
+
 
 COMMAND_S = 120.0
 SAVE_S = 3600.0
 SAVE_FOLDER = PurePosixPath("/var/tmp")
 """The folder on a worker's host for files that the worker uploads."""
 FIELDS = ("worker_id", "host", "state", "version", "model", "engine", "device", "tp_size", "max_running", "running")
-NOBODY = "no worker has joined this pool"
 _CANNOT = frozenset({"RequestRefused", "UnknownAction"})
 
 
@@ -122,10 +131,16 @@ class WorkerControl:
 
     # --- memory and caches -----------------------------------------------------------------------------------------
 
-    async def sleep(self, tags: Sequence[str], level: int, timeout_s: float) -> None:
+    async def sleep(
+        self, tags: Sequence[str], level: int, timeout_s: float, *, abort_first: bool, drain_timeout: float | None
+    ) -> None:
         """Workers release the memory of these tags. () means all."""
         if level not in (1, 2):
             raise InvalidField("level", level, "1 or 2")
+        positive_seconds("timeout", timeout_s)
+        if positive_seconds("drain_timeout", drain_timeout) is not None or abort_first:
+            await (self.end_calls() if abort_first else self._core.client())
+            await self._calls.idle(timeout_s if drain_timeout is None else drain_timeout)
         await self.ask("sleep", {"tags": list(tags)} if tags else {}, timeout_s=timeout_s)
         self.asleep |= set(tags or MEMORY_TAGS)
 
@@ -144,6 +159,18 @@ class WorkerControl:
     async def _wake(self, tags: Sequence[str], timeout_s: float) -> None:
         await self.ask("wake", {"tags": list(tags)} if tags else {}, timeout_s=timeout_s)
         self.asleep -= set(tags or MEMORY_TAGS)
+
+    async def reset_caches(self, running_too: bool) -> None:
+        """Drop all cached prefixes. running_too: also the KV cache of what runs; workers compute it again."""
+        if not running_too or self.halted == "retract":
+            await self.flush_caches()
+            return
+        async with self.thawed():
+            await self.halt("retract")
+            try:
+                await self.flush_caches()
+            finally:
+                await self.resume()
 
     async def flush_caches(self) -> None:
         """Drop all cached prefixes. Sleeping workers have none and are not asked."""
@@ -184,7 +211,7 @@ class WorkerControl:
             "workers": [
                 {name: getattr(one, name) for name in FIELDS} | {"features": list(one.features)} for one in workers
             ],
-            "weight_version": str(max((worker.version for worker in workers), default=0)),
+            "weight_version": self._core.versions.text(max((worker.version for worker in workers), default=0)),
             "load": dataclasses.asdict(load),
         }
 
@@ -207,12 +234,14 @@ class WorkerControl:
         kinds = ("nonfinite", "zero", "wrong")
         found = {kind: sorted({name for one in answers.values() for name in one.get(kind, ())}) for kind in kinds}
         bad = found["wrong"] + found["zero"] + (found["nonfinite"] if check_nan else [])
-        return {"valid": not bad, "version": str(max(audit.versions.values())), **found, "workers": answers}
+        version = self._core.versions.text(max(audit.versions.values()))
+        return {"valid": not bad, "version": version, **found, "workers": answers}
 
     async def compare(self, expected_version: str | int | None) -> dict[str, Any]:
-        expected = str(expected_version)
+        names = self._core.versions
+        expected = names.text(names.number("expected_version", expected_version)[0])
         audit, answers = await self._audit("check_weight_sync_integrity", 20)
-        versions = {worker: str(version) for worker, version in audit.versions.items()}
+        versions = {worker: names.text(version) for worker, version in audit.versions.items()}
         wrong = {worker: list(one["wrong"]) for worker, one in answers.items() if one.get("wrong")}
         return {
             "consistent": set(versions.values()) == {expected} and not wrong and not audit.apart,
@@ -221,6 +250,14 @@ class WorkerControl:
             "fingerprints": {worker: str(one["fingerprint"]) for worker, one in answers.items()},
             "wrong": wrong,
         }
+
+    async def world_size(self) -> tuple[int, int]:
+        """The GPUs (or CPU ranks) of all workers' engines, and of one. Raises RolloutMQError as `size` does."""
+        workers = await self._core.workers()
+        each = [worker.tp_size for worker in workers]
+        if len(set(each)) != 1:
+            raise RolloutMQError("get_world_size: " + (f"workers differ: {sorted(set(each))}" if each else NOBODY))
+        return sum(each), each[0]
 
     def size(self, name: str) -> int:
         """The parallel size of all workers. Raises RolloutMQError if there is no worker, or if they differ."""
@@ -234,9 +271,9 @@ def memory_tags(args: Sequence[Any], tags: Any, kwargs: dict[str, Any]) -> list[
     """The memory tags in the arguments of `sleep` or `wake_up`, in any of SkyRL's forms. Raises InvalidField."""
     if kwargs:
         name = min(kwargs)
-        raise InvalidField(name, kwargs[name], "tags, level and timeout_s are the only arguments")
+        raise InvalidField(name, kwargs[name], "one of tags, level, timeout, abort_first, drain_timeout")
     given = tags if tags is not None else args[0] if args else None
-    found = [given] if isinstance(given, str) else list(given or ())
+    found = [str(tag) for tag in ([given] if isinstance(given, str) else given or ())]
     for tag in found:
         if tag not in MEMORY_TAGS:
             raise InvalidField("tags", tag, f"some of {', '.join(MEMORY_TAGS)}, or none for all")

@@ -21,12 +21,18 @@ from ...messages.redis import Keys, connect, default_url
 from ..client import RolloutClient
 from ..inbox import FeatureCheck
 from .texts import Texts
+from .versions import VersionNames
 
 KNOWN_S = 5.0
 """The oldest list of workers, in seconds, for calls where a new one would block the caller's event loop."""
 TEARDOWN_S = 30.0
-INTERFACES = ("skyrl_train.inference_engines.base", "skyrl.backends.skyrl_train.inference_engines.base")
-"""The modules with SkyRL's InferenceEngineInterface in its releases."""
+INTERFACES = (
+    "skyrl_train.inference_engines.base",
+    "skyrl.backends.skyrl_train.inference_engines.base",
+    "skyrl.backends.skyrl_train.inference_servers.base",
+)
+"""The modules with SkyRL's InferenceEngineInterface in its releases, the oldest first."""
+NOBODY = "no worker has joined this pool"
 LOOK_S = 5.0
 """How long `workers_now` may block the caller's event loop, in seconds."""
 
@@ -50,7 +56,7 @@ class EngineCore:
         self.redis_url, self.pool = redis_url or default_url(), pool
         self.timeout_s = positive_seconds("timeout_s", timeout_s)
         self.sampling_params = dict(sampling_params or {})
-        self.texts = Texts(tokenizer)
+        self.texts, self.versions = Texts(tokenizer), VersionNames()
         self.when_loop_changes: list[Callable[[], None]] = []
         self._client: RolloutClient | None = None
         self._features: FeatureCheck | None = None
@@ -136,6 +142,13 @@ class EngineCore:
         engines = ", ".join(sorted({worker.engine for worker in workers}))
         return FeatureUnavailable(feature, None, f"nothing: no worker of this pool honours it ({engines})")
 
+    def model_now(self) -> str:
+        """The model that all workers serve, as far as `workers_now` knows. Raises RolloutMQError without one."""
+        models = {worker.model for worker in self.workers_now()}
+        if len(models) != 1:
+            raise RolloutMQError("model_name: " + (f"workers differ: {sorted(models)}" if models else NOBODY))
+        return models.pop()
+
     def has(self, feature: str) -> bool:
         """Whether a worker of the pool has `feature`, as far as `workers_now` knows."""
         return any(feature in worker.features for worker in self.workers_now())
@@ -154,7 +167,7 @@ def register(engine: type) -> None:
         try:
             there = name in sys.modules or find_spec(name) is not None
             interface = getattr(import_module(name), "InferenceEngineInterface", None) if there else None
-        except ImportError:  # it is not here, or something that it needs is not
+        except Exception:
             continue
         if interface is not None:
             interface.register(engine)

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...messages.errors import FeatureUnavailable
 from ...messages.model import WorkerStatus
 from ..client import RolloutClient
-from ..openai import chat_request, completion_request
 from .calls import Calls
 from .control import COMMAND_S, WorkerControl, memory_tags
 from .core import EngineCore, register
-from .generation import Generation
+from .extras import Extras
+from .generation import Generation, checked_mode
 from .outputs import InferenceEngineOutput, StreamingChunk
 from .requests import InferenceEngineInput
 from .sessions import Sessions
-from .tasks import EMBED, REWARD, SCORE, Tasks
-from .weights import WeightSync, WeightTransferHandle
+from .tasks import Tasks
+from .weights import WeightSync, WeightTransferHandle, remote_version
 
 if TYPE_CHECKING:
     from ...sync.publish import WeightPublisher  # torch
 
 
-class SkyRLEngine:
+class SkyRLEngine(Extras):
     """One engine with the methods of SkyRL's InferenceEngineInterface, behind which a whole pool generates.
 
         engine = SkyRLEngine(redis_url, tokenizer="Qwen/Qwen3-0.6B", sampling_params={"max_generate_length": 256})
@@ -45,6 +45,7 @@ class SkyRLEngine:
         receiver_ranks: how many ranks of the trainer's broadcast group this process has; by default all that are left.
         receiver_device: where NCCL broadcasts and CUDA IPC tensors arrive: "cuda:1". Gloo's arrive in host memory.
         weights_timeout_s: seconds to join the group, and for each tensor.
+        pause_mode: what `pause_generation` does without a mode: "abort", or "in_place" (SkyRL's present interface).
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class SkyRLEngine:
         receiver_ranks: int | None = None,
         receiver_device: str = "cpu",
         weights_timeout_s: float = 120.0,
+        pause_mode: str = "abort",
     ) -> None:
+        self._pause_mode = checked_mode(pause_mode)
         self._core = EngineCore(redis_url, pool, tokenizer, sampling_params, timeout_s)
         self._calls = Calls(self._core)
         self._control = WorkerControl(self._core, self._calls)
@@ -97,12 +100,14 @@ class SkyRLEngine:
             "Make it a Ray actor, as SkyRL does with its engines: every handle then speaks to the same one"
         )
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+    async def generate(self, input_batch: InferenceEngineInput, model: str | None = None) -> InferenceEngineOutput:
         """Generate for every prompt of a batch, on all of the pool's workers. Waits while the engine is paused.
 
-        Publishes received weights first. Raises InvalidField, FeatureUnavailable if no worker can do it, JobFailed if a
-        prompt could not be answered (an output never has holes), WaitTimeout, ConfigError without a tokenizer."""
-        return await self._generation.generate(input_batch)
+        model: the pool's model, or the name of an adapter. The default is the adapter that `update_named_weights`
+        loaded last, otherwise the model. Publishes received weights first. Raises InvalidField, FeatureUnavailable if
+        no worker can do it, JobFailed if a prompt could not be answered (an output never has holes), WaitTimeout,
+        ConfigError without a tokenizer."""
+        return await self._generation.generate(input_batch, model)
 
     async def generate_stream(self, input_batch: InferenceEngineInput) -> AsyncGenerator[StreamingChunk]:
         """The output of `generate` in chunks. Chunks of one sample come in order; the last one has `is_finished`.
@@ -113,27 +118,41 @@ class SkyRLEngine:
 
     async def chat_completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
         """Answer {"json": body of POST /v1/chat/completions}: a chat.completion, or an error as a dictionary whose
-        `code` is the HTTP status. Workers render the conversation."""
-        return await self._generation.answer(request_payload, chat_request)
+        `code` is the HTTP status. Workers render the conversation, unless `continue_final_message` is set or
+        `add_generation_prompt` is false: then this engine does. A `model` that is an adapter's name samples with it."""
+        return await self._generation.answer(request_payload, chat=True)
+
+    async def render_chat_completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
+        """{"model", "token_ids", "features": None}: the prompt of a chat's body, rendered with this engine's tokenizer.
+        Or an error as a dictionary."""
+        return await self._generation.render(request_payload)
 
     async def completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
         """The same for POST /v1/completions. The prompt is a text, ids, or a list of texts or of lists of ids."""
-        return await self._generation.answer(request_payload, completion_request)
+        return await self._generation.answer(request_payload, chat=False)
 
     async def abort_generation(self) -> None:
         """End this engine's requests with the tokens they have and stop reason "abort". Other clients' go on."""
         await self._control.end_calls()
 
-    async def pause_generation(self, mode: str = "abort") -> None:
+    async def pause_generation(self, mode: str | None = None) -> None:
         """Stop generating. New requests wait for `continue_generation`.
-        mode: "abort" does the same as `abort_generation`. "in_place" halts all workers; their requests go on later.
-        "retract" also drops the KV cache of these requests; workers compute it again afterwards. Raises InvalidField,
-        and the error of a worker that cannot halt."""
-        await self._generation.pause(mode)
+        mode: "abort" does the same as `abort_generation`. "in_place" (or "keep") halts all workers; their requests go
+        on later. "retract" also drops the KV cache of these requests; workers compute it again afterwards. The default
+        is the engine's `pause_mode`. Raises InvalidField, and the error of a worker that cannot halt."""
+        await self._generation.pause(self._pause_mode if mode is None else checked_mode(mode))
 
     async def continue_generation(self) -> None:
         """Publish weights that were received meanwhile, then let workers and waiting requests go on."""
         await self._generation.resume()
+
+    async def resume_generation(self) -> None:
+        """The same."""
+        await self._generation.resume()
+
+    async def finish_session(self, session_id: str) -> None:
+        """A trajectory has ended: no worker is preferred for its session id any more. Unknown ids are ignored."""
+        self._generation.forget(session_id)
 
     def supports_streaming(self) -> bool:
         """Whether a worker of the pool streams."""
@@ -160,6 +179,7 @@ class SkyRLEngine:
 
     async def update_named_weights(self, request: Any) -> tuple[bool, str]:
         """Receive some or all tensors of a version: in the request itself, by CUDA IPC, or broadcast in the group.
+        Or publish the adapter of a LoraLoadRequest (named "skyrl-lora" without a name): later calls sample with it.
         The engine keeps them until the sync ends, and then publishes them as one version. A sync ends with
         `update_weight_version`, `continue_generation`, `reset_prefix_cache`, `wake_up`, the next `generate`, or when a
         tensor comes again. Returns (True, ""). Raises InvalidField, TransferTimeout."""
@@ -169,12 +189,20 @@ class SkyRLEngine:
     """The same for one tensor, in the older form: {"name", "dtype", "shape", "extras"}."""
 
     async def get_weight_version(self) -> str | None:
-        """The newest committed version, as text. "0" is the model as the workers loaded it from disk."""
+        """The newest committed version: the name that this engine gave it, or its number as text. "0" is the model as
+        the workers loaded it from disk."""
         return await self._weights.version()
+
+    @staticmethod
+    async def get_remote_weight_version(endpoint: str, pool: str = "default", timeout: float = 5.0) -> str:
+        """The number of a pool's newest committed version, as text, without an engine for it.
+        endpoint: the URL of its Redis. Raises RedisUnavailable, also if there is no answer within `timeout` seconds."""
+        return await remote_version(endpoint, pool, timeout)
 
     async def update_weight_version(self, new_version: str | int, abort_all_requests: bool = True) -> tuple[bool, str]:
         """End the sync and publish it as `new_version`. With nothing to publish, the next sync gets that number.
-        new_version: a number, or its text, above all earlier versions. The newest published one changes nothing.
+        new_version: a number, or its text, above all earlier versions; or a name such as "step_100", for the next
+            number. The newest published one changes nothing.
         abort_all_requests: call `abort_generation` first. Otherwise requests go on, and their tokens say which version
             sampled them. Raises InvalidField, IncompleteWeights, WeightSyncError."""
         return await self._weights.name_version(new_version, abort_all_requests)
@@ -208,7 +236,7 @@ class SkyRLEngine:
         workers can read. Returns (True, ""). Raises InvalidField, SnapshotError, WeightSyncError."""
         return await self._weights.load_folder(model_path, load_format, flush_cache)
 
-    async def get_weights_by_name(self, name: str) -> Any:
+    async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
         """Raises FeatureUnavailable: workers do not send weights back. `validate_weights` compares them there."""
         raise FeatureUnavailable("get_weights_by_name", name, "validate_weights, which compares them where they are")
 
@@ -239,19 +267,27 @@ class SkyRLEngine:
         return await self._weights.unload_adapter(lora_name)
 
     async def sleep(
-        self, *args: Any, tags: Sequence[str] | None = None, level: int = 1, timeout_s: float = COMMAND_S, **kwargs: Any
+        self,
+        *args: Any,
+        tags: Any = None,
+        level: int = 1,
+        timeout: float = COMMAND_S,
+        abort_first: bool = False,
+        drain_timeout: float | None = None,
+        **kwargs: Any,
     ) -> None:
         """Workers release memory of their GPUs. Running samples continue after `wake_up`.
-        tags: "weights", "kv_cache", "cuda_graph", or none for all. level: vLLM's 1 and 2 mean the same here. Raises
-        InvalidField, and FeatureUnavailable for workers that cannot."""
-        await self._control.sleep(memory_tags(args, tags, kwargs), level, timeout_s)
+        tags: "weights", "kv_cache", "cuda_graph", MemoryTag, or none for all. level: vLLM's 1 and 2 mean the same here.
+        timeout: seconds for the workers' answers. abort_first: `abort_generation` first, and wait for its requests.
+        drain_timeout: seconds to wait until this engine's requests have ended. Those that have not, continue later.
+        Raises InvalidField, WaitTimeout, and FeatureUnavailable for workers that cannot."""
+        released = memory_tags(args, tags, kwargs)
+        await self._control.sleep(released, level, timeout, abort_first=abort_first, drain_timeout=drain_timeout)
 
-    async def wake_up(
-        self, *args: Any, tags: Sequence[str] | None = None, timeout_s: float = COMMAND_S, **kwargs: Any
-    ) -> None:
-        """Workers take their memory back. tags: as for `sleep`. Weights that were received meanwhile are published when
-        the weights' memory is back, before that of the KV cache."""
-        await self._control.wake(memory_tags(args, tags, kwargs), timeout_s, self._weights.end_sync)
+    async def wake_up(self, *args: Any, tags: Any = None, timeout: float = COMMAND_S, **kwargs: Any) -> None:
+        """Workers take their memory back. tags, timeout: as for `sleep`. Weights that were received meanwhile are
+        published when the weights' memory is back, before that of the KV cache."""
+        await self._control.wake(memory_tags(args, tags, kwargs), timeout, self._weights.end_sync)
 
     async def sleep_weights_only(self, **kwargs: Any) -> None:
         """`sleep` of the weights."""
@@ -269,132 +305,12 @@ class SkyRLEngine:
         """`wake_up` of everything."""
         await self.wake_up(**kwargs)
 
-    async def reset_prefix_cache(self) -> None:
-        """Publish received weights, and drop all cached prefixes. Prefixes of other versions are never used anyway."""
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        """Publish received weights, and drop all cached prefixes. Prefixes of other versions are never used anyway.
+        reset_running_requests: also drop the KV cache of what runs. It goes on, with a KV cache computed anew."""
         await self._weights.end_sync()
-        await self._control.flush_caches()
+        await self._control.reset_caches(reset_running_requests)
 
     async def clear_hicache_storage(self) -> bool:
         """Clear the storage behind the hierarchical caches. Returns True. Raises FeatureUnavailable without one."""
         return await self._control.clear_storage()
-
-    def supports_sessions(self) -> bool:
-        """True: any worker can continue any session."""
-        return True
-
-    async def open_session(self, capacity_of_str_len: int = 8192, session_id: str | None = None) -> str | None:
-        """The id of a new session, None if that id is in use. A session is kept here, not on a worker."""
-        return self._sessions.open(session_id, capacity_of_str_len)
-
-    async def close_session(self, session_id: str) -> None:
-        """Forget a session. Raises InvalidField if it is not open."""
-        self._sessions.close(session_id)
-
-    async def generate_with_session(  # noqa: PLR0917 – SkyRL's signature
-        self,
-        session_id: str,
-        input_batch: InferenceEngineInput,
-        rid: str | None = None,
-        offset: int | None = None,
-        replace: bool = False,
-        drop_previous_output: bool = False,
-    ) -> InferenceEngineOutput:
-        """Continue a session. The prompt has only the new tokens.
-        rid: the request to continue, from an earlier output's `request_ids`. None begins anew. offset: keep only so
-        many of that request's tokens, prompt first; -1 or None keeps all. replace: forget the requests that continued
-        it before; without rid, forget the whole session. drop_previous_output: leave out that request's output.
-        Several prompts, or n > 1, become branches. Raises InvalidField for an unknown session or request, otherwise as
-        `generate`."""
-        return await self._sessions.generate(session_id, input_batch, rid, offset, replace, drop_previous_output)
-
-    async def get_session_info(self, session_id: str) -> dict[str, Any] | None:
-        """The session's requests and its number of tokens. None if it is not open."""
-        tree = self._sessions.trees.get(session_id)
-        return tree.info() if tree is not None else None
-
-    async def list_sessions(self) -> list[str]:
-        """Ids of the open sessions."""
-        return list(self._sessions.trees)
-
-    async def fork_session(self, source: str, target: str | None = None, offset: int = -1) -> str | None:
-        """The id of a new session that begins as a copy of `source`. None if the id `target` is in use.
-        offset: -1 copies all requests, under their ids. 0 or more copies so many tokens of the newest request, and
-        every first turn (rid=None) continues them. Raises InvalidField if `source` is not open."""
-        return self._sessions.fork(source, target, offset)
-
-    def supports_scoring(self) -> bool:
-        """Whether a worker of the pool has a reward model, or can compute log-probabilities of a given answer."""
-        return self._core.has(REWARD) or self._core.has(SCORE)
-
-    def supports_embeddings(self) -> bool:
-        """Whether a worker of the pool has an embedding model."""
-        return self._core.has(EMBED)
-
-    async def score(
-        self, input_ids: Sequence[Any], output_ids: Sequence[Any], return_hidden_states: bool = False
-    ) -> dict[str, Any]:
-        """{"scores": one float for each pair of prompt and answer, "kind": "reward" or "logprob"}.
-        input_ids, output_ids: equally many lists of ids, or one list each. kind: "reward" in a pool with a reward
-        model, for prompt and answer as one sequence; else "logprob", of the answer after its prompt. Raises
-        InvalidField, JobFailed, WaitTimeout, and FeatureUnavailable in a pool without both and for hidden states."""
-        return await self._tasks.score(input_ids, output_ids, return_hidden_states)
-
-    async def encode(self, texts: Sequence[str] | str, dimensions: int | None = None) -> list[list[float]]:
-        """An embedding of each text. dimensions: only its first components; the model must be trained for that.
-        Raises InvalidField, FeatureUnavailable in a pool without an embedding model, JobFailed, WaitTimeout."""
-        return await self._tasks.encode([texts] if isinstance(texts, str) else list(texts), dimensions)
-
-    async def encode_single(self, text: str, dimensions: int | None = None) -> list[float]:
-        """The embedding of one text; see `encode`."""
-        return (await self.encode([text], dimensions))[0]
-
-    async def compute_similarity(self, text1: str, text2: str, dimensions: int | None = None) -> float:
-        """Cosine similarity of two texts' embeddings; see `encode`."""
-        return await self._tasks.similarity(text1, text2, dimensions)
-
-    async def decode(self, token_ids: Sequence[Any], skip_special_tokens: bool = True) -> list[str]:
-        """The text of each list of ids, or of one list. Decoded in this process, with the model's tokenizer."""
-        return await self._tasks.decode(token_ids, skip_special_tokens)
-
-    async def save_sharded_model(self, save_path: str, pattern: str | None = None, max_size: int | None = None) -> bool:
-        """One worker saves its weights into a folder of its host, in SGLang's sharded format. Returns True. Raises
-        InvalidField for a pattern or max_size."""
-        return await self._control.save_sharded(save_path, pattern, max_size)
-
-    async def save_remote_model(self, remote_path: str, storage_type: str = "s3") -> bool:
-        """One worker saves its weights as safetensors and copies them to a URL with fsspec. Returns True.
-        remote_path: a URL, or its part after `storage_type`://. The files stay in the worker's /var/tmp."""
-        return await self._control.save_remote(remote_path, storage_type)
-
-    async def start_profile(self) -> bool:
-        """Every worker starts its profiler. Returns True. Raises a worker's error if its profiler runs already."""
-        return await self._control.start_profile()
-
-    async def stop_profile(self) -> dict[str, Any] | None:
-        """Worker -> folder of its traces. None for a pool without workers."""
-        return await self._control.ask("stop_profile") or None
-
-    async def get_server_info(self) -> dict[str, Any]:
-        """The pool's name, its workers as of their last heartbeat, its load and the newest version."""
-        return await self._control.server_info()
-
-    async def get_memory_pool_size(self) -> dict[str, int]:
-        """{"total_tokens", "available_tokens", "used_tokens"}: sums over the workers' KV caches. Raises
-        FeatureUnavailable if a worker does not report them."""
-        return await self._control.memory_pool_size()
-
-    def tp_size(self) -> int:
-        """Tensor-parallel size of a worker's engine. Raises RolloutMQError if workers differ or there is none."""
-        return self._control.size("tp_size")
-
-    def pp_size(self) -> int:
-        """Pipeline-parallel size; see `tp_size`."""
-        return self._control.size("pp_size")
-
-    def dp_size(self) -> int:
-        """Data-parallel size of a worker's engine; `get_server_info` says how many workers there are."""
-        return self._control.size("dp_size")
-
-    def ep_size(self) -> int:
-        """Expert-parallel size; see `tp_size`."""
-        return self._control.size("ep_size")

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from ...messages.errors import InvalidField, RolloutMQError
 from ...messages.model import GenerateJob
-from ..openai import Request, bytes_reader, error_of, response
+from ..openai import bytes_reader, chat_request, completion_request, error_of, response
 from .calls import Call, Calls
 from .control import WorkerControl
 from .core import EngineCore
 from .outputs import InferenceEngineOutput, Samples, StreamedSample, StreamingChunk, output_of
-from .requests import Batch, InferenceEngineInput, read_batch
+from .requests import Batch, InferenceEngineInput, read_batch, session_name
 from .weights import WeightSync
 
 PAUSE_MODES = ("abort", "in_place", "retract")
+SYNONYMS = {"keep": "in_place"}
+"""vLLM's words for modes."""
 REMEMBERED = 1 << 16
 """Most session ids whose worker is kept. The ones used last are kept."""
 _NOT_FOR_OPENAI = frozenset({"n", "logprobs", "top_logprobs"})
@@ -38,16 +40,22 @@ class Generation:
             await self._weights.end_sync()
             yield call
 
-    async def read(self, input_batch: InferenceEngineInput) -> Batch:
+    async def read(self, input_batch: InferenceEngineInput, model: str | None = None) -> Batch:
+        """The batch as jobs. model: see SkyRLEngine.generate."""
         texts = await self._core.ready_texts()
-        return await asyncio.to_thread(read_batch, input_batch, self._core.sampling_params, texts)
+        lora = self._weights.adapter
+        if model is not None:
+            lora = None if model in {worker.model for worker in await self._core.workers(fresh=False)} else model
+        return await asyncio.to_thread(read_batch, input_batch, self._core.sampling_params, texts, lora)
 
     async def output(self, batch: Batch, found: Sequence[Samples]) -> InferenceEngineOutput:
-        return await asyncio.to_thread(output_of, batch.jobs, found, batch.wishes, self._core.texts)
+        return await asyncio.to_thread(
+            output_of, batch.jobs, found, batch.wishes, self._core.texts, self._core.versions
+        )
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+    async def generate(self, input_batch: InferenceEngineInput, model: str | None) -> InferenceEngineOutput:
         async with self.begin() as call:
-            batch = await self.read(input_batch)
+            batch = await self.read(input_batch, model)
             found = await self._run(call, batch.jobs)
         return await self.output(batch, found)
 
@@ -70,19 +78,21 @@ class Generation:
             for sample in samples.values():  # stopped before they began
                 yield sample.aborted()
 
-    async def answer(
-        self, payload: Mapping[str, Any], read: Callable[[Mapping[str, Any], Mapping[str, Any]], Request]
-    ) -> dict[str, Any]:
-        """Answer {"json": body}, with an error as a body. read: makes jobs from the body and the default parameters."""
+    async def answer(self, payload: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+        """Answer {"json": body}, with an error as a body. chat: the body is one of chat completions."""
         try:
-            body = payload.get("json") if isinstance(payload, Mapping) else None
-            if not isinstance(body, Mapping):
-                raise InvalidField("json", body, "the body, an object")
+            body = _body(payload)
             if body.get("stream"):
                 raise InvalidField("stream", True, "false: this call returns one answer")
             params = self._core.sampling_params.items()
             defaults = {name: value for name, value in params if name not in _NOT_FOR_OPENAI}
-            request = await asyncio.to_thread(read, body, defaults)
+            if lora := body.get("model") if body.get("model") in self._weights.adapters else self._weights.adapter:
+                defaults["lora"] = lora
+            if chat:
+                await self._core.workers(fresh=False)  # whose tokenizer continues a message, if none was given
+                request = await asyncio.to_thread(chat_request, body, defaults, self._core.texts.encode_chat)
+            else:
+                request = await asyncio.to_thread(completion_request, body, defaults)
             async with self.begin() as call:
                 found = await self._run(call, request.jobs)
             decode, token_bytes = None, None
@@ -93,9 +103,22 @@ class Generation:
         except RolloutMQError as error:
             return error_of(error)
 
+    async def render(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """The ids of {"json": body of a chat}, or an error as a body."""
+        try:
+            body, texts = _body(payload), await self._core.ready_texts()
+            request = await asyncio.to_thread(chat_request, body, None, texts.encode_chat, True)
+            ids = request.jobs[0].token_ids
+            return {"model": request.model, "token_ids": ids.tolist() if ids is not None else [], "features": None}
+        except RolloutMQError as error:
+            return error_of(error)
+
+    def forget(self, session_id: Any) -> None:
+        """No worker is preferred for this session any more."""
+        for name in {session_name(session_id), str(session_id)}:
+            self.worker_of.pop(name, None)
+
     async def pause(self, mode: str) -> None:
-        if mode not in PAUSE_MODES:
-            raise InvalidField("mode", mode, f"one of {', '.join(PAUSE_MODES)}")
         await self._calls.set_paused(True)
         await (self._control.end_calls() if mode == "abort" else self._control.halt(mode))
 
@@ -128,3 +151,18 @@ class Generation:
                 self.worker_of[job.session_id] = sample.worker_id
         while len(self.worker_of) > REMEMBERED:
             del self.worker_of[next(iter(self.worker_of))]
+
+
+def checked_mode(mode: str) -> str:
+    """A mode of `pause_generation` in the engine's own word. Raises InvalidField."""
+    mode = SYNONYMS.get(mode, mode)
+    if mode not in PAUSE_MODES:
+        raise InvalidField("mode", mode, f"one of {', '.join(PAUSE_MODES)}")
+    return mode
+
+
+def _body(payload: Mapping[str, Any]) -> Mapping[str, Any]:
+    body = payload.get("json") if isinstance(payload, Mapping) else None
+    if not isinstance(body, Mapping):
+        raise InvalidField("json", body, "the body, an object")
+    return body

@@ -10,15 +10,20 @@ from ..calls import Delta
 from ..openai import GrowingText, version_spans
 from .requests import Wishes
 from .texts import Texts
+from .versions import VersionNames
 
 Samples = Sequence[RolloutResult | None]
 """The samples of one job in order; None is one that was aborted before it began."""
 
 
 class VersionSpan(TypedDict):
-    """Tokens `start` to `end` (not included) of a sample were sampled with `version`; named as SGLang names them."""
+    """Tokens `start` to `end` (not included) of a sample were sampled with `version`; named as SGLang names them.
+
+    number: the pool's number of that version.
+    """
 
     version: str
+    number: int
     start: int
     end: int
 
@@ -30,6 +35,8 @@ class InferenceEngineOutput(TypedDict):
         unless the parameters exclude it.
     stop_reasons: "stop", "length" or "abort".
     response_logprobs: those of the sampled tokens, None unless the batch asks for `logprobs`.
+    top_logprobs: with `logprobs` above 1, for every token {id: logprob} of the likeliest ones at its place.
+    prompt_logprobs: with `prompt_logprobs`, one for each token of the sample's prompt, None for the first.
     weight_version: the version of every token, or the newest one if there are several. None if there are no tokens.
     weight_versions: an addition to SkyRL: the version of each token, as spans without gaps for each sample.
     n_per_prompt: n if it is more than 1, else None.
@@ -42,6 +49,8 @@ class InferenceEngineOutput(TypedDict):
     response_ids: list[list[int]]
     stop_reasons: list[str]
     response_logprobs: list[list[float]] | None
+    top_logprobs: list[list[dict[int, float]]] | None
+    prompt_logprobs: list[list[float | None]] | None
     weight_version: str | None
     weight_versions: list[list[VersionSpan]]
     n_per_prompt: int | None
@@ -71,27 +80,33 @@ class StreamingChunk(TypedDict):
     delta_logprobs: list[float] | None
 
 
-def spans_of(sample: RolloutResult | None) -> list[VersionSpan]:
+def spans_of(sample: RolloutResult | None, versions: VersionNames) -> list[VersionSpan]:
     """The version of each token, as spans."""
     spans = version_spans(sample.segments if sample is not None else ())
-    return [{"version": str(span["version"]), "start": span["start"], "end": span["end"]} for span in spans]
+    return [
+        {"version": versions.text(version), "number": version, "start": span["start"], "end": span["end"]}
+        for span in spans
+        for version in (span["version"],)
+    ]
 
 
 def output_of(
-    jobs: Sequence[GenerateJob], found: Sequence[Samples], wishes: Wishes, texts: Texts
+    jobs: Sequence[GenerateJob], found: Sequence[Samples], wishes: Wishes, texts: Texts, versions: VersionNames
 ) -> InferenceEngineOutput:
     """One output for the whole batch: decoded samples in the order of the jobs. Decoding blocks."""
     samples = [
         (job, number, sample) for job, of_job in zip(jobs, found, strict=True) for number, sample in enumerate(of_job)
     ]
     ids = [sample.token_ids.tolist() if sample is not None else [] for _, _, sample in samples]
-    spans = [spans_of(sample) for _, _, sample in samples]
+    spans = [spans_of(sample, versions) for _, _, sample in samples]
     n = jobs[0].n if jobs else 1
     return {
         "responses": texts.decode_many(ids),
         "response_ids": ids,
         "stop_reasons": [sample.finish_reason if sample is not None else "abort" for _, _, sample in samples],
         "response_logprobs": [_logprobs(sample) for _, _, sample in samples] if wishes.logprobs else None,
+        "top_logprobs": [_top(sample) for _, _, sample in samples] if wishes.top_logprobs else None,
+        "prompt_logprobs": [_of_prompt(sample) for _, _, sample in samples] if wishes.prompt_logprobs else None,
         "weight_version": newest_version(spans),
         "weight_versions": spans,
         "n_per_prompt": n if n > 1 else None,
@@ -108,6 +123,19 @@ def request_id(job_id: str, sample: int) -> str:
 
 def _logprobs(sample: RolloutResult | None) -> list[float]:
     return [] if sample is None or sample.logprobs is None else sample.logprobs.tolist()
+
+
+def _top(sample: RolloutResult | None) -> list[dict[int, float]]:
+    if sample is None or "top_ids" not in sample.token_arrays:
+        return []
+    rows = zip(sample.token_arrays["top_ids"].tolist(), sample.token_arrays["top_logprobs"].tolist(), strict=True)
+    return [dict(zip(ids, values, strict=True)) for ids, values in rows]
+
+
+def _of_prompt(sample: RolloutResult | None) -> list[float | None]:
+    if sample is None or "prompt_logprobs" not in sample.arrays:
+        return []
+    return [None, *sample.arrays["prompt_logprobs"].tolist()[1:]]
 
 
 def _hidden(sample: RolloutResult | None) -> Any:
@@ -173,6 +201,6 @@ def group_outputs_by_prompt(output: InferenceEngineOutput) -> list[InferenceEngi
 
 
 def newest_version(spans: list[list[VersionSpan]]) -> str | None:
-    """The newest version among the samples' tokens, None without tokens. Versions are numbers as text."""
-    found = [int(span["version"]) for sample in spans for span in sample]
-    return str(max(found)) if found else None
+    """The newest version among the samples' tokens, None without tokens."""
+    found = [span for sample in spans for span in sample]
+    return max(found, key=lambda span: span["number"])["version"] if found else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from ...messages.dialects import job_fields
-from ...messages.errors import InvalidField
+from ...messages.errors import FeatureUnavailable, InvalidField
 from ...messages.model import GenerateJob, LogprobOptions, MediaKind, Medium
 from ..data import from_openai, medium
 from .texts import Texts
@@ -26,6 +26,8 @@ class InferenceEngineInput(TypedDict, total=False):
         engine's own.
     session_ids: one per prompt. Prompts of one id go to the worker that has the prefix, if it has room.
     return_hidden_states, return_routed_experts: see InferenceEngineOutput.
+    cache_salt: ignored. Prefixes are never shared across versions or adapters anyway.
+    mm_features: None. vLLM's features of media cannot be used here.
     image_data, video_data, audio_data: one entry per prompt: text (path, URL, base64), bytes, a PIL image, a list of
         these, or None.
     """
@@ -36,6 +38,8 @@ class InferenceEngineInput(TypedDict, total=False):
     session_ids: list[Hashable] | None
     return_hidden_states: bool | None
     return_routed_experts: bool | None
+    cache_salt: str | None
+    mm_features: list[Any] | None
     image_data: list[Any] | None
     video_data: list[Any] | None
     audio_data: list[Any] | None
@@ -51,6 +55,8 @@ class Wishes:
     """What the output contains beside tokens and texts."""
 
     logprobs: bool = False
+    top_logprobs: bool = False
+    prompt_logprobs: bool = False
     hidden_states: bool = False
     routed_experts: bool = False
 
@@ -77,6 +83,9 @@ def prompts_of(input_batch: Mapping[str, Any]) -> tuple[str, list[Any]]:
         beside = input_batch.get(name)
         if beside is not None and (not isinstance(beside, list | tuple) or len(beside) != len(prompts)):
             raise InvalidField(name, beside, f"a list of {len(prompts)} entries, one for each prompt")
+    if any(features is not None for features in input_batch.get("mm_features") or ()):
+        why = "None: these are vLLM's; give image_data, video_data or audio_data"
+        raise FeatureUnavailable("mm_features", "features of media", why)
     return given[0], list(prompts)
 
 
@@ -84,9 +93,7 @@ def sampling_fields(params: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """Sampling parameters as fields of a job, and whether they ask for log-probabilities. Raises InvalidField."""
     fields = job_fields(params, "skyrl")
     asked = params.get("logprobs") is not None or "logprobs" in fields
-    options: LogprobOptions = fields.get("logprobs", LogprobOptions())
-    if not asked:
-        fields["logprobs"] = LogprobOptions(sampled=False)
+    options: LogprobOptions = fields.setdefault("logprobs", LogprobOptions(sampled=asked))
     return fields, asked and options.sampled
 
 
@@ -96,17 +103,31 @@ def session_name(session_id: Hashable) -> str:
     return text if _NAME.fullmatch(text) else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def read_batch(input_batch: Mapping[str, Any], defaults: Mapping[str, Any], texts: Texts) -> Batch:
-    """The jobs of a batch. Raises InvalidField, which names the wrong key, and ConfigError without a tokenizer."""
+def read_batch(
+    input_batch: Mapping[str, Any], defaults: Mapping[str, Any], texts: Texts, lora: str | None = None
+) -> Batch:
+    """The jobs of a batch. lora: the adapter of parameters that name none.
+
+    Raises InvalidField, which names the wrong key, and ConfigError without a tokenizer.
+    """
     form, prompts = prompts_of(input_batch)
     params = input_batch.get("sampling_params")
     fields, logprobs = sampling_fields(defaults if params is None else params)
+    if lora is not None:
+        fields.setdefault("lora", lora)
     hidden = input_batch.get("return_hidden_states")
     if hidden:
         fields["hidden_states"] = hidden if isinstance(hidden, str) else "all"
     if input_batch.get("return_routed_experts"):
         fields["routed_experts"] = True
-    wishes = Wishes(logprobs, fields.get("hidden_states", "none") != "none", bool(fields.get("routed_experts", False)))
+    options: LogprobOptions = fields["logprobs"]
+    wishes = Wishes(
+        logprobs,
+        options.top > 0,
+        options.prompt,
+        fields.get("hidden_states", "none") != "none",
+        bool(fields.get("routed_experts", False)),
+    )
     sessions = input_batch.get("session_ids")
     jobs = []
     for place, prompt in enumerate(prompts):

@@ -56,11 +56,15 @@ class Texts:
             return found
         return [self.decode(ids) for ids in sequences]
 
-    def encode_chat(self, conversation: Sequence[dict[str, Any]]) -> list[int]:
-        """Ids of a conversation, with the template's start of an answer. Raises ConfigError without a chat template."""
+    def encode_chat(self, conversation: Sequence[dict[str, Any]], answer: bool = True, **options: Any) -> list[int]:
+        """Ids of a conversation. Raises ConfigError without a chat template.
+
+        answer: end with the template's start of an answer. options: others of `apply_chat_template`.
+        """
         tokenizer = self.load()
+        options = {"add_generation_prompt": answer, "tokenize": True, **options}
         try:
-            found: Any = tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=True)
+            found: Any = tokenizer.apply_chat_template(list(conversation), **options)
         except (AttributeError, ValueError) as error:
             raise ConfigError(f"prompts: the tokenizer cannot render a conversation: {error}") from error
         # transformers 5 gives a mapping, 4 a list

@@ -8,20 +8,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...messages.errors import InvalidField, WeightSyncError
+from ...messages.errors import InvalidField, RedisUnavailable, WeightSyncError
 from ...sync.transfer import Ledger
+from ..client import RolloutClient
 from .control import WorkerControl
 from .core import EngineCore, positive_seconds
-from .updates import Shapes, StagedTensors, Update, read_group, read_update
+from .incoming import Shapes, StagedTensors, Update, read_adapter_request, read_group, read_update
 
 if TYPE_CHECKING:  # torch
     from ...sync.publish import PublishHandle, PublishReport, WeightPublisher
-    from .receive import ReceivingGroup
+    from .incoming.receive import ReceivingGroup
 
 log = logging.getLogger(__name__)
 OK = (True, "")
 """The answer of SkyRL's engines for a request that succeeded."""
 FORMATS = (None, "auto", "safetensors", "snapshot")
+ADAPTER = "skyrl-lora"
+"""The name of the adapter that SkyRL trains, if it does not name it."""
 MODE_OF = {"in_place": "in_place", "retract": "resume", "abort": None}
 """Pause mode of `overlapped_weight_sync` -> the publisher's mode that it needs, None for any."""
 
@@ -58,6 +61,8 @@ class WeightTransferHandle:
 class WeightSync:
     """SkyRLEngine documents the methods without a docstring.
 
+    adapters: the adapters that this engine has published. adapter: the one that SkyRL sent last to be sampled with, and
+    the default of later calls.
     turn: the lock of whoever receives or publishes. Broadcasts have an order, so requests come one at a time.
     """
 
@@ -78,6 +83,8 @@ class WeightSync:
         self._publisher, self._own_publisher = publisher, False
         self._ranks, self._device = ranks, device
         self._staged = StagedTensors()
+        self.adapters: set[str] = set()
+        self.adapter: str | None = None
         self._group: ReceivingGroup | None = None
         self._renew()
         core.when_loop_changes.append(self._renew)
@@ -92,7 +99,7 @@ class WeightSync:
         await self._core.client()
         if (info := read_group(*group)) is None:
             return OK
-        from .receive import ReceivingGroup  # noqa: PLC0415 – torch
+        from .incoming.receive import ReceivingGroup  # noqa: PLC0415 – torch
 
         async with self.turn:
             if self._group is not None and self._group.name == info.name and not info.override_existing:
@@ -111,6 +118,11 @@ class WeightSync:
             self._group = None
 
     async def update(self, request: Any) -> tuple[bool, str]:
+        if (lora := read_adapter_request(request)) is not None:
+            name, path = lora[0] or ADAPTER, lora[1]
+            await self.load_adapter(name, path)
+            self.adapter = name
+            return OK
         update = read_update(request)
         await self._core.client()
         if self._staged.begins_anew(update):
@@ -120,7 +132,7 @@ class WeightSync:
         return OK
 
     async def _receive(self, update: Update) -> None:
-        from .receive import received  # noqa: PLC0415 – torch
+        from .incoming.receive import received  # noqa: PLC0415 – torch
 
         try:
             # A cancelled task leaves its thread in the broadcast. Then the group cannot be used any more.
@@ -152,13 +164,16 @@ class WeightSync:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         publisher = await self._opened_publisher()
         self._staged.check(shapes, await self._checkpoint(publisher))
-        handle = await asyncio.to_thread(publisher.publish, self._next_version(publisher), tensors)
-        return handle, shapes
+        version = self._next_version(publisher)
+        return await asyncio.to_thread(publisher.publish, version, tensors), shapes
 
     def _next_version(self, publisher: WeightPublisher) -> int:
         """The number that `update_weight_version` gave to the next version, or else the next number."""
-        named, self._staged.version = self._staged.version, None
-        return publisher.last_version + 1 if named is None else named
+        staged = self._staged
+        version = publisher.last_version + 1 if staged.version is None else staged.version
+        self._core.versions.give(version, staged.name)
+        staged.version, staged.name = None, ""
+        return version
 
     async def _served(self, handle: PublishHandle, shapes: Shapes | None = None) -> str:
         """Wait until the pool serves the version, and return it. Raises WeightSyncError if no worker took it.
@@ -174,7 +189,7 @@ class WeightSync:
             log.warning("worker %s has not taken version %d: %s", worker, report.version, reason)
         if report.workers:
             self._staged.known = shapes
-        return str(report.version)
+        return self._core.versions.text(report.version)
 
     async def _opened_publisher(self) -> WeightPublisher:
         async with self._making:
@@ -203,16 +218,17 @@ class WeightSync:
         return Ledger((await self._core.client()).broker.redis, self._core.pool)
 
     async def version(self) -> str | None:
-        return str(await (await self._ledger()).committed())
+        return self._core.versions.text(await (await self._ledger()).committed())
 
     async def name_version(self, new_version: str | int, end_calls: bool) -> tuple[bool, str]:
-        version = _version_number("new_version", new_version)
         publisher = await self._opened_publisher()
+        version, name = self._core.versions.number("new_version", new_version, publisher.last_version + 1)
         if version == publisher.last_version and not self._staged:
             return OK
         if version <= publisher.last_version:
-            raise InvalidField("new_version", new_version, f"a number above {publisher.last_version}, the newest one")
-        self._staged.version = version
+            newest = f"{publisher.last_version}, the newest one"
+            raise InvalidField("new_version", new_version, f"a number above {newest}, or a name that no version has")
+        self._staged.version, self._staged.name = version, name
         if self._staged:
             if end_calls:
                 await self._control.end_calls()
@@ -277,10 +293,14 @@ class WeightSync:
         report = await asyncio.to_thread(handle.wait)
         if report.state != "committed":
             raise WeightSyncError(f"adapter {name} is loaded by nobody: {_reasons(report.failures) or report.state}")
+        self.adapters.add(name)
         return OK
 
     async def unload_adapter(self, name: str) -> tuple[bool, str]:
         await self._control.ask("unload_adapter", {"name": name})
+        self.adapters.discard(name)
+        if self.adapter == name:
+            self.adapter = None
         return OK
 
     async def close(self) -> None:
@@ -315,8 +335,14 @@ def _publish_folder(publisher: WeightPublisher, path: Path, version: int) -> Pub
         return publisher.publish(version, ((spec.name, flat) for spec, flat in opened))
 
 
-def _version_number(field: str, value: Any) -> int:
-    text = str(value)
-    if isinstance(value, bool) or not isinstance(value, str | int) or not text.isdecimal() or int(text) < 1:
-        raise InvalidField(field, value, "a whole number, 1 or more, as text or number: versions are ordered here")
-    return int(text)
+async def remote_version(redis_url: str, pool: str, timeout: float) -> str:
+    """See SkyRLEngine.get_remote_weight_version."""
+    client = RolloutClient(redis_url, pool)
+    try:
+        async with asyncio.timeout(timeout):
+            await client.open()
+            return str(await Ledger(client.broker.redis, pool).committed())
+    except TimeoutError:
+        raise RedisUnavailable(f"no answer from {pool!r} in {timeout:g} s") from None
+    finally:
+        await client.aclose()

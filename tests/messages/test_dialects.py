@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -204,6 +205,11 @@ def test_what_belongs_to_the_job_and_not_to_sampling() -> None:
         ({"custom_logit_processor": "gASV"}, "custom_logit_processor", "code never travels"),
         ({"logits_processors": [print]}, "logits_processors", "code never travels"),
         ({"bad_words": ["x"]}, "bad_words", "disallowed_tokens"),
+        ({"action_mask": [False, False]}, "action_mask", "at least one true"),
+        ({"action_mask": "all"}, "action_mask", "a list of token ids"),
+        ({"action_mask": [1], "allowed_token_ids": [2]}, "allowed_token_ids", "action_mask says only_tokens"),
+        ({"priority": True}, "priority", "high, normal, low"),
+        ({"priority": "urgent"}, "priority", "high"),
         ({"stop": [3]}, "stop", "a text or a list of texts"),
         ({"ignore_eos": "yes"}, "ignore_eos", "true or false"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids to numbers"),
@@ -221,6 +227,20 @@ def test_a_refusal_names_field_value_and_what_is_allowed(given: dict[str, Any], 
     error = refused(given)
     assert error.field == field
     assert says in error.allowed
+
+
+def test_masks_of_tokens_and_priorities_of_the_engines() -> None:
+    mask, banned = ("action_mask", {"token_ids": [1, 2]}), ("disallowed_tokens", {"token_ids": [3]})
+    arrays = {"action_mask": np.array([False, True, True, False]), "disallowed_tokens": np.array([3])}
+    for given_names in (arrays, {"action_mask": [1, 2], "disallowed_tokens": 3}, {"allowed_token_ids": [1, 2]}):
+        found = [(one.name, one.params) for one in job_fields(given_names)["logit_processors"]]
+        assert found == [mask, banned][: len(given_names)]
+    assert job_fields({"disallowed_tokens": []}) == {}
+    numbers: list[tuple[Any, Dialect, str]] = [
+        (3, "skyrl", "high"), (-1, "auto", "low"), (0, "sglang", "normal"), (3, "vllm", "low"), ("low", "vllm", "low"),
+    ]  # fmt: skip
+    for number, dialect, name in numbers:
+        assert job_fields({"priority": number}, dialect) == {"priority": name}
 
 
 def test_an_unknown_dialect_and_no_mapping_are_refused_by_name() -> None:

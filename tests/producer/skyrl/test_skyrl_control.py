@@ -97,7 +97,7 @@ async def test_sleep_that_cannot_be(redis_db: str) -> None:
         await joined(it)
         with pytest.raises(FeatureUnavailable, match="sleep"):
             await it.sleep()
-        for wrong in ({"tags": ["kvcache"]}, {"level": 3}, {"timeout": 3}):
+        for wrong in ({"tags": ["kvcache"]}, {"level": 3}, {"timeout": 0}, {"drain_timeout": -1}, {"later": 3}):
             with pytest.raises(InvalidField, match=next(iter(wrong))):
                 await it.sleep(**wrong)  # type: ignore[arg-type]
         assert len((await it.generate(PROMPT))["response_ids"]) == 1

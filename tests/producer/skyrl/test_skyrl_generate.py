@@ -19,6 +19,7 @@ from rolloutmq.producer.skyrl import SkyRLEngine
 from rolloutmq.producer.skyrl.outputs import output_of
 from rolloutmq.producer.skyrl.requests import Wishes, read_batch
 from rolloutmq.producer.skyrl.texts import Texts
+from rolloutmq.producer.skyrl.versions import VersionNames
 from rolloutmq.worker.engine.protocol import EngineInfo, EngineOutput, EngineRequest
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -235,11 +236,11 @@ def test_versions_of_samples_that_crossed_an_update() -> None:
         sample=0, token_ids=[4, 0, 6], finish_reason="stop", segments=(Segment(3, 1), Segment(12, 2)), **common
     )
     old = RolloutResult(sample=1, token_ids=[5], finish_reason="abort", segments=(Segment(3, 1),), **common)
-    output = output_of([job], [[crossed, old, None]], Wishes(logprobs=True), Texts(Numbers()))
+    output = output_of([job], [[crossed, old, None]], Wishes(logprobs=True), Texts(Numbers()), VersionNames())
     assert output["weight_version"] == "12"
     assert output["weight_versions"] == [
-        [{"version": "3", "start": 0, "end": 1}, {"version": "12", "start": 1, "end": 3}],
-        [{"version": "3", "start": 0, "end": 1}],
+        [{"version": "3", "number": 3, "start": 0, "end": 1}, {"version": "12", "number": 12, "start": 1, "end": 3}],
+        [{"version": "3", "number": 3, "start": 0, "end": 1}],
         [],
     ]
     assert output["stop_reasons"] == ["stop", "abort", "abort"]

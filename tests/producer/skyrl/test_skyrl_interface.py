@@ -1,4 +1,7 @@
-"""Every method of the interface is there, with the parameters that SkyRL's callers give by name."""
+"""Every method of SkyRL's interfaces is there, with the parameters that its callers give by name.
+
+Recorded from skyrl-train 0.3.1 and its SGLang engine (January 2026), and from skyrl 0.3.0 (August 2026).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import inspect
 import sys
 import types
 from abc import ABC, abstractmethod
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -23,11 +27,16 @@ from rolloutmq.producer.skyrl import (
 )
 
 COROUTINES = {
-    "generate": ["input_batch"],
+    "generate": ["input_batch", "model"],
+    "render_chat_completion": ["request_payload"],
+    "resume_generation": [],
+    "finish_session": ["session_id"],
+    "get_world_size": [],
+    "get_remote_weight_version": ["endpoint", "timeout"],
     "chat_completion": ["request_payload"],
     "completion": ["request_payload"],
-    "sleep": ["args", "kwargs"],
-    "wake_up": ["args", "kwargs"],
+    "sleep": ["args", "kwargs", "tags", "level", "timeout", "abort_first", "drain_timeout"],
+    "wake_up": ["args", "kwargs", "tags", "timeout"],
     "sleep_weights_only": ["kwargs"],
     "wake_up_weights_only": ["kwargs"],
     "sleep_all": ["kwargs"],
@@ -58,7 +67,7 @@ COROUTINES = {
     "pause_generation": ["mode"],
     "continue_generation": [],
     "abort_generation": [],
-    "reset_prefix_cache": [],
+    "reset_prefix_cache": ["reset_running_requests"],
     "clear_hicache_storage": [],
     "open_session": ["capacity_of_str_len", "session_id"],
     "close_session": ["session_id"],
@@ -80,6 +89,7 @@ COROUTINES = {
     "teardown": [],
 }
 PLAIN: dict[str, list[str]] = {
+    "get_endpoint_url": [],
     "supports_streaming": [],
     "supports_overlapped_weight_sync": [],
     "supports_sessions": [],
@@ -91,6 +101,8 @@ PLAIN: dict[str, list[str]] = {
     "ep_size": [],
 }
 DEFAULTS: dict[tuple[str, str], Any] = {
+    ("generate", "model"): None,
+    ("reset_prefix_cache", "reset_running_requests"): False,
     ("init_weight_update_communicator", "override_existing"): False,
     ("finish_weight_transfer", "flush_cache"): True,
     ("overlapped_weight_sync", "pause_mode"): "in_place",
@@ -102,7 +114,7 @@ DEFAULTS: dict[tuple[str, str], Any] = {
     ("validate_weights", "check_inf"): True,
     ("check_weight_sync_integrity", "expected_version"): None,
     ("load_lora_adapter", "pinned"): False,
-    ("pause_generation", "mode"): "abort",
+    ("pause_generation", "mode"): None,
     ("open_session", "capacity_of_str_len"): 8192,
     ("open_session", "session_id"): None,
     ("generate_with_session", "rid"): None,
@@ -145,12 +157,12 @@ def test_streaming_is_an_asynchronous_generator() -> None:
         (
             InferenceEngineInput,
             "prompts prompt_token_ids sampling_params session_ids return_hidden_states return_routed_experts "
-            "image_data video_data audio_data",
+            "image_data video_data audio_data mm_features cache_salt",
         ),
         (
             InferenceEngineOutput,
-            "responses response_ids stop_reasons response_logprobs weight_version n_per_prompt request_ids "
-            "hidden_states routed_experts",
+            "responses response_ids stop_reasons response_logprobs prompt_logprobs weight_version n_per_prompt "
+            "request_ids hidden_states routed_experts",
         ),
         (
             StreamingChunk,
@@ -169,7 +181,7 @@ def test_a_handle_can_be_waited_for_and_asked() -> None:
 
 
 def test_groups_of_an_output() -> None:
-    spans = [[{"version": str(version), "start": 0, "end": 1}] for version in (3, 4, 5, 5)]
+    spans = [[{"version": str(number), "number": number, "start": 0, "end": 1}] for number in (3, 4, 5, 5)]
     output: Any = {
         "responses": list("abcd"),
         "response_ids": [[1], [2], [3], [4]],
@@ -186,7 +198,10 @@ def test_groups_of_an_output() -> None:
     assert len(group_outputs_by_prompt(output | {"n_per_prompt": None})) == 4
 
 
-def test_it_is_one_of_skyrls_where_skyrl_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["skyrl_train.inference_engines.base", "skyrl.backends.skyrl_train.inference_servers.base"]
+)
+def test_it_is_one_of_skyrls_where_skyrl_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class InferenceEngineInterface(ABC):
         """Stands in for SkyRL's."""
 
@@ -194,8 +209,7 @@ def test_it_is_one_of_skyrls_where_skyrl_is(monkeypatch: pytest.MonkeyPatch) -> 
         async def generate(self, input_batch: Any) -> Any:
             """As there."""
 
-    name = "skyrl_train.inference_engines.base"
-    for module in ("skyrl_train", "skyrl_train.inference_engines", name):
+    for module in accumulate(name.split("."), lambda *parts: ".".join(parts)):
         monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
     sys.modules[name].InferenceEngineInterface = InferenceEngineInterface  # type: ignore[attr-defined]
     assert isinstance(SkyRLEngine("redis://nowhere", tokenizer=Numbers()), InferenceEngineInterface)

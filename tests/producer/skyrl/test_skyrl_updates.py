@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rolloutmq.messages import InvalidField
-from rolloutmq.producer.skyrl.updates import read_update
+from rolloutmq.producer.skyrl.incoming import read_update
 
 HANDLE = {"GPU-1": (print, ())}
 

@@ -1,4 +1,4 @@
-"""A trainer's weights: its broadcast group, its requests in any of SkyRL's forms, and the tensors received so far."""
+"""Reads a trainer's requests to take weights, in any of SkyRL's forms."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, TypedDict
 
-from ...messages.errors import DigestMismatch, InvalidField, WeightSyncError
+from ....messages.errors import InvalidField
 
 Way = Literal["tensors", "ipc", "broadcast"]
 _ALIASES = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "fp32": "float32", "float": "float32"}
 _KEYS = frozenset({"names", "dtypes", "shapes", "sizes", "extras", "packed", "tensors", "ipc_handles"})
 _SINGLE = {"name": "names", "dtype": "dtypes", "shape": "shapes", "tensor": "tensors", "extra": "extras"}
-Shapes = Mapping[str, tuple[int, ...]]
-SHOWN = 5
 
 
 class NamedWeightsUpdateRequest(TypedDict):
@@ -56,43 +54,16 @@ class Update:
     packed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GroupInfo:
-    """A trainer's broadcast group, in which this process has the ranks from `rank_offset` on."""
-
-    address: str
-    port: int
-    rank_offset: int
-    world_size: int
-    name: str
-    backend: str
-    override_existing: bool
-
-
-def read_group(  # noqa: PLR0917 – in the order of SkyRL's arguments
-    init_info: Any, override_existing: bool, address: Any, port: Any, offset: int, world: int, name: str, backend: str
-) -> GroupInfo | None:
-    """The group to join, from an `init_info` or from the arguments after it. None for CUDA IPC, which needs no group.
-
-    Raises InvalidField.
-    """
-    if init_info is not None and not isinstance(init_info, str):
-        if not hasattr(init_info, "master_addr"):
-            if hasattr(init_info, "model_dtype_str") or "Ipc" in type(init_info).__name__:
-                return None
-            raise InvalidField("init_info", init_info, "SkyRL's BroadcastInitInfo or CudaIpcInitInfo, or an address")
-        address, port, offset = init_info.master_addr, init_info.master_port, init_info.rank_offset
-        world, name, backend = init_info.world_size, init_info.group_name, init_info.backend
-        override_existing = override_existing or bool(getattr(init_info, "override_existing_receiver", False))
-    address = address or init_info
-    if not isinstance(address, str) or not address:
-        raise InvalidField("master_addr", address, "an address")
-    for field_name, value, least in (("master_port", port, 1), ("rank_offset", offset, 1), ("world_size", world, 2)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InvalidField(field_name, value, f"a whole number, at least {least}")
-    if offset >= world:
-        raise InvalidField("rank_offset", offset, f"below world_size={world}")
-    return GroupInfo(address, port, offset, world, name, backend, override_existing)
+def read_adapter_request(request: Any) -> tuple[str, str] | None:
+    """The name ("" without one) and the folder of the adapter in SkyRL's LoraLoadRequest. None for another request."""
+    raw = request if isinstance(request, Mapping) else getattr(request, "__dict__", {})
+    if (path := raw.get("lora_path")) is None:
+        return None
+    name = raw.get("lora_name") or ""
+    for field_name, value in (("lora_path", path), ("lora_name", name)):
+        if not isinstance(value, str) or (field_name == "lora_path" and not value):
+            raise InvalidField(field_name, value, "a text")
+    return name, path
 
 
 def read_update(request: Any) -> Update:
@@ -198,62 +169,3 @@ def _check_packed(sizes: Sequence[Any], shapes: Sequence[tuple[int, ...]], dtype
     for size, shape in zip(sizes, shapes, strict=True):
         if size != math.prod(shape):
             raise InvalidField("sizes", size, f"{math.prod(shape)} for a tensor of shape {shape}")
-
-
-class IncompleteWeights(WeightSyncError):
-    """A sync ended before all tensors of the model arrived. Nothing was announced, and the received ones are dropped.
-
-    missing: the names of the missing tensors.
-    """
-
-    def __init__(self, missing: list[str]) -> None:
-        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
-        super().__init__(
-            f"{len(missing)} tensors of the model did not come: {', '.join(missing[:SHOWN])}{more}; "
-            "every version has all of them"
-        )
-        self.missing = missing
-
-
-class StagedTensors:
-    """Tensors by name, of a version that is not published yet.
-
-    version: its number, None for the next number. known: the tensors of the last version that a worker accepted from
-    the trainer, None if there is none.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Any] = {}
-        self.version: int | None = None
-        self.known: Shapes | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.tensors)
-
-    def begins_anew(self, update: Update) -> bool:
-        """Whether a tensor comes again. The previous sync has then ended, although nothing announced its end."""
-        return any(name in self.tensors for name in update.names)
-
-    def take(self) -> dict[str, Any]:
-        """Return all tensors and forget them."""
-        tensors, self.tensors = self.tensors, {}
-        return tensors
-
-    def check(self, shapes: Shapes, checkpoint: Shapes) -> None:
-        """Compare the tensors with the last accepted version, or, before there is one, with the model's checkpoint.
-
-        Without either everything passes, because the workers know their model's tensors and name those they refuse.
-        They also decide whether a tied tensor may be missing. Raises IncompleteWeights, or WeightSyncError for tensors
-        that the model does not have.
-        """
-        from ...sync.receive import TIED, check_names  # noqa: PLC0415 – torch, which this module has no other need of
-
-        complete = checkpoint if self.known is None else self.known
-        if missing := sorted(complete.keys() - shapes.keys() - TIED):
-            raise IncompleteWeights(missing)
-        if self.known is not None or not checkpoint:
-            return
-        try:
-            check_names(shapes, checkpoint)
-        except DigestMismatch as error:
-            raise WeightSyncError(f"{error}; nothing was announced") from None

@@ -1,4 +1,4 @@
-"""Receives a SkyRL trainer's tensors in this process. It is the only module of the room that imports torch at its top.
+"""Receives a SkyRL trainer's tensors in this process. It is the only module here that imports torch at its top.
 
 A broadcast group is the one that `init_custom_process_group` of SkyRL and SGLang makes: a TCPStore on the trainer, with
 the keys of one backend under two prefixes of the group's name. This module builds the group from the store directly.
@@ -18,9 +18,10 @@ from typing import Any, cast
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from ...messages.errors import ConfigError, InvalidField, TransferTimeout
-from ...sync.wire import MARGIN_S, await_broadcasts, begin, local_end, nccl_environment
-from .updates import GroupInfo, Update
+from ....messages.errors import ConfigError, InvalidField, TransferTimeout
+from ....sync.wire import MARGIN_S, await_broadcasts, begin, local_end, nccl_environment
+from .group import GroupInfo
+from .request import Update
 
 BACKENDS = ("gloo", "nccl")
 
