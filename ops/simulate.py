@@ -166,7 +166,7 @@ class Run:
 
         The bound at the claim is on versions that have arrived somewhere, and here there is one worker.
         """
-        return self.rule.on_stale != "wait" or self._version >= self.books.prompts[number].update
+        return not self.rule.needs_newest or self._version >= self.books.prompts[number].update
 
     # --- the trainer -----------------------------------------------------------------------------------------------
 

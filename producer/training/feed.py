@@ -13,7 +13,7 @@ from typing import Any
 
 from ...messages.arguments import checks_arguments
 from ...messages.errors import InvalidField, PoolBusy, WaitTimeout
-from ...messages.model import GenerateJob
+from ...messages.model import GenerateJob, RolloutResult
 from ..core import ClientCore
 from ..inbox import HandOut
 from .asked import Asked, as_text
@@ -218,7 +218,7 @@ class RolloutFeed:
             stale = {
                 sample
                 for sample, result in zip(group.samples, group.results, strict=True)
-                if self.staleness.is_stale(self.books.age(result.oldest_version))
+                if self.staleness.is_stale(self.books.age(_oldest(result)))
             }
             if stale and self.staleness.on_stale == "drop":
                 self._pool.drop(number, stale, "stale", group.known())
@@ -231,7 +231,7 @@ class RolloutFeed:
             self._ready[number] = left if self.rules.deliver == "groups" else left.first(len(left.samples))
 
     def _hand_out(self, groups: list[TrainGroup]) -> list[TrainGroup]:
-        aged = [replace(it, staleness=tuple(self.books.age(one.oldest_version) for one in it.results)) for it in groups]
+        aged = [replace(it, staleness=tuple(self.books.age(_oldest(one)) for one in it.results)) for it in groups]
         for group in aged:
             self.books.marks["marked"] += sum(map(self.staleness.is_stale, group.staleness))
             self._remove(group.number, group.samples)
@@ -382,3 +382,9 @@ def _number_of(state: Mapping[str, Any]) -> int:
 
 def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _oldest(result: RolloutResult) -> int | None:
+    """The version of its oldest token: of the adapter, if one sampled it; None without tokens."""
+    segments = result.segments if result.adapter_segments is None else result.adapter_segments
+    return segments[0].version if segments else None

@@ -55,14 +55,24 @@ class Staleness:
     def bound(self, job: GenerateJob, version: int) -> GenerateJob:
         """The job with what makes workers with older weights leave it alone; a stricter bound of its own stays.
 
-        version: the trainer's. `max_staleness` becomes eta. Under "wait" the job also starts on `version` or newer
-        weights, because only then is it known in time when its samples become stale.
+        version: the trainer's. `max_staleness` becomes eta. If `needs_newest`, the job also starts only on `version` or
+        newer weights: of the adapter, if the job names one.
         """
         own = self.eta if job.max_staleness is None else job.max_staleness
         bounds = {"max_staleness": min(own, self.eta)}
-        if self.on_stale == "wait":
-            bounds["min_version"] = max(job.min_version, version)
+        if self.needs_newest:
+            least = "min_version" if job.lora is None else "min_adapter_version"
+            bounds[least] = max(getattr(job, least), version)
         return job.model_copy(update=bounds)
+
+    @property
+    def needs_newest(self) -> bool:
+        """Whether jobs start on the weights that the trainer had when they were accepted, or on newer ones.
+
+        Under "wait" it is only then known in time when their samples become stale. Under "drop" samples that begin with
+        older weights, while the update is on its way to the workers, would mostly be dropped. Under "mark" none is.
+        """
+        return self.on_stale != "mark"
 
     def is_stale(self, staleness: int) -> bool:
         """Whether a sample of this staleness is too old to train on."""

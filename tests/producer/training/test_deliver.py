@@ -10,7 +10,7 @@ from support.pools.fixtures import MakeLease
 from support.pools.pool import eventually
 from support.specimens.messages import SHORT, result
 
-from rolloutmq import GenerateJob, InvalidField, RolloutClient, Staleness, WaitTimeout
+from rolloutmq import GenerateJob, InvalidField, RolloutClient, Segment, Staleness, WaitTimeout
 from rolloutmq.messages import Broker, Finished, decode
 from rolloutmq.producer.training import GroupRules, RolloutFeed, rewards_differ
 
@@ -28,10 +28,10 @@ class Worker:
         self._lease = lease
         self._claims = {decode(it.payload, GenerateJob).metadata["place"]: it for it in claims}
 
-    async def end(self, place: int, *samples: int) -> None:
+    async def end(self, place: int, *samples: int, **fields: Any) -> None:
         claim = self._claims[place]
         job = decode(claim.payload, GenerateJob)
-        done = [Finished(claim.job_id, 1, sample, result(job, sample)) for sample in samples]
+        done = [Finished(claim.job_id, 1, sample, result(job, sample, **fields)) for sample in samples]
         assert await self._lease.complete(done) == ["ok"] * len(done)
 
 
@@ -149,6 +149,18 @@ async def test_wait_counts_samples_and_not_groups(client: RolloutClient, joined:
     await worker.end(0, 1)
     await worker.end(1, 1)
     assert [(it.number, it.samples) for it in await feed.batch(60)] == [(0, (1,)), (1, (1,))]
+
+
+async def test_an_adapters_samples_are_as_old_as_the_adapter(client: RolloutClient, joined: MakeLease) -> None:
+    """Its base model stays the same version all the time."""
+    feed = client.feed(Staleness(eta=0, batch_size=1, on_stale="mark"), version=5)
+    await feed.submit(prompt(1), 5)
+    worker = await held(joined, 1, 1)
+    sampled = {"adapter": "tutor", "adapter_version": 6, "adapter_segments": (Segment(6, 2),)}
+    feed.advance(6)
+    await worker.end(0, 0, **sampled)
+    assert (await feed.take(60)).staleness == (0,)
+    feed.books.check()
 
 
 async def test_a_restored_trainer_gets_the_samples_that_it_was_not_trained_on(

@@ -45,9 +45,12 @@ def test_the_rule_of_the_paper() -> None:
 def test_a_job_gets_the_bounds_and_keeps_stricter_ones() -> None:
     plain, strict = GenerateJob(token_ids=[1]), GenerateJob(token_ids=[1], max_staleness=1, min_version=9)
     assert Staleness(3, 8).bound(plain, 7).max_staleness == 3
-    assert Staleness(3, 8).bound(plain, 7).min_version == 0
+    assert Staleness(3, 8).bound(plain, 7).min_version == 7
+    assert Staleness(3, 8, "mark").bound(plain, 7).min_version == 0
     assert Staleness(3, 8).bound(strict, 7).max_staleness == 1
     assert Staleness(3, 8, "wait").bound(plain, 7).min_version == 7
+    adapted = Staleness(3, 8).bound(GenerateJob(token_ids=[1], lora="tutor"), 7)
+    assert (adapted.min_version, adapted.min_adapter_version) == (0, 7)
     assert Staleness(3, 8, "wait").bound(strict, 7).min_version == 9
 
 

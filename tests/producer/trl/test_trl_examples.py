@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.trainers.trl import trl  # noqa: F401 – transformers is imported after its preparation
+
+from rolloutmq.ops.books import read_books
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 2
@@ -35,11 +38,37 @@ def test_an_example_prints_its_curve(name: str, reader: Path, capsys: pytest.Cap
 
 
 def test_the_page_runs(reader: Path) -> None:
-    page = (ROOT / "docs" / "trainers.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert blocks[-1] == (ROOT / "examples" / "async_loop.py").read_text()
+    *blocks, own_loop, _ = blocks_of_the_page()
+    assert own_loop == (ROOT / "examples" / "async_loop.py").read_text()
     names: dict[str, Any] = {"__name__": "trainers.md"}
-    for block in blocks[:-1]:
+    for block in blocks:
         exec(compile(block, "trainers.md", "exec"), names)
     assert names["worker"].books.trained == 2 * 8
     assert names["trainer"].state.global_step == 2
+
+
+def test_the_loop_with_checkpoints_goes_on_where_it_was_cut_off(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends between its second step and that step's checkpoint, and is started again."""
+    block, save = blocks_of_the_page()[-1], torch.save
+    steps: list[int] = []
+
+    def save_once(state: Any, path: Path) -> None:
+        steps.append(state["feed"]["books"]["updates"])
+        if steps == [1, 2]:
+            raise SystemExit
+        save(state, path)
+
+    monkeypatch.setattr(torch, "save", save_once)
+    with pytest.raises(SystemExit):
+        exec(compile(block, "trainers.md", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(block, "trainers.md", "exec"), names)
+    assert steps[:3] == [1, 2, 2], "the second step is done again"
+    books, kept = names["feed"].books, read_books("FILE", reader / "out" / "run-7.pt")
+    assert books.trained + books.dropped.total() == books.accepted == STEPS * 64
+    assert kept.state_dict() == books.state_dict()
+
+
+def blocks_of_the_page() -> list[str]:
+    page = (ROOT / "docs" / "trainers.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
