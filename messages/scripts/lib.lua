@@ -342,10 +342,11 @@ local function want_field(worker, adapter)
   return (adapter or '') ~= '' and adapter .. '@' .. worker or worker
 end
 
--- A worker has joined or left. Whoever keeps a list of workers sees by `roster` that it is old.
+-- A worker has joined or left. Whoever keeps a list of workers sees by `roster` that it is old. Only the sender of an open
+-- transfer waits for it: a ring wakes every worker, and a thousand that join at once would wake a million.
 local function roster_changed(worker)
   redis.call('HINCRBY', load_key, 'roster', 1)
-  ring('kind', 'worker', 'id', worker)
+  if (redis.call('HGET', prefix .. 'weights', 'open') or '0') ~= '0' then ring('kind', 'worker', 'id', worker) end
 end
 
 -- Remove a worker that holds no job from the pool. Its wants are left, see forget_wants. Returns how many jobs waited

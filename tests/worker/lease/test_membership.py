@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from redis.asyncio import Redis
 from support.pools.pool import status
 from support.specimens.messages import job
 
-from rolloutmq.messages import Broker, Release
+from rolloutmq.messages import Broker, LeaseLost, Release
 from rolloutmq.messages.broker import Beat
 from rolloutmq.worker.lease import Membership
 
@@ -40,22 +39,19 @@ async def test_workers_of_a_crowd_beat_less_often(
 ) -> None:
     lease = await joined(lease_s=lease_s)
     beats = Membership(lease, min(1.0, lease_s / 10), 3)
-    seen: list[float] = []
-
-    async def pause(seconds: float) -> None:
-        seen.append(seconds)
-        raise asyncio.CancelledError
 
     async def crowd(_: Any) -> Beat:
         return Beat(0, 0, 0, reaps=False, workers=workers)
 
-    monkeypatch.setattr(asyncio, "sleep", pause)
+    async def enough(_: Beat) -> None:
+        raise LeaseLost
+
     monkeypatch.setattr(lease, "heartbeat", crowd)
     await beats.join(status(lease.worker_id))
-    for _ in range(200):
-        with pytest.raises(asyncio.CancelledError):
-            await beats.run(lambda: status(lease.worker_id), crowd)
-    assert between[0] - 0.01 <= min(seen) <= max(seen) <= between[1]
+    with pytest.raises(LeaseLost):
+        await beats.run(lambda: status(lease.worker_id), enough)
+    seen = [beats._pause_s() for _ in range(200)]
+    assert between[0] <= min(seen) <= max(seen) <= between[1]
     assert max(seen) - min(seen) >= 0.8 * (between[1] - between[0])
 
 
@@ -63,6 +59,19 @@ async def test_a_heartbeat_says_how_many_workers_there_are(joined: Any) -> None:
     for number in range(3):
         lease = await joined(f"w{number}")
     assert (await lease.heartbeat(status("w2"))).workers == 3
+
+
+@pytest.mark.parametrize(("open_transfer", "rings"), [(None, 0), ("0", 0), ("7", 2)])
+async def test_who_comes_and_goes_rings_for_an_open_transfer_only(
+    db: Redis, broker: Broker, joined: Any, open_transfer: str | None, rings: int
+) -> None:
+    """Each ring wakes every worker: of a thousand that join at once each would be woken a thousand times."""
+    if open_transfer is not None:
+        await db.hset(broker.keys.weights, "open", open_transfer)
+    before = await broker.roster()
+    await (await joined("w1")).leave()
+    assert await broker.roster() == before + 2
+    assert [ring[1][b"kind"] for ring in await db.xrange(broker.keys.bell)] == [b"worker"] * rings
 
 
 async def test_a_worker_that_beats_once_a_second_always_reaps(broker: Broker, db: Redis, joined: Any) -> None:
