@@ -20,6 +20,7 @@ from rolloutmq.messages.broker import CommandSender
 from rolloutmq.ops.operations.audit.sweep import Sweep
 from rolloutmq.ops.status import pool_state
 from rolloutmq.producer.inbox import reader
+from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 JUNK = (b"\xff\xfe", b"", b"x", b"9" * 400)
@@ -129,7 +130,8 @@ async def break_key(db: Redis, kind: str, key: str, way: str) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients that wait look around often."""
+    """Clients that wait look around often, and workers beat often, without a lease that a busy machine lets run out."""
+    monkeypatch.setattr(WorkerConfig, "beat_s", 0.1)
     monkeypatch.setattr(reader, "FIRST_BLOCK_MS", 50)
     monkeypatch.setattr(reader, "LONGEST_BLOCK_MS", 200)
 
@@ -164,7 +166,7 @@ async def test_a_broken_key_harms_its_owner_alone(redis_db: str, db: Redis, brok
     engine = ScriptedEngine(tokens_per_s=500.0)
     long, short = SamplingParams(max_new_tokens=4000), SamplingParams(max_new_tokens=30)
     async with (
-        worker(redis_db, engine=engine, max_running=32, lease_s=1.0, drain_s=0.2) as running,
+        worker(redis_db, engine=engine, max_running=32, drain_s=0.2) as running,
         RolloutClient(redis_db, client_id="owner") as owner,
         RolloutClient(redis_db, client_id="other") as other,
     ):

@@ -21,10 +21,13 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 class WorkerProcess(Forked):
-    """A worker with the scripted engine. Points for a fault: announce, and those of peer_process."""
+    """A worker with the scripted engine. Points for a fault: announce, and those of peer_process.
+
+    Its lease is long: a busy machine would make it lose a short one. A test ends the lease of one that it has stopped.
+    """
 
     def __init__(self, url: str, **config: Any) -> None:
-        super().__init__(worker_main, {"redis_url": url, "lease_s": 1.0, "drain_s": 3.0} | config)
+        super().__init__(worker_main, {"redis_url": url, "lease_s": 60.0, "drain_s": 3.0} | config)
 
     def status(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """id, version, in_service, quarantined, updating, starts, and the digests of what its engine holds."""

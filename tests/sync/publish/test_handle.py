@@ -133,11 +133,11 @@ async def test_amid_the_buckets_the_old_weights_serve_on(
         await eventually(lambda: one.worker._generation.version == two.worker._generation.version == 3)
 
 
-async def test_while_workers_are_waited_for(redis_db: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_while_workers_are_waited_for(redis_db: str) -> None:
     """A worker that is alive and does not join: the trainer need not wait for the end of the join timeout."""
     async with worker(redis_db) as running, publisher(redis_db, join_timeout_s=60) as source:
         assert running.worker._follower is not None
-        monkeypatch.setattr(running.worker._follower, "poke", lambda: None)
+        running.worker._follower.halt()
         handle = source.publish(1, weights(1).items())
         await eventually(lambda: handle.progress().phase == "announced")
         handle.abort()

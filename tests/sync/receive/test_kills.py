@@ -62,6 +62,15 @@ class Pool:
         assert await asyncio.to_thread(made.hear, 20.0) is not None
         return made
 
+    async def lost(self, victim: WorkerProcess, worker_id: str) -> None:
+        """Wait until its fault has happened. Then its lease is over, as if it had been silent for that long."""
+        await eventually(lambda: victim.stopped or not victim.process.is_alive(), 20.0, "the fault")
+        assert await self.end_lease(worker_id)
+
+    async def end_lease(self, worker_id: str) -> bool:
+        """As if this worker had been silent for so long. False if it has no lease."""
+        return bool(await self.broker.redis.zadd(self.broker.keys.workers, {worker_id: 1}, xx=True, ch=True))
+
     async def enqueue(self, count: int = 4, tokens: int = 250) -> None:
         self.jobs += count
         sampling = SamplingParams(max_new_tokens=tokens)
@@ -161,7 +170,9 @@ async def test_a_worker_dies_or_stops(redis_db: str, at: str, mode: UpdateMode, 
         victim, *others = pool.workers
         await pool.enqueue()
         victim.fault(at, how, 2 if at == "broadcast" else 1)
-        report = await publish(source, 2)
+        reporting = asyncio.create_task(publish(source, 2))
+        await pool.lost(victim, ids[0])
+        report = await reporting
         assert report.state == "committed"
         assert set(report.workers) == set(ids[1:])
         assert set(report.failures) == {ids[0]}
@@ -171,11 +182,17 @@ async def test_a_worker_dies_or_stops(redis_db: str, at: str, mode: UpdateMode, 
         assert (await publish(source, 3)).state == "committed"
         await pool.all_on(others, 3)
         if how == "SIGSTOP":
+            await eventually(lambda: taken_back(pool, ids[0]))
             victim.signal(signal.SIGCONT)
             await pool.all_on(pool.workers, 3)  # as another worker, caught up
             assert (await publish(source, 4)).failures == {}
             await pool.all_on(pool.workers, 4)
         await pool.check_results()
+
+
+async def taken_back(pool: Pool, worker_id: str) -> bool:
+    """Whether somebody has taken back the jobs of a worker whose lease is over."""
+    return await pool.broker.redis.zscore(pool.broker.keys.workers, worker_id) is None
 
 
 async def epochs(pool: Pool) -> int:
@@ -228,12 +245,15 @@ async def test_the_trainer_dies_or_stops(redis_db: str, at: str, mode: UpdateMod
 
 
 async def test_a_worker_that_comes_between_announcement_and_seal_takes_part(redis_db: str) -> None:
-    async with pool_of(redis_db, 1) as pool, publisher(redis_db) as source:
+    patient = dict.fromkeys(TIMES, NEVER_S)
+    async with pool_of(redis_db, 1) as pool, publisher(redis_db, **patient) as source:
         phantom = Lease(pool.broker.redis, "default", "phantom", lease_s=60.0)  # the seal waits for it
         await phantom.join(status("phantom"))
         handle = source.publish(1, weights(1))
         await eventually(pool.ledger.open_epoch)
         await pool.add()
+        assert not handle.done()
+        assert await pool.end_lease("phantom")
         report = await asyncio.to_thread(handle.wait, 20)
         ids = await pool.all_on(pool.workers, 1)
         assert (report.state, set(report.workers)) == ("committed", set(ids))
@@ -242,7 +262,8 @@ async def test_a_worker_that_comes_between_announcement_and_seal_takes_part(redi
 
 
 async def test_a_worker_that_comes_during_the_transfer_is_caught_up(redis_db: str) -> None:
-    async with pool_of(redis_db, 2) as pool, publisher(redis_db) as source:
+    patient = dict.fromkeys(TIMES, NEVER_S)
+    async with pool_of(redis_db, 2) as pool, publisher(redis_db, **patient) as source:
         assert (await publish(source, 1)).state == "committed"
         pool.workers[0].fault("broadcast", "SIGSTOP", 2)
         handle = source.publish(2, weights(2))
@@ -259,7 +280,7 @@ async def test_redis_dies_in_the_midst_of_a_transfer(tmp_path: Any) -> None:
     durable = EmbeddedRedis(directory=tmp_path, appendonly=True, config={"appendfsync": "always"})
     patient = dict.fromkeys(TIMES, NEVER_S)
     with durable as server:
-        async with pool_of(server.url, 2, lease_s=60.0) as pool, publisher(server.url, **patient) as source:
+        async with pool_of(server.url, 2) as pool, publisher(server.url, **patient) as source:
             assert (await publish(source, 1)).state == "committed"
             ids, transfers = await pool.all_on(pool.workers, 1), await epochs(pool)
             victim = pool.workers[0]
