@@ -111,7 +111,7 @@ async def test_each_outcome_waits_for_the_replica(pair: Pair, safe: Redis, monke
     assert await dump(safe, skip=("bell", "wake", "mark")) == before  # the second time changed nothing
     with plain(pair[1]) as replica:
         assert replica.hget(broker.keys.weights, "committed") == b"3"
-    assert len(await replies(broker, "c")) == 4
+    assert len(await replies(broker, "c")) == 5
 
 
 async def test_a_replica_that_comes_back_in_time_is_waited_for(pair: Pair, safe: Redis) -> None:

@@ -28,7 +28,7 @@ class Promises:
 
 async def promises(client: Redis) -> Promises:
     broker, lease, ledger = Broker(client, "p"), Lease(client, "p", "w"), Ledger(client, "p")
-    jobs = [job(reply_to="c") for _ in range(5)]
+    jobs = [job(reply_to="c") for _ in range(6)]  # the last one is not claimed
     await broker.enqueue(jobs)
     await lease.join(status("w"))
     claims = {claim.job_id: claim for claim in await lease.claim(5, 5, 0)}
@@ -46,6 +46,7 @@ async def promises(client: Redis) -> Promises:
             lambda: lease.complete([finished]),
             lambda: broker.cancel([jobs[1].id]),
             lambda: broker.cancel_client("c", jobs[1].group),
+            lambda: broker.stop([jobs[5].id]),
             lambda: lease.release([Release(jobs[2].id, claims[jobs[2].id].attempt)], 3),
             lambda: lease.bury(jobs[3].id, claims[jobs[3].id].attempt, "cause", "host", "error"),
             lambda: lease.expire(jobs[4].id, claims[jobs[4].id].attempt),
