@@ -90,8 +90,9 @@ local function clock()
 end
 
 -- Move the clock on. heard, passed: what the caller last heard of `at`, nil if nothing, and the ms since then.
+-- Returns `at`, `until` and `reaped`.
 local function tick(heard, passed)
-  local c = redis.call('HMGET', clock_key, 'at', 'seen', 'slept', 'gap', 'gap_at', 'gap_end', 'until')
+  local c = redis.call('HMGET', clock_key, 'at', 'seen', 'slept', 'gap', 'gap_at', 'gap_end', 'until', 'reaped')
   local redis_now, witnessed = redis_ms(), heard and passed and heard + passed
   local at, seen, slept, gap = whole(c[1]) or witnessed or redis_now, whole(c[2]) or redis_now, whole(c[3]) or 0, whole(c[4]) or 0
   local gap_at, gap_end = whole(c[5]) or 0, whole(c[6]) or 0
@@ -114,6 +115,7 @@ local function tick(heard, passed)
     if at > gap_end then slept, gap = slept + gap, 0 end
   end
   redis.call('HSET', clock_key, 'at', at, 'seen', seen, 'slept', slept, 'gap', gap, 'gap_at', gap_at, 'gap_end', gap_end)
-  the_clock = nil
-  return at
+  local since = math.max(0, math.min(redis_now - seen, 1000))
+  the_clock = {leases = at, deadlines = at + slept, now = at + slept + since}
+  return at, whole(c[7]) or 0, whole(c[8]) or 0
 end

@@ -12,14 +12,12 @@ if ARGV[5] ~= '1' and not redis.call('ZSCORE', workers, worker) then
   leave_to_others(worker)
   return {'FENCED'}
 end
-local at = tick(whole(ARGV[6]), whole(ARGV[7]))
+local at, until_ms, reaped = tick(whole(ARGV[6]), whole(ARGV[7]))
 local lease = at + tonumber(ARGV[3])
 local joins = redis.call('ZADD', workers, lease, worker) == 1
-local known = redis.call('HMGET', clock_key, 'until', 'reaped')
-if lease > (whole(known[1]) or 0) then redis.call('HSET', clock_key, 'until', lease) end
+if lease > until_ms then redis.call('HSET', clock_key, 'until', lease) end
 redis.call('HSET', key, 'status', ARGV[4])
 if joins then roster_changed(worker) end
-local reaped = whole(known[2]) or 0
 local reaps = (at < reaped or at >= reaped + REAP_MS) and 1 or 0
 if reaps == 1 then redis.call('HSET', clock_key, 'reaped', at) end
 local weights = redis.call('HMGET', prefix .. 'weights', 'committed', 'open')
