@@ -24,6 +24,7 @@ from ...messages.errors import ConfigError
 from ...worker.config import WorkerConfig
 from ...worker.engine import Engine, EngineRequest
 from ...worker.garbage import settle
+from ...worker.main import check_model
 from ...worker.sglang import SGLangConfig
 from ...worker.text import NoTokenizer
 from ...worker.worker import Worker
@@ -50,11 +51,13 @@ def run_engine_bench(
     """Run it and print the last line. Returns the line's content.
 
     model: a directory or hub name. shape: name of a shape in sync/shapes.py, with random weights. Without both it is
-    the tiny model. Raises ConfigError if both are given, or for an unknown shape.
+    the tiny model. Raises ConfigError if both are given, for an unknown shape, and for a model that is nowhere.
     """
     console = Console(stderr=True, quiet=quiet)
     if model and shape:
         raise ConfigError(f"--model {model!r}, --shape {shape!r}: one of them")
+    if model:
+        check_model(model)
     shaped = one_shape(shape) if shape else None
     with tempfile.TemporaryDirectory() as scratch, EmbeddedRedis() as server:
         if shaped is not None:

@@ -42,9 +42,10 @@ def test_a_small_run_on_a_cpu() -> None:
     [
         (None, "7b", "--shape '7b': one of tiny, tiny-moe, 0.6b"),
         ("m", "tiny", "--model 'm', --shape 'tiny': one of them"),
+        ("/no/such/model", None, "there is no such folder or file"),
     ],
 )
-def test_what_model_is_meant_is_said_once(model: str | None, shape: str, word: str) -> None:
+def test_what_model_is_meant_is_said_once(model: str | None, shape: str | None, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         run_engine_bench(
             model=model,
