@@ -11,6 +11,8 @@ from ..messages.errors import InvalidField
 from ..producer.training import Books
 from .files import head, read
 
+TRAINER_STATE = "trainer_state.json"
+"""Where transformers' Trainer keeps the state of its callbacks in a checkpoint; PoolRolloutWorker is one of them."""
 DEEP = 6
 """The books may be so many levels deep in a checkpoint."""
 
@@ -18,8 +20,13 @@ DEEP = 6
 def read_books(option: str, path: Path) -> Books:
     """The books in a JSON file, or in a file of `torch.save`: a feed's state, or a checkpoint with one somewhere in it.
 
-    Raises InvalidField. Nothing from the file is executed.
+    path: also the folder of one of TRL's checkpoints. Raises InvalidField. Nothing from the file is executed.
     """
+    if path.is_dir():
+        if not (path / TRAINER_STATE).is_file():
+            allowed = f"a file, or a checkpoint's folder that has {TRAINER_STATE}, as TRL writes it (checkpoint-100)"
+            raise InvalidField(option, str(path), allowed)
+        path /= TRAINER_STATE
     for found in _mappings(_content(option, path), DEEP):
         if {"format", "accepted", "prompts", "ended"} <= found.keys():
             books = Books()

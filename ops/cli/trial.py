@@ -62,7 +62,12 @@ def demo(
 
 
 def books(
-    file: Annotated[Path, typer.Argument(help="A feed's state_dict as JSON, or a checkpoint of torch.save with one.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A feed's state_dict as JSON, a checkpoint of torch.save with one, or the folder of TRL's."
+        ),
+    ],
     json: Json = False,
 ) -> None:
     """Show what became of a trainer's samples, from a checkpoint.

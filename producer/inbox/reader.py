@@ -155,7 +155,7 @@ class ReplyReader:
                         raise RolloutMQError(f"the reader of client {self._client_id} stopped") from self._broken
                     await self._changed.wait()
         except TimeoutError:
-            raise WaitTimeout(f"nothing arrived for client {self._client_id} within {timeout} s") from None
+            raise WaitTimeout(f"nothing arrived for client {self._client_id} within {timeout:g} s") from None
         finally:
             self.waiting -= 1
 

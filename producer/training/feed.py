@@ -13,13 +13,13 @@ from typing import Any
 
 from ...messages.arguments import checks_arguments
 from ...messages.errors import InvalidField, PoolBusy, WaitTimeout
-from ...messages.model import GenerateJob, RolloutResult
+from ...messages.model import GenerateJob
 from ..core import ClientCore
 from ..inbox import HandOut
 from .asked import Asked, as_text
 from .books import Books, Measured, Why
 from .generating import Generating
-from .groups import GroupRules, TrainGroup
+from .groups import GroupRules, TrainGroup, oldest_version
 from .staleness import Staleness
 
 RETRY_S = 0.2
@@ -78,7 +78,10 @@ class RolloutFeed:
         await self._begin()
         self.books.marks["held up"] += self.capacity < job.n
         while True:
-            await self._core.until(lambda: self.capacity >= job.n, _left(deadline))
+            try:
+                await self._core.until(lambda: self.capacity >= job.n, _left(deadline))
+            except WaitTimeout:
+                raise self._timed_out(f"no room for {job.n} samples", timeout) from None
             async with self._submitting:  # for one try: whoever waits for room holds up nobody
                 if self.capacity < job.n:
                     continue
@@ -153,7 +156,7 @@ class RolloutFeed:
                 await self._core.until(news, pause)
             except WaitTimeout:
                 if pause == left:
-                    raise
+                    raise self._timed_out("nothing was ready for the trainer", timeout) from None
 
     def _news_since(self, changes: int) -> bool:
         return self._changes != changes or self._pool.news()
@@ -218,7 +221,7 @@ class RolloutFeed:
             stale = {
                 sample
                 for sample, result in zip(group.samples, group.results, strict=True)
-                if self.staleness.is_stale(self.books.age(_oldest(result)))
+                if self.staleness.is_stale(self.books.age(oldest_version(result)))
             }
             if stale and self.staleness.on_stale == "drop":
                 self._pool.drop(number, stale, "stale", group.known())
@@ -231,7 +234,9 @@ class RolloutFeed:
             self._ready[number] = left if self.rules.deliver == "groups" else left.first(len(left.samples))
 
     def _hand_out(self, groups: list[TrainGroup]) -> list[TrainGroup]:
-        aged = [replace(it, staleness=tuple(self.books.age(_oldest(one)) for one in it.results)) for it in groups]
+        aged = [
+            replace(it, staleness=tuple(self.books.age(oldest_version(one)) for one in it.results)) for it in groups
+        ]
         for group in aged:
             self.books.marks["marked"] += sum(map(self.staleness.is_stale, group.staleness))
             self._remove(group.number, group.samples)
@@ -325,6 +330,15 @@ class RolloutFeed:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
+    def _timed_out(self, what: str, timeout: float | None) -> WaitTimeout:
+        """The error of a wait that was too long, with what it waited for."""
+        told = f"{what} within {timeout:g} s: {len(self._pool.asked)} prompts are under way"
+        if self._handed:
+            told += f", {len(self._handed)} groups are at the trainer, neither trained nor dropped"
+        if self._held_up or not self.capacity:
+            told += f". {self.staleness} lets in no more samples before the next update: call advance() after each one"
+        return WaitTimeout(told)
+
     async def _begin(self) -> None:
         self._begun = True
         await self._pool.begin()
@@ -382,9 +396,3 @@ def _number_of(state: Mapping[str, Any]) -> int:
 
 def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-def _oldest(result: RolloutResult) -> int | None:
-    """The version of its oldest token: of the adapter, if one sampled it; None without tokens."""
-    segments = result.segments if result.adapter_segments is None else result.adapter_segments
-    return segments[0].version if segments else None

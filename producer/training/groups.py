@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -20,8 +21,16 @@ Score = Callable[[Sequence[RolloutResult]], Rewards | Awaitable[Rewards]]
 
 def rewards_differ(rewards: Rewards) -> bool:
     """Whether not all rewards are equal. DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476) keeps such groups
-    only: where all samples earned the same, each advantage is 0 and the prompt teaches nothing."""
-    return any(reward != rewards[0] for reward in rewards)
+    only: where all samples earned the same, each advantage is 0 and the prompt teaches nothing. NaN stands for no
+    reward, and differs from none."""
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    return any(reward != known[0] for reward in known)
+
+
+def oldest_version(result: RolloutResult) -> int | None:
+    """The version of its oldest token: of the adapter, if one sampled it; None without tokens."""
+    segments = result.segments if result.adapter_segments is None else result.adapter_segments
+    return segments[0].version if segments else None
 
 
 @dataclass(frozen=True, slots=True)

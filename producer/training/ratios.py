@@ -27,9 +27,7 @@ def importance_ratios(
     """
     if level not in get_args(Level):
         raise InvalidField("level", level, '"token", "sequence" or "geometric"')
-    if not logprobs.shape == behaviour.shape == mask.shape:
-        shapes = tuple(tuple(it.shape) for it in (logprobs, behaviour, mask))
-        raise InvalidField("shapes", shapes, "one shape for logprobs, behaviour and mask")
+    _check_shapes(logprobs=logprobs, behaviour=behaviour, mask=mask)
     here = mask.bool()
     gaps = torch.where(here, logprobs - behaviour, 0.0)
     if level != "token":
@@ -68,8 +66,9 @@ def logprob_gaps(
     With the weights of that very version the gap is what engine and trainer compute differently; with newer weights
     there is the policy's change in it. Of each version: tokens, mean and max of |gap|, the mean ratio (1 on policy),
     and kl, the mean of ratio - 1 - log ratio over tokens: an estimate of KL(mu | pi) that is never negative (Schulman
-    2020, "Approximating KL divergence").
+    2020, "Approximating KL divergence"). Raises InvalidField.
     """
+    _check_shapes(logprobs=logprobs, behaviour=behaviour, mask=mask, versions=versions)
     here = mask.bool()
     gaps, sampled_by = (logprobs - behaviour).detach()[here].double(), versions[here]
     report: dict[int, dict[str, Any]] = {}
@@ -84,3 +83,13 @@ def logprob_gaps(
             "kl": float((ratio - 1 - gap).mean()),
         }
     return report
+
+
+def _check_shapes(**tensors: torch.Tensor) -> None:
+    """Raises InvalidField unless all are of one shape, and none is nested: jagged tensors lack what is needed here."""
+    for name, tensor in tensors.items():
+        if tensor.is_nested:
+            raise InvalidField(name, "a nested tensor", 'padded or packed: RolloutBatch.of(rows, "packed") packs rows')
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1:
+        raise InvalidField("shapes", shapes, f"one shape for {', '.join(shapes)}")

@@ -30,12 +30,17 @@ def books() -> Books:
     return books
 
 
-@pytest.mark.parametrize("form", ["json", "torch", "deep"])
+@pytest.mark.parametrize("form", ["json", "torch", "deep", "trl"])
 def test_books_are_found_and_shown(books: Books, tmp_path: Path, form: str) -> None:
     path = tmp_path / "state"
     state = {"books": books.state_dict(), "checkpoint": 3}
     if form == "json":
         path.write_text(json.dumps(state))
+    elif form == "trl":  # a checkpoint's folder
+        path.mkdir()
+        attributes = {"run": "r", "begin": 1, "books": books.state_dict()}
+        callbacks = {"PoolRolloutWorker": {"args": {}, "attributes": attributes}}
+        (path / "trainer_state.json").write_text(json.dumps({"global_step": 5, "stateful_callbacks": callbacks}))
     else:
         torch.save({"model": {"w": torch.ones(2)}, "rollouts": state} if form == "deep" else state, path)
     code, shown, _ = run("books", str(path))
@@ -48,6 +53,12 @@ def test_books_are_found_and_shown(books: Books, tmp_path: Path, form: str) -> N
     assert lines["failed"][2:] == ["-"] * 9
     code, shown, _ = run("books", str(path), "--json")
     assert json.loads(shown) == json.loads(json.dumps(books.report()))
+
+
+def test_a_folder_without_books_is_told_what_to_give(tmp_path: Path) -> None:
+    code, _, told = run("books", str(tmp_path))
+    assert code == 2
+    assert "a file, or a checkpoint's folder that has trainer_state.json" in " ".join(told.split())
 
 
 class Evil:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -87,14 +88,16 @@ async def test_the_gate_opens_with_updates(client: RolloutClient, serving: None)
         await feed.submit(job, 5)
     assert feed.capacity == 0
     (late,) = prompts(3, start=2)
-    with pytest.raises(WaitTimeout):
+    with pytest.raises(WaitTimeout, match=r"no room for 2 samples within 0.02 s: .* call advance\(\) after each one"):
         await feed.submit(late, 0.02)
     assert feed.books.numbers == 2, "not accepted"
     batch = await feed.batch(10)
     assert [group.number for group in batch] == [0, 1]
+    with pytest.raises(WaitTimeout, match="0 prompts are under way, 2 groups are at the trainer, neither trained nor"):
+        await anext(feed.batches([late], timeout=0.02))
     feed.train(batch)
-    with pytest.raises(WaitTimeout):
-        await feed.submit(late, 0.02)
+    with pytest.raises(WaitTimeout, match=r"nothing was ready for the trainer within 0.02 s.*call advance\(\)"):
+        await anext(feed.batches([late], timeout=0.02))
     waiting = asyncio.create_task(feed.submit(late, 10))
     await eventually(lambda: feed.books.marks["held up"] == 3)
     feed.advance(1)
@@ -236,6 +239,14 @@ async def test_prompts_that_teach_nothing_are_replaced(client: RolloutClient, se
     assert (report["trained"], report["dropped"]) == (8, {"filtered": 8})
     assert report["rewards"]["filtered"]["max"] == 0.0
     assert report["steps"] == {0: 4, 1: 4}, "batches are as large as ever"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "differ"),
+    [([math.nan, math.nan], False), ([1.0, math.nan], False), ([0.0, math.nan, 1.0], True), ([], False)],
+)
+def test_no_reward_differs_from_none(rewards: list[float], differ: bool) -> None:
+    assert rewards_differ(rewards) == differ
 
 
 async def test_filters_are_bounded(client: RolloutClient, serving: None) -> None:

@@ -102,3 +102,18 @@ def test_what_cannot_be_is_refused(call: Any, field: str) -> None:
     with pytest.raises(InvalidField) as raised:
         call()
     assert raised.value.field == field
+
+
+def test_nested_tensors_are_refused_by_name() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    for call in (
+        lambda: importance_ratios(nested, nested, nested),
+        lambda: logprob_gaps(nested, nested, nested, nested),
+    ):
+        with pytest.raises(InvalidField, match=r"logprobs='a nested tensor': padded or packed"):
+            call()
+
+
+def test_gaps_of_tensors_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(InvalidField, match="one shape for logprobs, behaviour, mask, versions"):
+        logprob_gaps(PI, BEHAVIOUR[:1, :2], MASK, MASK)
