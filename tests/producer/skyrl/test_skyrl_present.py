@@ -80,6 +80,22 @@ async def test_an_adapter_that_the_trainer_sends_is_sampled_with(redis_db: str, 
         check_output(await it.generate(PROMPT), [1])
 
 
+@dataclass
+class BroadcastInitInfo:
+    """As skyrl 0.3.0 makes it: for the communicator of vLLM."""
+
+    master_addr: str = "127.0.0.1"
+    master_port: int = 5000
+    rank_offset: int = 1
+    world_size: int = 2
+
+
+async def test_a_group_that_only_vllm_can_join_is_refused_with_the_reason(redis_db: str) -> None:
+    async with engine(redis_db) as it:
+        with pytest.raises(FeatureUnavailable, match="vLLM's own communicator"):
+            await it.init_weight_update_communicator(BroadcastInitInfo())
+
+
 @pytest.mark.parametrize("wrong", [{"lora_path": ""}, {"lora_path": 5}, {"lora_path": "a", "lora_name": 5}])
 async def test_a_wrong_adapter_is_named(redis_db: str, wrong: dict[str, Any]) -> None:
     async with engine(redis_db) as it:
@@ -241,7 +257,7 @@ async def test_a_pause_keeps_requests_where_the_engine_is_made_so(redis_db: str)
         engine(redis_db, pause_mode="keep") as it,
     ):
         await joined(it)
-        task = asyncio.create_task(it.generate(PROMPT | {"sampling_params": {"max_tokens": 1000}}))
+        task = asyncio.create_task(it.generate(PROMPT | {"sampling_params": {"max_tokens": 20_000}}))
         await eventually(lambda: running.engine._running)
         await it.pause_generation()
         assert running.engine.ops.frozen
@@ -258,7 +274,7 @@ async def test_a_pause_keeps_requests_where_the_engine_is_made_so(redis_db: str)
 async def test_caches_of_running_requests(redis_db: str, mode: str | None) -> None:
     async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=200.0)) as running, engine(redis_db) as it:
         await joined(it)
-        task = asyncio.create_task(it.generate(PROMPT | {"sampling_params": {"max_tokens": 1000}}))
+        task = asyncio.create_task(it.generate(PROMPT | {"sampling_params": {"max_tokens": 20_000}}))
         await eventually(lambda: running.engine._running)
         if mode is not None:
             await it.pause_generation(mode)
