@@ -104,6 +104,7 @@ def table(block: Mapping[str, Any]) -> Table:
         "engine_kwargs": {
             "sglang": Arguments(SGLANG),
             **dict.fromkeys(("vllm", "trtllm"), Whole(Rule(why="engines are SGLang"))),
+            "rolloutmq": Whole(Rule(why="for verl's side of the pool")),
         },
         "disable_log_stats": _COUNTS,
         "prometheus": Whole(_COUNTS),

@@ -1,0 +1,119 @@
+"""The server of a replica: verl's requests as jobs of the pool. verl runs it as a Ray actor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...messages.dialects import job_fields
+from ...messages.errors import FeatureUnavailable, InvalidField, JobFailed
+from ..client import RolloutClient
+from .settings import PoolSettings
+
+BOTH = ("max_new_tokens", "max_tokens")
+
+
+class PoolServer:
+    """Generates over the pool what verl's agent loops ask of a replica.
+
+    Guarantees: a request that returns has all its tokens, each once, whatever workers die meanwhile. A request starts
+    on weights at most `max_staleness` versions behind the newest committed one. A sample that an update interrupts is
+    continued by the workers; verl need not abort and resume it.
+
+    Args:
+        settings: which pool.
+        prompt_length, response_length: verl's, in tokens. They bound requests that name no `max_tokens`.
+        max_model_len: the longest prompt and response together, in tokens; None leaves that to the engines.
+        logprobs_mode: verl's; "processed_logprobs" are taken after temperature, "raw_logprobs" before it.
+    """
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        *,
+        prompt_length: int,
+        response_length: int,
+        max_model_len: int | None = None,
+        logprobs_mode: str | None = "processed_logprobs",
+    ) -> None:
+        self._settings, self._logprobs_mode = settings, logprobs_mode
+        self._prompt_length, self._response_length, self._longest = prompt_length, response_length, max_model_len
+        self._client: RolloutClient | None = None
+        self._steps: dict[int, int | None] = {}
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        request_id: str,
+        image_data: Any = None,
+        video_data: Any = None,
+        **media: Any,
+    ) -> dict[str, Any]:
+        """Return the fields of verl's TokenOutput for one sample.
+
+        token_ids: list of int. log_probs: list of float, or None if the parameters did not ask for them. stop_reason:
+        "stop", "length" or "abort". extra_fields: `global_steps` and `max_global_steps` of the weights that sampled the
+        last token, `min_global_steps` of those that sampled the first one, `num_cached_tokens` of the prompt.
+
+        Raises InvalidField for a parameter that cannot be honoured, FeatureUnavailable for pictures, video and sound,
+        and JobFailed if the pool gave the request up.
+        """
+        for name, value in {"image_data": image_data, "video_data": video_data, **media}.items():
+            if value is not None and len(value):
+                raise FeatureUnavailable(name, type(value).__name__, "None: only text goes through verl's rollout")
+        prompt, params = [int(token) for token in prompt_ids], dict(sampling_params)
+        room = self._room(len(prompt), [params.pop(name, None) for name in BOTH])
+        if room == 0:
+            return {
+                "token_ids": [],
+                "log_probs": [],
+                "stop_reason": "length",
+                "extra_fields": self._fields(None, None, 0),
+            }
+        if params.get("logprobs"):
+            params.setdefault("logprobs_mode", self._logprobs_mode)
+        fields = job_fields({**params, "max_new_tokens": room}, "verl")
+        (group,) = await self._open().generate(
+            [prompt], **fields, max_staleness=self._settings.max_staleness, trace_id=request_id[:64]
+        )
+        if group.failures:
+            raise JobFailed(group.failures[0])
+        (result,) = group.results
+        versions = [segment.version for segment in result.segments]
+        first, last = (versions[0], versions[-1]) if versions else (None, None)
+        return {
+            "token_ids": result.token_ids.tolist(),
+            "log_probs": None if result.logprobs is None else result.logprobs.tolist(),
+            "stop_reason": result.finish_reason,
+            "extra_fields": self._fields(first, last, result.cached_tokens),
+        }
+
+    async def set_global_steps(self, version: int, global_steps: int | None) -> None:
+        """Note which of the trainer's steps a version of the weights is from."""
+        self._steps[version] = global_steps
+
+    async def aclose(self) -> None:
+        """Disconnect."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    def _room(self, prompt: int, limits: Sequence[Any]) -> int:
+        """How many tokens a request may generate; 0 where its prompt leaves none. As in verl's own servers."""
+        given = next((limit for limit in limits if limit is not None), None)
+        if given is None:
+            given = min(self._response_length, self._prompt_length + self._response_length - prompt)
+        elif not isinstance(given, int) or isinstance(given, bool):
+            raise InvalidField("max_tokens", given, "a count of tokens")
+        return max(0, given if self._longest is None else min(given, self._longest - prompt - 1))
+
+    def _fields(self, first: int | None, last: int | None, cached: int) -> dict[str, Any]:
+        oldest, newest = (None if version is None else self._steps.get(version) for version in (first, last))
+        steps = {"global_steps": newest, "min_global_steps": oldest, "max_global_steps": newest}
+        return {**steps, "num_cached_tokens": cached}
+
+    def _open(self) -> RolloutClient:
+        if self._client is None:  # on the loop that runs the requests
+            self._client = RolloutClient(self._settings.redis_url, self._settings.pool)
+        return self._client
