@@ -28,11 +28,17 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.9.1" if name == "verl" else "0")
     for name, module in recorded.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in NEED_VERL:
-        monkeypatch.delitem(sys.modules, f"{ROOM}.{name}", raising=False)
+    forget()
     yield lambda name: importlib.import_module(f"{ROOM}.{name}")
+    forget()
+
+
+def forget() -> None:
+    """The next import of a module of the room runs it again."""
+    room = importlib.import_module(ROOM)
     for name in NEED_VERL:
         sys.modules.pop(f"{ROOM}.{name}", None)
+        vars(room).pop(name, None)
 
 
 def test_the_entry_point_registers_replica_adapter_and_checkpoint_engine(load: Load) -> None:
