@@ -32,7 +32,8 @@ class RolloutFeed:
 
     A prompt goes through it like this: `submit` (or `batches`) accepts it, when the staleness allows it; the pool
     generates it; `batch` or `take` gives it to the trainer; the trainer says `train` or `drop`. After each update of
-    the weights the trainer says `advance`. What a feed submits belongs to it: no other call of the client gets it.
+    the weights the trainer says `advance`. What a feed submits belongs to it: no other call of the client gets it. Its
+    jobs have one turn; docs/staleness.md says how sessions and episodes are counted.
 
     Into the trainer's checkpoint goes `state_dict()`, and when the checkpoint is saved the trainer says `saved()`. A
     client that opens again under the same `client_id` and loads the state goes on from there:
