@@ -1,8 +1,8 @@
 """verl's own agent loop over a pool, on any machine: no GPU, no training. docs/verl.md explains it.
 
-It composes verl's configuration with `rollout.name=rolloutmq`, starts verl's servers and agent loop workers in Ray,
-publishes a version through verl's checkpoint engine, and compares the outputs with those of the same agent loop over
-the same model in this process, by greedy sampling.
+It composes verl's configuration with `rollout.name=rolloutmq`, and starts verl's servers in Ray. Then it publishes two
+steps, one through verl's checkpoint engine and one through its server adapter, each with weights of its own. After each
+it compares the outputs of verl's agent loop with those over the same weights in this process, by greedy sampling.
 
 .venv/bin/rolloutmq redis
 .venv/bin/rolloutmq tiny-model out/tiny && .venv/bin/rolloutmq worker --model out/tiny --dtype float32
@@ -24,6 +24,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import TokenOutput
 
@@ -31,7 +32,6 @@ MODEL = os.environ.get("MODEL", "out/tiny")
 PROMPTS = int(os.environ.get("PROMPTS", "6"))
 OVERRIDES = [
     "actor_rollout_ref.rollout.name=rolloutmq",  # the only change in a verl configuration whose trainer shares GPUs
-    "actor_rollout_ref.rollout.checkpoint_engine.backend=rolloutmq",  # and this where it does not
     f"actor_rollout_ref.model.path={MODEL}",
     "actor_rollout_ref.rollout.nnodes=1",
     "actor_rollout_ref.rollout.n_gpus_per_node=2",
@@ -43,13 +43,25 @@ OVERRIDES = [
 ]
 
 
+def model_at(path: str, step: int) -> torch.nn.Module:
+    """The model with weights of its own for each step."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    torch.manual_seed(step)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.02)
+    return model
+
+
 class Trainer(Worker):
     """Stands for verl's actor worker, which needs a GPU: it has a checkpoint engine and weights, and does not train."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, config) -> None:
         super().__init__()
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        parts = config.actor_rollout_ref
+        self.path = parts.model.path
         self.engine = CheckpointEngineRegistry.new("rolloutmq", bucket_size=1 << 20, is_master=self.rank == 0)
+        self.adapter = get_rollout_class("rolloutmq")(parts.rollout, parts.model, device_mesh=None)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     def execute_checkpoint_engine(self, method: str, *args, **kwargs):
@@ -57,14 +69,17 @@ class Trainer(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto"):
-        return await self.engine.send_weights(iter(self.model.state_dict().items()), global_steps=global_steps)
+        weights = iter(model_at(self.path, global_steps).state_dict().items())
+        if mode == "naive":  # the trainer shares its GPUs with the replicas: verl's default
+            return await self.adapter.update_weights(weights, global_steps=global_steps)
+        return await self.engine.send_weights(weights, global_steps=global_steps)
 
 
 class Plain:
-    """The same model in this process, greedily: what verl's clients call, without a server."""
+    """The same weights in this process, greedily: what verl's agent loops call, without a server."""
 
-    def __init__(self, path: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    def __init__(self, step: int) -> None:
+        self.model = model_at(MODEL, step).eval()
 
     @torch.inference_mode()
     async def generate(self, request_id, *, prompt_ids, sampling_params, **_) -> TokenOutput:
@@ -80,11 +95,24 @@ class Plain:
         return TokenOutput(token_ids=ids[len(prompt_ids) :], log_probs=logprobs, stop_reason=why)
 
 
-def batch() -> DataProto:
+def batch(step: int) -> DataProto:
     prompts = [[{"role": "user", "content": f"Tell me story {number}."}] for number in range(PROMPTS)]
     rows = np.empty(PROMPTS, dtype=object)
     rows[:] = prompts
-    return DataProto(non_tensor_batch={"raw_prompt": rows, "index": np.arange(PROMPTS)}, meta_info={"global_steps": 7})
+    return DataProto(
+        non_tensor_batch={"raw_prompt": rows, "index": np.arange(PROMPTS)}, meta_info={"global_steps": step}
+    )
+
+
+def compare(pooled: DataProto, plain: DataProto, step: int) -> None:
+    for name in sorted({*pooled.batch.keys(), *plain.batch.keys()}):
+        ours, theirs = pooled.batch[name], plain.batch[name]
+        gap = (ours.double() - theirs.double()).abs().max().item()
+        print(f"  {name:20} {tuple(ours.shape)!s:10} largest difference {gap:.1e}")
+        assert ours.shape == theirs.shape
+        assert gap <= (1e-4 if ours.is_floating_point() else 0), name
+    for name in ("global_steps", "min_global_steps", "max_global_steps"):
+        assert set(pooled.non_tensor_batch[name].tolist()) == {step}, name
 
 
 def main() -> None:
@@ -96,23 +124,19 @@ def main() -> None:
 
     trainers = RayWorkerGroup(
         RayResourcePool([1], use_gpu=False, max_colocate_count=1),
-        RayClassWithInitArgs(ray.remote(Trainer), MODEL),
+        RayClassWithInitArgs(ray.remote(Trainer), config),
         use_gpu=False,
     )
-    engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
-    sync = CheckpointEngineManager(engine, trainers, manager.get_replicas())
-    print("published:", sync.update_weights(global_steps=7))
-
-    pooled = asyncio.run(AgentLoopWorker(config, manager.get_client()).generate_sequences(batch()))
-    plain = asyncio.run(AgentLoopWorker(config, Plain(MODEL)).generate_sequences(batch()))
-    for name in sorted({*pooled.batch.keys(), *plain.batch.keys()}):
-        ours, theirs = pooled.batch[name], plain.batch[name]
-        gap = (ours.float() - theirs.float()).abs().max().item()
-        print(f"{name:24} {tuple(ours.shape)!s:14} largest difference {gap:.1e}")
-        assert ours.shape == theirs.shape
-        assert gap < (1e-4 if ours.is_floating_point() else 0.5), name
-    for name, values in pooled.non_tensor_batch.items():
-        print(f"{name:24} {values[0]!r}")
+    for step, backend in ((7, "rolloutmq"), (8, "naive")):
+        config.actor_rollout_ref.rollout.checkpoint_engine.backend = backend
+        engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
+        CheckpointEngineManager(engine, trainers, manager.get_replicas()).update_weights(global_steps=step)
+        print(f"step {step}, published with backend {backend}")
+        compare(
+            asyncio.run(AgentLoopWorker(config, manager.get_client()).generate_sequences(batch(step))),
+            asyncio.run(AgentLoopWorker(config, Plain(step)).generate_sequences(batch(step))),
+            step,
+        )
     ray.shutdown()
 
 
