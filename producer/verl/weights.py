@@ -37,7 +37,8 @@ class PoolWeights:
     ) -> dict[str, float]:
         """Publish (name, tensor) pairs under the checkpoint's names; returns verl's metrics of it.
 
-        Raises WeightSyncError if no worker took the version in time, InvalidField for unknown publisher settings.
+        Raises WeightSyncError if no worker took the version, WaitTimeout if it is still on its way after
+        `commit_timeout_s`, and InvalidField for unknown publisher settings.
         """
         if not self._leader:
             for _ in weights:  # each step of the generator is a gather of all ranks
