@@ -250,8 +250,14 @@ async def test_a_worker_that_comes_between_announcement_and_seal_takes_part(redi
         phantom = Lease(pool.broker.redis, "default", "phantom", lease_s=60.0)  # the seal waits for it
         await phantom.join(status("phantom"))
         handle = source.publish(1, weights(1))
-        await eventually(pool.ledger.open_epoch)
-        await pool.add()
+        transfer = await eventually(pool.ledger.open_epoch)
+        (late,) = await pool.add()
+
+        async def has_joined() -> bool:
+            epoch = await pool.ledger.epoch(transfer)
+            return epoch is not None and late in epoch.joins
+
+        await eventually(has_joined)
         assert not handle.done()
         assert await pool.end_lease("phantom")
         report = await asyncio.to_thread(handle.wait, 20)
