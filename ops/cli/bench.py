@@ -1,4 +1,4 @@
-"""`rolloutmq bench`: the benchmarks of the queue, the engine and weight sync."""
+"""`rolloutmq bench`: the benchmarks of the queue, the engine, episodes and weight sync."""
 
 from __future__ import annotations
 
@@ -128,3 +128,20 @@ def bench_engine(
         extra=parse_extra(sglang or []),
         quiet=json,
     )
+
+
+@app.command("episodes")
+def bench_episodes(
+    episodes: Annotated[int, typer.Option(help="Episodes in all.", min=4)] = 200,
+    turns: Annotated[int, typer.Option(help="Answers in each.", min=2)] = 4,
+    concurrency: Annotated[int, typer.Option(help="Episodes at the same time.", min=2)] = 24,
+    lease: Annotated[float, typer.Option(help="The workers' lease in seconds.", min=1.0)] = 3.0,
+    stream: Annotated[bool, typer.Option(help="Save answers under way every 50 ms, as streams do.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the result here, too.")] = None,
+    json: Json = False,
+) -> None:
+    """Episodes on two workers with the tiny model, one of which is killed: prefix cache, stalls, tokens lost."""
+    from ..bench.episodes import EpisodesPlan, run_episodes_bench
+
+    log_to_stderr("error")
+    run_episodes_bench(EpisodesPlan(episodes, turns, concurrency, lease, stream, out), quiet=json)

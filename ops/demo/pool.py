@@ -32,6 +32,7 @@ class PoolSettings:
     """The settings that the demo's workers share.
 
     lease_s: seconds until a killed worker's jobs go to others. gpus: their ids, the trainer's first; empty on the CPU.
+    prefix_cache: whether engines keep prefixes. For the demo's prompts of six tokens that costs more than it saves.
     """
 
     redis_url: str
@@ -41,6 +42,7 @@ class PoolSettings:
     max_running: int = 128
     lease_s: float = 3.0
     gpus: tuple[str, ...] = ()
+    prefix_cache: bool = False
 
     def command(self) -> list[str]:
         """The worker's command line."""
@@ -53,7 +55,7 @@ class PoolSettings:
             "--lease": str(self.lease_s),
             "--drain": str(DRAIN_S),
             "--cpu-threads": "1",
-            "--sglang": "disable_radix_cache=true",  # prompts of six tokens: to share them costs more than it saves
+            "--sglang": f"disable_radix_cache={str(not self.prefix_cache).lower()}",
             "--log-level": "info",
         }
         pairs = [*options.items(), *(("--sglang", setting) for setting in (_ON_GPU if self.gpus else ()))]

@@ -93,5 +93,5 @@ class ToolEnvironment:
         reward = sum(outcome.reward or 0.0 for outcome in outcomes)
         return Step([outcome.as_message() for outcome in outcomes], reward, info={"outcomes": outcomes})
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Nothing is open."""

@@ -130,6 +130,7 @@ def place(text_engine: RemoteEngine, tmp_path_factory: pytest.TempPathFactory) -
     write_files(folder)
     with contextlib.chdir(folder), EmbeddedRedis() as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLOUTMQ_REDIS", server.url)
+        patch.setenv("STEPS", "2")
         patch.syspath_prepend(str(folder))
         made = CliRunner().invoke(app, ["tiny-model", "out/tiny"])
         assert made.exit_code == 0, made.output

@@ -29,7 +29,7 @@ def reader(tiny: Path, trl_redis: str, tmp_path: Path, monkeypatch: pytest.Monke
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["async_loop", "lora", "trl_async_grpo", "trl_grpo"])
+@pytest.mark.parametrize("name", ["agent_tools", "async_loop", "lora", "trl_async_grpo", "trl_grpo"])
 def test_an_example_prints_its_curve(name: str, reader: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     printed = capsys.readouterr().out
