@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -174,7 +175,7 @@ def test_the_programs_of_a_page_run_one_after_the_other(page: str, place: Path) 
                 exec(compile(block.code, page, "exec"), names)
     finally:
         for value in names.values():  # what a program leaves open ends with its process; here it is closed
-            if callable(close := getattr(value, "close", None)) and not isinstance(value, type):
+            if callable(close := getattr(value, "close", None)) and not isinstance(value, type | ModuleType):
                 with contextlib.suppress(RolloutMQError):  # a session whose client is closed
                     close()
 
