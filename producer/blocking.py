@@ -41,7 +41,8 @@ class BlockingRolloutClient(BlockingContext[RolloutClient]):
     Connects when it is made; raises RedisUnavailable. May be used from several threads; `close` ends the calls that
     wait in the others with a RolloutMQError. An iterator that is left early is closed when it is garbage collected or
     by `close`; what it had not handed out stays with the client. The client's own thread calls `before_ack`, and
-    iterates over the jobs of `map`.
+    iterates over the jobs of `map`. What they raise, SystemExit included, is raised by the call that waits for them. If
+    they call this client, which would wait for itself, they get a RolloutMQError.
     """
 
     def __init__(

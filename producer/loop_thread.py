@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -16,8 +17,11 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from ..messages.errors import RolloutMQError, WrongProcess
 from .inbox import Crossing, under_way
 
+log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
+LOOK_S = 1.0
+"""A thread that waits looks so often whether the loop's thread still lives."""
 
 
 class LoopThread:
@@ -26,65 +30,112 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.name = name
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="rolloutmq", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="rolloutmq", daemon=True)
+        self._over = self.closed = False
         self._thread.start()
-        self.closed = False
         self._pid = os.getpid()
         self._closing = threading.Lock()
         # Nothing is handed to the loop after its last task. Reentrant: garbage collection closes iterators anywhere.
         self._gate = threading.RLock()
+        self._here = threading.local()  # leaving: what this thread has left and what has not ended
+
+    def _serve(self) -> None:
+        """Run the loop until `_stop`. SystemExit and KeyboardInterrupt leave the loop when a task raises them. Whoever
+        waits for that task gets them, and the loop goes on."""
+        while not self._over:
+            with contextlib.suppress(BaseException):
+                self.loop.run_forever()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop and wait for it.
+        """Run a coroutine in the loop and wait for it; what it raises is raised as it is.
 
         Ctrl-C ends the wait, and the work. Outcomes that the work had taken by then are given back. Raises
-        RolloutMQError if the loop is closed or gets closed, and WrongProcess in a forked child.
+        RolloutMQError if the loop is closed or gets closed, and in the loop's own thread, which cannot wait for itself;
+        WrongProcess in a forked child.
         """
-        if os.getpid() != self._pid:
-            work.close()
-            raise WrongProcess(self.name, self._pid)
-        crossing, context = Crossing(), contextvars.copy_context()
-        context.run(under_way.set, crossing)
-        future: concurrent.futures.Future[T] | None = None
         try:
+            self._check_thread()
+        except RolloutMQError:
+            work.close()
+            raise
+        crossing, context, ended = Crossing(), contextvars.copy_context(), threading.Event()
+        context.run(under_way.set, crossing)
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            tasks.append(self.loop.create_task(work))
+            tasks[0].add_done_callback(lambda _: ended.set())
+
+        def lose() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # it was not handed over
+                work.close()
+            crossing.lose()
+
+        try:
+            # What this thread has left ends first: a session has one turn at a time.
+            concurrent.futures.wait(self._leaving())
             with self._gate:
                 if self.closed:
                     work.close()
-                    raise RolloutMQError(f"{self.name} is closed")
-                future = context.run(asyncio.run_coroutine_threadsafe, work, self.loop)
-            found = future.result()
+                    raise self._closed()
+                self.loop.call_soon_threadsafe(begin, context=context)
+            while not ended.wait(LOOK_S):
+                if not self._thread.is_alive():
+                    raise self._closed()
+            (task,) = tasks
+            if task.cancelled() and self.closed:
+                raise self._closed()
+            found = task.result()
             crossing.received = True
             return found
-        except concurrent.futures.CancelledError:  # by `_stop`
-            raise RolloutMQError(f"{self.name} is closed") from None
         except BaseException as error:
-            if future and future.done() and not future.cancelled() and future.exception() is error:
+            if ended.is_set() and not tasks[0].cancelled() and tasks[0].exception() is error:
                 crossing.received = True  # the error tells of what was taken
             else:  # Ctrl-C
-                if future:
-                    future.cancel()
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self.loop.call_soon_threadsafe(crossing.lose)
+                    self.loop.call_soon_threadsafe(lose)
             raise
 
+    def _check_thread(self) -> None:
+        """Raises WrongProcess in a forked child, and RolloutMQError in the loop's own thread."""
+        if os.getpid() != self._pid:
+            raise WrongProcess(self.name, self._pid)
+        if threading.current_thread() is self._thread:
+            raise RolloutMQError(
+                f"{self.name} was called by a function that its own thread runs: the call would wait for itself. "
+                "Use another client there"
+            )
+
+    def _closed(self) -> RolloutMQError:
+        return RolloutMQError(f"{self.name} is closed")
+
     def leave(self, source: AsyncIterator[Any]) -> None:
-        """Close an asynchronous iterator. Garbage collection calls this in any thread."""
+        """Have an asynchronous iterator closed, before the next work of this thread begins. Waits for nothing: garbage
+        collection calls this in any thread."""
 
         async def leave() -> None:
-            await source.aclose()  # type: ignore[attr-defined]
+            try:
+                await source.aclose()  # type: ignore[attr-defined]
+            except Exception:
+                log.exception("%s: an iterator that was left did not end in good order", self.name)
 
         if os.getpid() != self._pid:
             return
-        if threading.current_thread() is self._thread:  # which cannot wait for itself
-            asyncio.run_coroutine_threadsafe(leave(), self.loop)
-        else:
-            with contextlib.suppress(RolloutMQError):  # closed: the source is, too
-                self.run(leave())
+        with self._gate:
+            if not self.closed:  # otherwise the source is, too
+                leaving = asyncio.run_coroutine_threadsafe(leave(), self.loop)
+                self._here.leaving = [*self._leaving(), leaving]
+
+    def _leaving(self) -> list[concurrent.futures.Future[None]]:
+        return [it for it in getattr(self._here, "leaving", ()) if not it.done()]
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Run `last`, end the loop and its thread. Safe to call twice, and in a forked child, which has neither."""
         if os.getpid() != self._pid:
             return
+        self._check_thread()
         with self._closing:
             if not self.closed:
                 try:
@@ -109,6 +160,7 @@ class LoopThread:
         try:
             ending.result()
         finally:
+            self._over = True
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self.loop.close()
@@ -141,10 +193,16 @@ class Items(Iterator[T]):
         """End it. Safe to call twice."""
         if not self._over:
             self._over = True
-            self._thread.leave(self._source)
+            with contextlib.suppress(RolloutMQError):  # the client is closed: the source is, too
+                self._thread.run(self._end())
+
+    async def _end(self) -> None:
+        await self._source.aclose()  # type: ignore[attr-defined]
 
     def __del__(self) -> None:
-        self.close()
+        if not self._over:
+            self._over = True
+            self._thread.leave(self._source)
 
 
 A = TypeVar("A")

@@ -222,7 +222,9 @@ class ReplyReader:
                     self._block_ms = FIRST_BLOCK_MS
                     self._last = "0"  # after a failover the new server may not know what was acknowledged
                     self._count = max(1, self._count // 2)  # the reply may have been too large to read in time
-        except Exception as error:
+        except BaseException as error:  # also what `before_ack` raises: whoever waits is told
+            if self._closed:
+                raise
             self._break(error)
 
     def _flush_soon(self) -> None:
@@ -239,12 +241,14 @@ class ReplyReader:
     async def _flush(self) -> None:
         try:
             await self._flush_acks()
-        except Exception as error:
+        except BaseException as error:
+            if self._closed:
+                raise
             self._break(error)
         if self._acks or self._crossing:
             self._flush_soon()
 
-    def _break(self, error: Exception) -> None:
+    def _break(self, error: BaseException) -> None:
         self._broken = error
         self.wake()
 

@@ -177,7 +177,7 @@ class Generating:
     def _judge(self, asked: Asked) -> bool:
         try:
             asked.judge()
-        except Exception as error:
+        except BaseException as error:
             self.aside.put(asked.number, "keep", error)
             return False
         return True
@@ -213,7 +213,7 @@ class Generating:
             return
         try:
             rewards = self._rules.score(results)
-        except Exception as error:
+        except BaseException as error:
             self.aside.put(asked.number, "score", error)
             return
         if inspect.isawaitable(rewards):
@@ -230,7 +230,7 @@ class Generating:
         try:
             async with self._scored_at_once:
                 rewards = await coming
-        except (Exception, asyncio.CancelledError) as error:
+        except BaseException as error:  # nobody awaits this task: SystemExit reaches the feed's caller, too
             if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
                 raise  # the client closes; otherwise it is the function that was cancelled
             self.aside.put(asked.number, "score", error)
@@ -251,7 +251,7 @@ class Generating:
                 return
         try:
             teaches = self._teaches(group)
-        except Exception as error:
+        except BaseException as error:
             self.aside.put(number, "teaches", error)
             return
         asked.given.update(group.samples)

@@ -51,7 +51,8 @@ class GroupRules:
     deliver: "groups": the trainer gets a group when all of it is there. "samples": it gets samples as they finish, so a
         slow one holds up no others. A TrainGroup then has the samples of a prompt that are there; the others follow
         under the same number. Batches are filled to the sample.
-    What `keep`, `score` or `teaches` raises reaches the caller of the feed as it is, once for each prompt. The prompt's
+    What `keep`, `score` or `teaches` raises reaches the caller of the feed as it is, once for each prompt; SystemExit
+    does, too. CancelledError and the end of an iterator come as a RolloutMQError that names them. The prompt's
     samples stay in flight, other prompts go on, and each later call tries the function again. What it raises then is
     raised only if the call has nothing else to give or to wait for.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
+
 from ...messages.errors import RolloutMQError, shortly
 
 
@@ -13,7 +15,7 @@ class SetAside:
     """
 
     def __init__(self) -> None:
-        self._errors: dict[int, Exception] = {}  # of the last try
+        self._errors: dict[int, BaseException] = {}  # of the last try
         self._told: set[int] = set()  # prompts whose error was raised, until their functions succeed
 
     def __contains__(self, number: int) -> bool:
@@ -21,8 +23,8 @@ class SetAside:
 
     def put(self, number: int, function: str, raised: BaseException) -> None:
         """A function of GroupRules has raised this for a prompt."""
-        error = raised if isinstance(raised, Exception) else None
-        if error is None or isinstance(error, StopIteration | StopAsyncIteration):
+        error = raised
+        if isinstance(raised, CancelledError | GeneratorExit | StopIteration | StopAsyncIteration):
             # Cancellation and the end of an iterator would end the caller's task or loop without a word.
             error = RolloutMQError(f"GroupRules.{function} raised {raised!r}")
             error.__cause__ = raised

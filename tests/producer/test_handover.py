@@ -205,15 +205,18 @@ def interrupted_at(line: int) -> Iterator[None]:
     Not before `return found`: CPython runs no signal handler between the assignment before it and the caller's own.
     """
     left = [line]
+    handed = list[FrameType]()
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code is asyncio.BaseEventLoop.call_soon_threadsafe.__code__:
+            handed.append(frame)
         if frame.f_code is not LoopThread.run.__code__:
             return None
         crossing = frame.f_locals.get("crossing")
         if event == "line" and not (crossing is not None and crossing.received):
             left[0] -= 1
             if left[0] == 0:
-                if frame.f_locals.get("future") is None:  # it was not handed to the loop, and nobody would await it
+                if not handed:  # nobody would await it
                     frame.f_locals["work"].close()
                 raise KeyboardInterrupt
         return trace

@@ -32,12 +32,13 @@ def place_of(results: Sequence[RolloutResult]) -> int:
 class Judge:
     """Functions of GroupRules that raise for the prompt of one place as long as it is `broken`."""
 
-    def __init__(self, bad: int) -> None:
+    def __init__(self, bad: int, error: BaseException | None = None) -> None:
         self.bad, self.broken = bad, True
+        self.error = error or ValueError(f"no judge for {bad}")
 
     def judge(self, results: Sequence[RolloutResult]) -> None:
         if self.broken and place_of(results) == self.bad:
-            raise ValueError(f"no judge for {self.bad}")
+            raise self.error
 
     def rules(self, which: str) -> GroupRules:
         def keep(result: RolloutResult) -> bool:
@@ -57,7 +58,7 @@ class Judge:
 
         def teaches(rewards: Sequence[float]) -> bool:
             if self.broken and rewards[0] == self.bad:
-                raise ValueError(f"no judge for {self.bad}")
+                raise self.error
             return True
 
         return {
@@ -168,14 +169,14 @@ async def being_scored(feed: RolloutFeed) -> bool:
     return any(asked.scoring for asked in feed._pool.asked.values())
 
 
-@pytest.mark.parametrize("error", [StopIteration(), StopAsyncIteration(), asyncio.CancelledError()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [StopIteration(), StopAsyncIteration(), asyncio.CancelledError(), GeneratorExit()], ids=repr
+)
 @pytest.mark.parametrize("later", [False, True])
 async def test_what_would_end_a_loop_without_a_word_is_an_error(
     client: RolloutClient, serving: None, error: BaseException, later: bool
 ) -> None:
     """For example `anext` on a source of judges that has run dry."""
-    if isinstance(error, asyncio.CancelledError) and not later:
-        return  # a plain function cancels nothing
 
     async def score_later(results: Sequence[RolloutResult]) -> list[float]:
         raise error
@@ -188,6 +189,26 @@ async def test_what_would_end_a_loop_without_a_word_is_an_error(
     with pytest.raises((RolloutMQError, RuntimeError), match=type(error).__name__):
         await anext(loop)
     in_full(feed, 0, 2)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("which", ["keep", "score", "coroutine", "teaches"])
+async def test_what_ends_a_program_reaches_the_caller_and_no_other_task(
+    client: RolloutClient, serving: None, error: BaseException, which: str
+) -> None:
+    judge = Judge(bad=0, error=error)
+    feed = client.feed(MARK4, judge.rules(which))
+    loop = feed.batches(prompts(1), timeout=20)
+    raised: BaseException | None = None
+    try:  # here, and not in pytest.raises: the task that runs this must not end with it
+        await anext(loop)
+    except (SystemExit, KeyboardInterrupt) as found:
+        raised = found
+    assert raised is error
+    in_full(feed, 0, 2)
+    judge.broken = False
+    (group,) = await anext(loop)
+    assert group.number == 0
 
 
 @pytest.mark.parametrize("rewards", [None, 1.0, [1.0], [1.0, None], ["good", "bad"], [[1.0, 2.0], [1.0]]])
