@@ -1,17 +1,24 @@
-"""A client that crashes within episodes and starts again: nothing that was complete is generated again."""
+"""A client that crashes within episodes and starts again: no answer is generated twice."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pools.episodes import SHORT, Counting, Keep, left
-from support.pools.pool import eventually, worker
+from support.pools import episodes as support_episodes
+from support.pools.episodes import SHORT, Counting, Keep, left, played
+from support.pools.pool import check_scripted, eventually, worker
 
 from rolloutmq import Episode, RolloutClient, RolloutMQError, RolloutResult
+from rolloutmq.worker.engine import EngineOutput, EngineRequest
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 TASKS = range(6)
+FIRST_PROMPT = 3
+TESTS = Path(__file__).parents[2]
 
 
 class Gated(Counting):
@@ -70,6 +77,52 @@ async def test_answers_that_were_complete_are_not_generated_again(redis_db: str)
     assert [(it.number, it.stop, len(it.turns)) for it in after] == [(number, "done", 3) for number in TASKS[2:]]
     assert accepted == 2 * 3 + 4 * 2
     assert load.accepted == 6 * 3, "one job for each answer, before and after"
+
+
+class Held(ScriptedEngine):
+    """It answers prompts of a first turn at once, and others when the gate opens. begun: the ids of all requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.begun = asyncio.Event(), list[str]()
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        self.begun.append(request.request_id)
+        if len(request.token_ids) > FIRST_PROMPT:
+            await self.gate.wait()
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("ready", ["after the restart", "before the restart"])
+async def test_an_answer_under_way_when_the_process_is_killed_is_generated_once(redis_db: str, ready: str) -> None:
+    count = len(TASKS)
+    asked = [sys.executable, "-m", support_episodes.__name__, redis_db, str(count)]
+    make, engine = Keep(Counting), Held()
+    async with worker(redis_db, engine=engine) as running:
+        process = await asyncio.create_subprocess_exec(*asked, cwd=TESTS)
+        try:
+            await eventually(lambda: len(engine.begun) == 2 * count, what="the second answers are under way")
+        finally:
+            process.kill()
+            await process.wait()
+        async with RolloutClient(redis_db, client_id="client") as client:
+            if ready == "before the restart":
+                engine.gate.set()
+                await eventually(lambda: left(client, 2 * count))
+            playing = asyncio.create_task(played(client, make, count, run="run"))
+            if ready == "after the restart":
+                await eventually(lambda: [it.turn for it in make.made] == [1] * count and client.outstanding == count)
+                engine.gate.set()
+            after = await asyncio.wait_for(playing, 30)
+            await eventually(lambda: left(client, 0))
+            load = await client.load()
+    assert [(it.stop, len(it.turns)) for it in after] == [("done", 3)] * count
+    for episode in after:
+        for turn in episode.turns:
+            check_scripted(turn.result, turn.start)
+    assert load.accepted == 3 * count, "one job for each answer"
+    assert len(set(engine.begun)) == len(engine.begun) == 3 * count, "the engine was asked for each answer once"
+    assert running.worker._generation.generated_tokens == 3 * count * SHORT.max_new_tokens
 
 
 async def test_an_environment_that_does_otherwise_is_asked_anew(redis_db: str) -> None:

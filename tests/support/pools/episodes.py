@@ -1,7 +1,12 @@
-"""What tests of episodes share: an environment, and ways to play it."""
+"""What tests of episodes share: an environment, and ways to play it.
+
+`python -m support.pools.episodes URL COUNT` is a client to be killed: it plays so many episodes of the run "run".
+"""
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -51,3 +56,12 @@ class Keep:
     @property
     def closed(self) -> list[int]:
         return [it.closed for it in self.made]
+
+
+async def _play_run(url: str, count: int) -> None:
+    async with RolloutClient(url, client_id="client") as client:
+        await played(client, Counting, count, run="run")
+
+
+if __name__ == "__main__":
+    asyncio.run(_play_run(sys.argv[1], int(sys.argv[2])))
