@@ -182,8 +182,8 @@ def _figures(
     moved = [it for it in results if it.attempt > 1]
     alone = sum(len(it.token_ids) for it in results if it.attempt == 1 and it.worker_id == survivor)
     prompts = sum(len(it.prompt_ids) for it in results if it.prompt_ids is not None)
-    # Of an answer that was under way on the killed worker, the survivor generated what had not been saved. Some of that
-    # the killed worker had generated, too. Nobody knows how much, but it is no more than this.
+    # An upper bound: all that the survivor generated of answers that were under way on the killed worker, from where
+    # they had been saved. What the killed worker had generated beyond that, it told nobody.
     twice = max(0, survivor_tokens - alone)
     return {
         "episodes": len(episodes),
