@@ -1,4 +1,8 @@
-"""Episodes: many turns between the model and an environment, with tools, as rows for a trainer."""
+"""Episodes: many turns between the model and an environment, with tools, as rows for a trainer.
+
+`run` keeps many episodes going, `player` plays one, and `asking` gets one answer of the model. `environment`, `episode`
+and `limits` are what callers write and read. The others are environments of other libraries, and tools.
+"""
 
 from .adapters import GymnasiumEnvironment, SkyRLGymEnvironment, ToolEnvironment
 from .calculator import Calculator

@@ -45,6 +45,8 @@ async def ask(core: ClientCore, place: str, fields: dict[str, Any], held: list[R
             return result
         core.reader.ack(replies)
         failure = next((it for it in outcomes if isinstance(it, JobFailure)), as_failure(job_id, handle.state))
+        # The job failed in this process, or failed before and nobody had been told. Else an earlier process took its
+        # outcome or cancelled it, and nothing of it is left: ask for another job.
         if handle.state in _OPEN or (replies and failure.outcome != "cancelled"):
             break
     raise JobFailed(failure)

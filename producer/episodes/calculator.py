@@ -66,7 +66,7 @@ class Calculator:
 
 def _value(node: ast.expr) -> Number:
     match node:
-        case ast.Constant(value=bool()):
+        case ast.Constant(value=bool()):  # Python counts True among the integers
             pass
         case ast.Constant(value=int() | float() as number):
             return _bounded(number)

@@ -1,6 +1,6 @@
 """Limits this process, and runs the program on its standard input.
 
-`python -I -S launcher.py CPU-SECONDS MEMORY-BYTES FILE-BYTES NAMESPACES`, the latter 1 or 0. It is run by
+`python -I -S launcher.py CPU-SECONDS MEMORY-BYTES FILE-BYTES NAMESPACES`, the last one 1 or 0. It is run by
 path, and imports nothing of the package.
 """
 

@@ -136,7 +136,7 @@ class Player:
 
     async def _make_room(self, episode: Episode, observation: Any) -> dict[str, Any]:
         """The field of a job for the observation to go on with, perhaps in a new part of the episode."""
-        given = _read(observation)
+        given = _field_for(observation)
         left = self._left(episode.history, given)
         if left is None or left > 0:
             return given
@@ -144,7 +144,7 @@ class Player:
         if on_full == "truncate" and episode.turns:
             episode.parts.append(History().given(self._newest(episode)))
         elif callable(on_full):
-            given = _read(await self._ask_environment("on_full", on_full, episode, observation))
+            given = _field_for(await self._ask_environment("on_full", on_full, episode, observation))
             episode.parts.append(History())
         left = self._left(episode.history, given)
         if left is not None and left < 1:
@@ -191,7 +191,7 @@ async def _within(seconds: float | None, what: str, work: Awaitable[T]) -> T:
         raise
 
 
-def _read(observation: Any) -> dict[str, Any]:
+def _field_for(observation: Any) -> dict[str, Any]:
     """The field of a job for an observation. Raises _Ended."""
     try:
         given = prompt_fields(observation, "observation")

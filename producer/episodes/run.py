@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from contextvars import Context, copy_context
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...messages.broker import Reply
 from ...messages.errors import InvalidField
@@ -20,7 +20,12 @@ from .episode import Episode
 from .limits import EpisodeLimits
 from .player import Player
 
-Ended = tuple[Episode, list[Reply]]
+
+class _Played(NamedTuple):
+    """An episode that has ended. held: the outcomes it is made of, not acknowledged yet."""
+
+    episode: Episode
+    held: list[Reply]
 
 
 def run_episodes(
@@ -51,8 +56,8 @@ class _Run:
 
     def __init__(self, core: ClientCore, player: Player, resumable: bool) -> None:
         self._core, self._player, self._resumable = core, player, resumable
-        self._running: set[asyncio.Task[Ended]] = set()
-        self._ended: deque[Ended] = deque()
+        self._running: set[asyncio.Task[_Played]] = set()
+        self._ended: deque[_Played] = deque()
 
     async def all(self, episodes: Iterator[Episode], window: int) -> AsyncGenerator[Episode]:
         """The episodes as they end, at most `window` of them begun and not handed out."""
@@ -60,20 +65,21 @@ class _Run:
         try:
             while await self._next_ended(episodes, window):
                 one = self._ended.popleft()
-                # A plain loop's thread may wait no longer when the episode comes. Then it is the next one again.
-                out = HandOut(one[1], self._core.reader.ack, partial(self._not_handed_out, one))
+                # The thread of a plain loop may have stopped waiting when the episode reaches it. The hand-out then
+                # puts it in front of the others, so that it is the next one again.
+                out = HandOut(one.held, self._core.reader.ack, partial(self._not_handed_out, one))
                 try:
-                    yield one[0]
+                    yield one.episode
                 except GeneratorExit:
                     out.give_back()
                     raise
                 out.acknowledge()
-                if not any(it is one for it in self._ended):
-                    await self._forget(one[0])
+                if one not in self._ended:
+                    await self._forget(one.episode)
         finally:
             await self._core.finish(self._leave())
 
-    def _not_handed_out(self, one: Ended, _replies: list[Reply]) -> None:
+    def _not_handed_out(self, one: _Played, _replies: list[Reply]) -> None:
         self._ended.appendleft(one)
 
     async def _next_ended(self, episodes: Iterator[Episode], window: int) -> bool:
@@ -87,14 +93,14 @@ class _Run:
                 self._ended.append(task.result())
         return bool(self._ended)
 
-    async def _play(self, episode: Episode) -> Ended:
+    async def _play(self, episode: Episode) -> _Played:
         held: list[Reply] = []
         try:
             await self._player.play(episode, held)
         except BaseException:
             await self._core.finish(self._give_up(episode, held))
             raise
-        return episode, held
+        return _Played(episode, held)
 
     async def _leave(self) -> None:
         """End everything: episodes under way are cancelled, and their environments closed."""

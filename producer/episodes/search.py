@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 MOST_WORDS, MOST_RESULTS, SNIPPET_WORDS = 32, 10, 48
+NOTHING = "nothing found"
 
 
 class Search:
@@ -51,16 +52,15 @@ class Search:
         # Only words, each in quotes: nothing of what a model writes is read as FTS5's query language.
         words = [f'"{word}"' for word in re.findall(r"\w+", query)[:MOST_WORDS]]
         if not words:
-            return "nothing found"
+            return NOTHING
         with self._lock:
             found = self._index.execute(
                 f"SELECT title, snippet(documents, 1, '', '', '…', {SNIPPET_WORDS}) FROM documents "
                 "WHERE documents MATCH ? ORDER BY rank LIMIT ?",
                 (" OR ".join(words), count),
             ).fetchall()
-        return (
-            "\n\n".join(f"{place}. {title}\n{text}" for place, (title, text) in enumerate(found, 1)) or "nothing found"
-        )
+        results = [f"{place}. {title}\n{text}" for place, (title, text) in enumerate(found, 1)]
+        return "\n\n".join(results) or NOTHING
 
     def close(self) -> None:
         """Close the index."""
