@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
@@ -23,11 +24,32 @@ _MOST = 1e18
 
 def each_is(name: str, items: Iterable[Any], kind: Any, allowed: str) -> list[Any]:
     """The items, also of a generator. Raises InvalidField for the first one that is no `kind`, a type or a union."""
+    if not _items(items):
+        raise InvalidField(name, items, f"a list or another iterable, of which each item is {allowed}")
     given = list(items)
     for place, item in enumerate(given):
         if not isinstance(item, kind):
             raise InvalidField(f"{name}[{place}]", item, allowed)
     return given
+
+
+def whole_number(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """The value as an integer of Python's, also of numpy's and torch's. Others would not survive a checkpoint in JSON.
+
+    Raises InvalidField for what is no integer, and for one that is below `least` or above `most`.
+    """
+    allowed = "an integer"
+    if least is not None:
+        allowed += f", at least {least}"
+    if most is not None:
+        allowed += f", at most {most}"
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least) or (most is not None and number > most):
+        raise InvalidField(name, value, allowed)
+    return number
 
 
 class _Kind(NamedTuple):

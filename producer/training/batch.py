@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...messages.arguments import whole_number
 from ...messages.errors import InvalidField
 from .rows import GIVEN, Row, rows_given
 
@@ -64,8 +65,7 @@ class RolloutBatch:
             raise InvalidField("layout", layout, '"padded", "packed" or "nested"')
         if side not in ("right", "left"):
             raise InvalidField("side", side, '"right" or "left"')
-        if multiple_of < 1:
-            raise InvalidField("multiple_of", multiple_of, "at least 1")
+        multiple_of, pad_id = whole_number("multiple_of", multiple_of, 1), whole_number("pad_id", pad_id)
         if not (rows := rows_given(rows)):
             raise InvalidField("rows", rows, "at least one")
         lengths = [len(row) for row in rows]

@@ -8,13 +8,13 @@ the same prompts under the same numbers.
 from __future__ import annotations
 
 import itertools
-import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
+from ...messages.arguments import whole_number
 from ...messages.errors import InvalidField
 from .spread import Spread
 
@@ -23,6 +23,8 @@ Why = Literal["stale", "filtered", "failed", "cancelled", "surplus"]
 failed: no worker could generate it. cancelled: on request, or stopped. surplus: more was asked for than was needed."""
 REASONS: tuple[Why, ...] = get_args(Why)
 FORMAT = 1
+MOST_VERSION = (1 << 53) - 1
+"""The largest version: Redis' scripts compare versions as floats, which are exact up to here."""
 REMEMBERED = 255
 """Updates whose versions are remembered, beside the newest one."""
 COUNTERS = ("dropped", "marks", "steps", "staleness")
@@ -80,7 +82,7 @@ class Books:
     """
 
     def __init__(self, version: int = 0) -> None:
-        self.version = _whole("version", version)
+        self.version = whole_number("version", version, 0, MOST_VERSION)
         """The trainer's newest version."""
         self.updates = 0
         """Updates of the weights since training began."""
@@ -119,7 +121,7 @@ class Books:
 
     def advance(self, version: int) -> None:
         """The weights were updated and are version `version` now. Raises InvalidField unless it is a newer one."""
-        if (version := _whole("version", version)) <= self.version:
+        if (version := whole_number("version", version, most=MOST_VERSION)) <= self.version:
             raise InvalidField("version", version, f"above {self.version}, the newest")
         self.version = version
         self.updates += 1
@@ -127,8 +129,9 @@ class Books:
 
     def renumber(self, version: int) -> None:
         """The same weights are version `version` now: a restored trainer has to publish them under a new number."""
-        if (version := _whole("version", version)) < self.version:
-            raise InvalidField("version", version, f"at least {self.version}, the newest")
+        if (version := whole_number("version", version, most=MOST_VERSION)) < self.version:
+            allowed = f"at least {self.version}, the newest: publish as max(publisher.last_version, books.version) + 1"
+            raise InvalidField("version", version, allowed)
         self.version = version
 
     def age(self, oldest: int | None) -> int:
@@ -162,8 +165,7 @@ class Books:
 
         Raises InvalidField for a sample that is not in flight: nothing is trained twice. Nothing is noted then.
         """
-        if (step := _whole("step", step)) < 0:
-            raise InvalidField("step", step, "0 or more")
+        step = whole_number("step", step, 0, MOST_VERSION)
         count = self._end(number, samples, step, "trained", known)
         self.trained += count
         self.steps[step] += count
@@ -322,16 +324,6 @@ def _pairs(runs: tuple[int, ...]) -> list[tuple[int | None, int]]:
     return list(zip(runs[::2], runs[1::2], strict=True))
 
 
-def _whole(name: str, value: Any) -> int:
-    """An integer of Python's. Others, such as numpy's, would not survive a checkpoint in JSON."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise InvalidField(name, value, "an integer")
-
-
 def _plain(sample: str, known: Measured) -> Measured:
     """The same in Python's numbers."""
     length, reward, staleness = known
@@ -339,9 +331,9 @@ def _plain(sample: str, known: Measured) -> Measured:
         if isinstance(reward, str | bytes):
             raise TypeError
         return Measured(
-            _whole("length", length),
+            whole_number("length", length, 0),
             None if reward is None else float(reward),
-            None if staleness is None else _whole("staleness", staleness),
+            None if staleness is None else whole_number("staleness", staleness, 0),
         )
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several values
         raise InvalidField("reward", reward, f"a number or None, for sample {sample}") from error

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...messages.arguments import whole_number
 from ...messages.errors import InvalidField
 from .rows import GIVEN, Row, rows_given
 
@@ -75,6 +76,9 @@ def to_verl(
 
     if not (rows := rows_given(rows)):
         raise InvalidField("rows", rows, "at least one")
+    prompt_length = whole_number("prompt_length", prompt_length, 1)
+    response_length = whole_number("response_length", response_length, 1)
+    pad_id = whole_number("pad_id", pad_id)
     columns: dict[str, list[npt.NDArray[Any]]] = {
         name: [] for name in ("ids", "attention", "mask", "logprobs", "scores")
     }

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from ...messages.arguments import whole_number
 from ...messages.errors import InvalidField
 from ...messages.model import RolloutResult
 from ..inbox import Group
@@ -45,7 +46,8 @@ class GroupRules:
         each sample, with all that are delivered together. Coroutines run beside each other, `score_concurrency` of them
         at most. teaches: whether a group with these rewards is worth a step; others are dropped as "filtered", and
         another prompt takes their place. `rewards_differ` is DAPO's filter. It needs complete groups.
-    most_filtered: so many groups in a row are filtered; the next one is let through, and counted.
+    most_filtered: so many groups in a row are filtered; the next one is let through, and counted. With 0 all groups are
+        let through, and those that teach nothing are counted.
     on_failed: what becomes of samples that failed. "ask": they are asked for again, up to `retries` times a prompt.
         "less", and after the last retry: the group has that many samples less.
     deliver: "groups": the trainer gets a group when all of it is there. "samples": it gets samples as they finish, so a
@@ -71,12 +73,10 @@ class GroupRules:
     deliver: Deliver = "groups"
 
     def __post_init__(self) -> None:
-        for name in ("over_sample", "most_filtered", "retries"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise InvalidField(name, value, "an integer, at least 0")
-        if type(self.score_concurrency) is not int or self.score_concurrency < 1:
-            raise InvalidField("score_concurrency", self.score_concurrency, "an integer, at least 1")
+        for name, least in (("over_sample", 0), ("most_filtered", 0), ("retries", 0), ("score_concurrency", 1)):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+        if not isinstance(self.partials, bool):
+            raise InvalidField("partials", self.partials, "True or False")
         for name in ("keep", "score", "teaches"):
             value = getattr(self, name)
             if value is not None and not callable(value):

@@ -91,10 +91,11 @@ class Row:
 def rows_of(groups: Iterable[TrainGroup]) -> list[Row]:
     """The rows of a feed's groups, group by group. A group's number is its prompt's in the books.
 
-    Raises InvalidField as `Row.of_result` does, and for rewards that are not one for each result.
+    Raises InvalidField as `Row.of_result` does, for what is no TrainGroup, and for rewards that are not one for each
+    result.
     """
     rows: list[Row] = []
-    for group in groups:
+    for group in each_is("groups", groups, TrainGroup, "a TrainGroup, as a feed gives it"):
         rewards = group.rewards or [float("nan")] * len(group.results)
         if len(rewards) != len(group.results):
             raise InvalidField("rewards", rewards, f"one for each of {len(group.results)} results, or none")

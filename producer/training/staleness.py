@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ...messages.arguments import whole_number
 from ...messages.errors import InvalidField
 from ...messages.model import GenerateJob
 
@@ -39,9 +40,7 @@ class Staleness:
 
     def __post_init__(self) -> None:
         for name, least in (("eta", 0), ("batch_size", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InvalidField(name, value, f"an integer, at least {least}")
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         if self.on_stale not in get_args(OnStale):
             raise InvalidField("on_stale", self.on_stale, '"drop", "mark" or "wait"')
 

@@ -126,6 +126,13 @@ def test_rows_may_come_from_a_generator_and_nothing_else_is_a_row(rows: list[Row
             form([rows[0], wrong])
 
 
+@pytest.mark.parametrize(("groups", "field"), [(None, "groups"), ("text", "groups"), ([1], "groups[0]")])
+def test_rows_are_of_groups_only(groups: Any, field: str) -> None:
+    with pytest.raises(InvalidField) as raised:
+        rows_of(groups)
+    assert raised.value.field == field
+
+
 def test_rewards_that_are_not_one_for_each_result_are_refused() -> None:
     group = TrainGroup("g", (one([1], [2]), one([1], [3])), (), samples=(0, 1), n=2, rewards=[1.0])
     with pytest.raises(InvalidField, match=r"rewards=\[1\.0\]: one for each of 2 results"):
@@ -138,7 +145,10 @@ def test_rewards_that_are_not_one_for_each_result_are_refused() -> None:
         ({"layout": "flat"}, "layout"),
         ({"side": "top"}, "side"),
         ({"multiple_of": 0}, "multiple_of"),
+        ({"multiple_of": 1.5}, "multiple_of"),
+        ({"pad_id": "0"}, "pad_id"),
         ({"rows": []}, "rows"),
+        ({"rows": None}, "rows"),
     ],
 )
 def test_a_wrong_layout_is_refused(rows: list[Row], given: Any, field: str) -> None:

@@ -256,6 +256,7 @@ async def judge_later(_given: Any) -> bool:
         ("score", [1.0]),
         ("score_concurrency", 0),
         ("score_concurrency", True),
+        ("partials", 1),
     ],
 )
 def test_what_cannot_be_called_is_refused(field: str, value: Any) -> None:

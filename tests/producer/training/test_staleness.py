@@ -6,9 +6,10 @@ import functools
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rolloutmq import GenerateJob, InvalidField, Staleness
+from rolloutmq import GenerateJob, GroupRules, InvalidField, Staleness
 from rolloutmq.producer.training import Books, Measured
 
 SCHEDULES = 10_002
@@ -22,6 +23,7 @@ SCHEDULES = 10_002
         ("eta", 0.5, "an integer, at least 0"),
         ("eta", True, "an integer, at least 0"),
         ("batch_size", 0, "an integer, at least 1"),
+        ("batch_size", np.float64(4), "an integer, at least 1"),
         ("on_stale", "keep", '"drop", "mark" or "wait"'),
     ],
 )
@@ -30,6 +32,14 @@ def test_a_wrong_declaration_is_refused_by_name(field: str, value: Any, allowed:
     with pytest.raises(InvalidField) as raised:
         Staleness(**given)
     assert (raised.value.field, raised.value.value, raised.value.allowed) == (field, value, allowed)
+
+
+def test_integers_of_numpy_are_integers_everywhere() -> None:
+    """As in `advance`. What is kept is Python's, for a checkpoint in JSON."""
+    rule = Staleness(np.int64(1), np.int32(4))  # type: ignore[arg-type]
+    assert (repr(rule), rule) == (repr(Staleness(1, 4)), Staleness(1, 4))
+    counts = dict.fromkeys(("over_sample", "most_filtered", "retries", "score_concurrency"), np.int64(2))
+    assert repr(GroupRules(**counts)) == repr(GroupRules(**dict.fromkeys(counts, 2)))  # type: ignore[arg-type]
 
 
 def test_the_rule_of_the_paper() -> None:
