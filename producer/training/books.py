@@ -214,7 +214,7 @@ class Books:
         read = Books()
         try:
             for name in NUMBERS:
-                setattr(read, name, int(state[name]))
+                setattr(read, name, whole_number(name, state[name], 0, MOST_VERSION))
             for name in COUNTERS:
                 kind = str if name in {"dropped", "marks"} else int
                 setattr(read, name, Counter({kind(key): int(count) for key, count in state[name]}))
@@ -227,7 +227,7 @@ class Books:
                     int(update),
                     [None if code is None else int(code) for code in fates],
                     str(job),
-                    [(str(it), list(map(range(len(fates)).index, these))) for it, these in asked],
+                    [(str(it), _some_of(len(fates), these)) for it, these in asked],
                 )
                 for number, spare, update, fates, job, asked in state["prompts"]
             }
@@ -238,7 +238,10 @@ class Books:
         self.__dict__.update(read.__dict__)
 
     def check(self) -> None:
-        """Raises InvalidField unless accepted = trained + dropped + in flight, counted sample by sample."""
+        """Raises InvalidField unless accepted = trained + dropped + in flight, counted sample by sample, and each
+        number is one that can come about."""
+        self._check_updates()
+        self._check_counters()
         if missing := [it for it, runs in enumerate(self._ended) if runs is None and it not in self.prompts]:
             raise InvalidField("prompts", sorted(self.prompts), f"prompt {missing[0]} too, which has not ended")
         found: Counter[str] = Counter()
@@ -268,6 +271,26 @@ class Books:
         }
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _check_updates(self) -> None:
+        whole_number("updates", self.updates, 0, self.version)  # each one made a newer version
+        versions, count = self._versions, min(self.updates, REMEMBERED + 1)
+        if len(versions) != count or versions != sorted(set(versions)) or (versions and versions[-1] > self.version):
+            raise InvalidField("versions", versions, f"{count} in ascending order, at most version={self.version}")
+        for number, prompt in self.prompts.items():
+            whole_number(f"prompts[{number}].spare", prompt.spare, 0, prompt.n - 1)
+            whole_number(f"prompts[{number}].update", prompt.update, 0, self.updates)
+
+    def _check_counters(self) -> None:
+        for name in COUNTERS:
+            for key, count in getattr(self, name).items():
+                whole_number(f"{name}[{key!r}]", count, 0)
+                if isinstance(key, int):
+                    whole_number(name, key, 0)
+        if self.staleness.total() > self.trained:
+            raise InvalidField("staleness", dict(self.staleness), f"at most trained={self.trained} samples")
+        if wrong := self._spreads.keys() - {"trained", *REASONS}:
+            raise InvalidField("spreads", sorted(wrong), f"trained, {', '.join(REASONS)}")
 
     def _end(self, number: int, samples: Iterable[int], code: int, name: str, known: Mapping[int, Measured]) -> int:
         """Give samples their fate; returns how many. Raises InvalidField before anything is noted."""
@@ -315,6 +338,14 @@ def _runs(fates: list[int | None]) -> tuple[int, ...]:
     return tuple(
         value for code, same in itertools.groupby(fates) if code is not None for value in (code, sum(1 for _ in same))
     )
+
+
+def _some_of(n: int, samples: Iterable[Any]) -> list[int]:
+    """Samples of a prompt with n of them. Raises InvalidField unless each is one, and there once."""
+    found = [whole_number("asked", sample, 0, n - 1) for sample in samples]
+    if len(set(found)) < len(found) or not found:
+        raise InvalidField("asked", found, "a job's samples, each once")
+    return found
 
 
 def _pairs(runs: tuple[int, ...]) -> list[tuple[int | None, int]]:

@@ -20,10 +20,10 @@ from .asked import Asked, as_text
 from .books import Books, Measured, Why
 from .generating import Generating
 from .groups import GroupRules, TrainGroup, oldest_version
+from .keeping import checkpoint_number
 from .staleness import Staleness
 
-RETRY_S = 0.2
-"""Pause before what a full pool refused is submitted again."""
+RETRY_S = 0.2  # pause before what a full pool refused is submitted again
 
 
 @checks_arguments(GenerateJob)
@@ -43,16 +43,14 @@ class RolloutFeed:
     - What is under way in the pool goes on, with what it has generated.
     - The trainer submits the prompts after the first `books.numbers` ones again, in the same order. Those that were
       submitted after the checkpoint are not generated again.
-    - A checkpoint that is older than the last one that was saved works, too. What is no longer in the pool is
-      generated again.
+    - An older checkpoint than the last one that was saved works, too: what is no longer there is generated again.
 
     books: what became of each sample. rules: what makes a group.
     """
 
     def __init__(self, core: ClientCore, staleness: Staleness, rules: GroupRules, version: int) -> None:
         self.staleness, self.rules = staleness, rules
-        self.books = Books(version)
-        self._core = core
+        self._core, self.books = core, Books(version)
         self._pool = Generating(core, self.books, rules, self._wake)
         self._ready = self._pool.ready
         self._handed: set[tuple[int, tuple[int, ...]]] = set()  # at the trainer: prompts and samples of groups
@@ -264,10 +262,12 @@ class RolloutFeed:
     def train(self, groups: Iterable[TrainGroup], step: int | None = None) -> None:
         """These were trained on. step: by default the number of updates so far.
 
-        Raises InvalidField for a group that the trainer does not have; nothing is noted of it then.
+        Raises InvalidField for a group that the trainer does not have, or with rewards that are not finite. Nothing is
+        noted of it then.
         """
         for group in groups:
             known = self._back(group)
+            group.check_rewards()
             self.books.train(group.number, group.samples, self.books.updates if step is None else step, known)
             self._handed.remove((group.number, group.samples))
             self._pool.settled(group.number, group.samples)
@@ -295,7 +295,8 @@ class RolloutFeed:
         self._wake()
 
     def renumber(self, version: int) -> None:
-        """The same weights are published as `version`, as a restored trainer has to. That is no update."""
+        """The same weights are published as `version`, as a restored trainer has to: that is no update. Its number is
+        max(publisher.last_version, feed.books.version) + 1. Raises InvalidField for one below `books.version`."""
         self.books.renumber(version)
 
     def _wake(self) -> None:
@@ -307,22 +308,24 @@ class RolloutFeed:
     def state_dict(self) -> dict[str, Any]:
         """The books, for the trainer's checkpoint: plain data, also for JSON. Samples are not in it: they stay in Redis
         until `saved`, which has to be called when the checkpoint is where it survives a crash."""
-        return {"books": self.books.state_dict(), "checkpoint": self._pool.keeping.checkpoint()}
+        number = self._pool.keeping.checkpoint()
+        return {"books": self.books.state_dict(), "checkpoint": number, "client_id": self._core.client_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the checkpoint was made; before anything is submitted or taken. Raises InvalidField."""
+        """Go on where the checkpoint was made; before anything is submitted or taken. Raises InvalidField for a state
+        that is damaged or of another client, and changes nothing then."""
         if self._begun:
             raise InvalidField("state", "a checkpoint", "to be loaded before the feed's first call")
-        number = _number_of(state)
+        number, read = checkpoint_number(state, self._core.client_id), Books()
+        read.load_state_dict(state["books"])
+        self._pool.restored(read)
         self.books.load_state_dict(state["books"])
         self._pool.keeping.checkpoint(number)
 
     def saved(self, state: Mapping[str, Any] | None = None) -> None:
-        """A checkpoint with this state is saved, by default the newest: what it knows the end of leaves Redis.
-
-        Raises InvalidField for a state that `state_dict` did not make.
-        """
-        self._pool.keeping.saved(None if state is None else _number_of(state))
+        """A checkpoint with this state is saved, by default the newest: what it knows the end of leaves Redis. Raises
+        InvalidField for a state that `state_dict` did not make."""
+        self._pool.keeping.saved(None if state is None else checkpoint_number(state, self._core.client_id))
 
     def report(self) -> dict[str, Any]:
         """What the books say (`Books.report`), and what is where: `ready` groups, groups `at_trainer`."""
@@ -386,13 +389,6 @@ class Batches(AsyncIterator[list[TrainGroup]]):
 
     async def aclose(self) -> None:
         """End the loop; what is under way stays with the feed."""
-
-
-def _number_of(state: Mapping[str, Any]) -> int:
-    """The checkpoint's number in a feed's state."""
-    if not isinstance(number := state.get("checkpoint"), int) or "books" not in state:
-        raise InvalidField("state", sorted(map(str, state)), "what RolloutFeed.state_dict made")
-    return number
 
 
 def _left(deadline: float | None) -> float | None:

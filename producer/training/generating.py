@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -15,7 +14,7 @@ from ...messages.model import GenerateJob, JobFailure, RolloutResult
 from ..core import ClientCore
 from .asked import Asked, number_of
 from .books import Books, Measured, Why
-from .groups import GroupRules, Rewards, TrainGroup
+from .groups import GroupRules, Rewards, TrainGroup, finite_rewards
 from .keeping import FAILURE, Keeping
 from .set_aside import SetAside
 
@@ -63,18 +62,7 @@ class Generating:
         await self._core.open()
         if self._begun:
             return
-        found: dict[int, Asked] = {}
-        to_send: list[GenerateJob] = []
-        for number, prompt in self._books.prompts.items():
-            asked = found[number] = Asked.restored(self._core.client_id, number, prompt, self._rules)
-            for place, (job_id, samples) in enumerate(prompt.asked):
-                job = asked.again(place, samples)
-                if job.id != job_id:
-                    raise InvalidField("client_id", self._core.client_id, "the one that made this checkpoint")
-                if all(prompt.fates[sample] is not None for sample in samples):
-                    del asked.waiting[job_id]
-                else:
-                    to_send.append(job)
+        found, to_send = self.restored(self._books)
         self._begun = True  # not before: whoever catches an error and asks again gets it again
         self.asked.update(found)
         for job in to_send:
@@ -82,6 +70,27 @@ class Generating:
         waiting = {job_id for asked in self.asked.values() for job_id in asked.waiting}
         old = [it for it in self._inbox.known if it not in waiting and self._is_old(it)]
         self.give_up(old)  # the checkpoint knows that they ended
+
+    def restored(self, books: Books) -> tuple[dict[int, Asked], list[GenerateJob]]:
+        """The prompts that these books have in flight, and those of their jobs that are not over. Changes nothing.
+
+        Raises InvalidField for a prompt that this client did not submit.
+        """
+        found: dict[int, Asked] = {}
+        to_send: list[GenerateJob] = []
+        client_id = self._core.client_id
+        for number, prompt in books.prompts.items():
+            asked = found[number] = Asked.restored(client_id, number, prompt, self._rules)
+            for place, (job_id, samples) in enumerate(prompt.asked):
+                job = asked.again(place, samples)
+                if job.id != job_id:
+                    allowed = f"jobs as client {client_id!r} asks for them: another client made this, or it is damaged"
+                    raise InvalidField("state.prompts", f"prompt {number}", allowed)
+                if all(prompt.fates[sample] is not None for sample in samples):
+                    del asked.waiting[job_id]
+                else:
+                    to_send.append(job)
+        return found, to_send
 
     async def add(self, asked: Asked, job: GenerateJob) -> None:
         """Submit the first job of a prompt. Raises what `ClientCore.submit_many` raises; nothing is left then."""
@@ -245,7 +254,7 @@ class Generating:
         number = asked.number
         if self._rules.score is not None:
             try:
-                group.rewards.extend(_numbers(rewards, len(group.results)))
+                group.rewards.extend(finite_rewards(rewards, len(group.results)))
             except InvalidField as error:
                 self.aside.put(number, "score", error)
                 return
@@ -291,14 +300,3 @@ class Generating:
                 self._to_stop.clear()
         except (RedisError, OSError) as error:
             log.warning("jobs that are not needed any more still run: %s", error)
-
-
-def _numbers(rewards: Any, count: int) -> list[float]:
-    """What a `score` has returned. Raises InvalidField unless these are `count` numbers."""
-    try:
-        found = [float(reward) for reward in rewards]
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several values
-        found = None
-    if found is None or len(found) != count:
-        raise InvalidField("rewards", rewards, f"one number for each of {count} results")
-    return found

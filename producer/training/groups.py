@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ...messages.arguments import whole_number
 from ...messages.errors import InvalidField
@@ -28,6 +28,26 @@ def rewards_differ(rewards: Rewards) -> bool:
     return any(reward != known[0] for reward in known)
 
 
+def finite_rewards(rewards: Any, count: int) -> list[float]:
+    """Rewards as Python's numbers. Raises InvalidField unless they are `count` finite numbers in an order.
+
+    NaN or infinity in one reward would be in the advantages of the whole group, and then in all of the weights.
+    """
+    try:
+        if isinstance(rewards, Mapping | Set | str | bytes):  # a mapping would give its keys
+            raise TypeError
+        given = list(rewards)
+        if len(given) != count or any(isinstance(it, str | bytes) for it in given):
+            raise TypeError
+        found = [float(it) for it in given]
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several values
+        raise InvalidField("rewards", rewards, f"a list of one number for each of {count} results") from error
+    for place, reward in enumerate(found):
+        if not math.isfinite(reward):
+            raise InvalidField(f"rewards[{place}]", reward, "a finite number")
+    return found
+
+
 def oldest_version(result: RolloutResult) -> int | None:
     """The version of its oldest token: of the adapter, if one sampled it; None without tokens."""
     segments = result.segments if result.adapter_segments is None else result.adapter_segments
@@ -42,10 +62,11 @@ class GroupRules:
         others are stopped. partials: what was stopped, with the tokens it had, belongs to the group, too; otherwise it
         is dropped as "surplus".
     keep: whether a sample may be in a group; others are dropped as "filtered". By default each may.
-    score: the rewards of a group's samples, in their order; a function or a coroutine function. It is asked once for
-        each sample, with all that are delivered together. Coroutines run beside each other, `score_concurrency` of them
-        at most. teaches: whether a group with these rewards is worth a step; others are dropped as "filtered", and
-        another prompt takes their place. `rewards_differ` is DAPO's filter. It needs complete groups.
+    score: the rewards of a group's samples, in their order: a list, an array or a tensor of one finite number for each.
+        A function or a coroutine function. It is asked once for each sample, with all that are delivered together.
+        Coroutines run beside each other, `score_concurrency` of them at most. teaches: whether a group with these
+        rewards is worth a step; others are dropped as "filtered", and another prompt takes their place.
+        `rewards_differ` is DAPO's filter. It needs complete groups.
     most_filtered: so many groups in a row are filtered; the next one is let through, and counted. With 0 all groups are
         let through, and those that teach nothing are counted.
     on_failed: what becomes of samples that failed. "ask": they are asked for again, up to `retries` times a prompt.
@@ -54,9 +75,10 @@ class GroupRules:
         slow one holds up no others. A TrainGroup then has the samples of a prompt that are there; the others follow
         under the same number. Batches are filled to the sample.
     What `keep`, `score` or `teaches` raises reaches the caller of the feed as it is, once for each prompt; SystemExit
-    does, too. CancelledError and the end of an iterator come as a RolloutMQError that names them. The prompt's
-    samples stay in flight, other prompts go on, and each later call tries the function again. What it raises then is
-    raised only if the call has nothing else to give or to wait for.
+    does, too, and so does the InvalidField of rewards that are not finite. CancelledError and the end of an iterator
+    come as a RolloutMQError that names them. The prompt's samples stay in flight, other prompts go on, and each later
+    call tries the function again. What it raises then is raised only if the call has nothing else to give or to wait
+    for.
 
     Raises InvalidField.
     """
@@ -99,7 +121,8 @@ class TrainGroup(Group):
 
     number: the prompt's number in the books. samples: the numbers of the results, in their order. n: how many samples
     were wanted; with `deliver="samples"`, how many there are. rewards: of the results, as `GroupRules.score` has given
-    them; a trainer that scores by itself puts them in before it calls `train`, so that they are in the books.
+    them; a trainer that scores by itself puts them in before it calls `train`, so that they are in the books: one
+    finite number for each result, or none at all.
     staleness: of the results, in updates, when it was taken. failures: what has cost the prompt samples.
     """
 
@@ -119,6 +142,11 @@ class TrainGroup(Group):
             sample: Measured(len(result.token_ids), reward, age)
             for sample, result, reward, age in zip(self.samples, self.results, rewards, ages, strict=True)
         }
+
+    def check_rewards(self) -> None:
+        """Raises InvalidField unless there are no rewards, or one finite number for each result."""
+        if self.rewards:
+            finite_rewards(self.rewards, len(self.results))
 
     def without(self, samples: Collection[int]) -> TrainGroup:
         """The group, less some samples."""

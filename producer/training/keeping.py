@@ -6,12 +6,24 @@ Then a trainer that is restored from that checkpoint gets back everything that t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from ...messages.arguments import whole_number
 from ...messages.broker import Reply
+from ...messages.errors import InvalidField
 
 FAILURE = -1
 """Stands for a failure where others have the number of a sample."""
+
+
+def checkpoint_number(state: Mapping[str, Any], client_id: str) -> int:
+    """The number of the checkpoint that a feed's state was made for. Raises InvalidField for another client's state."""
+    if not {"books", "checkpoint"} <= state.keys():
+        raise InvalidField("state", state, "what RolloutFeed.state_dict made")
+    if (made_by := state.get("client_id", client_id)) != client_id:  # older states have none
+        raise InvalidField("state.client_id", made_by, f"{client_id!r}: its samples are on the stream of that client")
+    return whole_number("state.checkpoint", state["checkpoint"], 1)
 
 
 class Keeping:
@@ -62,7 +74,12 @@ class Keeping:
         return self._checkpoints
 
     def saved(self, number: int | None) -> None:
-        """The checkpoint of this number is saved, so those before it are no longer needed; None is the newest."""
+        """The checkpoint of this number is saved, so those before it are no longer needed; None is the newest.
+
+        Raises InvalidField for one that was not made yet.
+        """
+        if number is not None and number > self._checkpoints:
+            raise InvalidField("state.checkpoint", number, f"at most {self._checkpoints}, the newest one")
         while self._saving and (number is None or self._saving[0][0] <= number):
             _, replies = self._saving.popleft()
             self.nbytes -= sum(reply.nbytes for reply in replies)

@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Self
 
+from ...messages.arguments import whole_number
+from ...messages.errors import InvalidField
+
 KEPT = 512
 """Most values that are kept for quantiles."""
 
@@ -58,10 +61,15 @@ class Spread:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Self:
-        """The summary that `state` came from."""
+        """The summary that `state` came from. Raises InvalidField, or Python's own errors, for anything else."""
         made = cls()
-        made.count, made.total = int(state["count"]), float(state["total"])
-        if state["ends"]:
-            made.least, made.most = map(float, state["ends"])
-        made._stride, made._kept = int(state["stride"]), [float(value) for value in state["kept"]]
+        made.count, made._stride = whole_number("count", state["count"], 0), whole_number("stride", state["stride"], 1)
+        ends, made._kept = [float(end) for end in state["ends"]], [float(value) for value in state["kept"]]
+        made.total = float(state["total"])
+        if len(made._kept) != -(-made.count // made._stride) or len(made._kept) > KEPT:
+            raise InvalidField("kept", f"{len(made._kept)} values", f"each {made._stride}th one of {made.count}")
+        if len(ends) != (2 if made.count else 0) or not all(map(math.isfinite, [made.total, *ends, *made._kept])):
+            raise InvalidField("ends", ends, "the least and the largest value, if there is one; all are finite")
+        if ends:
+            made.least, made.most = ends
         return made

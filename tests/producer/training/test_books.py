@@ -212,6 +212,45 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(one, (*at, key))
 
 
+@pytest.mark.parametrize(
+    ("place", "wrong", "field"),
+    [
+        (["version"], -7, "version"),
+        (["version"], 2.5, "version"),
+        (["updates"], 2**52, "updates"),
+        (["versions"], [9, 3], "versions"),
+        (["versions"], [], "versions"),
+        (["versions", 1], 99, "versions"),
+        (["prompts", 0, 1], 4, "prompts[1].spare"),
+        (["prompts", 0, 2], 3, "prompts[1].update"),
+        (["marks", 0, 1], -1, "marks['waited']"),
+        (["steps"], [[3, 3], [4, -2]], "steps[4]"),
+        (["staleness", 0, 1], 99, "staleness"),
+        (["staleness", 0, 0], -1, "staleness"),
+        (["spreads", "trained", 0, "stride"], 0, "stride"),
+        (["spreads", "trained", 0, "count"], -1, "count"),
+        (["spreads", "trained", 0, "count"], 7, "kept"),
+        (["spreads", "trained", 0, "ends"], [], "ends"),
+        (["spreads", "boring"], [Spread().state()] * 2, "spreads"),
+    ],
+)
+def test_a_state_with_a_number_that_cannot_be_is_refused_by_name(place: list[Any], wrong: Any, field: str) -> None:
+    books = Books()
+    books.accept(1)
+    books.accept(4)
+    books.train(0, [0], 3, {0: Measured(3, 0.5, 1)})
+    books.advance(4)
+    books.advance(7)
+    books.marks["waited"] += 1
+    state = inner = json.loads(json.dumps(books.state_dict()))
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = wrong
+    with pytest.raises(InvalidField) as raised:
+        Books().load_state_dict(state)
+    assert raised.value.field == field
+
+
 def test_a_damaged_state_is_refused_or_harmless() -> None:
     """One value of it at a time: what is loaded can be reported, advanced and saved; nothing takes long."""
     books = Books()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -211,11 +212,29 @@ async def test_what_ends_a_program_reaches_the_caller_and_no_other_task(
     assert group.number == 0
 
 
-@pytest.mark.parametrize("rewards", [None, 1.0, [1.0], [1.0, None], ["good", "bad"], [[1.0, 2.0], [1.0]]])
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        None,
+        1.0,
+        [1.0],
+        [1.0, None],
+        ["good", "bad"],
+        [[1.0, 2.0], [1.0]],
+        "12",
+        ["1", "2"],
+        {0: 1.0, 1: 0.0},
+        {0.0, 1.0},
+    ]
+    + [[0.0, bad] for bad in (math.nan, math.inf, -math.inf)],
+    ids=repr,
+)
 async def test_rewards_that_are_no_rewards(client: RolloutClient, serving: None, rewards: Any) -> None:
     feed = client.feed(MARK4, GroupRules(score=lambda results: rewards))
     loop = feed.batches(prompts(1), timeout=20)
-    with pytest.raises(InvalidField, match=r"rewards=.*: one number for each of 2 results"):
+    with pytest.raises(
+        InvalidField, match=r"rewards=.*: a list of one number for each of 2 results|rewards\[1\]=.*: a finite"
+    ):
         await anext(loop)
     rewards = ONES
     assert [group.rewards for group in await anext(loop)] == [ONES]
