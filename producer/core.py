@@ -20,6 +20,7 @@ from ..messages.ids import check_client_id
 from ..messages.model import GenerateJob, RolloutResult
 from ..messages.redis import connect, default_url, ping
 from .inbox import (
+    OPEN_STATES,
     FeatureCheck,
     Group,
     Handle,
@@ -34,7 +35,6 @@ from .inbox import (
 )
 
 log = logging.getLogger(__name__)
-_OPEN = frozenset({"new", "q", "r"})
 BLOCKING_READS = 2
 """Of results, and of news of what is streamed."""
 
@@ -137,7 +137,7 @@ class ClientCore:
 
     async def _settle(self, jobs: list[GenerateJob], states: list[str]) -> None:
         """Of jobs that had ended before they were submitted again, expect only what is still to be read."""
-        ended = {job.id: state for job, state in zip(jobs, states, strict=False) if state not in _OPEN}
+        ended = {job.id: state for job, state in zip(jobs, states, strict=False) if state not in OPEN_STATES}
         if not ended:
             return
         ahead = await self.reader.ahead()
@@ -282,7 +282,7 @@ def _ids(jobs: Sequence[Handle | str]) -> list[str]:
 
 def nothing_left(job: Handle) -> RolloutMQError:
     """The error for a job of which nothing is outstanding: it had ended before, or its outcome has been taken."""
-    if job.state not in _OPEN:
+    if job.state not in OPEN_STATES:
         return JobFailed(as_failure(job.job_id, job.state))
     return RolloutMQError(f"nothing is outstanding of job {job.job_id}: what came of it was taken before")
 

@@ -11,11 +11,10 @@ from ...messages.codec import encode
 from ...messages.errors import JobFailed
 from ...messages.model import GenerateJob, JobFailure, RolloutResult
 from ..core import ClientCore
-from ..inbox import Inbox, as_failure
+from ..inbox import OPEN_STATES, Inbox, as_failure
 
 ASKED = 16
 """How often an answer is asked for, under new ids, where an earlier process took its outcome or cancelled it."""
-_OPEN = frozenset({"new", "q", "r"})
 
 
 async def ask(core: ClientCore, place: str, fields: dict[str, Any], held: list[Reply]) -> RolloutResult:
@@ -47,7 +46,7 @@ async def ask(core: ClientCore, place: str, fields: dict[str, Any], held: list[R
         failure = next((it for it in outcomes if isinstance(it, JobFailure)), as_failure(job_id, handle.state))
         # The job failed in this process, or failed before and nobody had been told. Else an earlier process took its
         # outcome or cancelled it, and nothing of it is left: ask for another job.
-        if handle.state in _OPEN or (replies and failure.outcome != "cancelled"):
+        if handle.state in OPEN_STATES or (replies and failure.outcome != "cancelled"):
             break
     raise JobFailed(failure)
 

@@ -5,10 +5,11 @@ from .handover import Crossing, HandOut, under_way
 from .inbox import Inbox
 from .inboxes import Inboxes
 from .news import News
-from .outcomes import Group, Handle, JobHandle, Outcome, as_failure, as_group
+from .outcomes import OPEN_STATES, Group, Handle, JobHandle, Outcome, as_failure, as_group
 from .reader import ReplyReader
 
 __all__ = [
+    "OPEN_STATES",
     "Crossing",
     "FeatureCheck",
     "Group",

@@ -14,6 +14,8 @@ from ...messages.errors import RolloutMQError
 from ...messages.model import JobFailure, Metadata, RolloutResult, TokenIds
 
 Outcome = RolloutResult | JobFailure
+OPEN_STATES = frozenset({"new", "q", "r"})
+"""States of a job at its submission in which its end is still to come."""
 
 
 @dataclass(frozen=True, slots=True)
