@@ -19,6 +19,8 @@ from .keeping import FAILURE, Keeping
 from .set_aside import SetAside
 
 log = logging.getLogger(__name__)
+FEW = 32
+"""So many samples that were dropped as stale say nothing about a run."""
 
 
 class Generating:
@@ -39,6 +41,7 @@ class Generating:
         self._to_cancel: list[str] = []
         self._to_stop: list[str] = []
         self._filtered = 0  # groups in a row
+        self._told_stale = FEW
         self._scored_at_once = asyncio.Semaphore(rules.score_concurrency)
         self._changed = changed
         self._begun = False
@@ -127,6 +130,7 @@ class Generating:
     def drop(self, number: int, samples: Collection[int], why: Why, known: dict[int, Measured]) -> None:
         """Samples end as dropped."""
         self._books.drop(number, samples, why, known)
+        self._warn_of_stale()
         self.settled(number, samples)
 
     def settled(self, number: int, samples: Collection[int]) -> None:
@@ -135,6 +139,18 @@ class Generating:
         self._core.reader.wake()  # somebody may wait for capacity
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _warn_of_stale(self) -> None:
+        """A run that drops more as stale than it trains burns its data. It is told again when it is twice as much."""
+        stale, trained = self._books.dropped["stale"], self._books.trained
+        if stale > max(trained, self._told_stale):
+            self._told_stale = 2 * stale
+            log.warning(
+                "%d samples were dropped as stale and only %d were trained: call advance() once for each batch_size "
+                "samples, allow a larger eta, or do not drop (on_stale)",
+                stale,
+                trained,
+            )
 
     def _is_old(self, job_id: str) -> bool:
         number = number_of(job_id)

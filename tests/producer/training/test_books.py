@@ -125,6 +125,15 @@ def test_what_cannot_be_is_refused(call: Callable[[Books], Any], field: str) -> 
     assert books.state_dict() == before
 
 
+def test_a_restored_trainer_is_told_which_version_is_free() -> None:
+    """It was killed when version 7 was in its checkpoint, and the pool had heard of 5."""
+    books = Books(version=7)
+    with pytest.raises(InvalidField, match=r"version=6: .*max\(publisher\.last_version, books\.version\) \+ 1"):
+        books.renumber(5 + 1)
+    books.renumber(max(5, books.version) + 1)
+    assert books.version == 8
+
+
 def test_a_prompt_that_was_not_accepted_is_struck_out() -> None:
     books = Books()
     books.accept(2)
