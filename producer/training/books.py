@@ -285,8 +285,8 @@ class Books:
         for name in COUNTERS:
             for key, count in getattr(self, name).items():
                 whole_number(f"{name}[{key!r}]", count, 0)
-                if isinstance(key, int):
-                    whole_number(name, key, 0)
+        for step in self.steps:
+            whole_number("steps", step, 0)
         if self.staleness.total() > self.trained:
             raise InvalidField("staleness", dict(self.staleness), f"at most trained={self.trained} samples")
         if wrong := self._spreads.keys() - {"trained", *REASONS}:
@@ -364,7 +364,7 @@ def _plain(sample: str, known: Measured) -> Measured:
         return Measured(
             whole_number("length", length, 0),
             None if reward is None else float(reward),
-            None if staleness is None else whole_number("staleness", staleness, 0),
+            None if staleness is None else whole_number("staleness", staleness),
         )
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several values
         raise InvalidField("reward", reward, f"a number or None, for sample {sample}") from error

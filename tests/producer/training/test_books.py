@@ -235,7 +235,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         (["marks", 0, 1], -1, "marks['waited']"),
         (["steps"], [[3, 3], [4, -2]], "steps[4]"),
         (["staleness", 0, 1], 99, "staleness"),
-        (["staleness", 0, 0], -1, "staleness"),
+        (["steps", 0, 0], -1, "steps"),
         (["spreads", "trained", 0, "stride"], 0, "stride"),
         (["spreads", "trained", 0, "count"], -1, "count"),
         (["spreads", "trained", 0, "count"], 7, "kept"),
