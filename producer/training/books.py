@@ -366,5 +366,5 @@ def _plain(sample: str, known: Measured) -> Measured:
             None if reward is None else float(reward),
             None if staleness is None else whole_number("staleness", staleness),
         )
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several values
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several values
         raise InvalidField("reward", reward, f"a number or None, for sample {sample}") from error

@@ -68,7 +68,7 @@ class Spread:
         made.total = float(state["total"])
         if len(made._kept) != -(-made.count // made._stride) or len(made._kept) > KEPT:
             raise InvalidField("kept", f"{len(made._kept)} values", f"each {made._stride}th one of {made.count}")
-        if len(ends) != (2 if made.count else 0) or not all(map(math.isfinite, [made.total, *ends, *made._kept])):
+        if len(ends) != (2 if made.count else 0) or not all(map(math.isfinite, [*ends, *made._kept])):
             raise InvalidField("ends", ends, "the least and the largest value, if there is one; all are finite")
         if ends:
             made.least, made.most = ends

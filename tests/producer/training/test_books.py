@@ -192,7 +192,9 @@ def test_numbers_of_numpy_and_torch_survive_a_checkpoint() -> None:
     assert again.report()["rewards"]["trained"]["mean"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("known", [Measured(3, "x"), Measured(3, "1"), Measured(3, []), Measured("3", 1.0)])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "known", [Measured(3, "x"), Measured(3, 10**400), Measured(3, "1"), Measured(3, []), Measured("3", 1.0)]
+)  # type: ignore[arg-type]
 def test_nothing_is_noted_of_samples_with_a_wrong_number(known: Measured) -> None:
     books = Books()
     number = books.accept(2)
