@@ -42,8 +42,9 @@ class RolloutClient:
     Guarantees: a job that `submit` returned for is accepted, and reaches this client as all its results or as the
     results it got and one JobFailure. Within a process every outcome is handed out exactly once. An outcome stays on
     the reply stream until the code that took it comes back for the next one (or `wait` returned it): a client that
-    crashes and starts again under the same `client_id` gets what it had not finished with. Leaving a loop over
-    outcomes by an error or by `break` does not count as coming back: the last outcome stays there, too.
+    crashes and starts again under the same `client_id` gets what it had not finished with. The last outcome of a loop
+    that was left, by `break` or by an error, stays until its task (or thread) begins another loop over outcomes. If
+    that task has ended, the next loop that any task begins counts. Closing the client does not count.
 
     Results, failures and groups know their job's `metadata` and, in `prompt_ids`, its prompt. After a restart with the
     same `client_id` that holds for jobs that are submitted again, and for those that were still open when the client
@@ -187,8 +188,10 @@ class RolloutClient:
     def results(self, timeout: float | None = None) -> AsyncIterator[Outcome]:
         """Outcomes as they arrive, until nothing is outstanding. Raises WaitTimeout if none comes for `timeout` s.
 
-        Coming back for the next outcome acknowledges the one before. After `break` or an error the last one is not
-        acknowledged: only a client that starts again under the same id gets it once more. Use `wait` for single jobs.
+        Coming back for the next outcome acknowledges the one before. After `break` or an error the last one is
+        acknowledged when the same task or thread begins its next loop: `results`, `groups` or `map`. Until then, and if
+        the client closes before, a client that starts again under the same id gets it once more. Use `wait` for single
+        jobs.
         What a session, a stream or `generate` has under way is theirs: it is neither given nor waited for here. A wait
         for the next outcome that is cancelled or times out has taken nothing, and the loop can go on.
         """

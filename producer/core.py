@@ -28,6 +28,7 @@ from .inbox import (
     Inbox,
     Inboxes,
     JobHandle,
+    LeftLoops,
     ReplyReader,
     as_failure,
     as_group,
@@ -71,6 +72,7 @@ class ClientCore:
         self.inboxes = Inboxes(self.inbox)
         self.reader = ReplyReader(self.broker, self.blocking, self.client_id, self.inboxes, before_ack)
         self.inbox.freed = self.reader.wake
+        self.left_loops = LeftLoops()
         self._opening = asyncio.Lock()
         self._finishing: set[asyncio.Task[None]] = set()
         self._beside: set[asyncio.Task[None]] = set()

@@ -1,7 +1,7 @@
 """Loops over outcomes: as they arrive, group by group, or while more jobs are submitted.
 
-Coming back for the next item acknowledges the one before. A call for the next item that is cancelled, or times out, has
-taken nothing, and the loop can go on.
+Coming back for the next item acknowledges the one before, also by beginning another loop. A call for the next item that
+is cancelled, or times out, has taken nothing, and the loop can go on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...messages.broker import Reply
 from ...messages.errors import InvalidField, PoolBusy, RolloutMQError, WaitTimeout
 from ...messages.model import GenerateJob
 from ..core import ClientCore
-from ..inbox import Group, HandOut, Outcome, as_group
+from ..inbox import Group, HandOut, Outcome, as_group, calling_code
 from .batch import RETRY_S
 
 T = TypeVar("T")
@@ -26,7 +26,8 @@ class Loop(AsyncIterator[T], Generic[T]):
     def __init__(self, core: ClientCore, timeout: float | None) -> None:
         self._core, self._inbox, self._timeout = core, core.inbox, timeout
         self._last: HandOut | None = None
-        self._over = self._waiting = False
+        self._code = calling_code()  # not in __anext__, which `asyncio.wait_for` may run in a task of its own
+        self._begun = self._over = self._waiting = False
 
     def __aiter__(self) -> Self:
         return self
@@ -36,6 +37,10 @@ class Loop(AsyncIterator[T], Generic[T]):
             raise RolloutMQError("another task waits for the next item of this loop: each task needs a loop of its own")
         if self._last is not None:
             self._last.acknowledge()
+            self._last = None
+        if not self._begun:
+            self._begun = True
+            self._core.left_loops.begins(self._code)
         if self._over:
             raise StopAsyncIteration
         self._waiting = True
@@ -52,8 +57,15 @@ class Loop(AsyncIterator[T], Generic[T]):
         return item
 
     async def aclose(self) -> None:
-        """End the loop. The last item is not acknowledged."""
-        self._over, self._last = True, None
+        """End the loop. Its last item is acknowledged when its code begins another loop."""
+        self._over = True
+        if self._last is not None:
+            self._core.left_loops.put(self._code, self._last)
+            self._last = None
+
+    def __del__(self) -> None:  # a loop that is left by `break` or an error is collected, and not closed
+        if self._last is not None:
+            self._core.left_loops.put(self._code, self._last)
 
     @abstractmethod
     async def _wait(self) -> None:

@@ -1,7 +1,7 @@
 """From the reply stream to whoever asked: reading, sorting, handing out and acknowledging outcomes."""
 
 from .features import FeatureCheck
-from .handover import Crossing, HandOut, under_way
+from .handover import Crossing, HandOut, LeftLoops, calling_code, under_way
 from .inbox import Inbox
 from .inboxes import Inboxes
 from .news import News
@@ -18,10 +18,12 @@ __all__ = [
     "Inbox",
     "Inboxes",
     "JobHandle",
+    "LeftLoops",
     "News",
     "Outcome",
     "ReplyReader",
     "as_failure",
     "as_group",
+    "calling_code",
     "under_way",
 ]

@@ -7,6 +7,9 @@ thread says there, as the last thing before it returns, that it has them.
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 
@@ -37,6 +40,46 @@ class HandOut:
         replies, self._replies = self._replies, []
         if replies:
             self._back(replies)
+
+
+Code = asyncio.Task[object] | threading.Thread
+
+
+def calling_code() -> Code:
+    """The task that calls, or the thread if it runs no task."""
+    try:
+        return asyncio.current_task() or threading.current_thread()
+    except RuntimeError:  # no event loop here
+        return threading.current_thread()
+
+
+class LeftLoops:
+    """The last outcomes of loops that were left: the code that has them may still work on them.
+
+    They are acknowledged when that code comes back, which is when it begins another loop. For code that has ended, any
+    other code that begins a loop does it.
+    """
+
+    def __init__(self) -> None:
+        self._last: list[tuple[weakref.ref[Code], HandOut]] = []
+
+    def put(self, code: Code, out: HandOut) -> None:
+        """A loop that `code` began was left after this. Called in any thread, by garbage collection."""
+        self._last.append((weakref.ref(code), out))
+
+    def begins(self, code: Code) -> None:
+        """`code` begins a loop."""
+        last, self._last = self._last, []
+        for ref, out in last:
+            other = ref()
+            if other is None or other is code or _has_ended(other):
+                out.acknowledge()
+            else:
+                self._last.append((ref, out))
+
+
+def _has_ended(code: Code) -> bool:
+    return code.done() if isinstance(code, asyncio.Task) else not code.is_alive()
 
 
 class Crossing:
