@@ -340,7 +340,7 @@ class RolloutFeed:
         if self._handed:
             told += f", {len(self._handed)} groups are at the trainer, neither trained nor dropped"
         if self._held_up or not self.capacity:
-            told += f". {self.staleness} lets in no more samples before the next update: call advance() after each one"
+            told += f". {self.staleness} lets in no more before the next update: publish each one, and call advance()"
         return WaitTimeout(told)
 
     async def _begin(self) -> None:

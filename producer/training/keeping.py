@@ -22,7 +22,8 @@ def checkpoint_number(state: Mapping[str, Any], client_id: str) -> int:
     if not {"books", "checkpoint"} <= state.keys():
         raise InvalidField("state", state, "what RolloutFeed.state_dict made")
     if (made_by := state.get("client_id", client_id)) != client_id:  # older states have none
-        raise InvalidField("state.client_id", made_by, f"{client_id!r}: its samples are on the stream of that client")
+        allowed = f"{client_id!r}, as this client: open it under the id of the one that made the checkpoint"
+        raise InvalidField("state.client_id", made_by, allowed)
     return whole_number("state.checkpoint", state["checkpoint"], 1)
 
 

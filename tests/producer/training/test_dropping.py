@@ -30,7 +30,7 @@ async def train_all(feed: RolloutFeed) -> None:
 async def test_a_pool_that_stays_behind_stops_the_trainer_also_a_restored_one(redis_db: str, serving: None) -> None:
     async with RolloutClient(redis_db, client_id="trainer") as client:
         feed = client.feed(DROP)
-        with pytest.raises(WaitTimeout):
+        with pytest.raises(WaitTimeout, match="publish each one"):
             await train_all(feed)
         most = 2 * DROP.batch_size * (DROP.eta + 1)
         assert feed.books.accepted <= most
