@@ -123,7 +123,7 @@ async def _measure(plan: EpisodesPlan, url: str, workers: Workers, console: Cons
     async with RolloutClient(url, "bench") as client:
         await _both_serve(client, workers, console)
         await _play(client, plan, plan.concurrency, seed=1 << 20, clock=Clock(0))  # warms up
-        before = await _generated(client, plan)
+        before = await _generated(client, plan, workers)
         clock, began = Clock(int(KILL_AT * plan.episodes * plan.turns)), time.perf_counter()
         playing = asyncio.create_task(_play(client, plan, plan.episodes, seed=0, clock=clock))
         killing = asyncio.create_task(clock.due.wait())
@@ -134,15 +134,19 @@ async def _measure(plan: EpisodesPlan, url: str, workers: Workers, console: Cons
         console.print(f"killed {victim.name} after {len(undisturbed)} answers")
         episodes = await playing
         seconds = time.perf_counter() - began
-        ((survivor, after),) = (await _generated(client, plan)).items()
+        ((survivor, after),) = (await _generated(client, plan, workers)).items()
     own = {survivor: after - before[survivor]}
     return _figures(plan, episodes, undisturbed, clock.waits, own) | {"seconds": round(seconds, 1)}
 
 
-async def _generated(client: RolloutClient, plan: EpisodesPlan) -> dict[str, int]:
-    """What each worker has generated. It tells that in its heartbeats, several of which come within a lease."""
+async def _generated(client: RolloutClient, plan: EpisodesPlan, workers: Workers) -> dict[str, int]:
+    """What each living worker has generated. It tells that in its heartbeats, several of which come within a lease."""
     await asyncio.sleep(plan.lease_s)
-    return {it.worker_id: it.generated_tokens for it in await client.workers()}
+    # One that had nothing to do when it was killed holds nobody up, and may be listed for a moment longer.
+    while len(found := await client.workers()) > sum(it.alive for it in workers.all.values()):
+        workers.check()
+        await asyncio.sleep(0.1)
+    return {it.worker_id: it.generated_tokens for it in found}
 
 
 async def _both_serve(client: RolloutClient, workers: Workers, console: Console) -> None:
