@@ -22,7 +22,8 @@ class PoolServer:
 
     Args:
         settings: which pool.
-        prompt_length, response_length: verl's, in tokens. They bound requests that name no `max_tokens`.
+        prompt_length: verl's, in tokens. It and `response_length` bound requests that name no `max_tokens`.
+        response_length: verl's, in tokens.
         max_model_len: the longest prompt and response together, in tokens; None leaves that to the engines.
         logprobs_mode: verl's; "processed_logprobs" are taken after temperature, "raw_logprobs" before it.
     """
