@@ -94,7 +94,7 @@ _BELIEVED = """local function tick(heard, passed)
   local believed = redis_ms()
   redis.call('HSET', clock_key, 'at', believed, 'seen', believed, 'slept', 0)
   the_clock = nil
-  if believed then return believed end
+  if believed then return believed, 0, 0 end
 """
 
 SABOTAGES: dict[str, Sabotage] = {
