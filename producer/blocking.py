@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from ..messages.broker import Caps
+from ..messages.journal import Journal
 from ..messages.model import GenerateJob, JobFields, RolloutResult, TurnFields
 from .calls import Session
 from .client import MAX_OUTSTANDING, RolloutClient
@@ -54,6 +56,7 @@ class BlockingRolloutClient(BlockingContext[RolloutClient]):
         max_outstanding: int = MAX_OUTSTANDING,
         caps: Caps | None = None,
         before_ack: Callable[[bool], bool] | None = None,
+        journal: Journal | Path | str | None = None,
     ) -> None:
         self._thread = LoopThread("the client")
 
@@ -65,6 +68,7 @@ class BlockingRolloutClient(BlockingContext[RolloutClient]):
                 max_outstanding=max_outstanding,
                 caps=caps,
                 before_ack=before_ack,
+                journal=journal,
             )
             try:
                 return await client.open()
@@ -88,6 +92,7 @@ class BlockingRolloutClient(BlockingContext[RolloutClient]):
     closed: bool = reads(RolloutClient.closed)
     outstanding: int = reads(RolloutClient.outstanding)
     repeats: int = reads(RolloutClient.repeats)
+    journal: Journal | None = reads(RolloutClient.journal)
 
     def submit(
         self, job: GenerateJob | None = None, /, *, timeout: float | None = 0.0, **fields: Unpack[JobFields]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from ..messages.arguments import checks_arguments
 from ..messages.broker import Broker, Caps, PoolLoad
 from ..messages.errors import RolloutMQError
+from ..messages.journal import Journal
 from ..messages.model import (
     GenerateJob,
     JobFields,
@@ -35,7 +37,7 @@ __all__ = ["Group", "JobHandle", "Outcome", "RolloutClient"]
 MAX_OUTSTANDING = 1 << 18
 
 
-@checks_arguments(GenerateJob, Handle, Caps, Staleness, GroupRules, EpisodeLimits)
+@checks_arguments(GenerateJob, Handle, Caps, Journal, Path, Staleness, GroupRules, EpisodeLimits)
 class RolloutClient:
     """An asyncio client of one pool, for one task or many of one event loop. On another loop it raises WrongLoop.
 
@@ -61,6 +63,8 @@ class RolloutClient:
         caps: where the pool answers PoolBusy to this client.
         before_ack: called before what was taken is acknowledged; False puts it off to a later call. For code that first
             makes durable what it took. Its argument says whether the client closes, which is the last call.
+        journal: a folder, or a `messages.journal.Journal`, to which the client writes its jobs, what came of them and
+            what its feed trained on. A folder's journal is closed with the client.
     """
 
     def __init__(
@@ -72,10 +76,12 @@ class RolloutClient:
         max_outstanding: int = MAX_OUTSTANDING,
         caps: Caps | None = None,
         before_ack: Callable[[bool], bool] | None = None,
+        journal: Journal | Path | str | None = None,
     ) -> None:
         self._core = ClientCore(
-            redis_url, pool, client_id=client_id, max_outstanding=max_outstanding, caps=caps, before_ack=before_ack
-        )
+            redis_url, pool, client_id=client_id, max_outstanding=max_outstanding, caps=caps, before_ack=before_ack,
+            journal=journal,
+        )  # fmt: skip
         self._streams = Streams(self._core)
         self._feed: RolloutFeed | None = None
 
@@ -83,6 +89,11 @@ class RolloutClient:
     def client_id(self) -> str:
         """Name of the reply stream."""
         return self._core.client_id
+
+    @property
+    def journal(self) -> Journal | None:
+        """What was given for it, opened."""
+        return self._core.journal
 
     @property
     def broker(self) -> Broker:

@@ -9,15 +9,18 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
 from ..messages.arguments import each_is
 from ..messages.broker import Broker, Caps, Reply
+from ..messages.codec import Result
 from ..messages.errors import ClientBusy, InvalidField, JobFailed, PoolBusy, RolloutMQError, WaitTimeout
 from ..messages.ids import check_client_id
-from ..messages.model import GenerateJob, RolloutResult
+from ..messages.journal import Journal
+from ..messages.model import GenerateJob, JobFailure, RolloutResult
 from ..messages.redis import connect, default_url, ping
 from .inbox import (
     OPEN_STATES,
@@ -57,7 +60,8 @@ class ClientCore:
         client_id: str | None,
         max_outstanding: int,
         caps: Caps | None,
-        before_ack: Callable[[bool], bool] | None,
+        before_ack: Callable[[bool], bool] | None = None,
+        journal: Journal | Path | str | None = None,
     ) -> None:
         if client_id is not None:
             check_client_id("client_id", client_id)
@@ -70,7 +74,11 @@ class ClientCore:
         self.features = FeatureCheck(self.broker)
         self.inbox = Inbox()
         self.inboxes = Inboxes(self.inbox)
-        self.reader = ReplyReader(self.broker, self.blocking, self.client_id, self.inboxes, before_ack)
+        self._owns_journal = isinstance(journal, str | Path)
+        self.journal = Journal(journal) if isinstance(journal, str | Path) else journal
+        self.reader = ReplyReader(
+            self.broker, self.blocking, self.client_id, self.inboxes, before_ack, arrived=self._note_outcome
+        )
         self.inbox.freed = self.reader.wake
         self.left_loops = LeftLoops()
         self._opening = asyncio.Lock()
@@ -97,6 +105,8 @@ class ClientCore:
             await self.reader.close()
         finally:
             await self._redis.aclose()
+            if self.journal is not None and self._owns_journal:
+                await asyncio.to_thread(self.journal.close)
 
     async def until(self, ready: Callable[[], bool], timeout: float | None) -> None:
         """Return once `ready()`, which is asked whenever something arrives. Raises WaitTimeout and WrongLoop."""
@@ -162,16 +172,27 @@ class ClientCore:
             for place, state in zip(places, await self.broker.enqueue([jobs[place] for place in places]), strict=True):
                 states[place] = state
             accepted = len(places)
+            self._note_jobs([jobs[place] for place in places])
         except PoolBusy as busy:
             accepted, busy.accepted = busy.accepted, places[busy.accepted]  # counted over the caller's list
             for place, state in zip(places, busy.states, strict=False):
                 states[place] = state
+            self._note_jobs([jobs[place] for place in places[:accepted]])
             busy.states = states[: busy.accepted]
             raise
         finally:
             if accepted < len(places):
                 self._forget(fresh - {jobs[place].id for place in places[:accepted]})
         return states
+
+    def _note_jobs(self, jobs: Iterable[GenerateJob]) -> None:
+        if self.journal is not None:
+            for job in jobs:
+                self.journal.job(job)
+
+    def _note_outcome(self, outcome: Result | JobFailure) -> None:
+        if self.journal is not None:
+            self.journal.outcome(outcome, self.client_id)
 
     def _forget(self, job_ids: Iterable[str]) -> None:
         """Expect nothing of these, except of those with an outcome: they were accepted after all."""

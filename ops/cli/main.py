@@ -29,6 +29,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "redis": ("trial", "redis", "Run an embedded redis-server on this machine until Ctrl-C."),
     "tiny-model": ("trial", "tiny_model", "Write a tiny random Qwen2-style model and its tokenizer."),
     "books": ("trial", "books", "Show what became of a trainer's samples, from a checkpoint."),
+    "journal": ("trial", "journal", "Print what a trainer's journal has."),
+    "job": ("trial", "job", "Show a job's whole life, from a journal."),
     "simulate": ("trial", "simulate", "Compute what settings would cost, without a pool."),
     "demo": ("trial", "demo", "Run asynchronous RL here, while workers die and join."),
     "bench": ("bench", "app", "Measure queue, engine or weight sync; prints JSON last."),

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ...messages.broker import Broker, Receipt, Reply
-from ...messages.codec import Job
+from ...messages.codec import Job, Result
 from ...messages.errors import ClientReplaced, RolloutMQError, WaitTimeout, WrongLoop, WrongProcess
 from ...messages.model import JobFailure
 from .handover import Crossing, HandOut
@@ -57,8 +57,11 @@ class ReplyReader:
         client_id: str,
         inbox: Inboxes,
         before_ack: Callable[[bool], bool] | None = None,
+        *,
+        arrived: Callable[[Result | JobFailure], None] = lambda _: None,
     ) -> None:
-        self._before_ack = before_ack
+        """arrived(outcome): called for each outcome that is read for the first time."""
+        self._before_ack, self._arrived = before_ack, arrived
         self._broker, self._blocking, self._client_id, self._inbox = broker, blocking, client_id, inbox
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -306,6 +309,7 @@ class ReplyReader:
             place = place_of(reply)
             if self._inbox.put(reply):
                 self._held.setdefault(place, [])
+                self._arrived(reply.outcome)
             else:
                 self._held.get(place, self._acks).append(Receipt(reply.entry_id, reply.nbytes))
 

@@ -72,7 +72,7 @@ class RolloutFeed:
         The job's id is the feed's. timeout: seconds to wait for room; None waits for ever. Raises WaitTimeout,
         PoolBusy, InvalidField, and what `RolloutClient.submit` raises; the prompt was not accepted then.
         """
-        self._check(job)
+        self.staleness.check(job)
         deadline = None if timeout is None else time.monotonic() + timeout
         await self._begin()
         self.books.marks["held up"] += self.capacity < job.n
@@ -166,7 +166,7 @@ class RolloutFeed:
             async with self._submitting:  # others may have submitted meanwhile, also from this source
                 if (job := source.peek()) is None:
                     break
-                self._check(job)
+                self.staleness.check(job)
                 held_up, self._held_up = self._held_up, self.capacity < job.n
                 if self._held_up:
                     self.books.marks["held up"] += not held_up
@@ -224,6 +224,7 @@ class RolloutFeed:
             }
             if stale and self.staleness.on_stale == "drop":
                 self._pool.drop(number, stale, "stale", group.known())
+                group.note(self._core.journal, stale, dropped="stale")
                 self._remove(number, stale)
 
     def _remove(self, number: int, samples: Collection[int]) -> None:
@@ -268,7 +269,9 @@ class RolloutFeed:
         for group in groups:
             known = self._back(group)
             group.check_rewards()
-            self.books.train(group.number, group.samples, self.books.updates if step is None else step, known)
+            at = self.books.updates if step is None else step
+            self.books.train(group.number, group.samples, at, known)
+            group.note(self._core.journal, group.samples, trained=at)
             self._handed.remove((group.number, group.samples))
             self._pool.settled(group.number, group.samples)
         self._wake()
@@ -278,6 +281,7 @@ class RolloutFeed:
         for group in groups:
             known = self._back(group)
             self._pool.drop(group.number, group.samples, why, known)
+            group.note(self._core.journal, group.samples, dropped=why)
             self._handed.remove((group.number, group.samples))
         self._wake()
 
@@ -346,10 +350,6 @@ class RolloutFeed:
     async def _begin(self) -> None:
         self._begun = True
         await self._pool.begin()
-
-    def _check(self, job: GenerateJob) -> None:
-        if job.n > (most := (self.staleness.eta + 1) * self.staleness.batch_size):
-            raise InvalidField("n", job.n, f"at most (eta + 1) x batch_size = {most}: there is never room for more")
 
 
 class Source:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from ...messages.arguments import whole_number
 from ...messages.errors import InvalidField
+from ...messages.journal import Journal
 from ...messages.model import RolloutResult
 from ..inbox import Group
 from .books import Measured
@@ -147,6 +148,17 @@ class TrainGroup(Group):
         """Raises InvalidField unless there are no rewards, or one finite number for each result."""
         if self.rewards:
             finite_rewards(self.rewards, len(self.results))
+
+    def note(self, journal: Journal | None, samples: Collection[int], **fate: int | str) -> None:
+        """Write into a journal, if there is one, what became of samples."""
+        if journal is None:
+            return
+        known = self.known()
+        for sample, result in zip(self.samples, self.results, strict=True):
+            if sample in samples:
+                _, reward, staleness = known[sample]
+                told = {"reward": reward, "staleness": staleness}
+                journal.note(result, **fate, **{name: value for name, value in told.items() if value is not None})
 
     def without(self, samples: Collection[int]) -> TrainGroup:
         """The group, less some samples."""

@@ -51,6 +51,11 @@ class Staleness:
         """
         return max(0, (self.eta + updates + 1) * self.batch_size - live)
 
+    def check(self, job: GenerateJob) -> None:
+        """Raises InvalidField for a job for which there is never room."""
+        if job.n > (most := (self.eta + 1) * self.batch_size):
+            raise InvalidField("n", job.n, f"at most (eta + 1) x batch_size = {most}: there is never room for more")
+
     def bound(self, job: GenerateJob, version: int) -> GenerateJob:
         """The job with what makes workers with older weights leave it alone; a stricter bound of its own stays.
 

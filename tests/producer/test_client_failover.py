@@ -35,10 +35,10 @@ async def test_an_outcome_that_came_again_stays_as_long_as_the_first_one(
     async with RolloutClient(redis_db, client_id="client") as client:
         await client.submit(one)
         outcomes = client.results(5)
-        await db.xadd(stream, entry)  # type: ignore[arg-type]
+        await db.xadd(stream, entry, id="1000-0")  # type: ignore[arg-type]
         assert (await anext(outcomes)).ok
         await db.delete(stream)
-        await db.xadd(stream, entry)  # type: ignore[arg-type]
+        await db.xadd(stream, entry, id="1001-0")  # type: ignore[arg-type]
         await eventually(lambda: client.repeats == 1)
         await client._core.reader._flush_acks()
         assert await db.xlen(stream) == 1

@@ -1,0 +1,8 @@
+"""The journal: what happened in a run, in files that outlive it. `Journal` writes it, `read` reads it."""
+
+from .entry import EVENTS, Entry, Event
+from .reader import read
+from .segment import SUFFIX
+from .writer import Journal
+
+__all__ = ["EVENTS", "SUFFIX", "Entry", "Event", "Journal", "read"]

@@ -1,0 +1,107 @@
+"""Reads a journal: lazily, in the order of time, by job, client, group, version or kind."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError, InvalidField, MessageError
+from .entry import EVENTS, Entry, Event
+from .segment import SUFFIX, SegmentReader
+
+log = logging.getLogger(__name__)
+Problem = Callable[[str], None]
+
+
+def read(
+    folder: Path | str,
+    *,
+    job: str | Collection[str] | None = None,
+    client: str | None = None,
+    group: str | None = None,
+    version: int | None = None,
+    events: Event | Collection[Event] | None = None,
+    since: float = -math.inf,
+    until: float = math.inf,
+    on_problem: Problem = log.warning,
+) -> Iterator[Entry]:
+    """The entries of a journal, as far as they fit all that is given.
+
+    Entries of one writer come in the order in which it wrote them; those of several are merged by their times. Memory
+    is bounded by a block of each writer. With `job` only those blocks are read that have it.
+
+    job: an id, or several. version: results of which it sampled any token, and its announcement. since, until: seconds
+    since 1970, inclusive. on_problem: gets a line for each missing segment, torn end, damaged block, and newer version;
+    by default they are logged. Reading goes on behind each.
+    Raises ConfigError if there is no such folder, InvalidField.
+    """
+    place, kinds = Path(folder), _several(events)
+    for kind in kinds or ():
+        if kind not in EVENTS:
+            raise InvalidField("events", kind, f"some of {', '.join(EVENTS)}")
+    if not place.is_dir():
+        raise ConfigError(f"journal {str(folder)!r}: there is no such folder")
+    wanted = _Wanted(_several(job), client, group, version, kinds, since, until)
+    writers = _writers(place, on_problem).values()
+    found = [_of_writer(segments, wanted, on_problem) for segments in writers]
+    return heapq.merge(*found, key=lambda entry: entry.at)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    jobs: frozenset[str] | None
+    client: str | None
+    group: str | None
+    version: int | None
+    events: frozenset[str] | None
+    since: float
+    until: float
+
+    def fits(self, entry: Entry) -> bool:
+        return (
+            self.since <= entry.at <= self.until
+            and (self.jobs is None or entry.job_id in self.jobs)
+            and (self.client is None or entry.client_id == self.client)
+            and (self.group is None or entry.group_id == self.group)
+            and (self.version is None or self.version in entry.versions)
+            and (self.events is None or entry.event in self.events)
+        )
+
+
+def _writers(folder: Path, on_problem: Problem) -> dict[str, list[Path]]:
+    """The segments of each writer, in order."""
+    found: dict[str, dict[int, Path]] = {}
+    for path in folder.glob(f"*{SUFFIX}"):
+        parts = path.name.removesuffix(SUFFIX).split("-")
+        if len(parts) == 3 and parts[2].isdecimal():
+            found.setdefault(parts[1], {})[int(parts[2])] = path
+        else:
+            on_problem(f"{path}: not the name of a segment")
+    for writer, segments in found.items():
+        # The oldest ones may have been deleted on purpose, but not those in between.
+        if missing := sorted(set(range(min(segments), max(segments))) - segments.keys()):
+            on_problem(f"{folder}: of writer {writer} segments are missing: {', '.join(map(str, missing))}")
+    return {writer: [path for _, path in sorted(segments.items())] for writer, segments in found.items()}
+
+
+def _of_writer(segments: list[Path], wanted: _Wanted, on_problem: Problem) -> Iterator[Entry]:
+    for path in segments:
+        try:
+            reader = SegmentReader(path, on_problem)
+        except (OSError, MessageError) as error:
+            on_problem(f"{path}: {error}")
+            continue
+        try:
+            yield from filter(wanted.fits, reader.entries(wanted.jobs, wanted.since, wanted.until))
+        finally:
+            reader.close()
+
+
+def _several(given: str | Collection[str] | None) -> frozenset[str] | None:
+    if given is None:
+        return None
+    return frozenset({given} if isinstance(given, str) else given)

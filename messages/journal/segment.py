@@ -1,0 +1,286 @@
+"""A segment: one file of a journal. Any `zstd -d` turns it into a stream of msgpack values.
+
+    frame 0     a zstd frame with a map: {"format": "rolloutmq-journal", "major", "minor", "writer", "number", "at"}
+    frame 1…    a zstd frame each, with an array of entries (see `Entry.pack`)
+    the last    a skippable frame with the index, as soon as the segment is complete: see `Index`
+
+Every zstd frame has its size and a checksum. A writer that dies leaves a file that ends in the midst of a frame, or
+after one: what is before it is whole. A segment is never written to again by another process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, Self
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+from msgpack.exceptions import UnpackException
+
+from ..errors import ConfigError, MalformedMessage, UnsupportedVersion
+from .entry import Entry
+
+FORMAT, MAJOR, MINOR = "rolloutmq-journal", 1, 0
+SUFFIX = ".journal.zst"
+LEVEL = 3
+"""zstd's default: several times faster than a pool produces tokens."""
+MAX_BLOCK = 256 << 20
+"""Bytes of a block without compression that a reader accepts."""
+TORN = "it ends in the midst of a block, as its writer died or still writes; all before that is whole"
+_INDEX_MAGIC = 0x184D2A5A  # one of the sixteen that zstd skips
+_INDEX_HEAD = struct.Struct("<II")  # magic, length
+_INDEX_TAIL = struct.Struct("<I8s")  # length again, for whoever begins at the end
+_TAIL = b"rmqindex"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Who wrote a segment. writer: an id of the process. number: of the segment, from 0. at: when it began."""
+
+    writer: str
+    number: int
+    at: float
+
+    @property
+    def name(self) -> str:
+        """The file's. Names sort by time, then by writer."""
+        return f"{int(self.at * 1000):014d}-{self.writer}-{self.number:06d}{SUFFIX}"
+
+    def pack(self) -> dict[str, Any]:
+        told = {"writer": self.writer, "number": self.number, "at": self.at}
+        return {"format": FORMAT, "major": MAJOR, "minor": MINOR} | told
+
+    @classmethod
+    def unpack(cls, packed: Any) -> tuple[Self, bool]:
+        """The header, and whether a newer minor version wrote it. Raises MalformedMessage, UnsupportedVersion."""
+        if not isinstance(packed, dict) or packed.get("format") != FORMAT:
+            raise MalformedMessage("no segment of a journal")
+        major, minor = packed.get("major"), packed.get("minor")
+        if major != MAJOR or type(minor) is not int:
+            raise UnsupportedVersion(f"a journal of version {major}.{minor}; this side reads {MAJOR}.x")
+        writer, number, at = packed.get("writer"), packed.get("number"), packed.get("at")
+        if type(writer) is not str or type(number) is not int or type(at) is not float:
+            raise MalformedMessage("a segment whose header is damaged")
+        return cls(writer, number, at), minor > MINOR
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Where what is in a segment.
+
+    offsets: (b,) int64, where each block begins. firsts, lasts: (b,) float64, times of its entries. jobs: (k,) uint64,
+    hashes of job ids, ascending. blocks: (k,) int32, the block that each of them is in.
+    """
+
+    offsets: npt.NDArray[np.int64]
+    firsts: npt.NDArray[np.float64]
+    lasts: npt.NDArray[np.float64]
+    jobs: npt.NDArray[np.uint64]
+    blocks: npt.NDArray[np.int32]
+
+    def blocks_of(self, job_ids: frozenset[str]) -> list[int]:
+        """Numbers of the blocks in which entries of these jobs may be."""
+        found: set[int] = set()
+        for job_id in job_ids:
+            of_job = np.uint64(hash_of(job_id))
+            left, right = np.searchsorted(self.jobs, of_job, "left"), np.searchsorted(self.jobs, of_job, "right")
+            found.update(map(int, self.blocks[left:right]))
+        return sorted(found)
+
+    def pack(self) -> bytes:
+        """The skippable frame."""
+        body: bytes = msgpack.packb({name: getattr(self, name).tobytes() for name in _ARRAYS})
+        size = len(body) + _INDEX_TAIL.size
+        return _INDEX_HEAD.pack(_INDEX_MAGIC, size) + body + _INDEX_TAIL.pack(len(body), _TAIL)
+
+    @classmethod
+    def read(cls, file: BufferedReader) -> Self | None:
+        """The index at the end of a file; None if there is none, or it is damaged."""
+        size = file.seek(0, os.SEEK_END)
+        if size < _INDEX_TAIL.size:
+            return None
+        file.seek(size - _INDEX_TAIL.size)
+        length, tail = _INDEX_TAIL.unpack(file.read(_INDEX_TAIL.size))
+        if tail != _TAIL or length > size - _INDEX_TAIL.size:
+            return None
+        file.seek(size - _INDEX_TAIL.size - length)
+        try:
+            packed = msgpack.unpackb(file.read(length))
+            made = cls(**{name: np.frombuffer(packed[name], kind) for name, kind in _ARRAYS.items()})
+        except (ValueError, TypeError, KeyError, UnpackException):
+            return None
+        blocks, jobs = len(made.offsets), len(made.jobs)
+        whole = len(made.firsts) == len(made.lasts) == blocks and len(made.blocks) == jobs
+        inside = not jobs or (made.blocks.min() >= 0 and made.blocks.max() < blocks)
+        return made if whole and inside and (not blocks or made.offsets.max() < size) else None
+
+
+_ARRAYS: dict[str, Any] = {
+    "offsets": np.int64, "firsts": np.float64, "lasts": np.float64, "jobs": np.uint64, "blocks": np.int32,
+}  # fmt: skip
+
+
+def hash_of(job_id: str) -> int:
+    """64 bits, the same in every process. Two ids with the same one cost a look into a block."""
+    return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "little")
+
+
+def zstd() -> Any:
+    """The module zstandard: a trainer that keeps no journal does without. Raises ConfigError."""
+    try:
+        import zstandard  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"a journal needs zstandard ({error}): pip install 'rolloutmq[journal]'") from None
+    return zstandard
+
+
+class SegmentWriter:
+    """Writes one segment. Not thread-safe. Every method raises OSError; after that the segment is not written to."""
+
+    def __init__(self, folder: Path, header: Header) -> None:
+        self.path = folder / header.name
+        self.nbytes = 0
+        self._compress = zstd().ZstdCompressor(level=LEVEL, write_checksum=True, write_content_size=True).compress
+        self._file = self.path.open("xb", buffering=0)
+        self._offsets: list[int] = []
+        self._times: list[tuple[float, float]] = []
+        self._jobs: dict[int, list[int]] = {}  # hash -> blocks, ascending
+        self._write(self._compress(msgpack.packb(header.pack())))
+
+    def block(self, packed: list[dict[str, Any]]) -> None:
+        """Write packed entries as one block."""
+        number, frame = len(self._offsets), self._compress(msgpack.packb(packed))
+        for job_id in {entry["j"] for entry in packed if "j" in entry}:
+            self._jobs.setdefault(hash_of(job_id), []).append(number)
+        times = [entry["t"] for entry in packed]
+        self._offsets.append(self.nbytes)
+        self._times.append((min(times), max(times)))
+        self._write(frame)
+
+    @property
+    def blocks(self) -> int:
+        """How many have been written."""
+        return len(self._offsets)
+
+    def close(self, complete: bool = True) -> None:
+        """complete: with its index, and on the disk."""
+        try:
+            if complete:
+                self._write(self._index().pack())
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def _index(self) -> Index:
+        pairs = [(of_job, number) for of_job, numbers in sorted(self._jobs.items()) for number in numbers]
+        return Index(
+            np.array(self._offsets, np.int64),
+            np.array([first for first, _ in self._times], np.float64),
+            np.array([last for _, last in self._times], np.float64),
+            np.array([of_job for of_job, _ in pairs], np.uint64),
+            np.array([number for _, number in pairs], np.int32),
+        )
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) or 0 :]
+        self.nbytes += len(data)
+
+
+class SegmentReader:
+    """Reads one segment, block by block. problem(text): is told what is damaged; reading goes on after it."""
+
+    def __init__(self, path: Path, problem: Callable[[str], None]) -> None:
+        """Raises OSError, MalformedMessage and UnsupportedVersion."""
+        self._path, self._problem, self._zstd = path, problem, zstd()
+        self._file = path.open("rb")
+        try:
+            first = next(self._values(0), None)
+            if first is None:
+                raise MalformedMessage("a segment without a header: its writer died as it began")
+            self.header, newer = Header.unpack(first)
+        except BaseException:
+            self._file.close()
+            raise
+        if newer:
+            problem(f"{path}: a newer minor version wrote it; what is unknown here is left out")
+        self.index = Index.read(self._file)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def entries(self, job_ids: frozenset[str] | None, since: float, until: float) -> Iterator[Entry]:
+        """Entries in the order in which they were written: of these jobs (None: all), and times that may fit."""
+        for packed in self._blocks(job_ids, since, until):
+            if not isinstance(packed, list):
+                self._problem(f"{self._path}: a block that is no array")
+                continue
+            for one in packed:
+                try:
+                    yield Entry.unpack(one)
+                except MalformedMessage as error:
+                    self._problem(f"{self._path}: {error}")
+
+    def _blocks(self, job_ids: frozenset[str] | None, since: float, until: float) -> Iterator[Any]:
+        if self.index is None:
+            values = self._values(0)
+            next(values, None)  # the header
+            yield from values
+            return
+        numbers = range(len(self.index.offsets)) if job_ids is None else self.index.blocks_of(job_ids)
+        for number in numbers:
+            if self.index.lasts[number] >= since and self.index.firsts[number] <= until:
+                yield from self._values(int(self.index.offsets[number]), only_one=True)
+
+    def _values(self, offset: int, only_one: bool = False) -> Iterator[Any]:
+        """What is in the frames from here on, until the end, the index, or a frame that is not whole."""
+        self._file.seek(offset)
+        while (frame := self._frame()) is not None:
+            try:
+                yield msgpack.unpackb(self._zstd.decompress(frame), max_ext_len=0)
+            except (ValueError, TypeError, RecursionError, UnpackException, self._zstd.ZstdError) as error:
+                self._problem(f"{self._path}: a block is damaged and left out: {error or type(error).__name__}")
+            if only_one:
+                return
+
+    def _frame(self) -> bytes | None:
+        """The zstd frame that begins here; None at the end, at the index, and for one that is torn or damaged.
+
+        Its blocks are walked (RFC 8878, section 3.1.1), so that nothing is decompressed before its size is known.
+        """
+        start = self._file.tell()
+        head = self._file.read(18)
+        if not head or head[:4] == _INDEX_MAGIC.to_bytes(4, "little"):
+            return None
+        try:
+            frame = self._zstd.get_frame_parameters(head)
+            if frame.content_size > MAX_BLOCK:  # or unknown
+                self._problem(f"{self._path}: {frame.content_size} bytes in the block at byte {start}; it ends here")
+                return None
+            place, last = start + self._zstd.frame_header_size(head), False
+        except self._zstd.ZstdError as error:
+            torn = len(head) < 18
+            self._problem(
+                f"{self._path}: {TORN if torn else f'damaged at byte {start}: {error}; the rest is left out'}"
+            )
+            return None
+        end = os.fstat(self._file.fileno()).st_size
+        while not last and place + 3 <= end:
+            self._file.seek(place)
+            described = int.from_bytes(self._file.read(3), "little")
+            last, repeated = bool(described & 1), described >> 1 & 3 == 1
+            place += 3 + (1 if repeated else described >> 3)
+        place += 4 * frame.has_checksum
+        if not last or place > end:
+            self._problem(f"{self._path}: {TORN}")
+            return None
+        self._file.seek(start)
+        return self._file.read(place - start)

@@ -1,0 +1,67 @@
+"""An entry of a journal as a line for people, and as plain data for programs."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from ...messages.journal import Entry
+from ...messages.model import GenerateJob, RolloutResult
+
+LONGEST = 60
+"""Characters of a value in a line."""
+
+
+def clock(at: float) -> str:
+    """UTC, to the millisecond."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+
+
+def as_line(entry: Entry) -> str:
+    """Time, kind, job, and what matters most of it."""
+    sample = f".{entry.sample}" if entry.sample >= 0 else ""
+    return f"{clock(entry.at)}  {entry.event:12} {entry.job_id}{sample}  {_told(entry)}".rstrip()
+
+
+def _told(entry: Entry) -> str:
+    message = entry.message
+    if isinstance(message, RolloutResult):
+        versions = ", ".join(f"{tokens} of version {version}" for version, tokens in message.segments)
+        return f"{len(message.token_ids)} tokens ({versions}), {message.finish_reason}, attempt {message.attempt}"
+    if isinstance(message, GenerateJob):
+        prompt = f"{len(message.token_ids)} tokens" if message.token_ids is not None else "a text"
+        return f"{prompt}, n={message.n}, at most {message.sampling.max_new_tokens} new tokens"
+    if entry.event == "failure":
+        return f"{entry.data.get('outcome')}: {entry.data.get('cause')}"
+    return ", ".join(f"{name}={str(value)[:LONGEST]}" for name, value in entry.data.items())
+
+
+def as_data(entry: Entry) -> dict[str, Any]:
+    """Everything in it, for JSON; what says nothing is left out."""
+    told: dict[str, Any] = {"event": entry.event, "at": entry.at}
+    names = ("job_id", "client_id", "group_id", "sample", "attempt")
+    told |= {name: value for name in names if (value := getattr(entry, name)) not in ("", -1)}
+    if entry.versions:
+        told["versions"] = list(entry.versions)
+    if (message := entry.message) is not None:
+        told["message"] = _plain(message)
+    return told | ({"data": _plain(dict(entry.data))} if entry.data else {})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        given = {name: getattr(value, name) for name in type(value).model_fields if name in value.model_fields_set}
+        return {name: _plain(inner) for name, inner in given.items() if inner is not None}
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no word for it
+    return f"{len(value)} bytes" if isinstance(value, bytes) else value

@@ -1,0 +1,340 @@
+"""A journal from writer to reader: what is written is read, and what is damaged is told and costs nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import zstandard
+from support.specimens.messages import job, result
+
+from rolloutmq.messages import ConfigError, InvalidField, JobFailure, RolloutResult, encode
+from rolloutmq.messages.journal import SUFFIX, Entry, Journal, read, segment
+from rolloutmq.messages.journal.segment import SegmentReader
+
+
+def segments(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*{SUFFIX}"))
+
+
+class Problems(list[str]):
+    """As `on_problem`."""
+
+    __call__ = list.append
+
+
+@pytest.fixture
+def problems() -> Problems:
+    return Problems()
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    with Journal(tmp_path / "journal") as made:
+        yield made
+
+
+def test_a_run_comes_back_whole(journal: Journal, problems: Problems) -> None:
+    one, other = job(group_id="g"), job()
+    found = result(one, 0)
+    journal.job(one)
+    journal.job(other)
+    journal.outcome(found, "client")
+    journal.outcome(JobFailure(job_id=other.id, outcome="dead", cause="no worker"), "client")
+    journal.note((one.id, 0, 1), reward=0.5, mask=[1, 1, 0], step=7)
+    assert journal.flush(30)
+    entries = list(read(journal.folder, on_problem=problems))
+    assert [entry.event for entry in entries] == ["job", "job", "result", "failure", "note"]
+    assert entries[0].message == one
+    back = entries[2].message
+    assert isinstance(back, RolloutResult)
+    np.testing.assert_array_equal(back.token_ids, found.token_ids)
+    assert encode(back) == encode(found)
+    assert (entries[2].versions, entries[2].group_id) == (tuple(sorted({s.version for s in found.segments})), "g")
+    assert entries[3].data["cause"] == "no worker"
+    assert (entries[4].sample, entries[4].attempt, entries[4].data["mask"]) == (0, 1, [1, 1, 0])
+    assert problems == []
+
+
+def test_frames_are_written_as_they_are(journal: Journal) -> None:
+    one = job()
+    frame = encode(one)
+    journal.job(one, frame)
+    journal.flush(30)
+    (entry,) = read(journal.folder)
+    assert entry.content == frame
+
+
+def test_what_is_asked_for_is_found(tmp_path: Path, problems: Problems) -> None:
+    """Over several segments, with and without an index, of two writers."""
+    jobs = [job(group_id=f"g{i % 3}") for i in range(30)]
+    for who, mine in (("a", jobs[:15]), ("b", jobs[15:])):
+        with Journal(tmp_path, segment_bytes=600) as journal:
+            for one in mine:
+                journal.job(one)
+                journal.outcome(result(one, 0), who)
+                journal.flush(30)
+    assert len(segments(tmp_path)) > 6
+    everything = list(read(tmp_path, on_problem=problems))
+    assert [entry.at for entry in everything] == sorted(entry.at for entry in everything)
+    assert len(everything) == 60
+    for one in (jobs[0], jobs[14], jobs[29]):
+        assert [entry.job_id for entry in read(tmp_path, job=one.id)] == [one.id, one.id]
+    assert {entry.job_id for entry in read(tmp_path, job=[jobs[3].id, jobs[20].id])} == {jobs[3].id, jobs[20].id}
+    assert len(list(read(tmp_path, client="a", events="result"))) == 15
+    assert {entry.job_id for entry in read(tmp_path, group="g1")} == {one.id for one in jobs[1::3]}
+    middle = everything[20].at
+    assert list(map(str, read(tmp_path, since=middle))) == [str(it) for it in everything if it.at >= middle]
+    assert len(list(read(tmp_path, until=middle))) == sum(it.at <= middle for it in everything)
+    assert list(read(tmp_path, version=10**6)) == []
+    assert len(list(read(tmp_path, version=everything[1].versions[0], events=["result"]))) == 30
+    assert list(read(tmp_path, job="none")) == []
+    assert problems == []
+
+
+def test_a_job_is_found_without_reading_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [job() for _ in range(40)]
+    with Journal(tmp_path) as journal:
+        for one in jobs:
+            journal.job(one)
+            journal.flush(30)
+    frames: list[int] = []
+    frame = SegmentReader._frame
+    monkeypatch.setattr(SegmentReader, "_frame", lambda it: frames.append(1) or frame(it))
+    assert len(list(read(tmp_path, job=jobs[20].id))) == 1
+    assert len(frames) == 2  # the header and the block
+
+
+def test_any_zstd_reads_it(journal: Journal) -> None:
+    journal.job(job())
+    journal.close()
+    (path,) = segments(journal.folder)
+    with path.open("rb") as file:
+        plain = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True).read()
+    header, block = _values(plain)
+    assert header["format"] == "rolloutmq-journal"
+    assert block[0]["e"] == "job"
+
+
+def _values(plain: bytes) -> Iterator[object]:
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(plain)
+    yield from unpacker
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, count: int = 5) -> list[str]:
+    """Ids of jobs in blocks of their own, in one segment."""
+    jobs = [job() for _ in range(count)]
+    with Journal(folder) as journal:
+        for one in jobs:
+            journal.job(one)
+            journal.flush(30)
+    return [one.id for one in jobs]
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_every_end_leaves_what_is_before_it(tmp_path: Path, complete: bool) -> None:
+    """Cut off at each byte: what is read is a beginning of what was written, and nothing else."""
+    ids = written(tmp_path / "whole", 3)
+    (path,) = segments(tmp_path / "whole")
+    data = path.read_bytes()
+    with path.open("rb") as file:
+        index = segment.Index.read(file)
+    assert index is not None
+    end = len(data) if complete else int(index.offsets[-1]) + 10
+    (tmp_path / "torn").mkdir()
+    torn = tmp_path / "torn" / path.name
+    for size in range(0, end, 1 if not complete else 7):
+        torn.write_bytes(data[:size])
+        problems = Problems()
+        found = [entry.job_id for entry in read(tmp_path / "torn", on_problem=problems)]
+        whole = sum(size >= place for place in (*map(int, index.offsets[1:]), _after_blocks(data)))
+        assert found == ids[:whole]
+        at_an_end = size in {*map(int, index.offsets), _after_blocks(data)}
+        assert (problems == []) == (at_an_end or size > _after_blocks(data) + 3), (size, problems)
+
+
+def _after_blocks(data: bytes) -> int:
+    return data.rindex((0x184D2A5A).to_bytes(4, "little"))
+
+
+def test_a_damaged_block_costs_what_is_in_it(tmp_path: Path, problems: Problems) -> None:
+    ids = written(tmp_path)
+    (path,) = segments(tmp_path)
+    data = bytearray(path.read_bytes())
+    with path.open("rb") as file:
+        index = segment.Index.read(file)
+    assert index is not None
+    data[int(index.offsets[3]) - 1] ^= 0xFF  # the checksum of block 2
+    path.write_bytes(data)
+    assert [entry.job_id for entry in read(tmp_path, on_problem=problems)] == ids[:2] + ids[3:]
+    (told,) = problems
+    assert path.name in told
+    assert "damaged" in told
+
+
+def test_strange_files_and_missing_segments_are_told(tmp_path: Path, problems: Problems) -> None:
+    with Journal(tmp_path, segment_bytes=10) as journal:
+        for _ in range(4):
+            journal.job(job())
+            journal.flush(30)
+    first = segments(tmp_path)[0]
+    first.unlink()  # retention does that
+    assert len(list(read(tmp_path, on_problem=problems))) == 3
+    assert problems == []
+    segments(tmp_path)[1].unlink()
+    (tmp_path / f"notes{SUFFIX}").write_text("of mine")
+    (tmp_path / f"0-x-0{SUFFIX}").write_text("garbage")
+    (tmp_path / f"1-y-0{SUFFIX}").write_bytes(zstandard.compress(msgpack.packb({"format": "another"})))
+    (tmp_path / f"2-z-0{SUFFIX}").write_bytes(b"")
+    assert len(list(read(tmp_path, on_problem=problems))) == 2
+    assert len(problems) == 6
+    assert any("segments are missing: 2" in told for told in problems)
+
+
+def test_versions_of_the_format(tmp_path: Path, problems: Problems) -> None:
+    """A newer minor version is read as far as it is known, another major one is left out; both are told."""
+    entry = Entry("note", 1.0, "known", data={"reward": 1}).pack()
+    for minor, major in ((7, 1), (0, 2)):
+        header = {"format": "rolloutmq-journal", "major": major, "minor": minor, "writer": "w", "number": 0, "at": 1.0}
+        unknown = {"e": "smell", "t": 1.0}
+        blocks = [header, [entry | {"new": 3}, unknown]]
+        (tmp_path / f"1-w{major}-0{SUFFIX}").write_bytes(
+            b"".join(zstandard.compress(msgpack.packb(it)) for it in blocks)
+        )
+    (found,) = read(tmp_path, on_problem=problems)
+    assert (found.job_id, found.data) == ("known", {"reward": 1})
+    assert sorted("minor" in told or "2.0" in told or "smell" in told for told in problems) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        5,
+        {},
+        [5],
+        [{"e": "job"}],
+        [{"e": "job", "t": "late"}],
+        [{"e": 7, "t": 1.0}],
+        [{"e": "note", "t": 1.0, "j": b"\xff"}],
+        [{"e": "note", "t": 1.0, "v": ["one"]}],
+        [{"e": "note", "t": 1.0, "m": "text"}],
+        [{"e": "note", "t": 1.0, "d": []}],
+        [{"e": "note", "t": 1.0, "s": True}],
+    ],
+)
+def test_nothing_in_a_block_stops_the_reader(tmp_path: Path, problems: Problems, block: object) -> None:
+    header = {"format": "rolloutmq-journal", "major": 1, "minor": 0, "writer": "w", "number": 0, "at": 1.0}
+    good = [Entry("note", 2.0, "good").pack()]
+    frames = (zstandard.compress(msgpack.packb(it)) for it in (header, block, good))
+    (tmp_path / f"1-w-0{SUFFIX}").write_bytes(b"".join(frames))
+    assert [entry.job_id for entry in read(tmp_path, on_problem=problems)] == ["good"]
+    assert len(problems) == 1
+
+
+def test_a_bomb_is_not_unpacked(tmp_path: Path, problems: Problems) -> None:
+    header = {"format": "rolloutmq-journal", "major": 1, "minor": 0, "writer": "w", "number": 0, "at": 1.0}
+    bomb = zstandard.compress(bytes(segment.MAX_BLOCK + 1))
+    (tmp_path / f"1-w-0{SUFFIX}").write_bytes(zstandard.compress(msgpack.packb(header)) + bomb)
+    assert list(read(tmp_path, on_problem=problems)) == []
+    assert "bytes" in problems[0]
+
+
+# --- the disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_segment_that_is_complete_makes_room(tmp_path: Path) -> None:
+    with Journal(tmp_path, segment_bytes=10, keep_bytes=3000) as journal:
+        for _ in range(40):
+            journal.job(job())
+            journal.flush(30)
+    kept = segments(tmp_path)
+    assert sum(path.stat().st_size for path in kept) < 4000
+    assert kept[-1].name.endswith(f"-{39:06d}{SUFFIX}")
+    os.utime(kept[0], (1, 1))
+    with Journal(tmp_path, keep_s=1000):
+        assert kept[0] not in segments(tmp_path)
+
+
+def test_a_disk_that_refuses_costs_nothing_that_fits_the_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from rolloutmq.messages.journal import writer  # noqa: PLC0415
+
+    monkeypatch.setattr(writer, "RETRY_S", 0.01)
+    full = [True]
+    block = segment.SegmentWriter.block
+
+    def refuse(it: segment.SegmentWriter, packed: list[dict[str, object]]) -> None:
+        if full:
+            raise OSError(28, "No space left on device")
+        block(it, packed)
+
+    monkeypatch.setattr(segment.SegmentWriter, "block", refuse)
+    with Journal(tmp_path, buffer_bytes=5000) as journal:
+        jobs = [job() for _ in range(40)]
+        for one in jobs:
+            journal.job(one)
+        assert not journal.flush(0.1)
+        assert 0 < journal.lost < 40
+        full.clear()
+        assert journal.flush(30)
+        kept = 40 - journal.lost
+        entries = list(read(tmp_path, on_problem=Problems()))
+        assert [entry.job_id for entry in entries[:-1]] == [one.id for one in jobs[:kept]]
+        assert (entries[-1].event, entries[-1].data) == ("lost", {"entries": 40 - kept})
+    assert "No space left" in caplog.text
+
+
+def test_prompts_can_be_left_out(tmp_path: Path) -> None:
+    def redact(entry: Entry) -> Entry | None:
+        if entry.event == "result":
+            raise RuntimeError("of the user's own")
+        return None if entry.job_id == hidden.id else entry
+
+    one, hidden = job(), job()
+    with Journal(tmp_path, redact=redact) as journal:
+        journal.job(one)
+        journal.job(hidden)
+        journal.outcome(result(one, 0), "client")
+    found = list(read(tmp_path))
+    assert [(entry.event, entry.job_id, entry.content is None) for entry in found] == [
+        ("job", one.id, False),
+        ("result", one.id, True),
+    ]
+
+
+def test_bad_arguments_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidField, match="segment_bytes"):
+        Journal(tmp_path, segment_bytes=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file"):
+        Journal(tmp_path / "file")
+    with pytest.raises(ConfigError, match="no such folder"):
+        read(tmp_path / "none")
+    with pytest.raises(InvalidField, match="events"):
+        read(tmp_path, events="jobs")  # type: ignore[arg-type]
+    with Journal(tmp_path / "j") as journal, pytest.raises(InvalidField, match="data"):
+        journal.note("job", reward=object())
+
+
+def test_no_kill_loses_or_invents_an_entry(tmp_path: Path) -> None:
+    """A hundred writers, killed at any moment: all that `flush` returned for is there, in order, and nothing else."""
+    program = Path(__file__).with_name("killed_writers.py")
+    subprocess.run([sys.executable, program, tmp_path], check=True)
+    told = [int(count) for count in (tmp_path / "flushed").read_text().split()]
+    assert len(told) == 100
+    for number, flushed in enumerate(told):
+        found = [entry.data["number"] for entry in read(tmp_path / str(number), on_problem=Problems())]
+        assert found == list(range(len(found)))
+        assert len(found) >= flushed
+    assert sum(told) > 1000
