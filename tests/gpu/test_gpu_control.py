@@ -80,7 +80,7 @@ async def _adapters(pool: Pool, tensors: dict[str, torch.Tensor], folder: Path) 
     assert (one.adapter_version, two.adapter_version) == (1, 2)
     assert len({tuple(plain), tuple(one.token_ids.tolist()), tuple(two.token_ids.tolist())}) == 3
     listed = await pool.tell(pool.control.adapters())
-    assert (listed["adapters"], listed["pinned"]) == ({"math": (1, 2)}, ("math@1", "math@2"))
+    assert (listed["adapters"], listed["pinned"]) == ({"math": [1, 2]}, ["math@1", "math@2"])
 
     async def unloaded() -> bool:
         return (await pool.control.unload_adapter("math")).ok
