@@ -42,8 +42,8 @@ setup:
 demo: setup
 	.venv/bin/rolloutmq demo
 
-# One more: without the slow tests most of the time is waited.
-test: PROCESSES = 4
+# Two more: without the slow tests most of the time is waited.
+test: PROCESSES = 5
 test: setup
 	@mkdir -p out
 	$(PYTEST_ALL) $(EVERYWHERE) -m "not slow" --junitxml=out/tests.xml $(PYTEST)

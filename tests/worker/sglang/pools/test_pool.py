@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from support.pools.operations import until
 from support.pools.worker_process import COMMAND, WorkerProcess, until_running
 
 from rolloutmq import (
@@ -226,12 +227,12 @@ def test_a_killed_worker_loses_nothing_and_a_dead_engine_is_restarted(
             # The restarted engine has the weights from disk; it may not serve before it has caught up.
             assert outcome.versions == (newest,)
             seen.add((outcome.job_id, outcome.sample))
-            if len(seen) == 24:
+            if len(seen) == 8:  # of 48: the others have not all come when the signal has its effect
                 scheduler.send_signal(signal.SIGKILL)
                 assert_greedy(outcome, versions)
         assert seen == {(job.job_id, sample) for job in jobs for sample in range(2)}
-        status = client.workers()
-        assert [worker.engine_restarts for worker in status] == [1]
+        # The killed worker stays on the list until its lease is over.
+        until(lambda: [worker.engine_restarts for worker in client.workers()] == [1])
 
 
 @pytest.mark.slow
