@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from functools import partial
 
 from rolloutmq import WaitTimeout
+from rolloutmq.messages import Broker
 from rolloutmq.ops.redis.embedded import find_server, server_version
 
-from ..context import Chaos
+from ..context import Chaos, until
 from ..scenario import scenario
 from .servers import submit_batches
 
@@ -60,4 +62,10 @@ async def _kill_again_and_again(chaos: Chaos, url: str, slow_s: float = SLOW_S) 
         await submitting
         with contextlib.suppress(WaitTimeout) if chaos.terms.forgotten else contextlib.nullcontext():
             await trainer.take()  # or until it has waited long enough for jobs that nobody knows any more
+        # What the server forgot of jobs whose outcomes the client has: they run, and end, once more.
+        await until(partial(_all_ended, trainer.client.broker), what="jobs to end again")
         chaos.notes["repeats_kept_back"] = trainer.client.repeats
+
+
+async def _all_ended(broker: Broker) -> bool:
+    return (await broker.load()).open_jobs == 0
