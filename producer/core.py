@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import random
 import secrets
@@ -35,6 +34,7 @@ from .inbox import (
     ReplyReader,
     as_failure,
     as_group,
+    own_context,
     under_way,
 )
 
@@ -269,9 +269,7 @@ class ClientCore:
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` beside the calls, until it ends or the client closes, which cancels it."""
-        context = contextvars.copy_context()
-        context.run(under_way.set, None)  # it is no part of the call that starts it
-        task = asyncio.create_task(work, context=context)
+        task = asyncio.create_task(work, context=own_context())
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
         return task

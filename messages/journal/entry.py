@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from ..codec import JOBS, KINDS, RESULTS, Job, Result, decode_one_of, encode
+from ..codec import KINDS, Job, Result, decode_one_of, encode
 from ..errors import InvalidField, MalformedMessage
 from ..model import JobFailure, Message, RolloutResult
 
@@ -76,7 +76,7 @@ class Entry:
         return Entry(**told, versions=tuple(versions), content=frame, data=data)
 
 
-_MESSAGES: Sequence[type[Message]] = (*JOBS, *RESULTS, *(it for it in KINDS.values() if it not in {*JOBS, *RESULTS}))
+_MESSAGES = tuple(KINDS.values())
 
 
 def of_job(job: Job, at: float, frame: bytes | None = None) -> Entry:

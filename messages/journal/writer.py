@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
 import socket
@@ -41,9 +42,9 @@ class Journal:
 
     folder: is made if it is missing. segment_bytes, segment_s: a new segment begins after so many bytes or seconds.
     keep_bytes, keep_s: complete segments are deleted, the oldest first, beyond so many bytes of all segments in the
-    folder, or when they began so many seconds ago; None keeps all. flush_s: the longest time that an entry waits for
-    its block. redact: is called for each entry, in the writer's thread, and returns what is written, or None; if it
-    raises, the entry is written without its message and data, so nothing leaks.
+    folder, or when they were last written so many seconds ago; None keeps all. flush_s: the longest time that an entry
+    waits for its block. redact: is called for each entry, in the writer's thread, and returns what is written, or None;
+    if it raises, the entry is written without its message and data, so nothing leaks.
     Raises ConfigError if the folder cannot be written, InvalidField.
     """
 
@@ -244,15 +245,16 @@ class Journal:
         if self._keep_bytes is None and self._keep_s is None:
             return
         mine = self._segment.path if self._segment is not None else None
-        found = [path for path in sorted(self.folder.glob(f"*{SUFFIX}")) if path != mine]
-        sizes = {path: _size_of(path) for path in found}
-        total, now = sum(sizes.values()), time.time()
-        for path in found:
-            old = self._keep_s is not None and now - path.stat().st_mtime > self._keep_s
+        found = {path: about for path in sorted(self.folder.glob(f"*{SUFFIX}")) if (about := _about(path)) is not None}
+        total, now = sum(about.st_size for path, about in found.items() if path != mine), time.time()
+        for path, about in found.items():
+            if path == mine:
+                continue
+            old = self._keep_s is not None and now - about.st_mtime > self._keep_s
             if not old and (self._keep_bytes is None or total <= self._keep_bytes):
                 break
             path.unlink(missing_ok=True)
-            total -= sizes[path]
+            total -= about.st_size
 
 
 def _size(entry: Entry) -> int:
@@ -263,8 +265,8 @@ def _size(entry: Entry) -> int:
     return 100 * len(entry.data) + sum(int(getattr(array, "nbytes", 0)) for array in arrays)
 
 
-def _size_of(path: Path) -> int:
+def _about(path: Path) -> os.stat_result | None:
     try:
-        return path.stat().st_size
+        return path.stat()
     except OSError:
-        return 0  # another process has deleted it
+        return None  # another process has deleted it

@@ -27,7 +27,7 @@ from ...messages.errors import EngineError
 from ...messages.model import RolloutResult, SamplingParams
 from ...producer import Episode, RolloutClient
 from ..demo.pool import PoolSettings, Workers
-from ..files import check_out, writing
+from ..files import check_out, write_json
 from ..redis import EmbeddedRedis
 from ..tiny_model import write_tiny_model
 
@@ -104,9 +104,7 @@ def run_episodes_bench(plan: EpisodesPlan, *, quiet: bool) -> dict[str, Any]:
             figures = asyncio.run(_measure(plan, server.url, workers, console))
     figures["command"] = " ".join(["rolloutmq", *sys.argv[1:]])
     if plan.out is not None:
-        with writing("--out", plan.out):
-            plan.out.parent.mkdir(parents=True, exist_ok=True)
-            plan.out.write_text(json.dumps(figures, indent=2) + "\n")
+        write_json("--out", plan.out, figures)
     print(json.dumps(figures))
     return figures
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -105,8 +105,8 @@ def journal(
     from ...messages.journal import read
     from ..journal import as_data, as_line
 
-    options = {"client": client, "group": group_id, "version": version}
-    found = read(folder, job=job, events=event, on_problem=_complain, **options)  # type: ignore[arg-type]
+    kinds: Any = event
+    found = read(folder, job=job, client=client, group=group_id, version=version, events=kinds, on_problem=_complain)
     for entry in islice(found, limit):
         say(as_data(entry), [as_line(entry)], json)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...messages.journal import Entry
 from ...messages.model import GenerateJob, RolloutResult
-from .lines import as_data, clock
+from .lines import as_data, clock, noted, prompt_of
 
 
 @dataclass(slots=True)
@@ -71,10 +71,9 @@ def life_of(job_id: str, entries: Iterable[Entry]) -> Life | None:
 def _of_job(message: Any) -> list[str]:
     if not isinstance(message, GenerateJob):
         return []
-    prompt = "text" if message.token_ids is None else f"{len(message.token_ids)} tokens"
     asked = message.sampling.model_dump(exclude_unset=True, exclude_none=True)
     sampling = ", ".join(f"{name}={value}" for name, value in asked.items())
-    return [f"      prompt of {prompt}; n={message.n}; {sampling or 'default sampling'}"]
+    return [f"      prompt of {prompt_of(message)}; n={message.n}; {sampling or 'default sampling'}"]
 
 
 def _of_result(entry: Entry) -> list[str]:
@@ -99,5 +98,4 @@ def _spans(result: RolloutResult) -> list[tuple[str, int]]:
 
 
 def _of_note(entry: Entry) -> str:
-    told = ", ".join(f"{name}={str(value)[:60]}" for name, value in entry.data.items())
-    return f"      {clock(entry.at)}  {told}"
+    return f"      {clock(entry.at)}  {noted(entry)}"

@@ -33,10 +33,19 @@ def _told(entry: Entry) -> str:
         versions = ", ".join(f"{tokens} of version {version}" for version, tokens in message.segments)
         return f"{len(message.token_ids)} tokens ({versions}), {message.finish_reason}, attempt {message.attempt}"
     if isinstance(message, GenerateJob):
-        prompt = f"{len(message.token_ids)} tokens" if message.token_ids is not None else "a text"
-        return f"{prompt}, n={message.n}, at most {message.sampling.max_new_tokens} new tokens"
+        return f"{prompt_of(message)}, n={message.n}, at most {message.sampling.max_new_tokens} new tokens"
     if entry.event == "failure":
         return f"{entry.data.get('outcome')}: {entry.data.get('cause')}"
+    return noted(entry)
+
+
+def prompt_of(job: GenerateJob) -> str:
+    """What a job begins with."""
+    return "a text" if job.token_ids is None else f"{len(job.token_ids)} tokens"
+
+
+def noted(entry: Entry) -> str:
+    """The data of an entry, each value cut off where it is long."""
     return ", ".join(f"{name}={str(value)[:LONGEST]}" for name, value in entry.data.items())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from contextvars import Context, copy_context
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from ...messages.broker import Reply
 from ...messages.errors import InvalidField
 from ...messages.ids import new_id
 from ..core import ClientCore
-from ..inbox import HandOut, under_way
+from ..inbox import HandOut, own_context
 from .environment import Environment
 from .episode import Episode
 from .limits import EpisodeLimits
@@ -85,7 +84,7 @@ class _Run:
     async def _next_ended(self, episodes: Iterator[Episode], window: int) -> bool:
         """Begin what may be begun, and wait until an episode has ended; False if there is none."""
         for episode in islice(episodes, window - len(self._running) - len(self._ended)):
-            self._running.add(asyncio.create_task(self._play(episode), context=_own_context()))
+            self._running.add(asyncio.create_task(self._play(episode), context=own_context()))
         if not self._ended and self._running:
             done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -126,10 +125,3 @@ class _Run:
             await self._core.give_up(left)
             for job_id in inbox.group_jobs(group):
                 self._core.reader.ack(inbox.abandon(job_id))
-
-
-def _own_context() -> Context:
-    """An episode outlives the call that begins it: it does not hand its outcomes over to that call's thread."""
-    context = copy_context()
-    context.run(under_way.set, None)
-    return context

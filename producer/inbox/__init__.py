@@ -1,7 +1,7 @@
 """From the reply stream to whoever asked: reading, sorting, handing out and acknowledging outcomes."""
 
 from .features import FeatureCheck
-from .handover import Crossing, HandOut, LeftLoops, calling_code, under_way
+from .handover import Crossing, HandOut, LeftLoops, calling_code, own_context, under_way
 from .inbox import Inbox
 from .inboxes import Inboxes
 from .news import News
@@ -25,5 +25,6 @@ __all__ = [
     "as_failure",
     "as_group",
     "calling_code",
+    "own_context",
     "under_way",
 ]

@@ -11,7 +11,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 
 from ...messages.broker import Reply
 
@@ -51,6 +51,13 @@ def calling_code() -> Code:
         return asyncio.current_task() or threading.current_thread()
     except RuntimeError:  # no event loop here
         return threading.current_thread()
+
+
+def own_context() -> Context:
+    """The context for a task that outlives the call that begins it: it hands nothing over to that call's thread."""
+    context = copy_context()
+    context.run(under_way.set, None)
+    return context
 
 
 class LeftLoops:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from ....messages.errors import ConfigError, RedisRefused
 from ....messages.redis import connect, ping
-from ...files import check_out, writing
+from ...files import check_out, write_json
 from ...redis import EmbeddedRedis
 from ..peers import Load
 from .environments import CACHE, describe_host, peer_systems
@@ -88,9 +88,7 @@ def run_queue_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
     figures["host"] = host
     figures["command"] = " ".join(["rolloutmq", *sys.argv[1:]])
     if plan.out is not None:
-        with writing("--out", plan.out):
-            plan.out.parent.mkdir(parents=True, exist_ok=True)
-            plan.out.write_text(json.dumps(figures, indent=2) + "\n")
+        write_json("--out", plan.out, figures)
     print(json.dumps(figures))
     return figures
 

@@ -29,7 +29,7 @@ from ....worker.config import WorkerConfig
 from ....worker.scripted import ScriptedEngine
 from ....worker.text import NoTokenizer
 from ....worker.worker import Worker
-from ...files import check_out, writing
+from ...files import check_out, write_json
 from ...redis import EmbeddedRedis
 from .environments import describe_host
 from .ours import job_of
@@ -62,9 +62,7 @@ def run_idle_bench(crowd: Crowd, *, out: Path | None = None, quiet: bool = False
         figures = asyncio.run(measure_idle(server.url, crowd, console.print))
     figures |= {"host": host, "command": " ".join(["rolloutmq", *sys.argv[1:]])}
     if out is not None:
-        with writing("--out", out):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(figures, indent=2) + "\n")
+        write_json("--out", out, figures)
     print(json.dumps(figures))
     return figures
 
