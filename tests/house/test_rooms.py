@@ -10,6 +10,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -138,6 +139,11 @@ def test_every_room_has_a_row_in_the_table() -> None:
     assert set(HOUSE.table) == set(HOUSE.doors)
     known = set(HOUSE.doors) | set(HOUSE.files)
     assert {entry for allowed in HOUSE.table.values() for entry in allowed} <= known
+
+
+def test_every_room_is_in_the_package() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert set(packages) == {"rolloutmq", *(f"rolloutmq.{room.replace('/', '.')}" for room in HOUSE.doors)}
 
 
 def test_imports_are_those_of_the_table_and_go_through_doors() -> None:

@@ -1,0 +1,170 @@
+"""Recorded samples: what a journal has of each, put together and chosen by ids, time and an expression."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...messages.errors import ConfigError, InvalidField, MessageError
+from ...messages.journal import Entry, read
+from ...messages.model import GenerateJob, RolloutResult
+
+
+class Span(NamedTuple):
+    """Tokens `start` to `end` (not included) of a sample, sampled with weights `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One sample as the journal has it.
+
+    result: with its tokens, log-probabilities and segments. job: None if the journal does not have it. at: when the
+    result arrived, in seconds since 1970. client_id: whose it was. notes: what the trainer noted about the sample;
+    of several notes with one name the last one.
+    """
+
+    result: RolloutResult
+    job: GenerateJob | None
+    at: float
+    client_id: str = ""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Job and sample, as people write them: "0192….3"."""
+        return f"{self.result.job_id}.{self.result.sample}"
+
+    @property
+    def prompt_ids(self) -> npt.NDArray[np.int32] | None:
+        """(p,) int32. None if neither the result nor the job has them."""
+        if self.result.prompt_ids is not None:
+            return self.result.prompt_ids
+        return None if self.job is None else self.job.token_ids
+
+    def spans(self) -> list[Span]:
+        """The sample's tokens by version, in order."""
+        found, place = [], 0
+        for version, tokens in self.result.segments:
+            found.append(Span(version, place, place + tokens))
+            place += tokens
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """What an expression may name: plain values. Notes come last and win; metadata is below them."""
+        result, logprobs = self.result, self.result.logprobs
+        has_logprobs = logprobs is not None and logprobs.size > 0
+        facts: dict[str, Any] = dict(result.metadata)
+        facts |= {
+            "job": result.job_id, "sample": result.sample, "group": result.group_id, "client": self.client_id,
+            "worker": result.worker_id, "attempt": result.attempt, "finish": result.finish_reason, "at": self.at,
+            "tokens": int(result.token_ids.size), "versions": len(result.segments),
+            "version": result.segments[-1].version if result.segments else None,
+            "oldest": result.oldest_version, "lora": result.adapter, "queued": result.timings.queued,
+            "generating": result.timings.generating,
+            "logprob": float(logprobs.mean()) if logprobs is not None and has_logprobs else None,
+            "lowest_logprob": float(logprobs.min()) if logprobs is not None and has_logprobs else None,
+        }  # fmt: skip
+        return facts | dict(self.notes)
+
+
+FACTS = (
+    "job", "sample", "group", "client", "worker", "attempt", "finish", "at", "tokens", "versions", "version", "oldest",
+    "lora", "queued", "generating", "logprob", "lowest_logprob",
+)  # fmt: skip
+"""Names that every sample has. Beside them there are the names of its notes (reward, staleness) and metadata."""
+
+
+class Where:
+    """An expression over a sample's facts, such as `reward < 0 and staleness > 2`.
+
+    It is evaluated by simpleeval: arithmetic, comparisons, `and`, `or`, `not`, `in`, texts and numbers; no functions
+    but abs, min and max, no attributes. A sample that lacks a name of it, or has None there, does not match.
+    Raises InvalidField for a text that is no expression, and ConfigError if simpleeval is not installed.
+    """
+
+    def __init__(self, text: str) -> None:
+        try:
+            from simpleeval import EvalWithCompoundTypes  # noqa: PLC0415  # only expressions need it
+        except ModuleNotFoundError:
+            raise ConfigError("--where needs simpleeval: pip install 'rolloutmq[replay]'") from None
+        self.text = text
+        self._evaluator = EvalWithCompoundTypes(functions={"abs": abs, "min": min, "max": max}, allowed_attrs={})
+        for loop in (ast.ListComp, ast.GeneratorExp):
+            self._evaluator.nodes.pop(loop, None)  # nested ones could take any time
+        try:
+            self._parsed = ast.parse(text, mode="eval").body
+        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+            raise InvalidField("where", text, f"an expression such as reward < 0 and staleness > 2: {error}") from None
+
+    def matches(self, facts: Mapping[str, Any]) -> bool:
+        """Whether the expression is true of these facts. Raises InvalidField for one that cannot be computed."""
+        from simpleeval import NameNotDefined  # noqa: PLC0415
+
+        self._evaluator.names = {name: value for name, value in facts.items() if value is not None}
+        try:
+            return bool(self._evaluator.eval(self.text, self._parsed))
+        except NameNotDefined:
+            return False
+        except Exception as error:  # of the expression: whatever its operators raise
+            raise InvalidField("where", self.text, f"something that can be computed: {error}") from None
+
+
+def recorded(
+    folder: Path | str,
+    *,
+    jobs: str | Collection[str] | None = None,
+    client: str | None = None,
+    group: str | None = None,
+    version: int | None = None,
+    since: float = -math.inf,
+    until: float = math.inf,
+    where: Where | None = None,
+    **reading: Any,
+) -> Iterator[Recorded]:
+    """The samples of a journal that fit all that is given, in the order in which their results arrived.
+
+    since, until: of the results. Jobs before and notes after them are found. A result that came twice counts once.
+    Memory: the notes of the chosen jobs, and what is being looked at. reading: as `messages.journal.read` takes it.
+    Raises ConfigError, InvalidField.
+    """
+    wanted: dict[str, Any] = {"job": jobs, "client": client, "group": group}
+    notes: dict[tuple[str, int], dict[str, Any]] = {}
+    asked: dict[str, Entry] = {}
+    for entry in read(folder, job=jobs, events=("job", "note"), **reading):
+        if entry.event == "job":
+            asked.setdefault(entry.job_id, entry)
+        else:
+            notes.setdefault((entry.job_id, entry.sample), {}).update(entry.data)
+    seen: set[tuple[str, int]] = set()
+    for entry in read(folder, **wanted, version=version, events="result", since=since, until=until, **reading):
+        place = (entry.job_id, entry.sample)
+        if place in seen:
+            continue
+        seen.add(place)
+        result = _message(entry)
+        if not isinstance(result, RolloutResult):
+            continue
+        job = _message(asked[entry.job_id]) if entry.job_id in asked else None
+        noted = notes.get((entry.job_id, -1), {}) | notes.get(place, {})
+        found = Recorded(result, job if isinstance(job, GenerateJob) else None, entry.at, entry.client_id, noted)
+        if where is None or where.matches(found.facts()):
+            yield found
+
+
+def _message(entry: Entry) -> Any:
+    """What an entry has, or None if it cannot be read: it is redacted, damaged, or of a newer major version."""
+    try:
+        return entry.message
+    except MessageError:
+        return None

@@ -1,0 +1,109 @@
+"""The verdict on one sample: the same, different from a token on, or not verified, with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .recorded import Recorded
+
+State = Literal["same", "differs", "unverified"]
+"""same: every token, and every log-probability within the limit. differs: at least one is not. unverified: nothing was
+proved, for the reasons given. It is never taken for "same"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """logprob: the largest difference between two log-probabilities that counts as none."""
+
+    logprob: float = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a replay found out about one sample. t is the number of tokens of the recorded sample.
+
+    token_ids: (t,) int32, what was generated at each place; -1 where nothing was. Behind the first token of a span that
+    differs, the rest of that span is what the replay went on with, and proves nothing. A score, which generates
+    nothing, has the recorded tokens.
+    logprobs: (t,) float32, of the *recorded* token at each place by the replay; NaN where it is not known.
+    first: the first place whose token or log-probability differs; None without one.
+    finish: how the replay ended: its finish reason; "" if that was not replayed.
+    reasons: why the sample is unverified, or what may explain the difference, a sentence each.
+    """
+
+    recorded: Recorded
+    state: State
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    first: int | None = None
+    finish: str = ""
+    reasons: tuple[str, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def gaps(self) -> npt.NDArray[np.float32]:
+        """(t,) float32: replayed minus recorded log-probability; NaN where one of them is not known."""
+        before = self.recorded.result.logprobs
+        if before is None:
+            return np.full(len(self.logprobs), np.nan, np.float32)
+        return np.asarray(self.logprobs - before, np.float32)
+
+    @property
+    def largest_gap(self) -> float:
+        """The largest absolute gap; NaN if none is known."""
+        gaps = np.abs(self.gaps)
+        return float(np.nanmax(gaps)) if gaps.size and not np.isnan(gaps).all() else float("nan")
+
+    @property
+    def version(self) -> int | None:
+        """The weights that sampled the first token that differs; None if none does."""
+        if self.first is None:
+            return None
+        return next((span.version for span in self.recorded.spans() if span.start <= self.first < span.end), None)
+
+
+def compared(
+    recorded: Recorded,
+    token_ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    limits: Limits,
+    *,
+    replayed: npt.NDArray[np.bool_] | None = None,
+    finish: str = "",
+    reasons: Sequence[str] = (),
+    unproved: Iterable[str] = (),
+) -> Verdict:
+    """The verdict from what was replayed; the arrays are those of `Verdict`.
+
+    replayed: (t,) whether a place was replayed at all; None for all of them. Only these are compared. finish: is
+    compared with the recorded one unless it is "". unproved: reasons that make a sample without differences unverified,
+    because a part of it was not replayed.
+    """
+    before = recorded.result
+    differs = token_ids != before.token_ids
+    if before.logprobs is not None:
+        differs = differs | ~(np.abs(logprobs - before.logprobs) <= limits.logprob)  # NaN is within no limit
+    places = np.flatnonzero(differs if replayed is None else differs & replayed)
+    first = int(places[0]) if places.size else None
+    missing, told = tuple(unproved), list(reasons)
+    if finish and finish != before.finish_reason:
+        told.append(f"the replay ended with {finish!r}, the recorded sample with {before.finish_reason!r}")
+        state: State = "differs"
+    elif first is not None:
+        state = "differs"
+    else:
+        state = "unverified" if missing else "same"
+    return Verdict(recorded, state, token_ids, logprobs, first, finish, (*told, *missing))
+
+
+def unverified(recorded: Recorded, *reasons: str) -> Verdict:
+    """Nothing could be replayed."""
+    tokens = len(recorded.result.token_ids)
+    return Verdict(
+        recorded, "unverified", np.full(tokens, -1, np.int32), np.full(tokens, np.nan, np.float32), reasons=reasons
+    )
