@@ -54,7 +54,7 @@ JOBS: tuple[type[GenerateJob] | type[TaskJob], ...] = (GenerateJob, EmbedJob, Re
 RESULTS: tuple[type[RolloutResult] | type[TaskResult], ...] = (RolloutResult, EmbedResult, RewardResult, ScoreResult)
 
 MAJOR = 1
-MINOR = 0
+MINOR = 1
 HEADER = 3
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_STR = MAX_TEXT

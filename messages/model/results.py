@@ -64,6 +64,11 @@ def _add_up(token_ids: TokenIds, segments: tuple[Segment, ...], name: str) -> No
         raise ValueError(f"{name} {segments} do not add up to {tokens} tokens")
 
 
+def _ascend(offsets: tuple[int, ...], first: int, end: int, name: str) -> None:
+    if list(offsets) != sorted({*offsets}) or (offsets and not first <= offsets[0] <= offsets[-1] < end):
+        raise ValueError(f"{name} {offsets} are not ascending numbers of tokens from {first} up to {end - 1}")
+
+
 class _Tokens(Message):
     """Checks that what belongs to tokens has their length. It has no fields, because their order is on the wire."""
 
@@ -75,6 +80,10 @@ class _Tokens(Message):
             raise ValueError(f"{self.logprobs.size} logprobs for {tokens} tokens")
         if self.adapter_segments is not None:
             _add_up(self.token_ids, self.adapter_segments, "adapter_segments")
+        if self.legs or self.in_place:
+            first = self.start if isinstance(self, Partial) else 0
+            _ascend(self.legs, first, first + tokens, "legs")
+            _ascend(self.in_place, first, first + tokens, "in_place")
         for name, array in self.token_arrays.items():
             if not array.ndim or array.shape[0] != tokens:
                 raise ValueError(f"token_arrays[{name!r}] has shape {array.shape} for {tokens} tokens")
@@ -104,6 +113,14 @@ class RolloutResult(_Tokens):
     adapter_version: the adapter's version when the sample ended.
     adapter_segments: like `segments`, for the adapter's versions. There is more than one only if the sample continued
         where its first version was no longer available.
+    legs: numbers of the tokens, ascending, at which the sample was given to an engine again: after an interruption, or
+        by another worker. There the engine computed the KV cache of everything before anew, with the weights that
+        sampled that token. Empty for a sample of one request.
+    in_place: numbers of the tokens, ascending, at which weights were switched in place under the running request. From
+        such a token to the next of `legs`, or to the end, newer weights sampled on KV of older ones; everywhere else KV
+        is of the version that sampled the token, because prefix caches are keyed by version. The KV before such a token
+        is of the versions that `segments` has since the leg began. At a leg's first token it is of a version that
+        sampled nothing. A request that waited in the engine at the switch had no KV yet, and is listed too.
     attempt: how many times the job had been claimed when this sample was published.
     prompt_ids: (p,) int32, the prompt's tokens. A worker sends them for jobs of text or messages. For jobs of token ids
         the client that submitted the job fills them in without reading them back. None if it does not know them: the
@@ -146,6 +163,8 @@ class RolloutResult(_Tokens):
     fingerprint: dict[str, str] = Field(default_factory=dict, max_length=32)
     metadata: Metadata = Field(default_factory=dict)
     trace_id: str | None = None
+    legs: Items[StrictInt] = ()
+    in_place: Items[StrictInt] = ()
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -206,6 +225,7 @@ class Partial(_Tokens):
     start: number of tokens before this piece. token_ids: (t,) int32. logprobs: (t,) float32.
     segments, adapter_segments, token_arrays: for these t tokens, as in RolloutResult.
     arrays: as in RolloutResult, in the piece that was made when they became known.
+    legs, in_place: as in RolloutResult, of these tokens, but counted from the sample's first token.
     text: for a streamed job with text, what these tokens add to the sample's text, in whole characters.
     """
 
@@ -219,3 +239,5 @@ class Partial(_Tokens):
     token_arrays: Arrays = Field(default_factory=dict)
     arrays: Arrays = Field(default_factory=dict)
     text: str | None = None
+    legs: Items[StrictInt] = ()
+    in_place: Items[StrictInt] = ()

@@ -120,9 +120,14 @@ def test_a_newer_minor_decodes_without_its_new_fields() -> None:
         decode(frame(1, fields), GenerateJob)
 
 
+def test_an_older_minor_decodes_as_it_is() -> None:
+    for name, message in specimens().items():
+        assert decode(bytes((MAJOR, 0)) + bytes.fromhex(GOLDEN[name])[2:], type(message)) == message
+
+
 def test_another_major_is_refused() -> None:
     for major in (MAJOR + 1, 0, 255):
-        with pytest.raises(UnsupportedVersion, match=rf"version {major}\.0.*upgrade"):
+        with pytest.raises(UnsupportedVersion, match=rf"version {major}\.{MINOR}.*upgrade"):
             decode(frame(1, {}, major=major), GenerateJob)
 
 

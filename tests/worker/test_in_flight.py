@@ -38,6 +38,7 @@ def test_segments_of_a_leg(switches: list[tuple[int, int]], count: int, expected
     for version, at in switches:
         leg.switch(version, at)
     assert leg.segments(count) == [Segment(*pair) for pair in expected]
+    assert leg.in_place(count) == sorted({at for _, at in switches if at < count})
 
 
 async def test_legs_that_end_during_a_switch_wait_and_are_told_apart() -> None:
@@ -56,6 +57,7 @@ async def test_legs_that_end_during_a_switch_wait_and_are_told_apart() -> None:
     assert before.segments == [Segment(1, 10)]
     assert during.segments == [Segment(1, 15), Segment(2, 5)]
     assert after.segments == [Segment(1, 16), Segment(2, 14)]
+    assert [(one.legs, one.in_place) for one in (before, during, after)] == [([], []), ([], [15]), ([], [16])]
     assert after.tokens.tolist() == list(range(30))
     assert bench.generation.generated_tokens == 60
     assert bench.deaths == 0
@@ -74,6 +76,7 @@ async def test_two_switches_in_one_leg_and_the_next_leg_is_new() -> None:
     bench.engine.end(second.request_id, 88)
     await eventually(lambda: bench.finished)
     assert sample.segments == [Segment(1, 4), Segment(2, 5), Segment(3, 91)]
+    assert (sample.legs, sample.in_place) == ([12], [4, 9])
 
 
 async def test_the_gate_is_shut_during_a_switch_and_what_waited_starts_under_the_new_version() -> None:

@@ -54,6 +54,11 @@ class Leg:
             found.append(Segment(self.version, count))
         return found
 
+    def in_place(self, count: int) -> list[int]:
+        """The first token after each switch, ascending, among the leg's first `count`."""
+        ends = np.cumsum([tokens for _, tokens in self._switches], dtype=int)
+        return sorted({int(end) for end in ends if end < count})
+
 
 @dataclass(frozen=True, slots=True)
 class Generated:

@@ -47,6 +47,8 @@ class SampleRun(JobRun[GenerateJob]):
     done: Generated = field(default_factory=Generated)  # by the legs that have ended
     arrays: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # as RolloutResult has them, when known
     segments: list[Segment] = field(default_factory=list)
+    legs: list[int] = field(default_factory=list)  # as RolloutResult has them
+    in_place: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     matched_stop: MatchedStop | None = None
     stop_tokens: int = 0  # how many of the last ones have a part of what was matched
@@ -81,12 +83,16 @@ class SampleRun(JobRun[GenerateJob]):
         self._arrays_saved = bool(self.arrays)
         self.segments = join_segments(segment for piece in pieces for segment in piece.segments)
         self.adapter_segments = join_segments(seg for piece in pieces for seg in piece.adapter_segments or ())
+        self.legs = [token for piece in pieces for token in piece.legs]
+        self.in_place = [token for piece in pieces for token in piece.in_place]
         self._saved, self.pieces = len(self.done), len(pieces)
         most = self.job.sampling.max_new_tokens - 1
         if len(self.done) > most:  # all was saved but how it ended: the last token is generated again, to find out
             self.done = self.done.cut(end=most)
             self.segments = cut_segments(self.segments, end=most)
             self.adapter_segments = cut_segments(self.adapter_segments, end=most)
+            self.legs = list(_between(self.legs, 0, most))
+            self.in_place = list(_between(self.in_place, 0, most))
             self.save_anew()
 
     @property
@@ -100,6 +106,7 @@ class SampleRun(JobRun[GenerateJob]):
         if _ahead(self.segments, version) or _ahead(self.adapter_segments, adapter.version if adapter else 0):
             # A worker with a newer version released it. Versions never decrease within a sample, so it starts over.
             self.done, self.arrays, self.segments, self.adapter_segments = Generated(), {}, [], []
+            self.legs, self.in_place = [], []
             self.save_anew()
             if self.stream is not None:
                 self.stream.restart()
@@ -136,6 +143,7 @@ class SampleRun(JobRun[GenerateJob]):
         if self._legs == 1:
             self.cached_tokens = min(output.cached_tokens, len(self.prompt))
         if count := len(output.token_ids):
+            self.legs, self.in_place = self._lineage(leg, count)
             self.done = self.done.then(Generated(output.token_ids, output.logprobs, output.token_arrays))
             self.segments = join_segments([*self.segments, *leg.segments(count)])
             if self._adapter is not None:
@@ -146,6 +154,11 @@ class SampleRun(JobRun[GenerateJob]):
             self.stop_tokens, self.stop_text = output.stop_tokens, output.stop_text
         elif self.remaining <= 0:
             self.finish_reason = "length"  # the abort hit it on its very last token
+
+    def _lineage(self, leg: Leg, count: int) -> tuple[list[int], list[int]]:
+        """`legs` and `in_place` with the first `count` tokens of a leg behind what is done."""
+        start = len(self.done)
+        return [*self.legs, start] if start else self.legs, [*self.in_place, *(start + n for n in leg.in_place(count))]
 
     def unsaved(self, progress: Callable[[str, int], Progress | None] | None = None) -> Piece | None:
         """The next piece to save: tokens that the pool does not have yet.
@@ -158,12 +171,13 @@ class SampleRun(JobRun[GenerateJob]):
         """
         made_at = time.monotonic()
         unsaved, segments, adapter_segments = self.done.cut(self._saved), self.segments, self.adapter_segments
-        leg = self.leg
+        leg, legs, in_place = self.leg, self.legs, self.in_place
         if progress is not None and leg is not None and not (leg.switching or leg.spoiled):
             start = max(0, self._saved - len(self.done))
             if (more := progress(leg.request_id, start)) is not None and len(more.token_ids):
                 unsaved = unsaved.then(Generated(more.token_ids, more.logprobs, more.token_arrays))
                 segments = join_segments([*segments, *leg.segments(start + len(more.token_ids))])
+                legs, in_place = self._lineage(leg, start + len(more.token_ids))
                 if self._adapter is not None:
                     new_segment = Segment(self._adapter.version, start + len(more.token_ids))
                     adapter_segments = join_segments([*adapter_segments, new_segment])
@@ -179,6 +193,7 @@ class SampleRun(JobRun[GenerateJob]):
             logprobs=unsaved.logprobs,
             segments=tuple(cut_segments(segments, start=self._saved, end=end)),
             adapter_segments=lora,
+            **_told(_between(legs, self._saved, end), _between(in_place, self._saved, end)),
             **({"token_arrays": unsaved.rows} if unsaved.rows else {}),  # what is not there does not travel
             **({"arrays": self.arrays} if self.arrays and not self._arrays_saved else {}),
             **({"text": text} if text is not None else {}),
@@ -239,6 +254,7 @@ class SampleRun(JobRun[GenerateJob]):
             adapter_segments=tuple(cut_segments(self.adapter_segments, end=kept)) if job.lora else None,
             prompt_ids=None if job.token_ids is not None else self.prompt,
             text=text,
+            **_told(_between(self.legs, 0, kept), _between(self.in_place, 0, kept)),
             **({"token_arrays": done.rows} if done.rows else {}),
             **({"arrays": self.arrays} if self.arrays else {}),
             **({"cached_tokens": self.cached_tokens} if self.cached_tokens else {}),
@@ -270,6 +286,15 @@ def sample_seed(seed: int, index: int) -> int:
 
 def _last_version(segments: Sequence[Segment]) -> int | None:
     return segments[-1].version if segments else None
+
+
+def _between(tokens: Sequence[int], start: int, end: int) -> tuple[int, ...]:
+    return tuple(token for token in tokens if start <= token < end)
+
+
+def _told(legs: tuple[int, ...], in_place: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The fields of a message. Most samples have none."""
+    return {name: tokens for name, tokens in (("legs", legs), ("in_place", in_place)) if tokens}
 
 
 def _ahead(segments: Sequence[Segment], version: int) -> bool:

@@ -13,6 +13,7 @@ from support.specimens.messages import job
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, Caps, GenerateJob, InvalidField, PoolBusy, decode, encode, new_id
 from rolloutmq.messages.broker.dead_letters import DeadFilter, DeadLetters, successor, successor_id
+from rolloutmq.messages.codec import MAJOR, MINOR
 from rolloutmq.messages.errors import CannotRequeue, NoSuchDeadLetter
 from rolloutmq.messages.ids import is_id
 from rolloutmq.messages.scripts import Scripts
@@ -175,7 +176,7 @@ async def test_a_busy_pool_leaves_the_letter(db: Redis, broker: Broker, letters:
     assert await letters.requeue(head.entry_id)
 
 
-NEWER_MINOR = bytes((1, 1, 1)) + encode(job())[3:]
+NEWER_MINOR = bytes((MAJOR, MINOR + 1, 1)) + encode(job())[3:]
 
 
 @pytest.mark.parametrize(

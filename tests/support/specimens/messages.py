@@ -282,6 +282,22 @@ def specimens() -> dict[str, Message]:
             attempt=1,
             tool_calls=({"id": "call_1", "name": "f", "arguments": {"x": [1]}},),
         ),
+        "lineage-result": RolloutResult(
+            job_id=ID,
+            sample=0,
+            n=1,
+            group_id="g1",
+            token_ids=[5, 6, 7],
+            finish_reason="stop",
+            segments=(Segment(2, 1), Segment(3, 2)),
+            worker_id="w",
+            attempt=2,
+            legs=(2,),
+            in_place=(1,),
+        ),
+        "lineage-partial": Partial(
+            start=3, token_ids=[5, 6], logprobs=[-0.5, -1.0], segments=(Segment(3, 2),), legs=(4,), in_place=(3,)
+        ),
     }
 
 
