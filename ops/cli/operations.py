@@ -78,6 +78,23 @@ def watch(
         raise typer.Exit(_follow(queue, run_id, timeout))
 
 
+@app.command()
+def cancel(
+    run_id: Annotated[str, typer.Argument(metavar="ID", help="As `ops run` printed it.")],
+    redis: RedisUrl = DEFAULT_URL,
+    ops_redis: OpsRedis = None,
+    pool: Pool = "default",
+    json: Json = False,
+) -> None:
+    """Cancel an operation. One that is queued is not run, one that runs is stopped. Exit code 1 if it was over."""
+    with _queue(ops_redis or redis, pool) as queue:
+        before = queue.cancel(run_id)
+    told = {"started": "it ends within seconds: rolloutmq ops watch " + run_id}.get(before.state, "cancelled")
+    told = f"was {before.state}" if before.over else told
+    say({"id": run_id, "was": before.state}, [f"{run_id} {told}"], json)
+    raise typer.Exit(int(before.over))
+
+
 @app.command("list")
 def list_operations(
     redis: RedisUrl = DEFAULT_URL, ops_redis: OpsRedis = None, pool: Pool = "default", json: Json = False
@@ -148,7 +165,7 @@ def _follow(queue: OperationQueue, run_id: str, timeout: float | None) -> int:
             line.show(run.done, run.total, f"{run.state}: {run.message}" if run.message else run.state)
             time.sleep(LOOK_S)
     if run.state != "finished":
-        typer.secho(f"{run.state}: {printable(run.error)}", fg="red", err=True)
+        typer.secho(f"{run.state}: {printable(run.error)}" if run.error else run.state, fg="red", err=True)
         return 1
     typer.echo(json_module.dumps(run.result))
     kind = operations().get(run.operation)

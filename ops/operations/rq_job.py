@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import zlib
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,10 @@ ENTRY = "rolloutmq.operation"
 UNREADABLE = "(unreadable)"
 MAX_BYTES = 1 << 20
 """Longest call, result or progress of a job."""
+CANCELLED = "cancelled"
+"""The field of a job's record that an operator's `ops cancel` sets. Nothing but the record's end removes it."""
+LOOK_S = 0.5
+"""Between two looks of a running operation at that field."""
 
 _READ = frozenset(
     [
@@ -62,6 +67,10 @@ class MsgpackSerializer:
         return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
 
 
+class OperationCancelled(RolloutMQError):
+    """An operator cancelled the operation while it ran."""
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """Redis and pool of a worker's operations. They come from its own settings, so no job can point it elsewhere."""
@@ -74,6 +83,8 @@ class OperationJob(Job):
     """A job that can only be an operation."""
 
     surroundings: Surroundings | None = None
+    cancelled = False
+    """Whether an operator had cancelled it when its record was read."""
 
     @classmethod
     def fetch(cls, id: str, connection: Redis | None = None, serializer: Any = None) -> OperationJob:
@@ -96,6 +107,7 @@ class OperationJob(Job):
         if b"data" in kept:
             _check_unpacked(kept[b"data"])
         super().restore(kept)
+        self.cancelled = CANCELLED.encode() in raw_data
         self.description = self.description or self.id
         try:
             _ = self.func_name  # unpacks the call
@@ -123,16 +135,15 @@ class OperationJob(Job):
                 raise ConfigError("operations run in `rolloutmq ops worker`, not in a worker of RQ's own")
             self.connection.persist(self.key)
             notes = self.meta.get("notes") if isinstance(self.meta, dict) else None
-            return asyncio.run(
-                run_operation(
-                    name,
-                    params,
-                    redis_url=self.surroundings.redis_url,
-                    pool=self.surroundings.pool,
-                    report=self._report,
-                    notes=notes if isinstance(notes, dict) else None,
-                )
+            work = run_operation(
+                name,
+                params,
+                redis_url=self.surroundings.redis_url,
+                pool=self.surroundings.pool,
+                report=self._report,
+                notes=notes if isinstance(notes, dict) else None,
             )
+            return asyncio.run(self._unless_cancelled(work))
         except RolloutMQError as error:
             if not isinstance(error, RedisError):
                 self.retries_left = 0
@@ -140,6 +151,28 @@ class OperationJob(Job):
             if isinstance(error, ForeignJob):
                 _log.error("refused: %s", error)
             raise
+
+    async def _unless_cancelled(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """What `work` returns. Cancels it, and raises OperationCancelled, when an operator has cancelled the operation.
+
+        RQ's own way to stop a job is a message that its worker must hear at that moment, and a SIGKILL. The field in
+        the record also reaches an operation whose worker died and that is started again.
+        """
+        task = asyncio.create_task(work)
+        while not task.done():
+            if self.cancelled or await asyncio.to_thread(self._is_cancelled):
+                task.cancel()
+                break
+            await asyncio.wait({task}, timeout=LOOK_S)
+        await asyncio.wait({task})  # while it cleans up
+        if task.cancelled():
+            raise OperationCancelled(f"operation {self.id} was cancelled")
+        return task.result()
+
+    def _is_cancelled(self) -> bool:
+        with contextlib.suppress(RedisError):
+            return bool(self.connection.hexists(self.key, CANCELLED))
+        return False
 
     def retry(self, queue: Queue, pipeline: Pipeline) -> None:
         """Like RQ's, but it saves the newest notes of the run that was cut off. RQ would save those it began with."""

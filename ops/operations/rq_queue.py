@@ -15,18 +15,19 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 from redis import Redis
 from redis.backoff import ExponentialBackoff
+from redis.client import Pipeline
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 from redis.retry import Retry as RedisRetry
 from rq import Queue, Retry, Worker
 from rq.exceptions import NoSuchJobError
-from rq.job import Job
+from rq.job import Job, JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.worker_registration import get_keys
 
 from ...messages.errors import ConfigError, InvalidField, RedisUnavailable
 from ...messages.redis import ONCE_S, Keys, parse, redacted, told_as_ours
 from .catalog import checked
-from .rq_job import ENTRY, ForeignJob, MsgpackSerializer, OperationJob, Surroundings
+from .rq_job import CANCELLED, ENTRY, ForeignJob, MsgpackSerializer, OperationJob, Surroundings
 
 PR_SET_PDEATHSIG = 1
 RESULT_TTL_S, FAILURE_TTL_S = 86400, 7 * 86400
@@ -42,7 +43,10 @@ def queue_name(pool: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OperationRun:
-    """One submitted operation. state: queued, started, finished, failed, or another of RQ's. total: None: not known."""
+    """One submitted operation. state: queued, started, finished, failed, cancelled, or another of RQ's.
+
+    total: None: not known.
+    """
 
     id: str
     operation: str
@@ -57,7 +61,7 @@ class OperationRun:
 
     @property
     def over(self) -> bool:
-        return self.state in {"finished", "failed", "stopped", "canceled"}
+        return self.state in {"finished", "failed", "cancelled"}
 
 
 class _Retry(RedisRetry):
@@ -130,8 +134,33 @@ class OperationQueue:
             raise InvalidField("id", run_id, f"an operation in the queue {self.name}, not in {job.origin}")
         return _seen(job)
 
+    def cancel(self, run_id: str) -> OperationRun:
+        """Cancel an operation. Returns its state from before.
+
+        One that is queued will not be run. One that is under way ends within a second or so, with what it cleans up; if
+        its worker died, it ends when the next worker takes it up. One that is over stays as it is. Raises InvalidField.
+        """
+
+        seen: list[OperationRun] = []
+
+        def mark(pipe: Pipeline) -> None:
+            run = self.run(run_id)  # read while its record is watched
+            seen.append(run)
+            pipe.multi()
+            if run.over:
+                return
+            pipe.hset(OperationJob.key_for(run_id), CANCELLED, 1)
+            if run.state != "started":
+                job = OperationJob.fetch(run_id, connection=self.redis, serializer=MsgpackSerializer)
+                pipe.lrem(self._queue.key, 0, run_id)
+                job.set_status(JobStatus.FAILED, pipeline=pipe)
+                self._queue.failed_job_registry.add(job, FAILURE_TTL_S, pipeline=pipe)
+
+        self.redis.transaction(mark, OperationJob.key_for(run_id))
+        return seen[-1]
+
     def runs(self, most: int = 100) -> list[OperationRun]:
-        """Queued, running, finished and failed operations, newest first, at most `most` of each."""
+        """Queued, running, finished, failed and cancelled operations, newest first, at most `most` of each."""
         ids = [*self._queue.get_job_ids(0, most)]
         for kind in (StartedJobRegistry, FinishedJobRegistry, FailedJobRegistry):
             registry = kind(queue=self._queue)
@@ -182,9 +211,11 @@ def _seen(job: OperationJob) -> OperationRun:
     except ForeignJob:
         name, params = "(no operation)", {}
     state = str(job.get_status(refresh=False).value)
-    last = job.latest_result() if state in {"finished", "failed", "stopped"} else None
+    if state == "failed" and job.cancelled:
+        state = "cancelled"
+    last = job.latest_result() if state in {"finished", "failed"} else None
     error = ""
-    if state in {"failed", "stopped"}:
+    if state == "failed":
         text = (last.exc_string if last else "") or ""
         error = meta.get("error") or (text.strip().splitlines() or ["it left no word"])[-1]
     return OperationRun(
@@ -205,8 +236,8 @@ class OperationWorker(Worker):
     """RQ's forking worker, narrowed to operations. It runs the operations of one pool, one at a time.
 
     It forks, because the parent goes on renewing its claim while an operation runs: an operation whose worker was
-    killed is found within two minutes rather than after its time limit. Memory and crashes stay in the child, and a
-    running operation can be stopped. RQ's SpawnWorker would put the password of Redis into its child's command line.
+    killed is found within two minutes rather than after its time limit. Memory and crashes stay in the child. RQ's
+    SpawnWorker would put the password of Redis into its child's command line.
     """
 
     job_class = OperationJob
@@ -234,6 +265,9 @@ class OperationWorker(Worker):
         assert isinstance(job, OperationJob)
         job.surroundings = self._surroundings
         return bool(super().perform_job(job, queue))
+
+    def subscribe(self) -> None:
+        """Not to RQ's messages: whoever can publish could end the worker with them."""
 
     def run_maintenance_tasks(self) -> None:
         """Take back what dead workers left. RQ's groups are not used, and theirs would be read with pickle."""
