@@ -9,8 +9,6 @@ second and at the end, and the pool drops them only after that. A power cut lose
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -32,11 +30,11 @@ from ..messages.dialects import job_fields
 from ..messages.errors import ConfigError, FeatureUnavailable, InvalidField
 from ..messages.model import GenerateJob, JobFailure, RolloutResult, SamplingParams, as_invalid_field
 from ..producer.client import Outcome, RolloutClient
-from .files import check_out, json_lines, lines, writing
+from .files import check_out, json_lines, lines
+from .records import Records, sync_folder
 from .redis import reach
 
 SAMPLING = "sampling"
-SYNC_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,49 +140,35 @@ class _Work:
         self.answered: dict[int, set[int]] = {}
         self.failed: set[int] = set()
         self.open_lines = set(lines)
-        self._synced, self._lost = 0.0, False
-        with writing("--out", self.part):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = self.part.open("ab+")
+        self._records = Records("--out", self.part, "submit")
         try:
-            self._lock()
             self.base, self.client_id = self._resume(header) or self._begin(header)
         except BaseException:
-            self._file.close()
+            self._records.close()
             raise
-
-    def _lock(self) -> None:
-        """Keep other runs away: two at once would write every answer twice. Raises ConfigError."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{self.part}: another submit is writing it") from None
-        if not self.part.exists() or not os.path.samestat(self.part.stat(), os.fstat(self._file.fileno())):
-            raise ConfigError(f"{self.part}: another submit has just finished it")
+        self.sync = self._records.sync
 
     def _begin(self, header: dict[str, Any]) -> tuple[str, str]:
         base = f"{int(time.time() * 1000):012x}{secrets.token_hex(6)}"
-        self._write(header | {"base": base, "client": f"submit-{base}"})
-        _sync_folder(self.part)
+        self._records.write(header | {"base": base, "client": f"submit-{base}"})
+        sync_folder(self.part)
         return base, f"submit-{base}"
 
     def _resume(self, header: dict[str, Any]) -> tuple[str, str] | None:
         """(base of the ids, client id) of an earlier run; None if there was none. Raises ConfigError."""
-        self._file.seek(0)
-        content = self._file.read()
-        whole = content.rfind(b"\n") + 1
-        if not whole:
-            self._file.truncate(0)  # a line cut off by a crash is as good as not written
-            return None
         try:
-            first, *records = (found for _, found in json_lines(content[:whole].split(b"\n")))
+            found, _ = self._records.read()
+            if not found:
+                self._records.drop_torn_end()
+                return None
+            first, *records = found
             base, client = _known(first)
             notes = [(record["line"], record.get("sample")) for record in records]
             if not all(line in self.lines and (sample is None or sample >= 0) for line, sample in notes):
                 raise ValueError("answers of other lines")
         except (InvalidField, LookupError, TypeError, ValueError, AttributeError):
             raise ConfigError(f"{self.part} is not what this command wrote; remove it to start over") from None
-        self._file.truncate(whole)
+        self._records.drop_torn_end()
         if first.get("input") != header["input"]:
             raise ConfigError(f"{self.part} belongs to another input file; remove it to start over")
         before = first.get("defaults", {})
@@ -202,25 +186,6 @@ class _Work:
             self.answered.setdefault(line, set()).add(sample)
         if line in self.failed or len(self.answered[line]) >= self.lines[line]["n"]:
             self.open_lines.discard(line)
-
-    def _write(self, record: dict[str, Any]) -> None:
-        try:
-            self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-            self._file.flush()
-        except OSError as error:
-            raise ConfigError(f"{self.part} cannot be written: {error}") from error
-
-    def sync(self, now: bool) -> bool:
-        """Sync what was written to the disk, at most once in SYNC_S unless `now`. Returns whether it was done."""
-        if self._lost or (not now and time.monotonic() < self._synced + SYNC_S):
-            return False
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            self._lost = True  # a second fsync would succeed, and what the first one dropped would still be missing
-            raise ConfigError(f"{self.part} cannot be written: {error}") from error
-        self._synced = time.monotonic()
-        return True
 
     def jobs(self) -> Iterator[GenerateJob]:
         """A job for each open line. Its id ends with the line number."""
@@ -258,7 +223,7 @@ class _Work:
                 record["logprobs"] = [round(float(value), 6) for value in outcome.logprobs]
         else:
             record["error"] = {"outcome": outcome.outcome, "cause": outcome.cause, "detail": outcome.error}
-        self._write({name: value for name, value in record.items() if value is not None})
+        self._records.write({name: value for name, value in record.items() if value is not None})
         self._note(line, record.get("sample"))
         return True
 
@@ -274,7 +239,7 @@ class _Work:
                 target.flush()
                 os.fsync(target.fileno())
             os.replace(sorted_part, self.out)
-            _sync_folder(self.out)
+            sync_folder(self.out)
             self.part.unlink()
         except OSError as error:
             sorted_part.unlink(missing_ok=True)
@@ -284,8 +249,7 @@ class _Work:
             ) from error
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written was not acknowledged
-            self._file.close()
+        self._records.close()
 
 
 def _known(first: dict[str, Any]) -> tuple[str, str]:
@@ -293,15 +257,6 @@ def _known(first: dict[str, Any]) -> tuple[str, str]:
     if not re.fullmatch("[0-9a-f]{24}", first["base"]) or not re.fullmatch("[a-z0-9-]{1,128}", first["client"]):
         raise ValueError("no ids")
     return first["base"], first["client"]
-
-
-def _sync_folder(file: Path) -> None:
-    """Sync the folder of a file: before that, a power cut can take its new name away."""
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 async def _refuse(work: _Work, client: RolloutClient, logprobs: bool) -> None:

@@ -18,7 +18,7 @@ async def run_operation(
     """Check, connect, run; returns the operation's result. Raises RolloutMQError, or what the operation raises."""
     chosen, settings = checked(name, params)
     async with connected(redis_url, pool, patient=True) as redis:
-        result: dict[str, Any] = await chosen.run(Context(redis, pool, report, dict(notes or {})), settings)
+        result: dict[str, Any] = await chosen.run(Context(redis, pool, report, dict(notes or {}), redis_url), settings)
         return result
 
 

@@ -45,7 +45,8 @@ P = TypeVar("P", bound=Params)
 class Context:
     """The surroundings of a running operation.
 
-    redis: the pool's, for idempotent commands only (a lost reply makes redis-py send them again).
+    redis: the pool's, for idempotent commands only (a lost reply makes redis-py send them again). redis_url: for an
+    operation that opens a client of its own.
     notes: what an earlier run of the same job wrote down with `note` before it was cut off; empty the first time.
     """
 
@@ -53,6 +54,7 @@ class Context:
     pool: str
     report: Callable[[dict[str, Any]], None] = lambda _: None
     notes: dict[str, Any] = field(default_factory=dict)
+    redis_url: str = ""
     _shown: dict[str, Any] = field(default_factory=dict)
     _at: float = float("-inf")
 

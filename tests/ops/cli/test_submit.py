@@ -236,13 +236,13 @@ async def test_the_pool_drops_an_answer_only_when_it_is_on_the_disk(
         stream = Broker(db, "default").keys.reply(work.client_id)
         client = await RolloutClient(redis_db, client_id=work.client_id, before_ack=work.sync).open()
         assert work.sync(now=True)
-        monkeypatch.setattr(module, "SYNC_S", 1000.0)
+        monkeypatch.setattr("rolloutmq.ops.records.SYNC_S", 1000.0)
         async for outcome in client.map(work.jobs(), timeout=10):
             assert isinstance(outcome, RolloutResult)
             assert work.take(outcome, logprobs=False)
         await client._core.reader._flush_acks()
         assert await db.xlen(stream) == 3  # written, but not synced yet
-        monkeypatch.setattr(module, "SYNC_S", 0.0)
+        monkeypatch.setattr("rolloutmq.ops.records.SYNC_S", 0.0)
         await client._core.reader._flush_acks()
         assert await db.xlen(stream) == 0
 
