@@ -1,0 +1,177 @@
+"""The report as one HTML page: it needs no network and no other file, and trusts no text that is in it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ...messages.errors import ConfigError
+from .report import INFINITE
+
+HERE = Path(__file__).parent
+WIDTH, HEIGHT = 600, 150
+"""Of what a chart draws, without its axes."""
+ENGINES = 6
+"""Most engines whose fingerprints stand side by side."""
+
+
+def as_html(report: Mapping[str, Any]) -> str:
+    """The HTML of `Report.as_data`. Raises ConfigError if jinja2 is not installed."""
+    try:
+        from jinja2 import Environment, StrictUndefined  # noqa: PLC0415  # only the page needs it
+    except ModuleNotFoundError:
+        raise ConfigError("a report as HTML needs jinja2: pip install 'rolloutmq[replay]'") from None
+    style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"figure": figure, "count": "{:,}".format, "clock": _clock, "anchor": anchor}
+    shown = _visible(report)
+    data = {"texts": shown["texts"], "limit": shown["limits"]["logprob"], "infinite": INFINITE}
+    return environment.from_string((HERE / "page.html").read_text(encoding="utf-8")).render(
+        it=shown,
+        headline=headline(report),
+        engines=_engines(shown),
+        note_names=_note_names(shown["listed"]),
+        histogram=_histogram(shown["histogram"], shown["limits"]["logprob"]),
+        positions=_positions(shown["positions"]),
+        data=data | {"details": [row.get("detail") for row in shown["listed"]]},
+        style=style,
+        script=script,
+        policy=f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'; "
+        "form-action 'none'",
+    )
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """The verdict in one line."""
+    states, samples = report["states"], report["samples"]
+    if not samples:
+        return "No sample was replayed"
+    if states["same"] == samples:
+        return f"All {samples:,} samples are the same" if samples > 1 else "The sample is the same"
+    told = [f"{states['differs']:,} of {samples:,} samples differ"] if states["differs"] else []
+    if states["unverified"]:
+        told.append(f"{states['unverified']:,}{'' if told else f' of {samples:,} samples'} could not be verified")
+    return ", ".join(told)
+
+
+def visible(text: str) -> str:
+    """The text, where each character that cannot be seen, or changes how others look, is shown by its number.
+
+    Such are control characters, marks of direction, surrogates, and what Unicode does not assign.
+    """
+    return "".join(one if one.isprintable() or one in "\n\t" else f"⟨U+{ord(one):04X}⟩" for one in text)
+
+
+def anchor(name: str) -> str:
+    """The part of the page's address behind `#` for a sample: page.html#0192….3."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+
+def figure(value: float | None) -> str:
+    """A difference or a log-probability, in four digits."""
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if abs(value) < INFINITE else "∞" if value > 0 else "-∞"
+
+
+def _visible(value: Any) -> Any:
+    """Plain data with every text made visible."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, Mapping):
+        return {_visible(name): _visible(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_visible(inner) for inner in value]
+    return value
+
+
+def _clock(at: float) -> str:
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return "at an unknown time"
+
+
+def _digest(text: str) -> str:
+    """What a content security policy names an inline style or script by."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _engines(report: Mapping[str, Any]) -> dict[str, Any]:
+    """A table: a column for each recorded engine, one for that of the replay, a row for each part of a fingerprint."""
+    recorded = report["recorded_engines"]
+    columns = [one["fingerprint"] for one in recorded[:ENGINES]] + ([report["engine"]] if report["engine"] else [])
+    heads = [f"recorded, {one['samples']:,} samples" for one in recorded[:ENGINES]]
+    rows = []
+    for name in dict.fromkeys(name for column in columns for name in column):
+        values = [column.get(name) for column in columns]
+        rows.append({"name": name, "values": values, "differs": len({str(value) for value in values}) > 1})
+    heads += ["replayed"] if report["engine"] else []
+    return {"heads": heads, "rows": rows, "left_out": len(recorded) - len(recorded[:ENGINES])}
+
+
+def _note_names(listed: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Notes that have a column of their own in the list: numbers, the ones that most samples have."""
+    found = Counter(name for row in listed for name, value in row["notes"].items() if isinstance(value, int | float))
+    return [name for name, _ in found.most_common(4)]
+
+
+def _histogram(found: Mapping[str, Any], limit: float) -> dict[str, Any]:
+    """Bars of the number of tokens, on a logarithmic scale, by the size of their difference."""
+    edges, counts = found["edges"], found["tokens"]
+    names = [f"below {edges[0]:.0e}", *(f"{a:.2g} to {b:.2g}" for a, b in pairwise(edges))]
+    names.append(f"{edges[-1]:.2g} or more")
+    bars = [("exactly equal", found["exactly_equal"]), *zip(names, counts, strict=True), ("unknown", found["unknown"])]
+    top = math.log10(1 + max(1, *(tokens for _, tokens in bars)))
+    width = WIDTH / len(bars)
+    place_of_limit = 2 * (math.log10(limit) - math.log10(edges[0])) if limit > 0 else -1.0  # two edges for each power
+    return {
+        "bars": [
+            {
+                "x": place * width, "width": width * 0.86, "height": HEIGHT * math.log10(1 + tokens) / top,
+                "title": f"{name}: {tokens:,} tokens", "tokens": tokens, "name": name,
+            }
+            for place, (name, tokens) in enumerate(bars)
+        ],
+        "limit": (2 + place_of_limit) * width if 0 <= place_of_limit < len(edges) else None,
+        "ticks": [
+            {"x": (2 + place) * width, "name": f"{edge:.0e}".replace("e-0", "e-").replace("e+0", "e+")}
+            for place, edge in enumerate(edges)
+            if place % 2 == 0
+        ],
+    }  # fmt: skip
+
+
+def _positions(bins: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The largest difference as bars and the mean as marks, on a logarithmic scale, by place in the sample."""
+    sizes = [size for one in bins for size in (one["mean"], one["largest"]) if size]
+    if not sizes:
+        return {"bars": [], "ticks": []}
+    low = math.floor(math.log10(max(min(sizes), 1e-12)) - 0.5)
+    high = max(low + 1, math.ceil(math.log10(min(max(sizes), 1e6))))
+    width = WIDTH / len(bins)
+
+    def height(size: float | None) -> float:
+        return HEIGHT * min(1.0, max(0.0, (math.log10(size) - low) / (high - low))) if size else 0.0
+
+    return {
+        "bars": [
+            {
+                "x": place * width, "width": width * 0.86, "height": height(one["largest"]),
+                "mean": height(one["mean"]), "name": f"{one['start']} to {one['end'] - 1}",
+                "title": f"tokens {one['start']} to {one['end'] - 1}: largest {figure(one['largest'])}, "
+                f"mean {figure(one['mean'])}, of {one['tokens']:,} tokens",
+            } | {key: one[key] for key in ("tokens", "largest")} | {"mean_size": one["mean"]}
+            for place, one in enumerate(bins)
+        ],
+        "ticks": [{"y": HEIGHT * (power - low) / (high - low), "name": f"1e{power}"} for power in range(low, high + 1)],
+        "first": bins[0]["start"], "last": bins[-1]["end"] - 1,
+    }  # fmt: skip

@@ -1,0 +1,197 @@
+"""The report of a replay: its figures, its bounds, and a page that no text can break."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from support.specimens.messages import result
+
+from rolloutmq.messages import GenerateJob, RolloutResult, Segment
+from rolloutmq.ops.replay import Limits, Recorded, Report, Verdict, as_html, compared, unverified
+from rolloutmq.ops.replay import report as module
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u202egnp.exe\x07\x9b31m\ud800" + " " * 500_000
+
+
+def asked(index: int) -> GenerateJob:
+    return GenerateJob(id=f"{index:032x}", token_ids=[5, 6], n=1, reply_to="me", group_id="g")
+
+
+def sample(index: int, **more: object) -> RolloutResult:
+    told = {"token_ids": [1, 2, 3, 4], "logprobs": [-0.5, -1.0, -1.5, -2.0], "worker_id": f"w{index % 2}"}
+    return result(asked(index), 0, **told | {"segments": [Segment(3, 2), Segment(4, 2)]} | more)
+
+
+def replayed(index: int, gap: float = 0.0, place: int | None = None, **more: object) -> Verdict:
+    """A sample whose log-probabilities are off by `gap`, and whose token at `place` is another one."""
+    one = Recorded(sample(index), asked(index), 1.7e9, "me", more)
+    before = one.result.logprobs
+    assert before is not None
+    token_ids = one.result.token_ids.copy()
+    if place is not None:
+        token_ids[place] = 99
+    return compared(one, token_ids, before + np.float32(gap), Limits())
+
+
+def test_a_report_adds_up() -> None:
+    report = Report({"command": "c"}, engine={"device": "cuda"}, journal="out/a b")
+    for verdict in (
+        replayed(0), replayed(1, gap=0.01, reward=-1.0), replayed(2, place=3),
+        unverified(Recorded(sample(3), None, 1.0), "no snapshot of version 3"),
+    ):  # fmt: skip
+        report.add(verdict)
+    told = report.as_data(str)
+    assert told["states"] == {"same": 1, "differs": 2, "unverified": 1}
+    assert report.unproved == 0.75
+    assert [row["name"] for row in told["listed"]] == [f"{index:032x}.0" for index in (2, 1, 3, 0)], "the worst first"
+    old, new = told["versions"]
+    assert (old["version"], old["first_differences"], new["first_differences"], new["other_tokens"]) == (3, 1, 1, 1)
+    assert (old["tokens"], old["compared_logprobs"]) == (8, 6)
+    assert {row["worker"]: row["differs"] for row in told["workers"]} == {"w0": 1, "w1": 1}
+    histogram = told["histogram"]
+    assert (sum(histogram["tokens"]), histogram["exactly_equal"], histogram["unknown"]) == (4, 8, 4)
+    assert [one["tokens"] for one in told["positions"]] == [3, 3, 3, 3]
+    worst = told["listed"][0]
+    assert (worst["first"], worst["version"], worst["detail"]["replayed"]) == (3, 4, {3: 99})
+    assert worst["look"] == f"rolloutmq job {2:032x} --journal 'out/a b'"
+    assert told["listed"][1]["notes"] == {"reward": -1.0}
+    assert told["texts"][99] == "99"
+    assert json.loads(json.dumps(told, allow_nan=False))["reasons"] == [
+        {"reason": "no snapshot of version 3", "samples": 1}
+    ]
+
+
+def test_nothing_replayed_proves_nothing() -> None:
+    report = Report({})
+    assert report.unproved == 1.0
+    assert "No sample was replayed" in as_html(report.as_data())
+
+
+def test_a_report_is_bounded_and_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SHOWN", 2), ("LISTED", 3), ("SHOWN_TOKENS", 2), ("SHOWN_PROMPT", 1)):
+        monkeypatch.setattr(module, name, value)
+    report = Report({})
+    for index in range(5):
+        report.add(replayed(index, gap=index / 100))
+    told = report.as_data()
+    assert [row["name"][:32].lstrip("0") for row in told["listed"]] == ["4", "3", "2"]
+    assert told["left_out"] == {"of_the_list": 2, "token_by_token": 3}
+    detail = told["listed"][0]["detail"]
+    assert (detail["ids"], detail["left_out"], detail["prompt"], detail["prompt_left_out"]) == ([1, 2], 2, [6], 1)
+    shown = as_html(told)
+    for words in ("the 3 worst samples; 2 better ones", "3 are not", "2 are left out", "the first 1 tokens"):
+        assert words in shown
+
+
+def test_tokens_around_the_first_difference_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHOWN_TOKENS", 2)
+    report = Report({})
+    report.add(replayed(0, place=3))
+    detail = report.as_data()["listed"][0]["detail"]
+    assert (detail["start"], detail["ids"], detail["replayed"]) == (2, [3, 4], {1: 99})
+
+
+def test_notes_for_each_token_masks_entropy_and_infinite_gaps() -> None:
+    top = np.log(np.array([[0.5, 0.5], [1.0, 1e-9], [0.25, 0.25], [0.9, 0.05]], np.float32))
+    one = Recorded(sample(0, token_arrays={"top_logprobs": top}), None, 1.0, notes={"mask": [1, 1, 0, 0], "why": "x"})
+    logprobs = np.array([-0.5, -np.inf, -1.5, np.nan], np.float32)
+    report = Report({})
+    report.add(compared(one, one.result.token_ids, logprobs, Limits()))
+    told = report.as_data()
+    row = told["listed"][0]
+    assert row["detail"]["of_each_token"] == {"mask": [1.0, 1.0, 0.0, 0.0]}
+    assert row["notes"] == {"why": "x"}
+    assert row["detail"]["gaps"] == [0.0, -module.INFINITE, 0.0, None]
+    assert row["detail"]["entropy"] == pytest.approx([0.693, 0.0, 1.040, 0.394], abs=1e-3), (
+        "what is not among the top counts as one token"
+    )
+    assert "∞" in as_html(told)
+
+
+class Page(HTMLParser):
+    """The elements of a page, the text of its scripts and styles, and all other text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.within: dict[str, list[str]] = {"script": [], "style": []}
+        self.text = ""
+        self._inside = ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._inside = tag
+        if tag in self.within:
+            self.within[tag].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside in self.within:
+            self.within[self._inside][-1] += data
+        else:
+            self.text += data
+
+
+def hostile() -> Report:
+    more = {"group_id": HOSTILE[:100], "worker_id": HOSTILE, "fingerprint": {"engine": HOSTILE}, "job_id": HOSTILE}
+    one = Recorded(sample(0, metadata={"m": HOSTILE}, **more), None, 1e300, HOSTILE, {HOSTILE: HOSTILE, "deep": [[{}]]})
+    report = Report({"command": HOSTILE}, engine={"engine": HOSTILE}, journal=HOSTILE)
+    report.add(unverified(one, HOSTILE))
+    return report
+
+
+def test_no_text_harms_the_page() -> None:
+    plain, attacked = Report({"command": "c"}), hostile()
+    one = Recorded(sample(0), None, 1.0, "c", {"a": "b", "deep": "c"})
+    plain.add(unverified(one, "why"))
+    html = as_html(attacked.as_data(lambda token: HOSTILE))
+    html.encode()
+    found = Page(html)
+    usual = {name for name, _ in Page(as_html(plain.as_data())).elements}
+    assert {name for name, _ in found.elements} <= usual
+    assert [about.get("type") for name, about in found.elements if name == "script"] == ["application/json", None]
+    allowed = {"lang", "charset", "http-equiv", "content", "name", "class", "id", "type", "href", "open", "role"}
+    shapes = {"x", "y", "x1", "x2", "y1", "y2", "width", "height", "viewbox", "text-anchor", "aria-label", "scope"}
+    others = {"value", "placeholder", "size", "data-state", "data-place"}
+    assert {attribute for _, about in found.elements for attribute in about} <= allowed | shapes | others
+    assert not re.search("[\u202e\x07\x9b\ud800]", html)
+    assert "⟨U+202E⟩" in found.text
+    assert "alert(1)" in found.text, "it is shown, as text"
+    assert len(html) < 100_000, "texts are cut"
+    data = json.loads(found.within["script"][0])
+    assert data["texts"]["1"].startswith("</script><script>alert(1)")
+    assert len(data["texts"]["1"]) < 300
+
+
+def test_the_page_allows_its_own_script_alone_and_no_network() -> None:
+    html = as_html(hostile().as_data())
+    found = Page(html)
+    (policy,) = (about["content"] for _, about in found.elements if about.get("http-equiv"))
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    for kind, text in (("style", found.within["style"][0]), ("script", found.within["script"][1])):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert not re.search(r"https?://|url\(|@import|innerHTML", html)
+    assert all(not about.keys() & {"src", "style", "onclick"} for _, about in found.elements)
+    assert all(str(about["href"]).startswith("#") for _, about in found.elements if "href" in about)
+
+
+def test_every_link_has_its_sample() -> None:
+    report = Report({})
+    for index in range(3):
+        report.add(replayed(index, gap=1e-3))
+    found = Page(as_html(report.as_data())).elements
+    assert {f"#{about['id']}" for name, about in found if name == "details" and "id" in about} == {
+        about["href"] for name, about in found if name == "a"
+    }
