@@ -131,7 +131,7 @@ class RolloutResult(_Tokens):
         sample began it.
     session_id: the job's session_id.
     tool_calls: for a job with tools, the calls in the sample, valid and invalid, in order.
-    fingerprint: engine, model, dtype and device, which a replay needs beside the job.
+    fingerprint: engine, model, dtype and device, and "deterministic" if the engine is; a replay needs it
     """
 
     KIND: ClassVar[int] = 2

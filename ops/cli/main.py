@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "books": ("trial", "books", "Show what became of a trainer's samples, from a checkpoint."),
     "journal": ("trial", "journal", "Print what a trainer's journal has."),
     "job": ("trial", "job", "Show a job's whole life, from a journal."),
+    "replay": ("replay", "replay", "Generate recorded samples again, and compare tokens."),
     "simulate": ("trial", "simulate", "Compute what settings would cost, without a pool."),
     "demo": ("trial", "demo", "Run asynchronous RL here, while workers die and join."),
     "bench": ("bench", "app", "Measure queue, engine or weight sync; prints JSON last."),

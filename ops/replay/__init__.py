@@ -1,20 +1,34 @@
 """Replay: recorded samples are taken from a journal, generated or scored again, and compared token by token."""
 
+from .depths import DEPTHS, Depth
 from .page import as_html
 from .recorded import Recorded, Span, Where, recorded
 from .report import Report
+from .settings import Settings
+from .tokens import regenerate, replay_tokens
+from .told import as_data, as_line, summary
 from .verdict import Limits, State, Verdict, compared, unverified
+from .weights import Weights
 
 __all__ = [
+    "DEPTHS",
+    "Depth",
     "Limits",
     "Recorded",
     "Report",
+    "Settings",
     "Span",
     "State",
     "Verdict",
+    "Weights",
     "Where",
+    "as_data",
     "as_html",
+    "as_line",
     "compared",
     "recorded",
+    "regenerate",
+    "replay_tokens",
+    "summary",
     "unverified",
 ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ import numpy.typing as npt
 from ...messages.errors import ConfigError, InvalidField, MessageError
 from ...messages.journal import Entry, read
 from ...messages.model import GenerateJob, RolloutResult
+
+log = logging.getLogger(__name__)
 
 
 class Span(NamedTuple):
@@ -29,9 +32,9 @@ class Span(NamedTuple):
 class Recorded:
     """One sample as the journal has it.
 
-    result: with its tokens, log-probabilities and segments. job: None if the journal does not have it. at: when the
-    result arrived, in seconds since 1970. client_id: whose it was. notes: what the trainer noted about the sample;
-    of several notes with one name the last one.
+    result: with its tokens, log-probabilities and segments. job: None if the journal does not have it, or if it cannot
+    be read; `problem` says why then. at: when the result arrived, in seconds since 1970. client_id: whose it was.
+    notes: what the trainer noted about the sample; of several notes with one name the last one.
     """
 
     result: RolloutResult
@@ -39,6 +42,7 @@ class Recorded:
     at: float
     client_id: str = ""
     notes: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
 
     @property
     def name(self) -> str:
@@ -130,11 +134,13 @@ def recorded(
     since: float = -math.inf,
     until: float = math.inf,
     where: Where | None = None,
+    on_unread: Callable[[str], None] = log.warning,
     **reading: Any,
 ) -> Iterator[Recorded]:
     """The samples of a journal that fit all that is given, in the order in which their results arrived.
 
     since, until: of the results. Jobs before and notes after them are found. A result that came twice counts once.
+    on_unread: gets a line for each chosen result that cannot be read.
     Memory: the notes of the chosen jobs, and what is being looked at. reading: as `messages.journal.read` takes it.
     Raises ConfigError, InvalidField.
     """
@@ -152,19 +158,28 @@ def recorded(
         if place in seen:
             continue
         seen.add(place)
-        result = _message(entry)
+        result, problem = _message(entry)
+        if problem:
+            on_unread(f"the result {entry.job_id}.{entry.sample} cannot be read: {problem}")
         if not isinstance(result, RolloutResult):
             continue
-        job = _message(asked[entry.job_id]) if entry.job_id in asked else None
+        job, problem = _message(asked[entry.job_id]) if entry.job_id in asked else (None, "")
         noted = notes.get((entry.job_id, -1), {}) | notes.get(place, {})
-        found = Recorded(result, job if isinstance(job, GenerateJob) else None, entry.at, entry.client_id, noted)
+        found = Recorded(
+            result,
+            job if isinstance(job, GenerateJob) else None,
+            entry.at,
+            entry.client_id,
+            noted,
+            f"its job cannot be read: {problem}" if problem else "",
+        )
         if where is None or where.matches(found.facts()):
             yield found
 
 
-def _message(entry: Entry) -> Any:
-    """What an entry has, or None if it cannot be read: it is redacted, damaged, or of a newer major version."""
+def _message(entry: Entry) -> tuple[Any, str]:
+    """What an entry has, and "" or why it cannot be read: it is redacted, damaged, or of a newer major version."""
     try:
-        return entry.message
-    except MessageError:
-        return None
+        return entry.message, "" if entry.content is not None else "the journal was redacted"
+    except MessageError as error:
+        return None, str(error)

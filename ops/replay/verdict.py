@@ -76,13 +76,15 @@ def compared(
     replayed: npt.NDArray[np.bool_] | None = None,
     finish: str = "",
     reasons: Sequence[str] = (),
+    differences: Sequence[str] = (),
     unproved: Iterable[str] = (),
 ) -> Verdict:
     """The verdict from what was replayed; the arrays are those of `Verdict`.
 
     replayed: (t,) whether a place was replayed at all; None for all of them. Only these are compared. finish: is
-    compared with the recorded one unless it is "". unproved: reasons that make a sample without differences unverified,
-    because a part of it was not replayed.
+    compared with the recorded one unless it is "". differences: what else is not as
+    recorded, a sentence each. unproved: reasons that make a sample without differences unverified, because a part of it
+    was not replayed.
     """
     before = recorded.result
     differs = token_ids != before.token_ids
@@ -90,11 +92,11 @@ def compared(
         differs = differs | ~(np.abs(logprobs - before.logprobs) <= limits.logprob)  # NaN is within no limit
     places = np.flatnonzero(differs if replayed is None else differs & replayed)
     first = int(places[0]) if places.size else None
-    missing, told = tuple(unproved), list(reasons)
+    missing, told = tuple(unproved), [*reasons, *differences]
     if finish and finish != before.finish_reason:
         told.append(f"the replay ended with {finish!r}, the recorded sample with {before.finish_reason!r}")
         state: State = "differs"
-    elif first is not None:
+    elif first is not None or differences:
         state = "differs"
     else:
         state = "unverified" if missing else "same"

@@ -124,6 +124,7 @@ class EngineInfo:
     context_length: most tokens of prompt and output together.
     gpu: unique id of the GPU, for an engine that runs on exactly one.
     features: optional job fields that this engine supports. A job that uses another one is refused by name.
+    deterministic: whether it samples by seeds, and a token does not depend on its batch.
     adapters: the LoRA adapters in it. The worker keeps this up to date. Empty after a start.
     """
 
@@ -138,6 +139,7 @@ class EngineInfo:
     ep_size: int = 1
     gpu: str = ""
     features: frozenset[str] = field(default_factory=frozenset)
+    deterministic: bool = False
     adapters: LoadedAdapters = field(default_factory=LoadedAdapters, compare=False, repr=False)
 
     def fingerprint(self) -> Mapping[str, str]:
@@ -147,6 +149,7 @@ class EngineInfo:
             "model": self.model,
             "dtype": self.dtype,
             "device": self.device,
+            **({"deterministic": "yes"} if self.deterministic else {}),
         }
 
 

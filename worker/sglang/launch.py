@@ -109,6 +109,7 @@ class Launched:
             tp_size=config.tp_size,
             ep_size=config.ep_size,
             gpu=gpu,
+            deterministic=config.deterministic,
         )
 
     def _token_limit(self) -> int:

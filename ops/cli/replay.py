@@ -1,0 +1,135 @@
+"""`rolloutmq replay`: recorded samples are chosen from a journal, and a kind of replay says a verdict on each."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..replay import DEPTHS, Recorded, recorded
+from ..terminal import printable
+from .options import Json, finite, say
+
+
+def replay(
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Jobs, or samples as JOB.SAMPLE.")] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="Folder of the journal.", envvar="ROLLOUTMQ_JOURNAL", show_default=False)
+    ] = None,
+    depth: Annotated[str, typer.Option(help=f"How deep: {', '.join(DEPTHS)}.")] = "tokens",
+    since: Annotated[str | None, typer.Option(help="Results from then on: 2026-11-23T02:00 (UTC), or 90m ago.")] = None,
+    until: Annotated[str | None, typer.Option(help="Results up to then.")] = None,
+    where: Annotated[str | None, typer.Option(help="Expression, such as 'reward < 0 and staleness > 2'.")] = None,
+    version: Annotated[int | None, typer.Option(min=0, help="Only what these weights sampled.")] = None,
+    group: Annotated[str | None, typer.Option(help="Only of this group.")] = None,
+    client: Annotated[str | None, typer.Option(help="Only of this client.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many samples.")] = None,
+    snapshots: Annotated[Path | None, typer.Option(help="Folder with the recorded versions of the weights.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="A checkpoint to use in place of every version.")] = None,
+    adapters: Annotated[Path | None, typer.Option(help="Folder with a folder NAME@VERSION of each adapter.")] = None,
+    model: Annotated[str | None, typer.Option(help="Base model, version 0; default: as the samples say.")] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option(help="NAME=JSON, a setting of the engine, as of `rolloutmq worker`; repeatable.")
+    ] = None,
+    logprob_limit: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Largest difference of log-probabilities.")
+    ] = 1e-5,
+    allow_unverified: Annotated[int, typer.Option(min=0, help="So many unverified samples are no failure.")] = 0,
+    json: Json = False,
+) -> None:
+    """Generate recorded samples again, and compare tokens.
+
+    Exit code 0 if all are the same, 1 if one differs or cannot be verified, 2 if nothing could be tried.
+
+    \b
+    rolloutmq replay --journal out/journal --snapshots out/snapshots --where 'reward < 0' --limit 100
+    """
+    from ...messages.errors import ConfigError, InvalidField
+    from ..flags import parse_extra
+    from ..replay import Limits, Settings, Where, as_data, as_line, summary
+
+    if depth not in DEPTHS:
+        raise InvalidField("--depth", depth, f"one of {', '.join(DEPTHS)}")
+    if journal is None:
+        raise ConfigError("--journal: give the folder of a journal")
+    settings = Settings(
+        limits=Limits(logprob=logprob_limit),
+        model=model,
+        snapshots=snapshots,
+        weights=weights,
+        adapters=adapters,
+        engine=parse_extra(engine or []),
+    )
+    unread: list[str] = []
+
+    def note_unread(line: str) -> None:
+        unread.append(line)
+        _complain(line)
+
+    chosen = _chosen(
+        journal,
+        ids or [],
+        limit,
+        client=client,
+        group=group,
+        version=version,
+        since=-math.inf if since is None else moment("--since", since),
+        until=math.inf if until is None else moment("--until", until),
+        where=None if where is None else Where(where),
+        on_problem=_complain,
+        on_unread=note_unread,
+    )
+    if not chosen and not unread:
+        raise ConfigError(f"{journal} has no such sample")
+    verdicts = DEPTHS[depth](chosen, settings)
+    for verdict in verdicts:
+        say(as_data(verdict), [as_line(verdict)], json)
+    told = summary(verdicts, len(unread))
+    counts = ", ".join(f"{told[state]} {state}" for state in ("same", "differs", "unverified"))
+    say({"summary": told}, [f"{told['samples']} samples, {told['tokens']} tokens: {counts}"], json)
+    raise typer.Exit(int(told["differs"] > 0 or told["unverified"] > allow_unverified))
+
+
+def _chosen(folder: Path, ids: list[str], limit: int | None, **filters: Any) -> list[Recorded]:
+    """The samples that were asked for. Raises InvalidField for an id without one."""
+    from itertools import islice
+
+    from ...messages.errors import InvalidField
+
+    jobs = {part for name in ids for part in (name, re.sub(r"\.\d+$", "", name))} or None
+    found: Iterator[Recorded] = recorded(folder, jobs=jobs, **filters)
+    if ids:
+        found = (one for one in found if {one.name, one.result.job_id} & set(ids))
+    chosen = list(islice(found, limit))
+    if limit is None and (missing := set(ids) - {name for one in chosen for name in (one.name, one.result.job_id)}):
+        raise InvalidField("ID", min(missing), f"a job or sample in {folder} that fits the other options")
+    return chosen
+
+
+def moment(option: str, text: str) -> float:
+    """Seconds since 1970, from such a number, an ISO date and time (UTC unless it says so), or `90m` ago (s, m, h, d).
+
+    Raises InvalidField.
+    """
+    from ...messages.errors import InvalidField
+
+    if ago := re.fullmatch(r"(\d{1,9})([smhd])", text):
+        return datetime.now(UTC).timestamp() - int(ago[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[ago[2]]
+    if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", text):
+        return float(text)
+    try:
+        told = datetime.fromisoformat(text)
+    except ValueError:
+        raise InvalidField(
+            option, text, "2026-11-23T02:00, seconds since 1970, or 90s, 90m, 9h, 9d for so long ago"
+        ) from None
+    return (told if told.tzinfo else told.replace(tzinfo=UTC)).timestamp()
+
+
+def _complain(problem: str) -> None:
+    typer.secho(printable(problem), fg="yellow", err=True)
