@@ -29,7 +29,7 @@ def replay(
     group: Annotated[str | None, typer.Option(help="Only of this group.")] = None,
     client: Annotated[str | None, typer.Option(help="Only of this client.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many samples.")] = None,
-    snapshots: Annotated[Path | None, typer.Option(help="Folder with the recorded versions of the weights.")] = None,
+    snapshots: Annotated[str | None, typer.Option(help="Folder with the recorded versions of the weights.")] = None,
     weights: Annotated[Path | None, typer.Option(help="A checkpoint to use in place of every version.")] = None,
     adapters: Annotated[Path | None, typer.Option(help="Folder with a folder NAME@VERSION of each adapter.")] = None,
     model: Annotated[str | None, typer.Option(help="Base model, version 0; default: as the samples say.")] = None,
@@ -60,7 +60,7 @@ def replay(
     settings = Settings(
         limits=Limits(logprob=logprob_limit),
         model=model,
-        snapshots=snapshots,
+        snapshots=None if snapshots is None else Path(snapshots),
         weights=weights,
         adapters=adapters,
         engine=parse_extra(engine or []),
