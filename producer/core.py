@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 from redis.exceptions import RedisError
 
 from ..messages.arguments import each_is
-from ..messages.broker import Broker, Caps, Reply
-from ..messages.codec import Result
+from ..messages.broker import Broker, Caps, Frames, Reply
 from ..messages.errors import ClientBusy, InvalidField, JobFailed, PoolBusy, RolloutMQError, WaitTimeout
 from ..messages.ids import check_client_id
 from ..messages.journal import Journal
-from ..messages.model import GenerateJob, JobFailure, RolloutResult
+from ..messages.model import GenerateJob, RolloutResult
 from ..messages.redis import connect, default_url, ping
 from .inbox import (
     OPEN_STATES,
@@ -77,7 +76,7 @@ class ClientCore:
         self._owns_journal = isinstance(journal, str | Path)
         self.journal = Journal(journal) if isinstance(journal, str | Path) else journal
         self.reader = ReplyReader(
-            self.broker, self.blocking, self.client_id, self.inboxes, before_ack, arrived=self._note_outcome
+            self.broker, self.blocking, self.client_id, self.inboxes, before_ack, journal=self.journal
         )
         self.inbox.freed = self.reader.wake
         self.left_loops = LeftLoops()
@@ -167,32 +166,25 @@ class ClientCore:
         # The pool may have forgotten a job that ended, and would run it again.
         states = [it.state if (it := self.inbox.tracked(job.id)) and it.ended else "" for job in jobs]
         places = [place for place, state in enumerate(states) if not state]
+        sent = [jobs[place] for place in places]
+        frames: Frames | None = None if self.journal is None else []
         accepted = 0
         try:
-            for place, state in zip(places, await self.broker.enqueue([jobs[place] for place in places]), strict=True):
+            for place, state in zip(places, await self.broker.enqueue(sent, frames=frames), strict=True):
                 states[place] = state
             accepted = len(places)
-            self._note_jobs([jobs[place] for place in places])
         except PoolBusy as busy:
             accepted, busy.accepted = busy.accepted, places[busy.accepted]  # counted over the caller's list
             for place, state in zip(places, busy.states, strict=False):
                 states[place] = state
-            self._note_jobs([jobs[place] for place in places[:accepted]])
             busy.states = states[: busy.accepted]
             raise
         finally:
+            if self.journal is not None and frames is not None:
+                self.journal.jobs(sent[:accepted], frames[:accepted])
             if accepted < len(places):
                 self._forget(fresh - {jobs[place].id for place in places[:accepted]})
         return states
-
-    def _note_jobs(self, jobs: Iterable[GenerateJob]) -> None:
-        if self.journal is not None:
-            for job in jobs:
-                self.journal.job(job)
-
-    def _note_outcome(self, outcome: Result | JobFailure) -> None:
-        if self.journal is not None:
-            self.journal.outcome(outcome, self.client_id)
 
     def _forget(self, job_ids: Iterable[str]) -> None:
         """Expect nothing of these, except of those with an outcome: they were accepted after all."""

@@ -5,7 +5,7 @@ from .clock import Witness, living_workers
 from .command_channel import CommandBox, CommandSender
 from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
 from .lease import MAX_CALL_TOKENS, Beat, Claim, Finished, Lease, Piece, Release
-from .replies import ENTRY_BYTES, Receipt, Reply
+from .replies import ENTRY_BYTES, Frames, Receipt, Reply
 from .submissions import BATCH_BYTES
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "DeadFilter",
     "DeadLetters",
     "Finished",
+    "Frames",
     "Lease",
     "LetterHead",
     "Piece",

@@ -17,7 +17,7 @@ from ..model import GenerateJob, WorkerStatus
 from ..redis import Keys, is_wrong_type, text, whole
 from ..scripts import Scripts, calls
 from .clock import Witness
-from .replies import News, Receipt, Reply, as_outcome, counted
+from .replies import Frames, News, Receipt, Reply, as_replies
 from .submissions import BATCH_JOBS, batches, same_job
 
 SHORT_JOBS = 64
@@ -81,19 +81,23 @@ class Broker:
         self._scripts = Scripts(redis, self.keys)
         self._witness = Witness()
 
-    async def enqueue(self, jobs: Sequence[Job], letter: str = "") -> list[str]:
+    async def enqueue(self, jobs: Sequence[Job], letter: str = "", frames: Frames | None = None) -> list[str]:
         """Accept `jobs` in order. Returns "new" for each, or the state of an earlier submission under the same id:
         q (queued), r (running), done, cancelled, expired or dead.
 
         letter: entry id of the dead letter that the one job replaces. Accepting the job deletes the letter. If the
         letter is gone already, nothing is accepted, and the state is the job's, or "gone".
+        frames: gets the jobs as they were encoded, in order.
         Raises PoolBusy, which says how many jobs were accepted, or InvalidField: for a job over the payload limit, and
         for an id that is open for another client or as another job, or that was another job's which ended within the
         hour. Then nothing of its batch was accepted.
         """
         states: list[str] = []
         # All jobs are encoded before the first is sent, so a refused job leaves none of the others in the pool.
-        for given in list(batches(jobs, self.caps.payload)):
+        every = list(batches(jobs, self.caps.payload))
+        if frames is not None:
+            frames += [one.payload for batch in every for one in batch]
+        for given in every:
             batch = given
             caps = (self.caps.jobs, self.caps.nbytes, self.caps.unread)
             try:
@@ -263,12 +267,14 @@ class Broker:
         block_ms: int | None = None,
         redis: Redis | None = None,
         owner: str = "",
+        frames: Frames | None = None,
     ) -> list[Reply]:
         """Entries of a client's reply stream after entry id `after` ("0" for the first). They stay in the stream.
 
         block_ms: how long to wait for the first entry. None does not wait. redis: a connection for blocking reads.
         An entry that cannot be decoded becomes a JobFailure, so the others can still be read.
         owner: Raises ClientReplaced, at once also while it waits, if there is a later owner than this one.
+        frames: gets the results as they are encoded, one for each reply; None for a failure.
         """
         places = {self.keys.reply(client_id): after} | ({self.keys.reader(client_id): owner} if owner else {})
         reader: Any = redis or self.redis
@@ -281,11 +287,7 @@ class Broker:
         found = {text(key): entries for key, entries in answer}
         if self.keys.reader(client_id) in found:
             raise ClientReplaced(client_id)
-        entries: list[tuple[bytes, dict[bytes, bytes]]] = found.get(self.keys.reply(client_id), [])
-        return [
-            Reply(entry_id.decode(), as_outcome(fields), fields.get(b"l") != b"0", counted(fields))
-            for entry_id, fields in entries
-        ]
+        return as_replies(found.get(self.keys.reply(client_id), []), frames)
 
     async def _clear(self, client_id: str) -> None:
         """Have what is no stream out of the client's way: the script sets it aside, if this user may do that."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from ..redis import text
 
 ENTRY_BYTES = 64
 """As in lib.lua."""
+Frames = list[bytes | None]
+"""Encoded messages; None where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,16 @@ class Receipt(NamedTuple):
 
     entry_id: str
     nbytes: int
+
+
+def as_replies(entries: Iterable[tuple[bytes, dict[bytes, bytes]]], frames: Frames | None = None) -> list[Reply]:
+    """The entries of a stream. frames: gets the encoded result of each, None of a failure."""
+    replies = []
+    for entry_id, fields in entries:
+        replies.append(Reply(entry_id.decode(), as_outcome(fields), fields.get(b"l") != b"0", counted(fields)))
+        if frames is not None:
+            frames.append(fields.get(b"m"))
+    return replies
 
 
 def counted(fields: dict[bytes, bytes]) -> int:

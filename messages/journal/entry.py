@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from ..codec import KINDS, Job, Result, decode_one_of, encode
-from ..errors import InvalidField, MalformedMessage
-from ..model import JobFailure, Message, RolloutResult
+import msgpack
+import numpy as np
 
-Event = Literal["job", "result", "failure", "announcement", "note", "lost"]
-"""What an entry tells of: a job was accepted; a result or a failure arrived; weights were announced; a trainer noted
-something about a sample; the writer had to drop entries because the disk was too slow."""
+from ..codec import KINDS, Job, Result, decode_one_of, encode
+from ..errors import InvalidField, MalformedMessage, UnsupportedVersion
+from ..model import JobFailure, Message, RolloutResult, WeightAnnouncement
+
+Event = Literal[
+    "job", "result", "failure", "consumed", "attempt", "announcement", "weights", "worker", "note", "lost"
+]  # fmt: skip
+"""What an entry tells of. docs/journal.md has a table of them, with what `data` has. "attempt", "weights" and "worker"
+are each about several things that happen to one: `data["what"]` says which."""
 EVENTS: tuple[Event, ...] = get_args(Event)
 _SHORT = {"at": "t", "event": "e", "job_id": "j", "client_id": "c", "group_id": "g", "sample": "s", "attempt": "a"}
+Record = dict[str, Any]
+"""An entry as plain data for msgpack; under "m" there may still be a message, to be encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +30,9 @@ class Entry:
 
     event: see `Event`. at: seconds since 1970, by the clock of the process that wrote it. job_id, client_id, group_id:
     empty where they say nothing. sample, attempt: -1 where they say nothing. versions: of the weights, ascending: those
-    that sampled a result, or the one that is announced. content: the job, result or announcement, as a message or as
-    its frame; see `message`. data: for a failure its fields, for a note what the trainer said; plain data.
+    that sampled tokens, or the one that is announced, loaded or committed. content: the job, result or announcement, as
+    a message or as its frame; see `message`. data: of a failure its fields, of a note what the trainer said, of other
+    events what docs/journal.md lists; plain data, and arrays as read-only numpy arrays.
     """
 
     event: Event
@@ -41,11 +49,12 @@ class Entry:
     @property
     def message(self) -> Message | None:
         """The job, result or announcement itself, with prompt, sampling parameters, tokens, log-probabilities and
-        segments. Decoded by each call. Raises MessageError for a frame that is damaged."""
+        segments. Decoded by each call. Raises MessageError for a frame that is damaged, UnsupportedVersion for one of a
+        newer major version of the messages; the entry's other fields stand all the same."""
         return decode_one_of(self.content, _MESSAGES) if isinstance(self.content, bytes) else self.content
 
-    def pack(self) -> dict[str, Any]:
-        """Plain data for msgpack. Raises InvalidField for a message that cannot be encoded."""
+    def pack(self) -> Record:
+        """Plain data for msgpack. Raises InvalidField for a message or data that cannot be encoded."""
         told = {short: getattr(self, name) for name, short in _SHORT.items()}
         packed = {short: value for short, value in told.items() if value not in ("", -1)}
         if self.versions:
@@ -53,12 +62,13 @@ class Entry:
         if self.content is not None:
             packed["m"] = self.content if isinstance(self.content, bytes) else encode(self.content)
         if self.data:
-            packed["d"] = dict(self.data)
+            packed["d"] = pack_data(self.data)
         return packed
 
     @staticmethod
     def unpack(packed: Any) -> Entry:
-        """The entry that `pack` made, also by a newer minor version. Raises MessageError."""
+        """The entry that `pack` made, also by a newer minor version. Raises UnsupportedVersion for a kind of entry that
+        this version does not know, MalformedMessage."""
         if not isinstance(packed, dict):
             raise MalformedMessage("an entry that is no map")
         told = {name: packed[short] for name, short in _SHORT.items() if short in packed}
@@ -67,40 +77,111 @@ class Entry:
             if type(value) is not kind:
                 raise MalformedMessage(f"an entry whose {name} is {value!r:.50}")
         versions, frame, data = packed.get("v", []), packed.get("m"), packed.get("d", {})
-        if told.get("event") not in EVENTS or "at" not in told:
-            raise MalformedMessage(f"an entry of the unknown kind {told.get('event')!r:.50}")
+        if "event" not in told or "at" not in told:
+            raise MalformedMessage("an entry without its kind or time")
+        if told["event"] not in EVENTS:
+            raise UnsupportedVersion(f"entries of the unknown kind {told['event']!r:.50}; they are left out")
         if not isinstance(versions, list) or not all(type(version) is int for version in versions):
             raise MalformedMessage("an entry whose versions are no integers")
         if not isinstance(data, dict) or not isinstance(frame, bytes | None):
             raise MalformedMessage("an entry whose message or data is of another type")
+        data = {name: _array(value) if _is_array(value) else value for name, value in data.items()}
         return Entry(**told, versions=tuple(versions), content=frame, data=data)
 
 
 _MESSAGES = tuple(KINDS.values())
 
-
-def of_job(job: Job, at: float, frame: bytes | None = None) -> Entry:
-    """A job that the pool has accepted. frame: the encoded job, if it is there already."""
-    return Entry("job", at, job.id, job.reply_to, job.group, content=frame or job)
+# --- records of what happens most, made without an Entry: this runs for every job and every result -------------------
 
 
-def of_outcome(outcome: Result | JobFailure, client_id: str, at: float, frame: bytes | None = None) -> Entry:
-    """A result or a failure that has arrived at a client. frame: the encoded result, if it is there already."""
-    if isinstance(outcome, JobFailure):
-        data = outcome.model_dump(exclude_none=True)
-        return Entry("failure", at, outcome.job_id, client_id, outcome.group_id, data=data)
-    if isinstance(outcome, RolloutResult):
-        versions = tuple(sorted({segment.version for segment in outcome.segments}))
-    else:
-        versions = (outcome.version,)
-    place = (outcome.job_id, client_id, outcome.group_id, outcome.sample, outcome.attempt)
-    return Entry("result", at, *place, versions, frame or outcome)
+def of_jobs(jobs: Sequence[Job], frames: Sequence[bytes | None], at: float) -> Iterable[Record]:
+    """Jobs that the pool has accepted. frames: the encoded jobs, as far as they are there already."""
+    for job, frame in zip(jobs, frames, strict=True):
+        yield {"t": at, "e": "job", "j": job.id, "c": job.reply_to, "g": job.group, "m": frame or job}
+
+
+def of_outcomes(
+    outcomes: Sequence[Result | JobFailure], frames: Sequence[bytes | None], client_id: str, at: float
+) -> Iterable[Record]:
+    """Results and failures that have arrived at a client. frames: the encoded results, as far as they are there."""
+    for outcome, frame in zip(outcomes, frames, strict=True):
+        record = {"t": at, "j": outcome.job_id, "c": client_id, "g": outcome.group_id}
+        if isinstance(outcome, JobFailure):
+            yield record | {"e": "failure", "d": outcome.model_dump(exclude_none=True)}
+            continue
+        place = {"e": "result", "s": outcome.sample, "a": outcome.attempt, "m": frame or outcome}
+        yield record | place | {"v": versions_of(outcome)}
+
+
+def of_consumed(outcomes: Sequence[Result | JobFailure], client_id: str, at: float) -> Iterable[Record]:
+    """Results and failures that their client has acknowledged."""
+    for outcome in outcomes:
+        record = {"t": at, "e": "consumed", "j": outcome.job_id, "c": client_id, "g": outcome.group_id}
+        yield record if isinstance(outcome, JobFailure) else record | {"s": outcome.sample, "a": outcome.attempt}
+
+
+def versions_of(result: Result) -> list[int]:
+    """The weights versions that sampled a result, ascending."""
+    if not isinstance(result, RolloutResult):
+        return [result.version]
+    return [version for version, _ in result.segments] if len(result.segments) < 2 else sorted({*result.versions})
+
+
+# --- what trainers, workers and publishers say -----------------------------------------------------------------------
+
+
+def of_announcement(announcement: WeightAnnouncement, at: float, frame: bytes | None = None) -> Entry:
+    """Weights were announced to the pool. frame: the encoded announcement, if it is there already."""
+    return Entry("announcement", at, versions=(announcement.version,), content=frame or announcement)
 
 
 def note(job_id: str, sample: int, attempt: int, data: Mapping[str, Any], at: float) -> Entry:
     """What a trainer has to say of a sample. Raises InvalidField if it is no plain data."""
     if not isinstance(job_id, str) or not job_id:
         raise InvalidField("job_id", job_id, "a job's id")
+    return Entry("note", at, job_id, sample=sample, attempt=attempt, data=data)
+
+
+def pack_data(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain data; arrays become their bytes. Raises InvalidField for what is neither."""
     if not all(isinstance(name, str) for name in data):
         raise InvalidField("data", data, "names with plain data")
-    return Entry("note", at, job_id, sample=sample, attempt=attempt, data=data)
+    packed = {name: _pack_array(name, value) if hasattr(value, "__array__") else value for name, value in data.items()}
+    try:
+        msgpack.packb(packed)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidField("data", data, f"plain data: {error}") from None
+    return packed
+
+
+def _pack_array(name: str, value: Any) -> Any:
+    """A number of numpy's as Python's; an array as its type, shape and bytes, floats as float32."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a GPU, or with a gradient
+        raise InvalidField(name, value, f"an array that numpy can read: {error}") from None
+    if array.dtype.kind not in "biuf":
+        raise InvalidField(name, value, "an array of numbers")
+    if not array.ndim:
+        return array.item()
+    wide = array.dtype.kind == "f" and array.dtype.itemsize > 4
+    array = np.ascontiguousarray(array, np.float32 if wide else array.dtype.newbyteorder("<"))
+    return {_DTYPE: array.dtype.str, "shape": list(array.shape), "bytes": array.tobytes()}
+
+
+_DTYPE = "__array__"
+
+
+def _is_array(value: Any) -> bool:
+    return type(value) is dict and _DTYPE in value
+
+
+def _array(packed: dict[str, Any]) -> Any:
+    """(shape) of dtype, read-only. Raises MalformedMessage."""
+    try:
+        dtype = np.dtype(packed[_DTYPE])
+        if dtype.kind not in "biuf":
+            raise ValueError(f"an array of {dtype}")
+        return np.frombuffer(packed["bytes"], dtype).reshape(packed["shape"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise MalformedMessage(f"an entry with an array that cannot be read: {error}") from None

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -24,13 +25,13 @@ import numpy as np
 import numpy.typing as npt
 from msgpack.exceptions import UnpackException
 
-from ..errors import ConfigError, MalformedMessage, UnsupportedVersion
-from .entry import Entry
+from ..errors import ConfigError, MalformedMessage, MessageError, UnsupportedVersion
+from .entry import Entry, Record
 
-FORMAT, MAJOR, MINOR = "rolloutmq-journal", 1, 0
+FORMAT, MAJOR, MINOR = "rolloutmq-journal", 1, 1
 SUFFIX = ".journal.zst"
-LEVEL = 3
-"""zstd's default: several times faster than a pool produces tokens."""
+LEVEL = 1
+"""zstd's fast one. Level 3 takes twice the time, and token ids with their log-probabilities become no smaller."""
 MAX_BLOCK = 256 << 20
 """Bytes of a block without compression that a reader accepts."""
 TORN = "it ends in the midst of a block, as its writer died or still writes; all before that is whole"
@@ -76,7 +77,7 @@ class Index:
     """Where what is in a segment.
 
     offsets: (b,) int64, where each block begins. firsts, lasts: (b,) float64, times of its entries. jobs: (k,) uint64,
-    hashes of job ids, ascending. blocks: (k,) int32, the block that each of them is in.
+    hashes of job ids (`hashes_of`), ascending. blocks: (k,) int32, the block that each of them is in.
     """
 
     offsets: npt.NDArray[np.int64]
@@ -88,15 +89,14 @@ class Index:
     def blocks_of(self, job_ids: frozenset[str]) -> list[int]:
         """Numbers of the blocks in which entries of these jobs may be."""
         found: set[int] = set()
-        for job_id in job_ids:
-            of_job = np.uint64(hash_of(job_id))
+        for of_job in hashes_of(job_ids):
             left, right = np.searchsorted(self.jobs, of_job, "left"), np.searchsorted(self.jobs, of_job, "right")
             found.update(map(int, self.blocks[left:right]))
         return sorted(found)
 
     def pack(self) -> bytes:
         """The skippable frame."""
-        body: bytes = msgpack.packb({name: getattr(self, name).tobytes() for name in _ARRAYS})
+        body: bytes = msgpack.packb({_NAMES.get(name, name): getattr(self, name).tobytes() for name in _ARRAYS})
         size = len(body) + _INDEX_TAIL.size
         return _INDEX_HEAD.pack(_INDEX_MAGIC, size) + body + _INDEX_TAIL.pack(len(body), _TAIL)
 
@@ -113,7 +113,7 @@ class Index:
         file.seek(size - _INDEX_TAIL.size - length)
         try:
             packed = msgpack.unpackb(file.read(length))
-            made = cls(**{name: np.frombuffer(packed[name], kind) for name, kind in _ARRAYS.items()})
+            made = cls(**{name: np.frombuffer(packed[_NAMES.get(name, name)], kind) for name, kind in _ARRAYS.items()})
         except (ValueError, TypeError, KeyError, UnpackException):
             return None
         blocks, jobs = len(made.offsets), len(made.jobs)
@@ -125,10 +125,31 @@ class Index:
 _ARRAYS: dict[str, Any] = {
     "offsets": np.int64, "firsts": np.float64, "lasts": np.float64, "jobs": np.uint64, "blocks": np.int32,
 }  # fmt: skip
+_NAMES = {"jobs": "ids"}
+"""What an array is called in the file. Minor version 0 had other hashes, as `jobs`: each side reads the segments of the
+other without their index."""
 
 
-def hash_of(job_id: str) -> int:
-    """64 bits, the same in every process. Two ids with the same one cost a look into a block."""
+_HEX_ID = re.compile("[0-9a-fA-F]{32}")
+
+
+def hashes_of(job_ids: Collection[str]) -> npt.NDArray[np.uint64]:
+    """(n,) uint64, the same in every process. Two ids with the same hash cost a look into a block.
+
+    Of an id as `new_id` makes it, 32 hex digits, the second half is as good as a hash. Others get a real one.
+    """
+    try:
+        halves = np.frombuffer(bytes.fromhex("".join(job_ids)), ">u8").reshape(-1, 2)
+        if len(halves) == len(job_ids) and {32}.issuperset(map(len, job_ids)):
+            return halves[:, 1].astype(np.uint64)
+    except ValueError:
+        pass
+    return np.array([_hash(job_id) for job_id in job_ids], np.uint64)
+
+
+def _hash(job_id: str) -> int:
+    if _HEX_ID.fullmatch(job_id):
+        return int(job_id[16:], 16)
     return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "little")
 
 
@@ -151,14 +172,13 @@ class SegmentWriter:
         self._file = self.path.open("xb", buffering=0)
         self._offsets: list[int] = []
         self._times: list[tuple[float, float]] = []
-        self._jobs: dict[int, list[int]] = {}  # hash -> blocks, ascending
+        self._jobs: list[npt.NDArray[np.uint64]] = []  # hashes of those in each block
         self._write(self._compress(msgpack.packb(header.pack())))
 
-    def block(self, packed: list[dict[str, Any]]) -> None:
+    def block(self, packed: list[Record]) -> None:
         """Write packed entries as one block."""
-        number, frame = len(self._offsets), self._compress(msgpack.packb(packed))
-        for job_id in {entry["j"] for entry in packed if "j" in entry}:
-            self._jobs.setdefault(hash_of(job_id), []).append(number)
+        frame = self._compress(msgpack.packb(packed))
+        self._jobs.append(hashes_of({entry["j"] for entry in packed if "j" in entry}))
         times = [entry["t"] for entry in packed]
         self._offsets.append(self.nbytes)
         self._times.append((min(times), max(times)))
@@ -179,13 +199,15 @@ class SegmentWriter:
             self._file.close()
 
     def _index(self) -> Index:
-        pairs = [(of_job, number) for of_job, numbers in sorted(self._jobs.items()) for number in numbers]
+        jobs = np.concatenate([np.empty(0, np.uint64), *self._jobs])
+        blocks = np.repeat(np.arange(len(self._jobs), dtype=np.int32), [len(one) for one in self._jobs])
+        order = np.argsort(jobs, kind="stable")
         return Index(
             np.array(self._offsets, np.int64),
             np.array([first for first, _ in self._times], np.float64),
             np.array([last for _, last in self._times], np.float64),
-            np.array([of_job for of_job, _ in pairs], np.uint64),
-            np.array([number for _, number in pairs], np.int32),
+            jobs[order],
+            blocks[order],
         )
 
     def _write(self, data: bytes) -> None:
@@ -201,6 +223,7 @@ class SegmentReader:
     def __init__(self, path: Path, problem: Callable[[str], None]) -> None:
         """Raises OSError, MalformedMessage and UnsupportedVersion."""
         self._path, self._problem, self._zstd = path, problem, zstd()
+        self._told: set[str] = set()
         self._file = path.open("rb")
         try:
             first = next(self._values(0), None)
@@ -225,9 +248,13 @@ class SegmentReader:
                 continue
             for one in packed:
                 try:
-                    yield Entry.unpack(one)
-                except MalformedMessage as error:
-                    self._problem(f"{self._path}: {error}")
+                    entry = Entry.unpack(one)
+                except MessageError as error:
+                    if str(error) not in self._told:  # of entries of an unknown kind there may be very many
+                        self._told.add(str(error))
+                        self._problem(f"{self._path}: {error}")
+                else:
+                    yield entry
 
     def _blocks(self, job_ids: frozenset[str] | None, since: float, until: float) -> Iterator[Any]:
         if self.index is None:

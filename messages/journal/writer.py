@@ -10,16 +10,18 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgpack
 
-from ..codec import Job, Result
+from ..codec import Job, Result, encode
 from ..errors import ConfigError, InvalidField
 from ..model import JobFailure
-from .entry import Entry, note, of_job, of_outcome
+from .entry import Entry, Record, note, of_consumed, of_jobs, of_outcomes
 from .segment import SUFFIX, Header, SegmentWriter
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,14 @@ RETRY_S = 5.0
 """Pause after the disk refused a write."""
 
 Redact = Callable[[Entry], Entry | None]
+
+
+class _Waiting(NamedTuple):
+    """Entries on their way to the disk. make(): their records. nbytes: what they take, about."""
+
+    make: Callable[[], Iterable[Record]]
+    entries: int
+    nbytes: int
 
 
 class Journal:
@@ -73,7 +83,7 @@ class Journal:
         self._segment_bytes, self._segment_s = segment_bytes, segment_s
         self._keep_bytes, self._keep_s, self._flush_s = keep_bytes, keep_s, flush_s
         self._buffer_bytes, self._redact = buffer_bytes, redact
-        self._waiting: deque[tuple[Entry, int]] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._waiting_bytes = self._lost_untold = 0
         self._state = threading.Condition()
         self._asked = self._done = 0  # flushes
@@ -93,39 +103,65 @@ class Journal:
 
     def job(self, job: Job, frame: bytes | None = None) -> None:
         """The pool has accepted a job. frame: the encoded job, if it is there already."""
-        self.add(of_job(job, time.time(), frame))
+        self.jobs([job], [frame])
+
+    def jobs(self, jobs: Sequence[Job], frames: Sequence[bytes | None]) -> None:
+        """The pool has accepted jobs. frames: of each the encoded job, if it is there already."""
+        self._add_all(of_jobs, jobs, frames, time.time())
 
     def outcome(self, outcome: Result | JobFailure, client_id: str, frame: bytes | None = None) -> None:
         """A result or a failure has arrived. frame: the encoded result, if it is there already."""
-        self.add(of_outcome(outcome, client_id, time.time(), frame))
+        self.outcomes([outcome], client_id, [frame])
+
+    def outcomes(self, outcomes: Sequence[Result | JobFailure], client_id: str, frames: Sequence[bytes | None]) -> None:
+        """Results and failures have arrived. frames: of each the encoded result, if it is there already."""
+        self._add_all(of_outcomes, outcomes, frames, client_id, time.time())
+
+    def consumed(self, outcomes: Sequence[Result | JobFailure], client_id: str) -> None:
+        """Their client has acknowledged these: it will not get them again."""
+        self._add(partial(of_consumed, outcomes, client_id, time.time()), len(outcomes), 0)
 
     def note(self, of: Result | tuple[str, int, int] | str, /, **data: Any) -> None:
         """Say something about a sample: a reward, an advantage, the step that trained on it.
 
         of: the result, or the ids of its job, its sample and its attempt, or a job's id for something about the whole
-        job. data: plain data, arrays as lists. Raises InvalidField.
+        job. data: plain data, and arrays (numpy's, or torch's on the CPU) of numbers, such as a mask or a value for
+        each token. Arrays are copied at once; floats of 64 bits become float32. Raises InvalidField.
         """
         if isinstance(of, str):
             place = (of, -1, -1)
         else:
             place = of if isinstance(of, tuple) else (of.job_id, of.sample, of.attempt)
-        try:
-            msgpack.packb(data)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidField("data", data, f"plain data: {error}") from None
         self.add(note(*place, data, time.time()))
 
     def add(self, entry: Entry) -> None:
-        """Any entry."""
-        size = ENTRY_BYTES + _size(entry)
+        """Any entry. Raises InvalidField for data that is not plain."""
+        record = replace(entry, content=None).pack()
+        if entry.content is not None:
+            record["m"] = entry.content
+        self._add(lambda: [record], 1, _size(record.get("m")) + _size_of_data(record.get("d")))
+
+    def _add_all(
+        self, make: Callable[..., Iterable[Record]], things: Sequence[Any], frames: Sequence[bytes | None], *args: Any
+    ) -> None:
+        sizes = [_size(thing) if frame is None else len(frame) for thing, frame in zip(things, frames, strict=True)]
+        if sum(sizes) <= BLOCK_BYTES:
+            self._add(partial(make, things, frames, *args), len(things), sum(sizes))
+            return
+        for thing, frame, size in zip(things, frames, sizes, strict=True):
+            self._add(partial(make, [thing], [frame], *args), 1, size)
+
+    def _add(self, make: Callable[[], Iterable[Record]], entries: int, nbytes: int) -> None:
+        """make(): the records of so many entries; is called in the writer's thread."""
+        size = ENTRY_BYTES * entries + nbytes
         with self._state:
-            if self._closing:
+            if self._closing or not entries:
                 return
             if self._waiting_bytes + size > self._buffer_bytes:
-                self.lost += 1
-                self._lost_untold += 1
+                self.lost += entries
+                self._lost_untold += entries
                 return
-            self._waiting.append((entry, size))
+            self._waiting.append(_Waiting(make, entries, size))
             self._waiting_bytes += size
             if self._waiting_bytes >= BLOCK_BYTES:
                 self._state.notify_all()
@@ -172,8 +208,6 @@ class Journal:
                     with self._state:
                         self._state.wait_for(lambda: self._closing, RETRY_S)
                     continue
-            except Exception:
-                log.exception("journal %s: entries are left out", self.folder)
             with self._state:
                 self._done = asked
                 self._state.notify_all()
@@ -184,35 +218,50 @@ class Journal:
         """Raises OSError; the entries wait then."""
         while True:
             with self._state:
-                taken: list[Entry] = []
-                size = 0
-                while len(taken) < len(self._waiting) and size < BLOCK_BYTES:
-                    taken.append(self._waiting[len(taken)][0])
-                    size += self._waiting[len(taken) - 1][1]
+                taken: list[_Waiting] = []
+                nbytes = 0
+                for one in self._waiting:
+                    taken.append(one)
+                    nbytes += one.nbytes
+                    if nbytes >= BLOCK_BYTES:
+                        break
                 lost = self._lost_untold
             if not taken and not lost:
                 return
-            packed = [one for entry in taken if (one := self._pack(entry)) is not None]
-            if lost:
-                packed.append(Entry("lost", time.time(), data={"entries": lost}).pack())
-            if packed:
-                self._block(packed)
+            try:
+                packed = [it for one in taken for record in one.make() if (it := self._ready(record)) is not None]
+                if lost:
+                    packed.append(Entry("lost", time.time(), data={"entries": lost}).pack())
+                if packed:
+                    self._block(packed)
+            except OSError:
+                raise
+            except Exception:  # whatever it is, it would come again with the same entries
+                log.exception("journal %s: entries are lost", self.folder)
+                self._abandon()
+                more = sum(one.entries for one in taken)
+                self.lost, lost = self.lost + more, lost - more
             with self._state:
-                for _ in taken:
-                    self._waiting_bytes -= self._waiting.popleft()[1]
+                self._waiting_bytes -= nbytes
                 self._lost_untold -= lost
+                for _ in taken:
+                    self._waiting.popleft()
 
-    def _pack(self, entry: Entry) -> dict[str, Any] | None:
+    def _ready(self, record: Record) -> Record | None:
+        """The record as it is written: encoded, and as `redact` wants it."""
         try:
-            shown = entry if self._redact is None else self._redact(entry)
+            message = record.get("m")
+            if message is not None and not isinstance(message, bytes):
+                record["m"] = encode(message)
+            if self._redact is None:
+                return record
+            shown = self._redact(Entry.unpack(record))
             return None if shown is None else shown.pack()
         except Exception as error:  # of the user's function, or a message that cannot be encoded
             log.warning("journal %s: an entry is written without its content: %r", self.folder, error)
-            bare = Entry(entry.event, entry.at, entry.job_id, entry.client_id, entry.group_id, entry.sample,
-                         entry.attempt, entry.versions)  # fmt: skip
-            return bare.pack()
+            return {name: value for name, value in record.items() if name not in ("m", "d")}
 
-    def _block(self, packed: list[dict[str, Any]]) -> None:
+    def _block(self, packed: list[Record]) -> None:
         if self._segment is not None and self._segment.blocks and self._is_full(self._segment):
             self._end_segment()
         if self._segment is None:
@@ -257,12 +306,16 @@ class Journal:
             total -= about.st_size
 
 
-def _size(entry: Entry) -> int:
-    """Bytes of an entry's content, about."""
-    if isinstance(entry.content, bytes):
-        return len(entry.content)
-    arrays = (getattr(entry.content, name, None) for name in ("token_ids", "logprobs", "prompt_ids"))
-    return 100 * len(entry.data) + sum(int(getattr(array, "nbytes", 0)) for array in arrays)
+def _size(content: Any) -> int:
+    """Bytes of a message, about."""
+    if isinstance(content, bytes):
+        return len(content)
+    arrays = (getattr(content, name, None) for name in ("token_ids", "logprobs", "prompt_ids"))
+    return sum(int(getattr(array, "nbytes", 0)) for array in arrays)
+
+
+def _size_of_data(data: dict[str, Any] | None) -> int:
+    return len(msgpack.packb(data)) if data else 0
 
 
 def _about(path: Path) -> os.stat_result | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...messages.journal import Entry
 from ...messages.model import GenerateJob, RolloutResult
-from .lines import as_data, clock, noted, prompt_of
+from .lines import as_data, clock, content_of, noted, prompt_of
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Life:
             lines.append("  accepted before the journal began")
         else:
             lines.append(f"  {clock(self.accepted.at)}  accepted from {self.accepted.client_id}")
-            lines += _of_job(self.accepted.message)
+            lines += _of_job(content_of(self.accepted))
         for sample, entry in sorted(self.results.items()):
             lines += _of_result(entry)
             lines += [_of_note(note) for note in self.notes.get(sample, ())]
@@ -77,7 +77,7 @@ def _of_job(message: Any) -> list[str]:
 
 
 def _of_result(entry: Entry) -> list[str]:
-    result = entry.message
+    result = content_of(entry)
     if not isinstance(result, RolloutResult):
         return [f"  {clock(entry.at)}  sample {entry.sample}: a result without its content"]
     took = result.timings

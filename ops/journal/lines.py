@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
+from ...messages.errors import MessageError
 from ...messages.journal import Entry
-from ...messages.model import GenerateJob, RolloutResult
+from ...messages.model import GenerateJob, Message, RolloutResult
 
 LONGEST = 60
 """Characters of a value in a line."""
@@ -27,8 +28,18 @@ def as_line(entry: Entry) -> str:
     return f"{clock(entry.at)}  {entry.event:12} {entry.job_id}{sample}  {_told(entry)}".rstrip()
 
 
+def content_of(entry: Entry) -> Message | MessageError | None:
+    """The entry's message; the error if it is damaged, or written by a newer major version."""
+    try:
+        return entry.message
+    except MessageError as error:
+        return error
+
+
 def _told(entry: Entry) -> str:
-    message = entry.message
+    message = content_of(entry)
+    if isinstance(message, MessageError):
+        return f"its content cannot be read: {message}"
     if isinstance(message, RolloutResult):
         versions = ", ".join(f"{tokens} of version {version}" for version, tokens in message.segments)
         return f"{len(message.token_ids)} tokens ({versions}), {message.finish_reason}, attempt {message.attempt}"
@@ -56,7 +67,9 @@ def as_data(entry: Entry) -> dict[str, Any]:
     told |= {name: value for name in names if (value := getattr(entry, name)) not in ("", -1)}
     if entry.versions:
         told["versions"] = list(entry.versions)
-    if (message := entry.message) is not None:
+    if isinstance(message := content_of(entry), MessageError):
+        told["unreadable"] = str(message)
+    elif message is not None:
         told["message"] = _plain(message)
     return told | ({"data": _plain(dict(entry.data))} if entry.data else {})
 

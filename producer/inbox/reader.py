@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from ...messages.broker import Broker, Receipt, Reply
+from ...messages.broker import Broker, Frames, Receipt, Reply
 from ...messages.codec import Job, Result
 from ...messages.errors import ClientReplaced, RolloutMQError, WaitTimeout, WrongLoop, WrongProcess
+from ...messages.journal import Journal
 from ...messages.model import JobFailure
 from .handover import Crossing, HandOut
 from .inbox import place_of
@@ -58,10 +59,10 @@ class ReplyReader:
         inbox: Inboxes,
         before_ack: Callable[[bool], bool] | None = None,
         *,
-        arrived: Callable[[Result | JobFailure], None] = lambda _: None,
+        journal: Journal | None = None,
     ) -> None:
-        """arrived(outcome): called for each outcome that is read for the first time."""
-        self._before_ack, self._arrived = before_ack, arrived
+        """journal: gets each outcome when it is read for the first time, and when it has left the stream."""
+        self._before_ack, self._journal = before_ack, journal
         self._broker, self._blocking, self._client_id, self._inbox = broker, blocking, client_id, inbox
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -70,6 +71,7 @@ class ReplyReader:
         """How many calls wait in `until`."""
         self._task: asyncio.Task[None] | None = None
         self._acks: list[Receipt] = []
+        self._consumed: list[Result | JobFailure] = []  # what they acknowledge, for the journal
         self._crossing: list[tuple[Crossing, HandOut]] = []
         self._flushing: asyncio.Task[None] | None = None
         self._ack_timer: asyncio.TimerHandle | None = None
@@ -95,8 +97,10 @@ class ReplyReader:
         self._owner = await self._broker.own_replies(self._client_id)
         open_jobs = await self._broker.open_jobs(self._client_id)
         known = await self._broker.submitted(open_jobs)
-        while replies := await self._broker.read_replies(self._client_id, self._last, count=self._count):
-            self._take_in(replies)
+        frames = self._frames()
+        while replies := await self._broker.read_replies(self._client_id, self._last, count=self._count, frames=frames):
+            self._take_in(replies, frames)
+            frames = self._frames()
         # In this order: a job that had ended when `open_jobs` was asked has all its outcomes on the stream by now.
         self._inbox.recover(open_jobs, known)
         self.check_open()
@@ -178,6 +182,8 @@ class ReplyReader:
         for reply in replies:
             self._acks.append(Receipt(reply.entry_id, reply.nbytes))
             self._acks += self._held.pop(place_of(reply), ())
+        if self._journal is not None:
+            self._consumed += [reply.outcome for reply in replies]
         if len(self._acks) >= READ_COUNT:
             self._flush_now()
         else:
@@ -201,6 +207,7 @@ class ReplyReader:
         try:
             while True:
                 await self._flush_acks()
+                frames = self._frames()
                 try:
                     replies = await self._broker.read_replies(
                         self._client_id,
@@ -209,11 +216,12 @@ class ReplyReader:
                         block_ms=self._block_ms,
                         redis=self._blocking,
                         owner=self._owner,
+                        frames=frames,
                     )
                     self._block_ms = FIRST_BLOCK_MS if replies else min(2 * self._block_ms, LONGEST_BLOCK_MS)
                     self._at_the_end = self._at_the_end or len(replies) < self._count
                     if replies:
-                        self._take_in(replies)
+                        self._take_in(replies, frames)
                         self.wake()
                     # Seldom while results keep coming: one of many jobs may have been lost.
                     late = time.monotonic() - self._looked_at >= LONGEST_BLOCK_MS / 1000
@@ -291,6 +299,8 @@ class ReplyReader:
         for job_id in over & self._over if self._at_the_end else ():
             failure = JobFailure(job_id=job_id, group_id=waiting[job_id], outcome="dead", cause=LOST)
             if self._inbox.put(Reply(NO_ENTRY, failure, last=True)):
+                if self._journal is not None:
+                    self._journal.outcome(failure, self._client_id)
                 self.wake()
         self._over = over
         unread = (newest and newest not in self._unacked) or count > len(self._unacked)
@@ -298,20 +308,27 @@ class ReplyReader:
             self._last = "0"  # some entries have ids below those that were read: read all of them
             self._at_the_end, self._block_ms = False, FIRST_BLOCK_MS
 
-    def _take_in(self, replies: list[Reply]) -> None:
+    def _frames(self) -> Frames | None:
+        return None if self._journal is None else []
+
+    def _take_in(self, replies: list[Reply], frames: Frames | None) -> None:
         self._last = replies[-1].entry_id
         mean = sum(reply.nbytes for reply in replies) // len(replies) + 1
         self._count = max(1, min(READ_COUNT, READ_BYTES // mean))
-        for reply in replies:
+        fresh: list[int] = []
+        for number, reply in enumerate(replies):
             if reply.entry_id in self._unacked:
                 continue
             self._unacked.add(reply.entry_id)
             place = place_of(reply)
             if self._inbox.put(reply):
                 self._held.setdefault(place, [])
-                self._arrived(reply.outcome)
+                fresh.append(number)
             else:
                 self._held.get(place, self._acks).append(Receipt(reply.entry_id, reply.nbytes))
+        if self._journal is not None and frames is not None:
+            outcomes, kept = [replies[it].outcome for it in fresh], [frames[it] for it in fresh]
+            self._journal.outcomes(outcomes, self._client_id, kept)
 
     async def _flush_acks(self) -> None:
         crossed, self._crossing = self._crossing, []
@@ -323,11 +340,14 @@ class ReplyReader:
         if not self._acks or (self._before_ack is not None and not self._before_ack(self._closed)):
             return
         acks, self._acks = self._acks, []
+        consumed, self._consumed = self._consumed, []
         try:
             await self._broker.ack(self._client_id, acks, self._owner)
         except BaseException as error:  # also when cancelled: they are still to be sent
-            self._acks = acks + self._acks
+            self._acks, self._consumed = acks + self._acks, consumed + self._consumed
             if not isinstance(error, RedisError | OSError):
                 raise
         else:
             self._unacked.difference_update(reply.entry_id for reply in acks)
+            if self._journal is not None:
+                self._journal.consumed(consumed, self._client_id)

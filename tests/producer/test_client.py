@@ -164,7 +164,7 @@ async def test_a_loop_ends_when_what_it_waits_for_is_refused(
 ) -> None:
     submitting, refuse = asyncio.Event(), asyncio.Event()
 
-    async def refused(_: object) -> list[str]:
+    async def refused(*_: object, **__: object) -> list[str]:
         submitting.set()
         await refuse.wait()
         raise PoolBusy("full", [])

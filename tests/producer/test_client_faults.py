@@ -51,7 +51,7 @@ async def test_a_submission_that_fails_after_its_results_arrived(
     really = client.broker.enqueue
     pair, single, lost = [tokens(group_id="g", n=2) for _ in range(2)], tokens(), tokens()
 
-    async def half(jobs: Sequence[GenerateJob]) -> list[str]:
+    async def half(jobs: Sequence[GenerateJob], **_: object) -> list[str]:
         await really(jobs[:-1])
         await eventually(lambda: len(client._core.inbox) == 5)
         raise ConnectionError("gone")
@@ -163,7 +163,7 @@ async def test_pool_busy_counts_over_the_callers_list(redis_db: str, broker: Bro
         twice, refused = tokens(), tokens()
         really = second.broker.enqueue
 
-        async def one_by_one(jobs: Sequence[GenerateJob]) -> list[str]:
+        async def one_by_one(jobs: Sequence[GenerateJob], **_: object) -> list[str]:
             for count, one in enumerate(jobs):
                 try:
                     await really([one])

@@ -11,33 +11,21 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
+import torch
 import zstandard
+from support.journals import Problems, segments
 from support.specimens.messages import job, result
 
-from rolloutmq.messages import ConfigError, InvalidField, JobFailure, RolloutResult, encode
+from rolloutmq.messages import (
+    ConfigError,
+    InvalidField,
+    JobFailure,
+    RolloutResult,
+    encode,
+    new_id,
+)
 from rolloutmq.messages.journal import SUFFIX, Entry, Journal, read, segment
 from rolloutmq.messages.journal.segment import SegmentReader
-
-
-def segments(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"*{SUFFIX}"))
-
-
-class Problems(list[str]):
-    """As `on_problem`."""
-
-    __call__ = list.append
-
-
-@pytest.fixture
-def problems() -> Problems:
-    return Problems()
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    with Journal(tmp_path / "journal") as made:
-        yield made
 
 
 def test_a_run_comes_back_whole(journal: Journal, problems: Problems) -> None:
@@ -111,6 +99,33 @@ def test_a_job_is_found_without_reading_the_rest(tmp_path: Path, monkeypatch: py
     assert len(frames) == 2  # the header and the block
 
 
+def test_jobs_with_any_id_are_found(tmp_path: Path) -> None:
+    """Ids as `new_id` makes them have their own second half as hash, and may stand in a block with others."""
+    ids = [new_id(), "mine", new_id().upper(), "x" * 32, " ".join(["ab"] * 11), "é" * 16]
+    for several in (ids, ids[:1]):
+        with Journal(tmp_path) as journal:
+            for one in several:
+                journal.note(one, of=one)
+    for one in ids:
+        assert {entry.data["of"] for entry in read(tmp_path, job=one)} == {one}
+
+
+def test_arrays_of_a_note_come_back(journal: Journal) -> None:
+    mask, gaps = np.array([1, 0, 1], np.uint8), np.linspace(0, 1, 32_768)
+    journal.note("of", mask=mask, gaps=gaps, deep=gaps.reshape(2, -1), torch=torch.ones(2), one=np.float64(0.5))
+    mask[0] = 9
+    journal.flush(30)
+    (entry,) = read(journal.folder)
+    told = entry.data
+    assert (told["mask"].tolist(), told["mask"].dtype, told["one"]) == ([1, 0, 1], np.uint8, 0.5)
+    np.testing.assert_array_equal(told["gaps"], gaps.astype(np.float32))
+    assert (told["gaps"].dtype, told["deep"].shape, told["torch"].tolist()) == (np.float32, (2, 16_384), [1.0, 1.0])
+    assert Entry.unpack(entry.pack()).data["mask"].tolist() == [1, 0, 1]
+    for bad in (np.array(["a"]), torch.ones(1, requires_grad=True)):
+        with pytest.raises(InvalidField):
+            journal.note("of", bad=bad)
+
+
 def test_any_zstd_reads_it(journal: Journal) -> None:
     journal.job(job())
     journal.close()
@@ -126,127 +141,6 @@ def _values(plain: bytes) -> Iterator[object]:
     unpacker = msgpack.Unpacker()
     unpacker.feed(plain)
     yield from unpacker
-
-
-# --- damage -----------------------------------------------------------------------------------------------------------
-
-
-def written(folder: Path, count: int = 5) -> list[str]:
-    """Ids of jobs in blocks of their own, in one segment."""
-    jobs = [job() for _ in range(count)]
-    with Journal(folder) as journal:
-        for one in jobs:
-            journal.job(one)
-            journal.flush(30)
-    return [one.id for one in jobs]
-
-
-@pytest.mark.parametrize("complete", [True, False])
-def test_every_end_leaves_what_is_before_it(tmp_path: Path, complete: bool) -> None:
-    """Cut off at each byte: what is read is a beginning of what was written, and nothing else."""
-    ids = written(tmp_path / "whole", 3)
-    (path,) = segments(tmp_path / "whole")
-    data = path.read_bytes()
-    with path.open("rb") as file:
-        index = segment.Index.read(file)
-    assert index is not None
-    end = len(data) if complete else int(index.offsets[-1]) + 10
-    (tmp_path / "torn").mkdir()
-    torn = tmp_path / "torn" / path.name
-    for size in range(0, end, 1 if not complete else 7):
-        torn.write_bytes(data[:size])
-        problems = Problems()
-        found = [entry.job_id for entry in read(tmp_path / "torn", on_problem=problems)]
-        whole = sum(size >= place for place in (*map(int, index.offsets[1:]), _after_blocks(data)))
-        assert found == ids[:whole]
-        at_an_end = size in {*map(int, index.offsets), _after_blocks(data)}
-        assert (problems == []) == (at_an_end or size > _after_blocks(data) + 3), (size, problems)
-
-
-def _after_blocks(data: bytes) -> int:
-    return data.rindex((0x184D2A5A).to_bytes(4, "little"))
-
-
-def test_a_damaged_block_costs_what_is_in_it(tmp_path: Path, problems: Problems) -> None:
-    ids = written(tmp_path)
-    (path,) = segments(tmp_path)
-    data = bytearray(path.read_bytes())
-    with path.open("rb") as file:
-        index = segment.Index.read(file)
-    assert index is not None
-    data[int(index.offsets[3]) - 1] ^= 0xFF  # the checksum of block 2
-    path.write_bytes(data)
-    assert [entry.job_id for entry in read(tmp_path, on_problem=problems)] == ids[:2] + ids[3:]
-    (told,) = problems
-    assert path.name in told
-    assert "damaged" in told
-
-
-def test_strange_files_and_missing_segments_are_told(tmp_path: Path, problems: Problems) -> None:
-    with Journal(tmp_path, segment_bytes=10) as journal:
-        for _ in range(4):
-            journal.job(job())
-            journal.flush(30)
-    first = segments(tmp_path)[0]
-    first.unlink()  # retention does that
-    assert len(list(read(tmp_path, on_problem=problems))) == 3
-    assert problems == []
-    segments(tmp_path)[1].unlink()
-    (tmp_path / f"notes{SUFFIX}").write_text("of mine")
-    (tmp_path / f"0-x-0{SUFFIX}").write_text("garbage")
-    (tmp_path / f"1-y-0{SUFFIX}").write_bytes(zstandard.compress(msgpack.packb({"format": "another"})))
-    (tmp_path / f"2-z-0{SUFFIX}").write_bytes(b"")
-    assert len(list(read(tmp_path, on_problem=problems))) == 2
-    assert len(problems) == 6
-    assert any("segments are missing: 2" in told for told in problems)
-
-
-def test_versions_of_the_format(tmp_path: Path, problems: Problems) -> None:
-    """A newer minor version is read as far as it is known, another major one is left out; both are told."""
-    entry = Entry("note", 1.0, "known", data={"reward": 1}).pack()
-    for minor, major in ((7, 1), (0, 2)):
-        header = {"format": "rolloutmq-journal", "major": major, "minor": minor, "writer": "w", "number": 0, "at": 1.0}
-        unknown = {"e": "smell", "t": 1.0}
-        blocks = [header, [entry | {"new": 3}, unknown]]
-        (tmp_path / f"1-w{major}-0{SUFFIX}").write_bytes(
-            b"".join(zstandard.compress(msgpack.packb(it)) for it in blocks)
-        )
-    (found,) = read(tmp_path, on_problem=problems)
-    assert (found.job_id, found.data) == ("known", {"reward": 1})
-    assert sorted("minor" in told or "2.0" in told or "smell" in told for told in problems) == [True] * 3
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        5,
-        {},
-        [5],
-        [{"e": "job"}],
-        [{"e": "job", "t": "late"}],
-        [{"e": 7, "t": 1.0}],
-        [{"e": "note", "t": 1.0, "j": b"\xff"}],
-        [{"e": "note", "t": 1.0, "v": ["one"]}],
-        [{"e": "note", "t": 1.0, "m": "text"}],
-        [{"e": "note", "t": 1.0, "d": []}],
-        [{"e": "note", "t": 1.0, "s": True}],
-    ],
-)
-def test_nothing_in_a_block_stops_the_reader(tmp_path: Path, problems: Problems, block: object) -> None:
-    header = {"format": "rolloutmq-journal", "major": 1, "minor": 0, "writer": "w", "number": 0, "at": 1.0}
-    good = [Entry("note", 2.0, "good").pack()]
-    frames = (zstandard.compress(msgpack.packb(it)) for it in (header, block, good))
-    (tmp_path / f"1-w-0{SUFFIX}").write_bytes(b"".join(frames))
-    assert [entry.job_id for entry in read(tmp_path, on_problem=problems)] == ["good"]
-    assert len(problems) == 1
-
-
-def test_a_bomb_is_not_unpacked(tmp_path: Path, problems: Problems) -> None:
-    header = {"format": "rolloutmq-journal", "major": 1, "minor": 0, "writer": "w", "number": 0, "at": 1.0}
-    bomb = zstandard.compress(bytes(segment.MAX_BLOCK + 1))
-    (tmp_path / f"1-w-0{SUFFIX}").write_bytes(zstandard.compress(msgpack.packb(header)) + bomb)
-    assert list(read(tmp_path, on_problem=problems)) == []
-    assert "bytes" in problems[0]
 
 
 # --- the disk ---------------------------------------------------------------------------------------------------------

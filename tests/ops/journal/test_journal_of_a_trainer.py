@@ -13,7 +13,7 @@ from support.specimens.messages import SHORT
 from typer.testing import CliRunner
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, RolloutClient, Staleness
-from rolloutmq.messages import Broker, ConfigError
+from rolloutmq.messages import Broker, ConfigError, encode
 from rolloutmq.messages.journal import Journal, read
 from rolloutmq.ops.cli.main import app
 
@@ -44,7 +44,9 @@ async def train(url: str, journal: Path) -> None:
 async def test_a_trainers_run_is_in_its_journal(redis_db: str, tmp_path: Path) -> None:
     await train(redis_db, tmp_path)
     entries = list(read(tmp_path))
-    assert [entry.event for entry in entries] == ["job"] * 2 + ["result"] * 4 + ["note"] * 4
+    assert [entry.event for entry in entries] == ["job"] * 2 + ["result"] * 4 + ["note"] * 4 + ["consumed"] * 4
+    told = [{(it.job_id, it.sample) for it in entries if it.event == event} for event in ("result", "consumed")]
+    assert told[0] == told[1]
     (kept,) = {entry.job_id for entry in entries if entry.data.get("trained") == 7}
     (gone,) = {entry.job_id for entry in entries if entry.data.get("dropped") == "filtered"}
     assert {entry.job_id for entry in entries[:2]} == {kept, gone}
@@ -77,7 +79,7 @@ async def test_entries_are_listed(redis_db: str, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in shown.splitlines()]
     assert (code, said, [line["event"] for line in lines]) == (0, "", ["result"] * 3)
     code, shown, _ = run("journal", tmp_path)
-    assert len(shown.splitlines()) == 10
+    assert len(shown.splitlines()) == 14
     assert run("journal", tmp_path, "--event", "smell")[0] == 2
     tear(tmp_path)
     code, shown, said = run("journal", tmp_path)
@@ -91,6 +93,19 @@ def test_json_is_json(tmp_path: Path) -> None:
     assert json.loads(shown, parse_constant=pytest.fail)["data"] == {"reward": None, "mask": [1.5, None]}
 
 
+def test_content_of_a_newer_release_is_left_out_of_its_line(tmp_path: Path) -> None:
+    newer, older = (GenerateJob(token_ids=[1], reply_to="me") for _ in range(2))
+    with Journal(tmp_path) as journal:
+        journal.job(newer, b"\x02" + encode(newer)[1:])
+        journal.job(older)
+    code, shown, _ = run("journal", tmp_path)
+    assert code == 0
+    assert [(newer.id in line, "upgrade" in line) for line in shown.splitlines()] == [(True, True), (False, False)]
+    _, shown, _ = run("journal", tmp_path, "--json")
+    assert ["unreadable" in json.loads(line) for line in shown.splitlines()] == [True, False]
+    assert run("job", newer.id, "--journal", tmp_path)[0] == 0
+
+
 async def test_what_the_pool_refused_is_not_in_it_and_failures_are(
     redis_db: str, broker: Broker, tmp_path: Path
 ) -> None:
@@ -100,8 +115,7 @@ async def test_what_the_pool_refused_is_not_in_it_and_failures_are(
         await client.cancel([handle])
         await client.ending(handle, timeout=30)
     events = [(entry.event, entry.data.get("outcome")) for entry in read(tmp_path)]
-    assert events[0] == ("job", None)
-    assert events[-1] == ("failure", "cancelled")
+    assert events == [("job", None), ("job", None), ("failure", "cancelled"), ("consumed", None)]
 
 
 async def test_a_journal_of_ones_own_stays_open(redis_db: str, tmp_path: Path) -> None:
@@ -110,7 +124,7 @@ async def test_a_journal_of_ones_own_stays_open(redis_db: str, tmp_path: Path) -
             await client.generate([[1, 2]], SHORT, timeout=30)
         journal.note("of", mine=1)
         assert journal.flush(30)
-        assert [entry.event for entry in read(tmp_path)] == ["job", "result", "note"]
+        assert [entry.event for entry in read(tmp_path)] == ["job", "result", "consumed", "note"]
 
 
 def test_without_zstandard_it_is_said(redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
