@@ -1,0 +1,224 @@
+"""The train–inference check: recorded log-probabilities against those of a plain forward pass of the same weights."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ....messages.errors import InvalidField, RolloutMQError
+from ....messages.model import GRAMMARS, GenerateJob
+from .. import Limits, Recorded, Verdict, compared, unverified
+
+if TYPE_CHECKING:
+    from .forward import Ask, Forward
+
+PathOf = Callable[[int], Path]
+"""Where a version's checkpoint is. Raises a RolloutMQError that says why it is nowhere."""
+BATCH_TOKENS = 8192
+"""Of a forward pass, padding included. A longer sample goes through alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Gaps that rounding explains.
+
+    exact: the largest gap of a token, where engine and forward pass both compute in float32. mean: the largest mean
+    absolute gap, of a sample or of a group of tokens, where one of them does not: single tokens may then be far off.
+    """
+
+    exact: float = 1e-4
+    mean: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("exact", "mean"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InvalidField(name, getattr(self, name), "a number above 0")
+
+
+def is_exact(one: Recorded, dtype: str) -> bool:
+    """Whether both sides computed in float32, as far as the result says."""
+    return dtype == "float32" and one.result.fingerprint.get("dtype") == "float32"
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Tokens `start` to `end` of a sample, of one version, whose KV cache is either computed anew or continued."""
+
+    sample: int
+    start: int
+    end: int
+    continues: bool
+    carried: bool = False  # the next piece continues on its cache
+
+
+@dataclass(slots=True)
+class _Scored:
+    """What is known of a sample so far."""
+
+    recorded: Recorded
+    logprobs: npt.NDArray[np.float32]
+    done: npt.NDArray[np.bool_]
+    reasons: list[str] = field(default_factory=list)
+    cache: Any = None
+
+
+def score(
+    samples: Iterable[Recorded],
+    weights: PathOf,
+    base: Path,
+    *,
+    tolerance: Tolerance = Tolerance(),  # immutable
+    dtype: str = "float32",
+    device: str = "cpu",
+    adapters: Mapping[str, Path] | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+) -> list[Verdict]:
+    """Recompute the log-probability of every recorded token, under the version that sampled it; in the samples' order.
+
+    Each version is loaded once, the oldest first, and one at a time. A token whose weights were switched in place is
+    computed on the KV of the versions that the engine had.
+
+    weights: where each version is. base: the model's folder. dtype, device: of the forward pass. adapters: name of a
+    LoRA adapter -> a folder of peft's. The folder has to be of the adapter's version that sampled.
+    A sample that cannot be recomputed exactly is unverified and says why. Raises InvalidField, ConfigError.
+    """
+    scored, verdicts = [], {}
+    for number, one in enumerate(samples):
+        tokens = len(one.result.token_ids)
+        scored.append(_Scored(one, np.full(tokens, np.nan, np.float32), np.zeros(tokens, np.bool_)))
+        if why := why_not(one, adapters or {}):
+            verdicts[number] = unverified(one, *why)
+    todo: dict[tuple[int, str], list[_Piece]] = {}
+    for number, sample in enumerate(scored):
+        if number not in verdicts:
+            for version, piece in _pieces(number, sample):
+                todo.setdefault((version, sample.recorded.result.adapter or ""), []).append(piece)
+    for version in sorted({version for version, _ in todo}):
+        of_version = {name: pieces for (number, name), pieces in todo.items() if number == version}
+        try:
+            from .forward import Forward  # noqa: PLC0415  # torch
+
+            forward = Forward(weights(version), base, dtype, device)
+        except InvalidField:
+            raise
+        except RolloutMQError as error:
+            for number in {piece.sample for pieces in of_version.values() for piece in pieces}:
+                scored[number].reasons.append(f"version {version}: {error}")
+            continue
+        for name, pieces in of_version.items():
+            with forward.adapted((adapters or {})[name]) if name else nullcontext():
+                _score(forward, pieces, scored, batch_tokens)
+        del forward
+    return [verdicts.get(number) or _verdict(sample, tolerance, dtype) for number, sample in enumerate(scored)]
+
+
+def why_not(one: Recorded, adapters: Mapping[str, Path]) -> list[str]:
+    """Why a sample cannot be scored at all; empty if it can."""
+    result, job = one.result, one.job
+    why = []
+    if result.logprobs is None:
+        why.append("it has no log-probabilities: its job did not ask for them")
+    if one.prompt_ids is None:
+        why.append("its prompt is not in the journal")
+    if job is None:
+        return [*why, "its job is not in the journal, so nobody knows what changed its logits"]
+    if result.adapter is not None and result.adapter not in adapters:
+        why.append(f"it is of the LoRA adapter {result.adapter!r}, whose folder was not given")
+    if len({version for version, _ in result.adapter_segments or ()}) > 1:
+        why.append("several versions of its LoRA adapter sampled it")
+    return why + [f"{name} changes its logits" for name in _not_recomputed(job)]
+
+
+def _not_recomputed(job: GenerateJob) -> list[str]:
+    """What a job has that changes log-probabilities and is not applied here."""
+    found = [f"sampling.{name}" for name in GRAMMARS if getattr(job.sampling, name) is not None]
+    found += ["sampling.min_new_tokens"] if job.sampling.min_new_tokens else []
+    found += ["a logit processor"] if job.logit_processors else []
+    return found + (["media"] if job.media else [])
+
+
+def _pieces(number: int, sample: _Scored) -> Iterator[tuple[int, _Piece]]:
+    """A sample's tokens by version and KV cache, without those that the journal says too little about."""
+    result = sample.recorded.result
+    legs, in_place = set(result.legs), set(result.in_place)
+    before: _Piece | None = None
+    unclear = False
+    for span in sample.recorded.spans():
+        inside = (token for token in sorted(legs | in_place) if span.start < token < span.end)
+        cuts = [span.start, *inside, span.end]
+        for start, end in itertools.pairwise(cuts):
+            switched, anew = start in in_place, start in legs or start == 0
+            if switched is anew or (switched and start > span.start):
+                sample.reasons.append(f"nothing says which KV cache token {start} was sampled on")
+                unclear = True
+            unclear = unclear and (switched or not anew)
+            if unclear:
+                before = None
+                continue
+            piece = _Piece(number, start, end, continues=switched)
+            if before is not None:
+                before.carried = switched
+            before = piece
+            yield span.version, piece
+
+
+def _score(forward: Forward, pieces: list[_Piece], scored: list[_Scored], batch_tokens: int) -> None:
+    """Fill in the log-probabilities of pieces of one version."""
+    from .forward import Ask  # noqa: PLC0415
+
+    alone = [piece for piece in pieces if piece.continues or piece.carried]
+    together = [piece for piece in pieces if not (piece.continues or piece.carried)]
+
+    def ask(piece: _Piece) -> Ask:
+        one = scored[piece.sample].recorded
+        assert one.prompt_ids is not None
+        assert one.job is not None
+        cache = scored[piece.sample].cache if piece.continues else None
+        scaled = one.result.logprob_kind == "scaled"
+        return Ask(one.prompt_ids, one.result.token_ids, piece.start, piece.end, one.job, scaled, cache)
+
+    def known(piece: _Piece, logprobs: npt.NDArray[np.float32]) -> None:
+        sample = scored[piece.sample]
+        sample.logprobs[piece.start : piece.end] = logprobs
+        sample.done[piece.start : piece.end] = True
+
+    for piece in alone:
+        sample = scored[piece.sample]
+        if piece.continues and sample.cache is None:
+            continue  # the weights of the piece before it are missing, which has been said
+        logprobs, cache = forward.continued(ask(piece))
+        sample.cache = cache if piece.carried else None
+        known(piece, logprobs)
+    for batch in _batches(together, lambda piece: len(ask(piece).fed), batch_tokens):
+        for piece, logprobs in zip(batch, forward.logprobs([ask(piece) for piece in batch]), strict=True):
+            known(piece, logprobs)
+
+
+def _batches(pieces: list[_Piece], length: Callable[[_Piece], int], most: int) -> Iterator[list[_Piece]]:
+    """Pieces of about one length together, with at most so many tokens, padding included."""
+    batch: list[_Piece] = []
+    for piece in sorted(pieces, key=length):
+        if batch and (len(batch) + 1) * length(piece) > most:
+            yield batch
+            batch = []
+        batch.append(piece)
+    if batch:
+        yield batch
+
+
+def _verdict(sample: _Scored, tolerance: Tolerance, dtype: str) -> Verdict:
+    one, limit = sample.recorded, tolerance.exact
+    if not is_exact(one, dtype):
+        assert one.result.logprobs is not None
+        gaps = np.abs(sample.logprobs - one.result.logprobs)[sample.done]
+        limit = math.inf if not gaps.size or gaps.mean() <= tolerance.mean else tolerance.mean
+    tokens, missing = one.result.token_ids, sample.reasons
+    return compared(one, tokens, sample.logprobs, Limits(limit), replayed=sample.done, unproved=missing)
