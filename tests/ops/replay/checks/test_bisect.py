@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolloutmq.messages import InvalidField
-from rolloutmq.ops.replay.bisect import bisect
+from rolloutmq.ops.replay.checks import bisect
 
 VERSIONS = st.lists(st.integers(0, 10_000), min_size=2, max_size=200, unique=True).map(sorted)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...messages.errors import InvalidField
+from ....messages.errors import InvalidField
 
 Broken = Callable[[int], bool | None]
 """Whether the property is broken at a version. None if that cannot be told, for example because nothing was recorded

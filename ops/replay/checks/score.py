@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ....messages.errors import InvalidField, RolloutMQError
-from ....messages.model import GRAMMARS, GenerateJob
-from .. import Limits, Recorded, Verdict, compared, unverified
+from ....messages.errors import InvalidField, WeightSyncError
+from ....messages.model import GRAMMARS, GenerateJob, RolloutResult, cut_segments
+from .. import Limits, Recorded, Verdict, Weights, compared, unverified
 
 if TYPE_CHECKING:
     from .forward import Ask, Forward
 
-PathOf = Callable[[int], Path]
-"""Where a version's checkpoint is. Raises a RolloutMQError that says why it is nowhere."""
 BATCH_TOKENS = 8192
 """Of a forward pass, padding included. A longer sample goes through alone."""
 
@@ -48,6 +45,10 @@ def is_exact(one: Recorded, dtype: str) -> bool:
     return dtype == "float32" and one.result.fingerprint.get("dtype") == "float32"
 
 
+_Adapter = tuple[str, int] | None
+"""Name and version of a LoRA adapter."""
+
+
 @dataclass(slots=True)
 class _Piece:
     """Tokens `start` to `end` of a sample, of one version, whose KV cache is either computed anew or continued."""
@@ -72,55 +73,57 @@ class _Scored:
 
 def score(
     samples: Iterable[Recorded],
-    weights: PathOf,
-    base: Path,
+    weights: Weights,
     *,
     tolerance: Tolerance = Tolerance(),  # immutable
     dtype: str = "float32",
     device: str = "cpu",
-    adapters: Mapping[str, Path] | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> list[Verdict]:
     """Recompute the log-probability of every recorded token, under the version that sampled it; in the samples' order.
 
     Each version is loaded once, the oldest first, and one at a time. A token whose weights were switched in place is
-    computed on the KV of the versions that the engine had.
+    computed on the KV of the versions that the engine had. LoRA adapters go through peft.
 
-    weights: where each version is. base: the model's folder. dtype, device: of the forward pass. adapters: name of a
-    LoRA adapter -> a folder of peft's. The folder has to be of the adapter's version that sampled.
+    dtype, device: of the forward pass.
     A sample that cannot be recomputed exactly is unverified and says why. Raises InvalidField, ConfigError.
     """
     scored, verdicts = [], {}
     for number, one in enumerate(samples):
         tokens = len(one.result.token_ids)
         scored.append(_Scored(one, np.full(tokens, np.nan, np.float32), np.zeros(tokens, np.bool_)))
-        if why := why_not(one, adapters or {}):
+        if why := why_not(one):
             verdicts[number] = unverified(one, *why)
-    todo: dict[tuple[int, str], list[_Piece]] = {}
+    todo: dict[int, dict[_Adapter, list[_Piece]]] = {}
     for number, sample in enumerate(scored):
         if number not in verdicts:
-            for version, piece in _pieces(number, sample):
-                todo.setdefault((version, sample.recorded.result.adapter or ""), []).append(piece)
-    for version in sorted({version for version, _ in todo}):
-        of_version = {name: pieces for (number, name), pieces in todo.items() if number == version}
+            for version, adapter, piece in _pieces(number, sample):
+                todo.setdefault(version, {}).setdefault(adapter, []).append(piece)
+    for version, by_adapter in sorted(todo.items()):
         try:
             from .forward import Forward  # noqa: PLC0415  # torch
 
-            forward = Forward(weights(version), base, dtype, device)
-        except InvalidField:
-            raise
-        except RolloutMQError as error:
-            for number in {piece.sample for pieces in of_version.values() for piece in pieces}:
-                scored[number].reasons.append(f"version {version}: {error}")
+            forward = Forward(weights.path_of(version), weights.model, dtype, device)
+        except WeightSyncError as error:
+            for pieces in by_adapter.values():
+                _tell(scored, pieces, f"version {version}: {error}")
             continue
-        for name, pieces in of_version.items():
-            with forward.adapted((adapters or {})[name]) if name else nullcontext():
-                _score(forward, pieces, scored, batch_tokens)
+        for adapter, pieces in by_adapter.items():
+            try:
+                with forward.adapted(weights.adapter_path_of(*adapter)) if adapter else nullcontext():
+                    _score(forward, pieces, scored, batch_tokens)
+            except WeightSyncError as error:
+                _tell(scored, pieces, str(error))
         del forward
     return [verdicts.get(number) or _verdict(sample, tolerance, dtype) for number, sample in enumerate(scored)]
 
 
-def why_not(one: Recorded, adapters: Mapping[str, Path]) -> list[str]:
+def _tell(scored: list[_Scored], pieces: list[_Piece], why: str) -> None:
+    for number in {piece.sample for piece in pieces}:
+        scored[number].reasons.append(why)
+
+
+def why_not(one: Recorded) -> list[str]:
     """Why a sample cannot be scored at all; empty if it can."""
     result, job = one.result, one.job
     why = []
@@ -129,11 +132,7 @@ def why_not(one: Recorded, adapters: Mapping[str, Path]) -> list[str]:
     if one.prompt_ids is None:
         why.append("its prompt is not in the journal")
     if job is None:
-        return [*why, "its job is not in the journal, so nobody knows what changed its logits"]
-    if result.adapter is not None and result.adapter not in adapters:
-        why.append(f"it is of the LoRA adapter {result.adapter!r}, whose folder was not given")
-    if len({version for version, _ in result.adapter_segments or ()}) > 1:
-        why.append("several versions of its LoRA adapter sampled it")
+        return [*why, f"{one.problem or 'its job is not in the journal'}: nobody knows what changed its logits"]
     return why + [f"{name} changes its logits" for name in _not_recomputed(job)]
 
 
@@ -145,8 +144,8 @@ def _not_recomputed(job: GenerateJob) -> list[str]:
     return found + (["media"] if job.media else [])
 
 
-def _pieces(number: int, sample: _Scored) -> Iterator[tuple[int, _Piece]]:
-    """A sample's tokens by version and KV cache, without those that the journal says too little about."""
+def _pieces(number: int, sample: _Scored) -> Iterator[tuple[int, _Adapter, _Piece]]:
+    """A sample's tokens by version, adapter and KV cache, without those that the journal says too little about."""
     result = sample.recorded.result
     legs, in_place = set(result.legs), set(result.in_place)
     before: _Piece | None = None
@@ -167,7 +166,15 @@ def _pieces(number: int, sample: _Scored) -> Iterator[tuple[int, _Piece]]:
             if before is not None:
                 before.carried = switched
             before = piece
-            yield span.version, piece
+            yield span.version, _adapter_of(result, start), piece
+
+
+def _adapter_of(result: RolloutResult, token: int) -> _Adapter:
+    """The adapter changes its version only where a leg begins, so one token speaks for its piece."""
+    if result.adapter is None:
+        return None
+    segments = cut_segments(result.adapter_segments or (), token, token + 1)
+    return result.adapter, segments[0].version if segments else result.adapter_version or 0
 
 
 def _score(forward: Forward, pieces: list[_Piece], scored: list[_Scored], batch_tokens: int) -> None:

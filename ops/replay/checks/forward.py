@@ -48,20 +48,19 @@ class Ask:
 class Forward:
     """A version's weights in transformers.
 
-    path: the version's folder of safetensors. base: a model's folder, whose configuration is taken if `path` has none.
+    path: the version's folder of safetensors. base: folder or hub name of the base model, whose configuration is taken
+    if `path` has none.
     dtype: a torch dtype's name. device: as torch names it.
     Raises InvalidField for a dtype that torch lacks, and WeightSyncError if transformers cannot load the folder, or
     tensors of the model are missing in it.
     """
 
-    def __init__(self, path: Path, base: Path, dtype: str = "float32", device: str = "cpu") -> None:
+    def __init__(self, path: Path, base: str, dtype: str = "float32", device: str = "cpu") -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig  # noqa: PLC0415
 
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype):
             raise InvalidField("dtype", dtype, "a torch dtype such as float32 or bfloat16")
-        if not path.is_dir():  # else transformers would look for a model of that name on the network
-            raise WeightSyncError(f"{path} is no folder")
         try:
             config = AutoConfig.from_pretrained(path if (path / "config.json").exists() else base)
             model, told = AutoModelForCausalLM.from_pretrained(

@@ -10,7 +10,7 @@ import pytest
 
 from rolloutmq.messages import RolloutResult, Segment
 from rolloutmq.ops.replay import Limits, Recorded, Verdict, compared, unverified
-from rolloutmq.ops.replay.scoring import Tolerance, gaps_of
+from rolloutmq.ops.replay.checks import Tolerance, gaps_of
 
 TOKENS = 8
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rolloutmq.messages import GenerateJob, LogitProcessor, RolloutResult, SamplingParams, Segment
-from rolloutmq.messages.errors import WeightSyncError
-from rolloutmq.ops.replay import Recorded, Verdict
-from rolloutmq.ops.replay.scoring import Tolerance, gaps_of, score
+from rolloutmq.ops.replay import Recorded, Settings, Verdict, Weights
+from rolloutmq.ops.replay.checks import Tolerance, gaps_of, score
+from rolloutmq.sync.disk import folder_name
 
 VERSIONS = (0, 1, 2)
 
@@ -22,14 +22,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[
     import torch  # noqa: PLC0415
     from transformers import Qwen2ForCausalLM  # noqa: PLC0415
 
-    found = {0: tiny_model}
+    found, snapshots = {0: tiny_model}, tmp_path_factory.mktemp("weights")
     for version in VERSIONS[1:]:
         torch.manual_seed(version)
         model = Qwen2ForCausalLM.from_pretrained(tiny_model, dtype="float32")
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.3 * parameter.std().nan_to_num(1.0) * torch.randn_like(parameter))
-        found[version] = tmp_path_factory.mktemp("weights") / f"v{version}"
+        found[version] = snapshots / folder_name(version)
         model.save_pretrained(found[version])
         for name in ("config.json", "generation_config.json"):
             (found[version] / name).unlink()
@@ -94,13 +94,11 @@ def sampled(
     return Recorded(result, job, 1.0)
 
 
-def scored(samples: list[Recorded], folders: dict[int, Path], **more: Any) -> list[Verdict]:
-    def path_of(version: int) -> Path:
-        if version not in folders:
-            raise WeightSyncError("it is not on disk")
-        return folders[version]
-
-    return score(samples, path_of, folders[0], **more)
+def scored(
+    samples: list[Recorded], folders: dict[int, Path], adapters: Path | None = None, **more: Any
+) -> list[Verdict]:
+    settings = Settings(snapshots=folders[1].parent, adapters=adapters)
+    return score(samples, Weights(str(folders[0]), settings), **more)
 
 
 def states(verdicts: list[Verdict]) -> list[str]:
@@ -121,7 +119,7 @@ def test_every_token_is_computed_with_the_weights_and_the_cache_it_was_sampled_o
     assert max(verdict.largest_gap for verdict in verdicts) < 1e-5
     assert [verdict.recorded for verdict in verdicts] == samples
     # However much goes through at once.
-    from rolloutmq.ops.replay.scoring import forward  # noqa: PLC0415
+    from rolloutmq.ops.replay.checks import forward  # noqa: PLC0415
 
     monkeypatch.setattr(forward, "LOGITS_BYTES", 4 * 512 * 3)
     assert states(scored(samples, folders, batch_tokens=30)) == ["same"] * len(samples)
@@ -152,8 +150,8 @@ def test_what_cannot_be_computed_is_unverified_and_says_why(folders: dict[int, P
         "sampling.regex": sampled(models, 21, (0, 4), sampling=SamplingParams(regex="a+")),
         "sampling.min_new_tokens": sampled(models, 22, (0, 4), sampling=SamplingParams(min_new_tokens=2)),
         "logit processor": sampled(models, 23, (0, 4), job={"logit_processors": (LogitProcessor(name="x"),)}),
-        "LoRA adapter 'a'": sampled(models, 24, (0, 4), adapter="a", adapter_version=1),
-        "version 9: it is not on disk": Recorded(
+        "no folder of adapters was given": sampled(models, 24, (0, 4), adapter="a", adapter_version=1),
+        "version 9: there is no snapshot": Recorded(
             plain.result.model_copy(update={"segments": (Segment(0, 4), Segment(9, 4))}), plain.job, 1.0
         ),
         "which KV cache token 4": Recorded(plain.result.model_copy(update={"legs": ()}), plain.job, 1.0),
@@ -176,8 +174,10 @@ def test_a_folder_without_all_tensors_is_no_version(
 
     tensors = load_file(folders[1] / "model.safetensors")
     del tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    (verdict,) = scored([sampled(models, 30, (1, 3))], folders | {1: tmp_path})
+    folder = tmp_path / folder_name(1)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (verdict,) = scored([sampled(models, 30, (1, 3))], folders | {1: folder})
     assert verdict.state == "unverified"
     assert "model.norm.weight" in verdict.reasons[0]
 
@@ -191,11 +191,11 @@ def test_an_adapter_is_applied_through_peft(folders: dict[int, Path], models: di
         folders[1], config=config, dtype="float32", generation_config=GenerationConfig()
     ).eval()
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-    adapted.save_pretrained(tmp_path)
+    adapted.save_pretrained(tmp_path / "a@3")
     more: dict[str, Any] = {"adapter": "a", "adapter_version": 3, "job": {"lora": "a"}}
     samples = [sampled({1: adapted}, 40, (1, 6), **more), sampled(models, 41, (1, 6))]
-    assert states(scored(samples, folders, adapters={"a": tmp_path})) == ["same", "same"]
-    assert states(scored([sampled(models, 42, (1, 6), **more)], folders, adapters={"a": tmp_path})) == ["differs"]
+    assert states(scored(samples, folders, adapters=tmp_path)) == ["same", "same"]
+    assert states(scored([sampled(models, 42, (1, 6), **more)], folders, adapters=tmp_path)) == ["differs"]
 
 
 def test_half_precision_is_judged_by_means(folders: dict[int, Path], models: dict[int, Any]) -> None:
