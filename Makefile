@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # How many processes share the tests, for two cores: two compute, with engines, and the third one mostly waits.
 PROCESSES ?= 3
 PYTEST_ALL = .venv/bin/python -m pytest -n $(PROCESSES) --dist loadfile
-EVERYWHERE = --ignore=tests/gpu --ignore=tests/chaos
+EVERYWHERE = --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/packages
 # What depends on the server: scripts, connections, deployments, and whoever speaks to it most.
 SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --ignore=tests/worker/sglang --ignore=tests/producer/trl
 
@@ -18,15 +18,16 @@ SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --igno
 # timers by seconds. The output names it, and whoever reads that looks for the race. `make test` runs everything once.
 ONCE_MORE = $(if $(CI),|| { test $$? -eq 1 && echo "these failed; once more and alone:" && .venv/bin/python -m pytest --lf --lfnf=none; })
 
-.PHONY: help setup demo test test-slow test-all test-redis7 test-redis62 coverage capabilities chaos fuzz check docs clean
+.PHONY: help setup demo test test-slow test-all test-trainers test-redis7 test-redis62 coverage capabilities chaos fuzz check docs clean
 
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
 	@echo "make demo    the whole loop on this machine, without a GPU or a Redis; draws into out/"
 	@echo "make test    the tests: a real server, real SGLang on CPU (PYTEST='-k name' for some, PROCESSES=8 on more cores)"
-	@echo "make test-all    all tests that CI runs: the slow ones too, and what depends on the server on Redis 7 and 6.2"
+	@echo "make test-all    all tests that CI runs: these, the slow ones, and the three below"
 	@echo "make test-slow    of these the few that take longest"
-	@echo "make test-redis7, make test-redis62    of these what depends on the server, on the Redis 7 on PATH or on 6.2"
+	@echo "make test-trainers    with verl's and SkyRL's own packages, which it installs (210 MB)"
+	@echo "make test-redis7, make test-redis62    what depends on the server, on the Redis 7 on PATH or on 6.2"
 	@echo "make coverage    branches of the package that the tests take in their own processes"
 	@echo "make capabilities   docs/capabilities.md from the last test run"
 	@echo "make chaos   real faults and an oracle that reads Redis' log (SEED=7 ONLY=kill,cut to replay; docs/chaos.md)"
@@ -56,8 +57,20 @@ test-slow: setup
 test-all: setup
 	@mkdir -p out
 	$(PYTEST_ALL) $(EVERYWHERE) --junitxml=out/tests.xml $(PYTEST) $(ONCE_MORE)
+	$(MAKE) --no-print-directory test-trainers
 	$(MAKE) --no-print-directory test-redis7
 	$(MAKE) --no-print-directory test-redis62
+
+# verl, SkyRL and Ray in a folder of their own: nothing else here needs them. What they leave unclosed is no failure.
+TRAINERS = .venv/trainers
+test-trainers: setup
+	@mkdir -p out; if ! cmp -s requirements/trainers.txt $(TRAINERS)/made-from; then \
+	  rm -rf $(TRAINERS); .venv/bin/python -m pip install -q --no-input --no-compile --no-deps --ignore-requires-python \
+	    --target $(TRAINERS) -r requirements/trainers.txt >out/trainers.log 2>&1 || { \
+	    echo "test-trainers: pip cannot install verl and SkyRL (out/trainers.log), nothing is tested with them"; exit 0; }; \
+	  cp requirements/trainers.txt $(TRAINERS)/made-from; fi; \
+	set -x; export PYTHONPATH="$(CURDIR)/$(TRAINERS)"; .venv/bin/python -m pytest tests/packages \
+	  -W default::pytest.PytestUnraisableExceptionWarning --junitxml=out/tests-trainers.xml $(PYTEST) $(ONCE_MORE)
 
 test-redis7: setup
 	@server="$$(command -v redis-server)"; case "$$("$$server" --version 2>/dev/null)" in *v=[789].*) ;; \
@@ -75,7 +88,7 @@ coverage: setup
 
 # docs/capabilities.md from what the last `make test` or `make test-all` said, and tests/gpu on a GPU host.
 capabilities:
-	.venv/bin/python tools/capabilities.py $(wildcard out/tests.xml out/tests-slow.xml benchmarks/results/gpu-tests.xml)
+	.venv/bin/python tools/capabilities.py $(wildcard out/tests.xml out/tests-slow.xml out/tests-trainers.xml benchmarks/results/gpu-tests.xml)
 
 # CHAOS='--fast --runs 5' and the like for more; a failure prints the line that replays it.
 chaos: setup

@@ -51,10 +51,12 @@ def trajectories(count):
     }
 
 
-def generator(engine, tokenizer):
-    """SkyRL's generator over an engine with SkyRL's interface."""
+def generator(engine, tokenizer, **settings):
+    """SkyRL's generator over an engine with SkyRL's interface. settings: further ones of its configuration."""
     sampling = SamplingParams(max_generate_length=24, temperature=0.0, logprobs=0)
-    config = GeneratorConfig(max_turns=TURNS, max_input_length=400, sampling_params=sampling, n_samples_per_prompt=1)
+    config = GeneratorConfig(
+        max_turns=TURNS, max_input_length=400, sampling_params=sampling, n_samples_per_prompt=1, **settings
+    )
     return SkyRLGymGenerator(config, SkyRLGymConfig(max_env_workers=0), engine, tokenizer)
 
 

@@ -76,16 +76,16 @@ class Trainer(Worker):
 
 
 class Plain:
-    """The same weights in this process, greedily: what verl's agent loops call, without a server."""
+    """A model in this process, greedily: what verl's agent loops call, without a server."""
 
-    def __init__(self, step: int) -> None:
-        self.model = model_at(MODEL, step).eval()
+    def __init__(self, model: torch.nn.Module, longest: int = 24) -> None:
+        self.model, self.longest = model.eval(), longest
 
     @torch.inference_mode()
     async def generate(self, request_id, *, prompt_ids, sampling_params, **_) -> TokenOutput:
         ids, logprobs, end = list(prompt_ids), [], self.model.generation_config.eos_token_id
         ends = end if isinstance(end, list) else [end]
-        for _step in range(24):
+        for _step in range(self.longest):
             row = torch.log_softmax(self.model(torch.tensor([ids])).logits[0, -1], -1)
             ids.append(int(row.argmax()))
             logprobs.append(float(row[ids[-1]]))
@@ -104,6 +104,28 @@ def batch(step: int) -> DataProto:
     )
 
 
+def configuration(*more: str):
+    """verl's own, with these overrides behind the ones above."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", [*OVERRIDES, *more])
+
+
+def start_trainers(config) -> RayWorkerGroup:
+    pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
+    return RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Trainer), config), use_gpu=False)
+
+
+def publish(config, trainers: RayWorkerGroup, manager: LLMServerManager, step: int, backend: str) -> None:
+    config.actor_rollout_ref.rollout.checkpoint_engine.backend = backend
+    engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
+    CheckpointEngineManager(engine, trainers, manager.get_replicas()).update_weights(global_steps=step)
+
+
+def outputs(config, client, rows: DataProto) -> DataProto:
+    """Of verl's agent loop. client: verl's own, or a `Plain`."""
+    return asyncio.run(AgentLoopWorker(config, client).generate_sequences(rows))
+
+
 def compare(pooled: DataProto, plain: DataProto, step: int) -> None:
     for name in sorted({*pooled.batch.keys(), *plain.batch.keys()}):
         ours, theirs = pooled.batch[name], plain.batch[name]
@@ -116,27 +138,16 @@ def compare(pooled: DataProto, plain: DataProto, step: int) -> None:
 
 
 def main() -> None:
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", OVERRIDES)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True)
+    config = configuration()
+    ray.init(num_cpus=2, include_dashboard=False)
     manager = LLMServerManager.create(config)
     print("servers:", manager.get_addresses())
-
-    trainers = RayWorkerGroup(
-        RayResourcePool([1], use_gpu=False, max_colocate_count=1),
-        RayClassWithInitArgs(ray.remote(Trainer), config),
-        use_gpu=False,
-    )
+    trainers = start_trainers(config)
     for step, backend in ((7, "rolloutmq"), (8, "naive")):
-        config.actor_rollout_ref.rollout.checkpoint_engine.backend = backend
-        engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
-        CheckpointEngineManager(engine, trainers, manager.get_replicas()).update_weights(global_steps=step)
+        publish(config, trainers, manager, step, backend)
         print(f"step {step}, published with backend {backend}")
-        compare(
-            asyncio.run(AgentLoopWorker(config, manager.get_client()).generate_sequences(batch(step))),
-            asyncio.run(AgentLoopWorker(config, Plain(step)).generate_sequences(batch(step))),
-            step,
-        )
+        plain = outputs(config, Plain(model_at(MODEL, step)), batch(step))
+        compare(outputs(config, manager.get_client(), batch(step)), plain, step)
     ray.shutdown()
 
 
