@@ -2,7 +2,7 @@
 
 from .entry import EVENTS, Entry, Event
 from .reader import read
-from .segment import SUFFIX
+from .segment import SUFFIX, TORN
 from .writer import Journal
 
-__all__ = ["EVENTS", "SUFFIX", "Entry", "Event", "Journal", "read"]
+__all__ = ["EVENTS", "SUFFIX", "TORN", "Entry", "Event", "Journal", "read"]

@@ -1,8 +1,18 @@
 """Weights versions on disk. A version is written whole or not at all, and verified when it is read."""
 
 from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
+from .export import export_version, open_url
 from .folder import folder_name
 from .read import DiskVersion
 from .store import SnapshotStore
 
-__all__ = ["BrokenSnapshot", "DiskVersion", "NoSuchSnapshot", "SnapshotStore", "disk_errors", "folder_name"]
+__all__ = [
+    "BrokenSnapshot",
+    "DiskVersion",
+    "NoSuchSnapshot",
+    "SnapshotStore",
+    "disk_errors",
+    "export_version",
+    "folder_name",
+    "open_url",
+]

@@ -112,21 +112,30 @@ class VersionFolder:
 
         Returns the removed versions. Leftovers of dead writers are removed too.
         """
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise InvalidField("keep", keep, "an integer of at least 1")
         removed: list[int] = []
+        self._check_keep(keep)
         if not self.path.is_dir():
             return removed
         with disk_errors("collecting in", self.path):
             with self._mutex():
                 self._set_aside_dead_drafts()
-                kept = self.pinned() | set(spare)
-                for version in self.versions()[:-keep]:
-                    if version not in kept and self._set_aside(self.path / folder_name(version)):
+                for version in self.collectable(keep, spare):
+                    if self._set_aside(self.path / folder_name(version)):
                         removed.append(version)
                 sync_folder(self.path)  # else a power cut could bring back the name without all of its files
             self._empty_bin()
         return removed
+
+    def collectable(self, keep: int, spare: Collection[int] = ()) -> list[int]:
+        """The versions that `collect` would remove, oldest first, unless somebody reads them."""
+        self._check_keep(keep)
+        kept = self.pinned() | set(spare)
+        return [version for version in self.versions()[:-keep] if version not in kept]
+
+    @staticmethod
+    def _check_keep(keep: int) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise InvalidField("keep", keep, "an integer of at least 1")
 
     def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
         with suppress(FileNotFoundError):

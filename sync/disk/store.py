@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,9 +104,14 @@ class SnapshotStore:
         """Return the pinned versions."""
         return self._folder.pinned()
 
-    def collect(self) -> list[int]:
-        """Remove all versions but the newest `keep`, pinned ones and those being read. Returns the removed ones."""
-        return self._folder.collect(self._keep)
+    def collect(self, spare: Collection[int] = ()) -> list[int]:
+        """Remove all versions but the newest `keep`, pinned ones, those in `spare` and those being read. Returns the
+        removed ones."""
+        return self._folder.collect(self._keep, spare)
+
+    def collectable(self, spare: Collection[int] = ()) -> list[int]:
+        """The versions that `collect` would remove, unless somebody reads them."""
+        return self._folder.collectable(self._keep, spare)
 
     def _is_there(self, snapshot: Snapshot) -> bool:
         try:

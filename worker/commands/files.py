@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...messages.errors import ConfigError, RolloutMQError
+from ...messages.errors import RolloutMQError
 from ...messages.model import StartProfileParams, StopProfileParams
+from ...sync.disk import open_url
 from ..engine import Engine
 from .queue import Handler
 
@@ -78,17 +79,3 @@ def upload(path: Path, url: str) -> dict[str, Any]:
 
 def _files(path: Path) -> Iterable[Path]:
     return [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-
-
-def open_url(url: str) -> tuple[Any, str]:
-    """The filesystem for a URL, and the place in it. Raises ConfigError naming the package that is missing."""
-    scheme = url.partition("://")[0]
-    try:
-        from fsspec.core import url_to_fs  # noqa: PLC0415 – an optional dependency
-    except ImportError:
-        raise ConfigError("upload: the package fsspec is missing: pip install 'rolloutmq[remote]'") from None
-    try:
-        filesystem, root = url_to_fs(url)
-    except (ImportError, ValueError) as error:  # the URL may have secrets in it: only its kind is told
-        raise ConfigError(f"upload to {scheme}://: {error}") from error
-    return filesystem, str(root)

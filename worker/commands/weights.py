@@ -11,11 +11,12 @@ from typing import Any
 
 from ...messages.errors import EngineError, InvalidField, RequestRefused
 from ...messages.model import AuditParams, LoadParams, SaveParams, SetVersionParams
+from ...sync.disk import open_url
 from ...sync.transfer import Ledger
 from ..engine import Engine
 from ..generation import Generation
 from ..weights import WeightFollower, folder_order
-from .files import open_url, upload
+from .files import upload
 from .queue import Handler
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,9 @@ from rolloutmq.messages.redis.connection import connect
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync.disk.checkpoint import Checkpoint, checkpoint_format
 from rolloutmq.sync.disk.errors import NoSuchSnapshot
+from rolloutmq.sync.disk.export import open_url
 from rolloutmq.sync.disk.store import SnapshotStore
-from rolloutmq.worker.commands.files import UploadFailed, open_url, upload
+from rolloutmq.worker.commands.files import UploadFailed, upload
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
