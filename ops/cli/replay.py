@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ...messages.redis import DEFAULT_URL
 from ..replay import DEPTHS, Recorded, recorded
 from ..terminal import printable
-from .options import Json, finite, say
+from .options import Json, RedisUrl, finite, say
 
 
 def replay(
@@ -36,6 +37,10 @@ def replay(
     engine: Annotated[
         list[str] | None, typer.Option(help="NAME=JSON, a setting of the engine, as of `rolloutmq worker`; repeatable.")
     ] = None,
+    pool: Annotated[
+        str | None, typer.Option(help="Generate in this pool instead, with the weights that it has now.")
+    ] = None,
+    redis: RedisUrl = DEFAULT_URL,
     logprob_limit: Annotated[
         float, typer.Option(min=0, callback=finite, help="Largest difference of log-probabilities.")
     ] = 1e-5,
@@ -48,6 +53,7 @@ def replay(
 
     \b
     rolloutmq replay --journal out/journal --snapshots out/snapshots --where 'reward < 0' --limit 100
+    rolloutmq replay --journal out/journal --pool default --since 90m
     """
     from ...messages.errors import ConfigError, InvalidField
     from ..flags import parse_extra
@@ -86,7 +92,14 @@ def replay(
     )
     if not chosen and not unread:
         raise ConfigError(f"{journal} has no such sample")
-    verdicts = DEPTHS[depth](chosen, settings)
+    if pool is None:
+        verdicts = DEPTHS[depth](chosen, settings)
+    else:
+        from ..redis import reach
+        from ..replay.pool import replay_on_pool
+
+        reach(redis, pool)
+        verdicts = replay_on_pool(chosen, redis, pool, settings.limits)
     for verdict in verdicts:
         say(as_data(verdict), [as_line(verdict)], json)
     told = summary(verdicts, len(unread))

@@ -6,7 +6,9 @@ engine are the recorded ones; every verdict says where they are not.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 from typing import Any
@@ -14,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from ...messages.errors import FeatureUnavailable
-from ...messages.ids import derived_id
+from ...messages.ids import derived_id, new_id
 from ...messages.model import GenerateJob, RolloutResult
 from ...producer import RolloutClient
 from .recorded import Recorded
 from .verdict import Limits, Verdict, compared, unverified
 
+log = logging.getLogger(__name__)
 WINDOW = 64
 REPLAYED_FROM = "replayed_from"
 _NOT_AGAIN = frozenset(
@@ -68,7 +71,7 @@ async def replayed(
     jobs: dict[str, GenerateJob] = {}
     for one in samples:
         if one.job is None:
-            yield unverified(one, "the journal does not have its job, or not its prompt")
+            yield unverified(one, one.problem or "the journal does not have its job")
             continue
         job = resubmitted(one.job, replay_id)
         jobs.setdefault(job.id, job)
@@ -92,6 +95,22 @@ async def replayed(
             yield unverified(one, "somebody else took its replay from the pool")
 
 
+def replay_on_pool(samples: Iterable[Recorded], redis_url: str, pool: str, limits: Limits) -> list[Verdict]:
+    """A verdict on each sample, in their order, from a replay of its own. Blocks until all are there."""
+
+    async def run() -> dict[str, Verdict]:
+        replay_id = new_id()
+        async with RolloutClient(redis_url, pool, client_id=client_of(replay_id)) as client:
+            if not await client.workers():
+                log.warning("no worker serves pool %r yet; waiting for one", pool)
+            verdicts = replayed(client, given, replay_id, limits=limits)
+            return {verdict.recorded.name: verdict async for verdict in verdicts}
+
+    given = list(samples)
+    found = asyncio.run(run())
+    return [found[one.name] for one in given]
+
+
 def judged(one: Recorded, again: RolloutResult, limits: Limits) -> Verdict:
     """The verdict on a sample that a pool has generated again."""
     before, tokens = one.result, len(one.result.token_ids)
@@ -102,19 +121,24 @@ def judged(one: Recorded, again: RolloutResult, limits: Limits) -> Verdict:
         # Behind a token that differs, log-probabilities are those of another text.
         known = np.logical_and.accumulate(token_ids[:both] == before.token_ids[:both])
         logprobs[:both][known] = again.logprobs[:both][known]
-    was_stopped = before.finish_reason == "abort"
-    told = ["the recorded sample was stopped early: only the tokens it has are compared"] if was_stopped else []
+    stopped, longer = before.finish_reason == "abort", len(again.token_ids) > tokens
     verdict = compared(
-        one, token_ids, logprobs, limits,
-        finish="" if was_stopped else again.finish_reason, reasons=told, unproved=_differences(one, again),
-    )  # fmt: skip
-    if len(again.token_ids) > tokens and not was_stopped and verdict.state != "differs":
-        longer = f"the replay has {len(again.token_ids)} tokens, the recorded sample {tokens}"
-        return replace(verdict, state="differs", reasons=(longer, *verdict.reasons))
+        one,
+        token_ids,
+        logprobs,
+        limits,
+        finish="" if stopped else again.finish_reason,
+        reasons=["the recorded sample was stopped early: only the tokens it has are compared"] if stopped else [],
+        differences=[f"the replay has {len(again.token_ids)} tokens"] if longer and not stopped else [],
+        unproved=_doubts(one, again),
+    )
+    if verdict.state == "differs" and not all("deterministic" in seen.fingerprint for seen in (before, again)):
+        batches = "an engine was not deterministic: what a token gets depended on its batch"
+        return replace(verdict, reasons=(*verdict.reasons, batches))
     return verdict
 
 
-def _differences(one: Recorded, again: RolloutResult) -> list[str]:
+def _doubts(one: Recorded, again: RolloutResult) -> list[str]:
     """Why equal tokens would prove nothing, and what may explain others: a sentence each."""
     before, job, found = one.result, one.job, []
     if before.versions != again.versions or len(before.versions) > 1:
@@ -126,7 +150,7 @@ def _differences(one: Recorded, again: RolloutResult) -> list[str]:
         found.append(f"another version of the adapter {before.adapter!r}")
     if job is not None and job.sampling.temperature > 0 and job.seed is None:
         found.append("no seed: its tokens were drawn at random")
-    for name in sorted(before.fingerprint.keys() | again.fingerprint.keys()):
+    for name in sorted((before.fingerprint.keys() | again.fingerprint.keys()) - {"deterministic"}):
         was, now = before.fingerprint.get(name, "unknown"), again.fingerprint.get(name, "unknown")
         if was != now:
             found.append(f"another {name}: {now} in the pool, {was} in the journal")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +133,13 @@ async def test_a_replay_goes_on_in_its_own_file_only(redis_db: str, tmp_path: Pa
 def test_what_cannot_be_replayed_is_refused_before_it_is_queued(params: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidField, match="".join(["^", says])):
         checked("replay", params)
+
+
+def test_an_operations_worker_imports_neither_torch_nor_an_engine() -> None:
+    heavy = ["torch", "sglang", "transformers"]
+    script = (
+        "import sys; from rolloutmq.ops.operations.catalog import operations; operations();"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"

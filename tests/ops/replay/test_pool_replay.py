@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import pytest
 from support.pools.pool import worker
 from support.specimens.messages import result
+from typer.testing import CliRunner
 
 from rolloutmq.messages import GenerateJob, JobFailure, Segment, connect, new_id
+from rolloutmq.ops.cli.main import app
 from rolloutmq.ops.replay import Limits, Recorded, Verdict, recorded
 from rolloutmq.ops.replay.pool import client_of, judged, replayed, resubmitted
 from rolloutmq.producer import RolloutClient
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 FIXED = {"temperature": 0.0, "max_new_tokens": 8}
+SEEN = {"engine": "e", "device": "cpu", "deterministic": "yes"}
 
 
 async def record(url: str, folder: Path, jobs: list[GenerateJob]) -> None:
@@ -74,12 +79,22 @@ def test_what_is_submitted() -> None:
         ({}, "same", ""),
         ({"segments": (Segment(9, 2),)}, "unverified", "other weights: the pool sampled with version 9, the journal"),
         ({"segments": (Segment(9, 2),), "token_ids": [9, 9]}, "differs", "other weights"),
-        ({"fingerprint": {"engine": "e", "device": "cuda"}}, "unverified", "another device: cuda in the pool, cpu in"),
+        (
+            {"fingerprint": {"engine": "e", "device": "cuda", "deterministic": "yes"}},
+            "unverified",
+            "another device: cuda in the pool, cpu in",
+        ),
+        ({"fingerprint": {"engine": "e", "device": "cpu"}}, "same", ""),
+        ({"fingerprint": {"engine": "e", "device": "cpu"}, "token_ids": [3, 5]}, "differs", "depended on its batch"),
         ({"prompt_ids": [4]}, "unverified", "another prompt"),
         ({"logprobs": [-0.5, -1.6]}, "differs", ""),
         ({"logprobs": None}, "differs", ""),
         ({"token_ids": [3], "logprobs": [-0.5], "segments": (Segment(3, 1),)}, "differs", ""),
-        ({"token_ids": [3, 4, 5], "logprobs": [-0.5, -1.5, 0.0], "segments": (Segment(3, 3),)}, "differs", "has 3 tok"),
+        (
+            {"token_ids": [3, 4, 5], "logprobs": [-0.5, -1.5, 0.0], "segments": (Segment(3, 3),)},
+            "differs",
+            "the replay has 3",
+        ),
         ({"finish_reason": "length"}, "differs", "the replay ended with 'length', the recorded sample with 'stop'"),
     ],
 )
@@ -87,7 +102,7 @@ def test_a_comparison_says_what_it_proves(more: dict[str, object], state: str, s
     job = GenerateJob(id=new_id(), token_ids=[1], seed=7, reply_to="me")
     base = {
         "token_ids": [3, 4], "logprobs": [-0.5, -1.5], "segments": (Segment(3, 2),), "finish_reason": "stop",
-        "fingerprint": {"engine": "e", "device": "cpu"}, "prompt_ids": [1],
+        "fingerprint": SEEN, "prompt_ids": [1],
     }  # fmt: skip
     one = Recorded(result(job, 0, **base), job, 1.0)
     verdict = judged(one, result(job, 0, **(base | more)), Limits())
@@ -97,3 +112,21 @@ def test_a_comparison_says_what_it_proves(more: dict[str, object], state: str, s
     stopped = Recorded(result(job, 0, **(base | {"finish_reason": "abort"})), job, 1.0)
     longer = {"token_ids": [3, 4, 5], "logprobs": [-0.5, -1.5, 0.0], "segments": (Segment(3, 3),)}
     assert judged(stopped, result(job, 0, **(base | longer)), Limits()).state == "same"
+
+
+async def test_the_command_replays_in_a_pool(redis_db: str, tmp_path: Path) -> None:
+    jobs = [
+        GenerateJob(id=new_id(), token_ids=[5, 6], sampling=sampling) for sampling in (FIXED, {"max_new_tokens": 4})
+    ]
+    await record(redis_db, tmp_path, jobs)
+    arguments = ["replay", "--journal", str(tmp_path), "--pool", "default", "--redis", redis_db, "--json"]
+    async with worker(redis_db, engine=ScriptedEngine(echo=True)):
+        both = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+        one = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, jobs[0].id])
+    assert [both.exit_code, one.exit_code] == [1, 0], both.output + one.output
+    *verdicts, last = map(json.loads, both.stdout.splitlines())
+    assert {line["sample"]: line["state"] for line in verdicts} == {
+        f"{jobs[0].id}.0": "same",
+        f"{jobs[1].id}.0": "unverified",
+    }
+    assert last["summary"]["samples"] == 2
