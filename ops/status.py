@@ -19,26 +19,32 @@ WIDTH = 80
 async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
     """Queue, workers, weights and dead letters as plain data. Raises RedisUnavailable, ConfigError, InvalidField."""
     async with connected(redis_url, pool) as redis:
-        broker, ledger = Broker(redis, pool), Ledger(redis, pool)
-        load, workers = await broker.load(), await broker.workers()
-        alive = await ledger.live_workers()
-        return {
-            "pool": pool,
-            "queued": dict(zip(PRIORITIES, load.queued, strict=True)),
-            "open_jobs": load.open_jobs,
-            "open_bytes": load.open_bytes,
-            "unread_bytes": load.unread_bytes,
-            "set_aside": load.set_aside,
-            "ended": {"done": load.done, "cancelled": load.cancelled, "expired": load.expired, "dead": load.dead},
-            "committed_version": await ledger.committed(),
-            "transfer_under_way": await ledger.open_epoch(),
-            "waiting_for_weights": sorted(await ledger.wanted()),
-            "workers": [w.model_dump() | {"alive": w.worker_id in alive} for w in workers],
-            "dead_letters": [
-                {"job_id": d.job_id, "cause": d.cause, "error": d.error, "host": d.host, "at": d.at}
-                for d in await DeadLetters(broker).page(count=5)
-            ],
-        }
+        return await read_state(Broker(redis, pool), Ledger(redis, pool))
+
+
+async def read_state(broker: Broker, ledger: Ledger) -> dict[str, Any]:
+    """The same over a connection that there is."""
+    load, workers = await broker.load(), await broker.workers()
+    alive, letters = await ledger.live_workers(), DeadLetters(broker)
+    return {
+        "pool": broker.keys.pool,
+        "queued": dict(zip(PRIORITIES, load.queued, strict=True)),
+        "suspects": load.suspects,
+        "open_jobs": load.open_jobs,
+        "open_bytes": load.open_bytes,
+        "unread_bytes": load.unread_bytes,
+        "set_aside": load.set_aside,
+        "ended": {"done": load.done, "cancelled": load.cancelled, "expired": load.expired, "dead": load.dead},
+        "committed_version": await ledger.committed(),
+        "transfer_under_way": await ledger.open_epoch(),
+        "waiting_for_weights": sorted(await ledger.wanted()),
+        "workers": [w.model_dump() | {"alive": w.worker_id in alive} for w in workers],
+        "dead_letters": [
+            {"job_id": d.job_id, "cause": d.cause, "error": d.error, "host": d.host, "at": d.at}
+            for d in await letters.page(count=5)
+        ],
+        "dead_letters_kept": await letters.count(),
+    }
 
 
 def status_lines(state: dict[str, Any]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from .engine import AdapterMissing, Engine
 from .engine_keeper import EngineKeeper
 from .generation import Generation
 from .jobs import HeldJob, HeldJobs, MustFetch, Run, SampleRun, admit_all, admit_fetched, as_result, text_with_calls
-from .lease import Checkpoints, ClaimLoop, Deadlines, Handback, Membership, Outbox, Streaming
+from .lease import Checkpoints, ClaimLoop, Deadlines, Handback, Membership, Outbox, Pace, Streaming
 from .leaving import LEAVE_S, Leaving, left
 from .loops import Loop, undisturbed
 from .text import Tokenizer, ToolReader
@@ -80,7 +80,7 @@ class Worker:
         self._commands: Commands | None = None
         self._box: CommandBox | None = None
         self._drain_s = config.drain_s
-        self._refused_publishes = 0
+        self._refused_publishes, self._pace = 0, Pace()
         self._started_at = time.time()
 
     # --- life ------------------------------------------------------------------------------------------------------
@@ -370,6 +370,7 @@ class Worker:
             running=self._generation.running,
             held=self._held.unpublished,
             generated_tokens=self._generation.generated_tokens,
+            tokens_per_s=self._pace.per_s(self._generation.generated_tokens),
             finished_samples=self._generation.finished,
             refused_publishes=self._refused_publishes,
             engine_restarts=self._keeper.restarts,

@@ -16,6 +16,8 @@ class WorkerStatus(Message):
 
     version: the weights version that it serves. running: samples in the engine. held: samples of the jobs it holds.
     generated_tokens, finished_samples, refused_publishes: totals since the worker joined.
+    tokens_per_s: generated over the last 10 s. A sample's tokens count when the engine hands them over, at its end or
+    when it is interrupted.
     features: optional features of jobs that its engine honours, see GenerateJob.unsupported.
     started_at: Unix seconds by the worker's clock. Only people read it, no decision depends on it.
     """
@@ -37,6 +39,7 @@ class WorkerStatus(Message):
     running: StrictInt = Field(default=0, ge=0)
     held: StrictInt = Field(default=0, ge=0)
     generated_tokens: StrictInt = Field(default=0, ge=0)
+    tokens_per_s: Float = Field(default=0.0, ge=0)
     finished_samples: StrictInt = Field(default=0, ge=0)
     refused_publishes: StrictInt = Field(default=0, ge=0)
     engine_restarts: StrictInt = Field(default=0, ge=0)

@@ -1,4 +1,4 @@
-"""`rolloutmq status`, `submit`, `cancel` and `replies`: a pool as its users see it."""
+"""`rolloutmq status`, `top`, `submit`, `cancel` and `replies`: a pool as its users see it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...messages.errors import ConfigError, InvalidField
 from ...messages.ids import is_id
 from ...messages.redis import DEFAULT_URL
 from ..redis import ask
-from .options import Json, Pool, RedisUrl, Yes, group, log_to_stderr, say
+from .options import Json, Pool, RedisUrl, Yes, finite, group, log_to_stderr, say
 
 replies = group("List or drop results that wait for their clients.")
 
@@ -24,6 +24,27 @@ def status(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", json: Json = F
 
     state = asyncio.run(pool_state(redis, pool))
     say(state, status_lines(state), json)
+
+
+def top(
+    redis: RedisUrl = DEFAULT_URL,
+    pool: Pool = "default",
+    every: Annotated[float, typer.Option(min=0.2, max=3600, callback=finite, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture, and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures once, as JSON.")] = False,
+) -> None:
+    """Watch a pool live: its queue, workers, versions and speed. Arrows and enter open a worker and a job, q ends."""
+    import logging
+    import sys
+
+    from ..top import figures, watch
+
+    if once or json or not sys.stdout.isatty():
+        state, picture = asyncio.run(figures(redis, pool, every))
+        say(state, (line.plain.rstrip() for line in picture), json)
+        return
+    logging.basicConfig(handlers=[logging.NullHandler()])  # a warning would be written across the picture
+    asyncio.run(watch(redis, pool, every))
 
 
 def submit(

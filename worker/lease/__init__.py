@@ -3,8 +3,8 @@
 from .claims import ClaimLoop
 from .deadlines import Deadlines
 from .handback import Handback
-from .heartbeat import Membership
+from .heartbeat import Membership, Pace
 from .outbox import Outbox
 from .saving import Checkpoints, Streaming
 
-__all__ = ["Checkpoints", "ClaimLoop", "Deadlines", "Handback", "Membership", "Outbox", "Streaming"]
+__all__ = ["Checkpoints", "ClaimLoop", "Deadlines", "Handback", "Membership", "Outbox", "Pace", "Streaming"]

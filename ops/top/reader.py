@@ -1,0 +1,155 @@
+"""One look at a pool: what `rolloutmq status` has, and the jobs that the open view shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...messages.broker import Broker
+from ...messages.ids import is_id
+from ...messages.model import PRIORITIES
+from ...messages.redis import PoolRedis, text, whole
+from ...sync.transfer import Ledger
+from ..status import read_state
+
+MOST_JOBS = 1000
+"""A list of jobs ends there, about: nobody scrolls further, and Redis answers at once."""
+FIELDS = ("st", "q", "y", "w", "t", "e", "n", "d", "a", "c", "z", "kk", "v", "g", "l", "G")
+"""Of a job's record; messages/scripts/lib.lua says what they are."""
+STATES = {"q": "queued", "r": "running"}
+
+
+@dataclass(frozen=True, slots=True)
+class Focus:
+    """What the open view needs beyond the pool's state.
+
+    worker: whose jobs are listed; "" for the queue's, None for no list. first, rows: the part of it on the screen.
+    job: the open one.
+    """
+
+    worker: str | None = None
+    first: int = 0
+    rows: int = 0
+    job: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobLine:
+    """A job's record, as far as there is one. Times are seconds. state: "gone" without a record.
+
+    age_s: since it was accepted. left_s: to its deadline, None without one. done: samples published.
+    saved: bytes of what its unfinished samples have saved.
+    """
+
+    id: str
+    state: str
+    priority: str
+    client: str
+    worker: str
+    age_s: float
+    left_s: float | None
+    samples: int
+    done: int
+    attempt: int
+    lost: int
+    nbytes: int
+    saved: int
+    min_version: int
+    max_staleness: int | None
+    adapter: str
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """at: time.monotonic() when it was made. state: see `read_state`. unread_clients: clients with results that wait.
+
+    focus: what it was made for. job_ids: the list that this asks for. jobs: the records of those on the screen, and of
+    the open one.
+    """
+
+    at: float
+    state: dict[str, Any]
+    focus: Focus = Focus()
+    unread_clients: int = 0
+    job_ids: list[str] = field(default_factory=list)
+    jobs: dict[str, JobLine] = field(default_factory=dict)
+
+    def worker(self, worker_id: str) -> dict[str, Any] | None:
+        """A worker's status, or None if it is gone."""
+        return next((it for it in self.state["workers"] if it["worker_id"] == worker_id), None)
+
+
+class Reader:
+    """Looks at one pool, over one connection."""
+
+    def __init__(self, redis: PoolRedis, pool: str) -> None:
+        self._redis: Any = redis
+        self._broker, self._ledger = Broker(redis, pool), Ledger(redis, pool)
+        self._keys = self._broker.keys
+
+    async def look(self, focus: Focus) -> Look:
+        """Raises RedisError."""
+        state = await read_state(self._broker, self._ledger)
+        state["workers"].sort(key=lambda it: it["worker_id"])
+        unread = int(await self._redis.hlen(self._keys.unread))
+        job_ids = await self._job_ids(focus.worker) if focus.worker is not None else []
+        jobs = await self._jobs([focus.job] if focus.job else job_ids[focus.first : focus.first + focus.rows])
+        return Look(time.monotonic(), state, focus, unread, job_ids, jobs)
+
+    async def _job_ids(self, worker: str) -> list[str]:
+        """Ids of the jobs that a worker holds, or of those in the queue, next first."""
+        if worker:
+            _, members = await self._redis.sscan(self._keys.held(worker), count=MOST_JOBS)
+            found = sorted(members)
+        else:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for queue in (self._keys.suspects, *self._keys.queues):
+                    pipe.lrange(queue, 0, MOST_JOBS - 1)
+                for later in self._keys.later:
+                    pipe.zrange(later, 0, MOST_JOBS - 1)
+                found = [job for part in await pipe.execute() for job in part]
+        return list(dict.fromkeys(filter(is_id, map(text, found))))[:MOST_JOBS]
+
+    async def _jobs(self, job_ids: Sequence[str]) -> dict[str, JobLine]:
+        if not job_ids:
+            return {}
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hget(self._keys.clock, "at")
+            for job_id in job_ids:
+                pipe.hmget(self._keys.job(job_id), FIELDS)
+            clock, *rows = await pipe.execute()
+        return {job_id: _line(job_id, row, whole(clock)) for job_id, row in zip(job_ids, rows, strict=True)}
+
+
+def _line(job_id: str, row: Sequence[bytes | None], clock_ms: int) -> JobLine:
+    has = {name: value for name, value in zip(FIELDS, row, strict=True) if value is not None}
+
+    def words(name: str) -> str:
+        return text(has.get(name, b""))
+
+    def count(name: str) -> int:
+        return whole(has.get(name))
+
+    state, priority = words("st"), count("q")
+    return JobLine(
+        id=job_id,
+        state=STATES.get(state, state) or "gone",
+        priority=PRIORITIES[priority] if 0 <= priority < len(PRIORITIES) else "",
+        client=words("y"),
+        worker=words("w"),
+        age_s=max(0, clock_ms - count("t")) / 1000 if "t" in has else 0.0,
+        left_s=(count("e") - clock_ms) / 1000 if "e" in has else None,
+        samples=count("n"),
+        done=count("d"),
+        attempt=count("a"),
+        lost=count("c"),
+        nbytes=count("z"),
+        saved=count("kk"),
+        min_version=count("v"),
+        max_staleness=count("g") if "g" in has else None,
+        adapter=words("l"),
+        group=words("G"),
+    )
