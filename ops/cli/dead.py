@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json as json_module
-import re
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -17,7 +15,7 @@ from ...messages.errors import CannotRequeue, ConfigError, InvalidField, NoSuchD
 from ...messages.redis import DEFAULT_URL
 from ..redis import ask
 from ..terminal import printable, when
-from .options import Json, Pool, RedisUrl, Yes, derived, given, group, say
+from .options import Json, Pool, RedisUrl, Yes, derived, given, group, moment, say
 
 app = group("List, requeue or drop jobs that were given up. They are called dead letters.")
 T = TypeVar("T")
@@ -206,20 +204,9 @@ def _with(redis_url: str, pool: str, use: Callable[[DeadLetters], Awaitable[T]])
     return ask(redis_url, pool, lambda broker: use(DeadLetters(broker)))
 
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
 async def _since(letters: DeadLetters, text: str) -> float | None:
     """Unix seconds; ages are counted back from Redis' clock."""
-    if not text:
-        return None
-    if match := re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd])", text):
-        return max(0.0, await letters.now() - float(match[1]) * _UNITS[match[2]])
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError):
-        allowed = "an age such as 90s, 30m, 2h, 7d, or a date such as 2026-01-31T08:00"
-        raise InvalidField("since", text, allowed) from None
+    return moment("since", text, await letters.now()) if text else None
 
 
 def _plain(value: Any) -> Any:

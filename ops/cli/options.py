@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -72,6 +73,23 @@ def plain_errors() -> Iterator[None]:
         told = printable(str(error), keep="\n")
         typer.secho(f"{type(error).__name__}: {told}", fg="red", err=True)
         raise typer.Exit(2) from error
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def moment(option: str, text: str, now: float) -> float:
+    """Unix seconds: of an age back from `now`, or of a date, in UTC unless it names a zone. Raises InvalidField."""
+    if match := re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd])", text):
+        return max(0.0, now - float(match[1]) * _UNITS[match[2]])
+    try:
+        date = datetime.fromisoformat(text)
+        return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        from ...messages.errors import InvalidField
+
+        allowed = "an age such as 90s, 30m, 2h, 7d, or a date such as 2026-01-31T08:00"
+        raise InvalidField(option, text, allowed) from None
 
 
 def ids(option: str, text: str, what: str = "token ids such as 5,17,3") -> list[int]:

@@ -1,14 +1,13 @@
-"""Commands that need no pool: a Redis, the tiny model, the demo, simulations, a trainer's books and journal."""
+"""Commands that need no pool: a Redis, the tiny model, the demo, simulations, a trainer's books."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..files import check_out, writing
-from ..terminal import printable
 from .options import Json, group, ids, say
 
 
@@ -80,53 +79,6 @@ def books(
 
     found = read_books("FILE", file)
     say(found.report(), books_lines(found), json)
-
-
-Folder = Annotated[Path, typer.Option("--journal", help="Folder of a journal.", envvar="ROLLOUTMQ_JOURNAL")]
-
-
-def journal(
-    folder: Annotated[Path, typer.Argument(help="Folder of a journal.")],
-    job: Annotated[list[str] | None, typer.Option(help="Only of this job; may be repeated.")] = None,
-    client: Annotated[str | None, typer.Option(help="Only of this client.")] = None,
-    group_id: Annotated[str | None, typer.Option("--group", help="Only of this group.")] = None,
-    version: Annotated[int | None, typer.Option(help="Only results that these weights sampled.")] = None,
-    event: Annotated[list[str] | None, typer.Option(help="job, result, failure, note; may be repeated.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="End after so many entries.")] = None,
-    json: Json = False,
-) -> None:
-    """Print what a trainer's journal has. Oldest first; what is damaged in it is told on stderr.
-
-    \b
-    rolloutmq journal out/journal --event result --version 7
-    """
-    from itertools import islice
-
-    from ...messages.journal import read
-    from ..journal import as_data, as_line
-
-    kinds: Any = event
-    found = read(folder, job=job, client=client, group=group_id, version=version, events=kinds, on_problem=_complain)
-    for entry in islice(found, limit):
-        say(as_data(entry), [as_line(entry)], json)
-
-
-def job(
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="A job's id.")], folder: Folder, json: Json = False
-) -> None:
-    """Show a job's whole life, from a journal. When it was accepted, which weights sampled it, what became of it."""
-    from ...messages.errors import InvalidField
-    from ...messages.journal import read
-    from ..journal import life_of
-
-    life = life_of(job_id, read(folder, job=job_id, on_problem=_complain))
-    if life is None:
-        raise InvalidField("ID", job_id, f"a job in {folder}")
-    say(life.as_data(), life.lines(), json)
-
-
-def _complain(problem: str) -> None:
-    typer.secho(printable(problem), fg="yellow", err=True)
 
 
 simulate = group("Compute what settings would cost, without a pool.")

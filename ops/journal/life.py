@@ -1,25 +1,37 @@
-"""A job's life: when it was accepted, what came of each sample and under which weights, and what the trainer noted."""
+"""A job's life: when it was accepted, what became of its samples under which weights, and what was noted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...messages.journal import Entry
 from ...messages.model import GenerateJob, RolloutResult
-from .lines import as_data, clock, content_of, noted, prompt_of
+from .lines import as_data, clock, content, noted, prompt_of
+
+SHOWN_SAMPLES = 8
+SHOWN_EVENTS = 24
+SHOWN_SPANS = 12
+SHOWN_NOTES = 8
+"""A life is one screen: so many of each are shown, and the number of the others."""
 
 
 @dataclass(slots=True)
 class Life:
-    """The entries of one job, in order. accepted: None if the journal began later. notes: of each sample, or -1."""
+    """The entries of one job, in order. accepted: None if the journal began later. notes: of each sample, or -1.
+
+    consumed: of each sample, or -1 for the failure, when its client had it for good. events: what else happened, such
+    as claims, saved pieces and deaths of workers.
+    """
 
     job_id: str
     accepted: Entry | None = None
     results: dict[int, Entry] = field(default_factory=dict)
     failure: Entry | None = None
     notes: dict[int, list[Entry]] = field(default_factory=dict)
+    consumed: dict[int, Entry] = field(default_factory=dict)
+    events: list[Entry] = field(default_factory=list)
 
     def as_data(self) -> dict[str, Any]:
         """For JSON."""
@@ -29,25 +41,66 @@ class Life:
             "results": [as_data(entry) for _, entry in sorted(self.results.items())],
             "failure": None if self.failure is None else as_data(self.failure),
             "notes": [as_data(entry) for _, entries in sorted(self.notes.items()) for entry in entries],
+            "consumed": [as_data(entry) for _, entry in sorted(self.consumed.items())],
+            "events": [as_data(entry) for entry in self.events],
         }
 
-    def lines(self) -> list[str]:
-        """For people."""
-        lines = [f"job {self.job_id}"]
-        if self.accepted is None:
-            lines.append("  accepted before the journal began")
-        else:
-            lines.append(f"  {clock(self.accepted.at)}  accepted from {self.accepted.client_id}")
-            lines += _of_job(content_of(self.accepted))
-        for sample, entry in sorted(self.results.items()):
-            lines += _of_result(entry)
-            lines += [_of_note(note) for note in self.notes.get(sample, ())]
+    def sample(self, number: int) -> RolloutResult | None:
+        """A sample's result; None if the journal does not have it, or not its content."""
+        message = content(self.results[number])[0] if number in self.results else None
+        return message if isinstance(message, RolloutResult) else None
+
+    def lines(self, only: Collection[int] = ()) -> list[str]:
+        """For people. only: the samples to show; those of the first ones that fit on a screen if there are none."""
+        chosen = sorted(self.results.keys() & {*only} if only else self.results)
+        shown = chosen if only else chosen[:SHOWN_SAMPLES]
+        told: list[tuple[float, list[str]]] = [
+            *((self.results[number].at, self._of_sample(number)) for number in shown),
+            *((entry.at, [_of_event(entry)]) for entry in self._shown_events()),
+        ]
+        if self.accepted is not None:
+            told.append((self.accepted.at, _of_job(self.accepted)))
         if self.failure is not None:
-            told = self.failure.data
-            lines.append(f"  {clock(self.failure.at)}  {told.get('outcome')}: {told.get('cause')}")
-            lines += [f"      {told[name]}" for name in ("error", "host") if told.get(name)]
+            told.append((self.failure.at, _of_failure(self.failure)))
+        lines = [f"job {self.job_id}", f"  {self._summary()}"]
+        lines += ["  accepted before the journal began"] if self.accepted is None else []
+        lines += [line for _, some in sorted(told, key=lambda one: one[0]) for line in some]
+        if len(self.events) > SHOWN_EVENTS:
+            lines.append(f"  {len(self.events) - SHOWN_EVENTS:,} more events are left out; --json has all")
+        if hidden := len(self.results) - len(shown):
+            lines.append(f"  {hidden:,} more samples are left out; --sample NUMBER shows one, --json has all")
+        if only and (missing := sorted({*only} - self.results.keys())):
+            lines.append(f"  the journal has no result of sample {', '.join(map(str, missing))}")
         without = [note for sample, notes in self.notes.items() if sample not in self.results for note in notes]
-        return lines + [_of_note(note) for note in without]
+        return lines + _of_notes(without)
+
+    def _of_sample(self, number: int) -> list[str]:
+        taken = self.consumed.get(number)
+        lines = _of_result(self.results[number])
+        lines += [f"      {clock(taken.at)}  consumed by {taken.client_id}"] if taken is not None else []
+        return lines + _of_notes(self.notes.get(number, []))
+
+    def _shown_events(self) -> list[Entry]:
+        """The first and the last ones: how it began, and how it ended."""
+        half = SHOWN_EVENTS // 2
+        return self.events if len(self.events) <= SHOWN_EVENTS else [*self.events[:half], *self.events[-half:]]
+
+    def _summary(self) -> str:
+        tokens, workers, versions, expected = 0, set[str](), set[int](), 0
+        for entry in self.results.values():
+            versions.update(entry.versions)
+            if isinstance(message := content(entry)[0], RolloutResult):
+                tokens, expected = tokens + len(message.token_ids), message.n
+                workers.add(message.worker_id)
+        asked = None if self.accepted is None else content(self.accepted)[0]
+        expected = asked.n if isinstance(asked, GenerateJob) else expected
+        parts = [f"{len(self.results):,} of {expected or 'an unknown number of'} samples", f"{tokens:,} tokens"]
+        parts += [f"versions {_few(sorted(versions))}"] if versions else []
+        parts += [f"{len(workers)} workers" if len(workers) > 1 else f"by {workers.pop()}"] if workers else []
+        if self.accepted is not None and self.results:
+            last = max(entry.at for entry in self.results.values())
+            parts.append(f"{last - self.accepted.at:.2f} s from acceptance to the last result")
+        return ", ".join(parts)
 
 
 def life_of(job_id: str, entries: Iterable[Entry]) -> Life | None:
@@ -65,37 +118,76 @@ def life_of(job_id: str, entries: Iterable[Entry]) -> Life | None:
             life.failure = entry
         elif entry.event == "note":
             life.notes.setdefault(entry.sample, []).append(entry)
+        elif entry.event == "consumed":
+            life.consumed.setdefault(entry.sample, entry)
+        else:
+            life.events.append(entry)
     return life if found else None
 
 
-def _of_job(message: Any) -> list[str]:
-    if not isinstance(message, GenerateJob):
-        return []
-    asked = message.sampling.model_dump(exclude_unset=True, exclude_none=True)
-    sampling = ", ".join(f"{name}={value}" for name, value in asked.items())
-    return [f"      prompt of {prompt_of(message)}; n={message.n}; {sampling or 'default sampling'}"]
+def _of_job(entry: Entry) -> list[str]:
+    line = f"  {clock(entry.at)}  accepted from {entry.client_id or 'an unknown client'}"
+    job, problem = content(entry)
+    if not isinstance(job, GenerateJob):
+        return [line, f"      {problem or f'a job of the kind {type(job).__name__}'}"]
+    asked = job.sampling.model_dump(exclude_unset=True, exclude_none=True)
+    sampling = ", ".join(f"{name}={str(value)[:60]}" for name, value in asked.items())
+    return [line, f"      prompt of {prompt_of(job)}; n={job.n}; {sampling or 'default sampling'}"]
 
 
 def _of_result(entry: Entry) -> list[str]:
-    result = content_of(entry)
+    result, problem = content(entry)
+    line = f"  {clock(entry.at)}  sample {entry.sample}: "
     if not isinstance(result, RolloutResult):
-        return [f"  {clock(entry.at)}  sample {entry.sample}: a result without its content"]
-    took = result.timings
-    return [
-        f"  {clock(entry.at)}  sample {result.sample}: {len(result.token_ids)} tokens, {result.finish_reason}",
+        return [line + (problem or f"a result of the kind {type(result).__name__}")]
+    took, spans = result.timings, list(_spans(result))
+    lines = [
+        f"{line}{len(result.token_ids):,} tokens, {result.finish_reason}",
         f"      by {result.worker_id}, attempt {result.attempt}; {took.queued:.2f} s queued, "
         f"{took.generating:.2f} s generating, {took.waiting:.2f} s waiting on the worker",
-        *(f"      tokens {span}: version {version}" for span, version in _spans(result)),
+        *(f"      {span}" for span in spans[:SHOWN_SPANS]),
     ]
+    if len(spans) > SHOWN_SPANS:
+        lines.append(f"      and {len(spans) - SHOWN_SPANS} more versions")
+    if result.legs:
+        lines.append(f"      given to an engine again at tokens {_few(result.legs)}")
+    if result.in_place:
+        lines.append(f"      weights switched in place at tokens {_few(result.in_place)}")
+    return lines
 
 
-def _spans(result: RolloutResult) -> list[tuple[str, int]]:
-    spans, place = [], 0
+def _of_failure(entry: Entry) -> list[str]:
+    told = entry.data
+    if not told:
+        return [f"  {clock(entry.at)}  failed; the entry was written without its content"]
+    line = f"  {clock(entry.at)}  {told.get('outcome')}: {str(told.get('cause'))[:200]}"
+    return [line, *(f"      {str(told[name])[:400]}" for name in ("error", "host") if told.get(name))]
+
+
+def _of_event(entry: Entry) -> str:
+    sample = f" of sample {entry.sample}" if entry.sample >= 0 else ""
+    attempt = f", attempt {entry.attempt}" if entry.attempt >= 0 else ""
+    versions = f", version {_few(entry.versions)}" if entry.versions else ""
+    who = f" by {entry.client_id}" if entry.client_id else ""
+    rest = noted({name: value for name, value in entry.data.items() if name != "what"})
+    what = f"{entry.event}: {entry.data['what']}" if "what" in entry.data else entry.event
+    return f"  {clock(entry.at)}  {what}{sample}{who}{attempt}{versions}{f'; {rest}' if rest else ''}"
+
+
+def _of_notes(entries: list[Entry]) -> list[str]:
+    lines = [f"      {clock(entry.at)}  {noted(entry.data) or 'a note without its content'}" for entry in entries]
+    hidden = len(lines) - SHOWN_NOTES
+    return lines if hidden <= 0 else [*lines[:SHOWN_NOTES], f"      {hidden:,} more notes are left out"]
+
+
+def _spans(result: RolloutResult) -> Iterator[str]:
+    place = 0
     for version, tokens in result.segments:
-        spans.append((f"{place} to {place + tokens - 1}", version))
+        yield f"tokens {place} to {place + tokens - 1}: version {version}"
         place += tokens
-    return spans
 
 
-def _of_note(entry: Entry) -> str:
-    return f"      {clock(entry.at)}  {noted(entry)}"
+def _few(numbers: Collection[int]) -> str:
+    """The numbers, of many the first and the last one."""
+    given = list(numbers)
+    return ", ".join(map(str, given)) if len(given) <= SHOWN_SPANS else f"{given[0]} … {given[-1]} ({len(given)})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,18 +29,19 @@ def as_line(entry: Entry) -> str:
     return f"{clock(entry.at)}  {entry.event:12} {entry.job_id}{sample}  {_told(entry)}".rstrip()
 
 
-def content_of(entry: Entry) -> Message | MessageError | None:
-    """The entry's message; the error if it is damaged, or written by a newer major version."""
+def content(entry: Entry) -> tuple[Message | None, str]:
+    """The message of an entry, or None and why there is none: it was redacted, is damaged, or of a newer version."""
     try:
-        return entry.message
+        message = entry.message
     except MessageError as error:
-        return error
+        return None, f"its content cannot be read: {error}"
+    return message, "" if message is not None else "written without its content"
 
 
 def _told(entry: Entry) -> str:
-    message = content_of(entry)
-    if isinstance(message, MessageError):
-        return f"its content cannot be read: {message}"
+    message, problem = content(entry)
+    if message is None and entry.event in ("job", "result", "announcement"):
+        return problem
     if isinstance(message, RolloutResult):
         versions = ", ".join(f"{tokens} of version {version}" for version, tokens in message.segments)
         return f"{len(message.token_ids)} tokens ({versions}), {message.finish_reason}, attempt {message.attempt}"
@@ -47,7 +49,7 @@ def _told(entry: Entry) -> str:
         return f"{prompt_of(message)}, n={message.n}, at most {message.sampling.max_new_tokens} new tokens"
     if entry.event == "failure":
         return f"{entry.data.get('outcome')}: {entry.data.get('cause')}"
-    return noted(entry)
+    return noted(entry.data)
 
 
 def prompt_of(job: GenerateJob) -> str:
@@ -55,9 +57,16 @@ def prompt_of(job: GenerateJob) -> str:
     return "a text" if job.token_ids is None else f"{len(job.token_ids)} tokens"
 
 
-def noted(entry: Entry) -> str:
+def noted(data: Mapping[str, Any]) -> str:
     """The data of an entry, each value cut off where it is long."""
-    return ", ".join(f"{name}={str(value)[:LONGEST]}" for name, value in entry.data.items())
+    return ", ".join(f"{name}={_short(value)}" for name, value in data.items())
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)}"
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def as_data(entry: Entry) -> dict[str, Any]:
@@ -67,23 +76,25 @@ def as_data(entry: Entry) -> dict[str, Any]:
     told |= {name: value for name in names if (value := getattr(entry, name)) not in ("", -1)}
     if entry.versions:
         told["versions"] = list(entry.versions)
-    if isinstance(message := content_of(entry), MessageError):
-        told["unreadable"] = str(message)
-    elif message is not None:
-        told["message"] = _plain(message)
-    return told | ({"data": _plain(dict(entry.data))} if entry.data else {})
+    message, problem = content(entry)
+    if message is not None:
+        told["message"] = plain(message)
+    elif entry.content is not None:
+        told["unreadable"] = problem
+    return told | ({"data": plain(dict(entry.data))} if entry.data else {})
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Data that JSON has words for: arrays as lists, NaN and infinity as None, bytes as their number."""
     if isinstance(value, BaseModel):
         given = {name: getattr(value, name) for name in type(value).model_fields if name in value.model_fields_set}
-        return {name: _plain(inner) for name, inner in given.items() if inner is not None}
+        return {name: plain(inner) for name, inner in given.items() if inner is not None}
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
-        return {str(name): _plain(inner) for name, inner in value.items()}
+        return {str(name): plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None  # JSON has no word for it
     return f"{len(value)} bytes" if isinstance(value, bytes) else value

@@ -283,10 +283,13 @@ def _of_each_token(recorded: Recorded) -> Iterable[tuple[str, list[Any]]]:
     tokens = len(recorded.result.token_ids)
     for name, value in list(recorded.notes.items())[:SHOWN_ITEMS]:
         if tokens and _is_of_each_token(value, tokens):
-            yield name, [None if one is None else _figure(float(one)) for one in value]
+            numbers = value.tolist() if isinstance(value, np.ndarray) else value
+            yield name, [None if one is None else _figure(float(one)) for one in numbers]
 
 
 def _is_of_each_token(value: Any, tokens: int) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.shape == (tokens,)
     return (
         isinstance(value, list)
         and len(value) == tokens

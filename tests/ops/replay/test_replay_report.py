@@ -99,13 +99,18 @@ def test_tokens_around_the_first_difference_are_shown(monkeypatch: pytest.Monkey
 
 def test_notes_for_each_token_masks_entropy_and_infinite_gaps() -> None:
     top = np.log(np.array([[0.5, 0.5], [1.0, 1e-9], [0.25, 0.25], [0.9, 0.05]], np.float32))
-    one = Recorded(sample(0, token_arrays={"top_logprobs": top}), None, 1.0, notes={"mask": [1, 1, 0, 0], "why": "x"})
+    one = Recorded(
+        sample(0, token_arrays={"top_logprobs": top}),
+        None,
+        1.0,
+        notes={"mask": [1, 1, 0, 0], "a": np.ones(4), "why": "x"},
+    )
     logprobs = np.array([-0.5, -np.inf, -1.5, np.nan], np.float32)
     report = Report({})
     report.add(compared(one, one.result.token_ids, logprobs, Limits()))
     told = report.as_data()
     row = told["listed"][0]
-    assert row["detail"]["of_each_token"] == {"mask": [1.0, 1.0, 0.0, 0.0]}
+    assert row["detail"]["of_each_token"] == {"mask": [1.0, 1.0, 0.0, 0.0], "a": [1.0] * 4}
     assert row["notes"] == {"why": "x"}
     assert row["detail"]["gaps"] == [0.0, -module.INFINITE, 0.0, None]
     assert row["detail"]["entropy"] == pytest.approx([0.693, 0.0, 1.040, 0.394], abs=1e-3), (

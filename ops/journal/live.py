@@ -1,0 +1,181 @@
+"""A job as the pool has it now: read from Redis, and nothing is changed there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...messages.broker import Broker, DeadFilter, DeadLetters
+from ...messages.codec import decode
+from ...messages.errors import MessageError
+from ...messages.model import PRIORITIES, GenerateJob, Partial
+from ...messages.redis import text, whole
+from .lines import clock, plain, prompt_of
+
+SHOWN_SAMPLES = 16
+"""Of so many unfinished samples what they have saved is read."""
+READ_BYTES = 4 << 20
+"""A job whose payload is larger is not read."""
+LETTERS = 1024
+"""So many dead letters are looked through, the newest first."""
+ADAPTER = 1 << 40
+"""In `later` an adapter's number, times this, is added to the version that is waited for; see Keys.later."""
+_STATES = {"q": "queued", "r": "running"}
+_FIELDS = ("st", "n", "q", "y", "z", "t", "e", "v", "g", "l", "G", "w", "c", "x", "a", "d")
+_PROGRESS = re.compile(r"([sk])(\d{1,9})(?:\.(\d{1,9}))?")
+
+
+@dataclass(slots=True)
+class Live:
+    """A job's record in Redis. Of a job that has ended only its state is left, and a dead one's letter.
+
+    at: by the pool's clock, in seconds since 1970. ahead: jobs before it in its queue; None if it is in none. waits:
+    what it waits for besides its turn. partials: of unfinished samples, the tokens that are saved and the versions that
+    sampled the last piece.
+    """
+
+    job_id: str
+    state: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    job: GenerateJob | None = None
+    problem: str = ""
+    published: list[int] = field(default_factory=list)
+    partials: dict[int, dict[str, Any]] = field(default_factory=dict)
+    more_partials: int = 0
+    ahead: int | None = None
+    waits: str = ""
+    letter: dict[str, Any] = field(default_factory=dict)
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        told = {"job_id": self.job_id, "state": self.state} | self.facts
+        told |= {"published": self.published, "partials": self.partials, "ahead": self.ahead, "waits": self.waits}
+        told |= {"job": None if self.job is None else plain(self.job), "problem": self.problem}
+        return told | {"dead_letter": self.letter or None}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        lines = [f"job {self.job_id}", f"  {self.state}"]
+        if not self.facts:
+            lines[1] += "; Redis has no more of a job that has ended, a journal has (--journal)"
+        for name, value in self.facts.items():
+            if value is not None:
+                lines.append(f"  {name.replace('_', ' ')}: {clock(value) if name.endswith('_at') else value}")
+        if self.job is not None:
+            lines.append(f"  prompt of {prompt_of(self.job)}; n={self.job.n}")
+        lines += [f"  {self.problem}"] if self.problem else []
+        if self.ahead is not None:
+            lines.append(f"  {self.ahead:,} jobs before it in its queue")
+        lines += [f"  waits for {self.waits}"] if self.waits else []
+        if self.published:
+            lines.append(f"  published: {len(self.published):,} samples ({_ranges(self.published)})")
+        for sample, saved in self.partials.items():
+            versions = ", ".join(map(str, saved["versions"]))
+            lines.append(f"  sample {sample}: {saved['tokens']:,} tokens saved, the last ones by version {versions}")
+        if self.more_partials:
+            lines.append(f"  {self.more_partials:,} more unfinished samples have saved tokens")
+        lines += [f"  {name}: {str(value)[:400]}" for name, value in self.letter.items() if value]
+        return lines
+
+
+async def live_of(broker: Broker, job_id: str) -> Live | None:
+    """The job as the pool has it; None if Redis does not know it."""
+    redis, keys = broker.redis, broker.keys
+    found = dict(zip(_FIELDS, await redis.hmget(keys.job(job_id), _FIELDS), strict=True))
+    if found["st"] is None:
+        return None
+    state = text(found["st"])
+    live = Live(job_id, _STATES.get(state, state))
+    if state not in _STATES:
+        if state == "dead":
+            live.letter = await _letter(broker, job_id)
+        return live
+    live.facts = _facts(found)
+    await _read_payload(broker, live, whole(found["z"]))
+    await _read_progress(broker, live)
+    if state == "q":
+        await _find_place(broker, live, whole(found["q"]))
+    return live
+
+
+def _facts(found: dict[str, Any]) -> dict[str, Any]:
+    told = {name: text(value) if value is not None else None for name, value in found.items()}
+    priority = whole(found["q"])
+    return {
+        "client": told["y"], "group": told["G"], "samples": whole(found["n"]), "samples_published": whole(found["d"]),
+        "priority": PRIORITIES[priority] if priority < len(PRIORITIES) else told["q"],
+        "accepted_at": whole(found["t"]) / 1000, "deadline_at": whole(found["e"]) / 1000 if told["e"] else None,
+        "attempt": whole(found["a"]), "lost_leases": whole(found["c"]), "worker": told["w"] or None,
+        "min_version": whole(found["v"]) or None, "max_staleness": told["g"] or None, "adapter": told["l"] or None,
+        "ending": bool(found["x"]) or None, "payload_bytes": whole(found["z"]),
+    }  # fmt: skip
+
+
+async def _read_payload(broker: Broker, live: Live, nbytes: int) -> None:
+    if nbytes > READ_BYTES:
+        live.problem = f"its payload has {nbytes:,} bytes and is not read"
+        return
+    try:
+        live.job = decode(await broker.redis.hget(broker.keys.job(live.job_id), "p") or b"", GenerateJob)
+    except MessageError as error:  # a task, damaged, or of a newer version
+        live.problem = f"its payload cannot be read: {error}"
+
+
+async def _read_progress(broker: Broker, live: Live) -> None:
+    """Which samples are published, and how far the saved ones are: the last piece of each says it."""
+    key = broker.keys.job(live.job_id)
+    last: dict[int, int] = {}
+    for name in await broker.redis.hkeys(key):
+        if (found := _PROGRESS.fullmatch(text(name))) is None:
+            continue
+        sample = int(found[2])
+        if found[1] == "s":
+            live.published.append(sample)
+        else:
+            last[sample] = max(last.get(sample, 0), int(found[3] or 0))
+    live.published.sort()
+    shown = sorted(last.keys() - {*live.published})
+    live.more_partials = len(shown[SHOWN_SAMPLES:])
+    for sample in shown[:SHOWN_SAMPLES]:
+        piece = await broker.redis.hget(key, f"k{sample}.{last[sample]}" if last[sample] else f"k{sample}")
+        try:
+            saved = decode(piece or b"", Partial)
+        except MessageError:
+            continue  # published or dropped since, or of a newer version
+        versions = [segment.version for segment in saved.segments]
+        live.partials[sample] = {"tokens": saved.start + len(saved.token_ids), "versions": versions}
+
+
+async def _find_place(broker: Broker, live: Live, priority: int) -> None:
+    redis, keys = broker.redis, broker.keys
+    if priority >= len(PRIORITIES):
+        return
+    live.ahead = await redis.lpos(keys.queues[priority], live.job_id)
+    if live.ahead is not None:
+        return
+    if (score := await redis.zscore(keys.later[priority], live.job_id)) is not None:
+        live.waits = "the worker that it prefers" if score < 0 else f"weights version {int(score % ADAPTER)}"
+        live.waits += " of its adapter" if score >= ADAPTER else ""
+    elif (place := await redis.lpos(keys.suspects, live.job_id)) is not None:
+        live.waits = f"its last chance alone on a worker, behind {place} others: workers died that had it"
+
+
+async def _letter(broker: Broker, job_id: str) -> dict[str, Any]:
+    async for letter in DeadLetters(broker).find(DeadFilter(limit=LETTERS)):
+        if letter.job_id == job_id:
+            names = ("cause", "error", "host", "attempts", "at", "entry_id")
+            return {name: getattr(letter, name) for name in names}
+    return {}
+
+
+def _ranges(numbers: list[int]) -> str:
+    """0 to 3, 5, 7 to 9; cut off after a few."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    told = [str(first) if first == last else f"{first} to {last}" for first, last in ranges]
+    return ", ".join(told[:12]) + (f" and {len(told) - 12} more ranges" if len(told) > 12 else "")
