@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from ...messages.redis import DEFAULT_URL
+from ..files import check_out
 from ..terminal import printable
 from .options import Json, Pool, RedisUrl, moment, say
 
@@ -30,7 +30,7 @@ class _WithDefault(TyperGroup):
 
 app = typer.Typer(
     cls=_WithDefault,
-    help="Print what a journal has, or export it for pandas, polars and DuckDB.",
+    help="Print a journal, or export it as Parquet.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -79,6 +79,38 @@ def show(
         say(as_data(entry), [as_line(entry)], json)
 
 
+@app.command("export")
+def to_parquet(
+    folder: Folder,
+    file: Annotated[Path, typer.Argument(metavar="FILE.parquet", help="File to write.")],
+    table: Annotated[str, typer.Option(help="samples, with their jobs and notes, or events.")] = "samples",
+    job: Jobs = None,
+    client: Client = None,
+    group: Group = None,
+    version: Version = None,
+    since: Since = "",
+    until: Until = "",
+    overwrite: Annotated[bool, typer.Option(help="Replace the file.")] = False,
+    json: Json = False,
+) -> None:
+    """Write a journal as a Parquet file, for pandas, polars and DuckDB.
+
+    \b
+    rolloutmq journal export out/journal samples.parquet --since 2h
+    """
+    from ...messages.errors import InvalidField
+    from ..journal import TABLES, export
+
+    kind: Any = table
+    if table not in TABLES:
+        raise InvalidField("--table", table, f"one of {', '.join(TABLES)}")
+    check_out("FILE", file)
+    first, last = window(since, until)
+    rows = export(folder, file, kind, overwrite=overwrite, on_problem=complain, job=job, client=client, group=group,
+                  version=version, since=first, until=last)  # fmt: skip
+    say({"file": str(file), "table": table, "rows": rows}, [f"wrote {rows:,} {table} to {file}"], json)
+
+
 def job(
     job_id: Annotated[str, typer.Argument(metavar="ID", help="A job's id.")],
     journal: Annotated[
@@ -96,7 +128,7 @@ def job(
     pool: Pool = "default",
     json: Json = False,
 ) -> None:
-    """Show a job's whole life, from a journal or the pool as it runs.
+    """Show a job's whole life, from a journal or the pool.
 
     \b
     rolloutmq job 0192f0c1a2b34c5d8e9fa0b1c2d3e4f5
@@ -123,9 +155,7 @@ def job(
 
 def window(since: str, until: str) -> tuple[float, float]:
     """Unix seconds of --since and --until; without them, all times. Raises InvalidField."""
-    now = time.time()
-    first = moment("since", since, now) if since else -math.inf
-    return first, moment("until", until, now) if until else math.inf
+    return moment("since", since) if since else -math.inf, moment("until", until) if until else math.inf
 
 
 def complain(problem: str) -> None:

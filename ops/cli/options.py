@@ -7,6 +7,7 @@ import json as json_module
 import logging
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -78,17 +79,22 @@ def plain_errors() -> Iterator[None]:
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def moment(option: str, text: str, now: float) -> float:
-    """Unix seconds: of an age back from `now`, or of a date, in UTC unless it names a zone. Raises InvalidField."""
+def moment(option: str, text: str, now: float | None = None) -> float:
+    """Unix seconds: such a number, an age back from `now`, or a date, in UTC unless it says a zone.
+
+    now: by default by this machine's clock. Raises InvalidField.
+    """
     if match := re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd])", text):
-        return max(0.0, now - float(match[1]) * _UNITS[match[2]])
+        return max(0.0, (time.time() if now is None else now) - float(match[1]) * _UNITS[match[2]])
+    if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", text):
+        return float(text)
     try:
         date = datetime.fromisoformat(text)
         return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
         from ...messages.errors import InvalidField
 
-        allowed = "an age such as 90s, 30m, 2h, 7d, or a date such as 2026-01-31T08:00"
+        allowed = "an age such as 90s, 30m, 2h, 7d, a date such as 2026-01-31T08:00, or seconds since 1970"
         raise InvalidField(option, text, allowed) from None
 
 

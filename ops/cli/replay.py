@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ import typer
 from ...messages.redis import DEFAULT_URL
 from ..replay import DEPTHS, Recorded, recorded
 from ..terminal import printable
-from .options import Json, RedisUrl, finite, say
+from .options import Json, RedisUrl, finite, moment, say
 
 
 def replay(
@@ -122,26 +121,6 @@ def _chosen(folder: Path, ids: list[str], limit: int | None, **filters: Any) -> 
     if limit is None and (missing := set(ids) - {name for one in chosen for name in (one.name, one.result.job_id)}):
         raise InvalidField("ID", min(missing), f"a job or sample in {folder} that fits the other options")
     return chosen
-
-
-def moment(option: str, text: str) -> float:
-    """Seconds since 1970, from such a number, an ISO date and time (UTC unless it says so), or `90m` ago (s, m, h, d).
-
-    Raises InvalidField.
-    """
-    from ...messages.errors import InvalidField
-
-    if ago := re.fullmatch(r"(\d{1,9})([smhd])", text):
-        return datetime.now(UTC).timestamp() - int(ago[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[ago[2]]
-    if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", text):
-        return float(text)
-    try:
-        told = datetime.fromisoformat(text)
-    except ValueError:
-        raise InvalidField(
-            option, text, "2026-11-23T02:00, seconds since 1970, or 90s, 90m, 9h, 9d for so long ago"
-        ) from None
-    return (told if told.tzinfo else told.replace(tzinfo=UTC)).timestamp()
 
 
 def _complain(problem: str) -> None:

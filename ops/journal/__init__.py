@@ -3,18 +3,23 @@
 from .life import SHOWN_SAMPLES, Life, life_of
 from .lines import as_data, as_line, clock, plain
 from .live import Live, live_of
+from .table import TABLES, Table, as_reader, export
 from .tokens import LEGEND, TextOf, coloured, texts_of
 
 __all__ = [
     "LEGEND",
     "SHOWN_SAMPLES",
+    "TABLES",
     "Life",
     "Live",
+    "Table",
     "TextOf",
     "as_data",
     "as_line",
+    "as_reader",
     "clock",
     "coloured",
+    "export",
     "life_of",
     "live_of",
     "plain",

@@ -289,7 +289,7 @@ def _of_each_token(recorded: Recorded) -> Iterable[tuple[str, list[Any]]]:
 
 def _is_of_each_token(value: Any, tokens: int) -> bool:
     if isinstance(value, np.ndarray):
-        return value.shape == (tokens,)
+        return bool(value.shape == (tokens,))
     return (
         isinstance(value, list)
         and len(value) == tokens

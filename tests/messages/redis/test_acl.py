@@ -22,6 +22,7 @@ from rolloutmq.messages.errors import RedisUnavailable
 from rolloutmq.messages.redis.bell import Bell
 from rolloutmq.messages.redis.connection import connect, ping
 from rolloutmq.messages.scripts.source import LIBRARIES, script_path
+from rolloutmq.ops.journal import live_of
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.status import pool_state
 from rolloutmq.producer.control import PoolControl
@@ -236,7 +237,8 @@ async def test_a_publisher_does_its_work(url: Url, admin: redis.asyncio.Redis) -
 async def test_an_operator_does_its_work(url: Url, admin: redis.asyncio.Redis) -> None:
     broker = Broker(admin, "mine")
     doomed, lease = job(reply_to="c"), Lease(admin, "mine", "w")
-    await broker.enqueue([doomed, job(reply_to="c"), job(reply_to="d")])
+    waiting = job(reply_to="c")
+    await broker.enqueue([doomed, waiting, job(reply_to="d")])
     await lease.join(status("w"))
     (claim,) = await lease.claim(1, 1, 0)
     await lease.bury(claim.job_id, claim.attempt, "cause", "host", "error")
@@ -245,6 +247,13 @@ async def test_an_operator_does_its_work(url: Url, admin: redis.asyncio.Redis) -
     async with connect(operator) as client:
         mine = Broker(client, "mine")
         letters = DeadLetters(mine)
+        found = await live_of(mine, doomed.id)
+        assert found is not None
+        assert found.letter["cause"] == "cause"
+        for state in ("queued", "running"):
+            assert (found := await live_of(mine, waiting.id)) is not None
+            assert found.state == state
+            await lease.claim(1, 1, 0)
         (letter,) = await letters.page()
         await letters.requeue(letter.entry_id)
         assert await letters.count() == 0
