@@ -26,6 +26,7 @@ from .engine import AdapterMissing, Engine
 from .engine_keeper import EngineKeeper
 from .generation import Generation
 from .jobs import HeldJob, HeldJobs, MustFetch, Run, SampleRun, admit_all, admit_fetched, as_result, text_with_calls
+from .journaling import WorkerJournal
 from .lease import Checkpoints, ClaimLoop, Deadlines, Handback, Membership, Outbox, Pace, Streaming
 from .leaving import LEAVE_S, Leaving, left
 from .loops import Loop, undisturbed
@@ -61,6 +62,7 @@ class Worker:
         self._streaming = Streaming(engine.progress, self._fenced)
         self._deadlines = Deadlines(self._held, self._drop)
         self._handback = Handback(self._held, config.max_lost, self._host, lambda: self._lease, self._drop)
+        self._journal = WorkerJournal(config.journal)
         self._follower: WeightFollower | None = None
         self._peer: Peer | None = None
         self._claims: ClaimLoop | None = None
@@ -96,7 +98,8 @@ class Worker:
         listener, waker = (connect(self.config.redis_url, pool=self.config.pool, blocking=True) for _ in range(2))
         ledger = Ledger(redis, self.config.pool)
         snapshots = Snapshots(self.config.snapshots) if self.config.snapshots is not None else None
-        self._follower = WeightFollower(self._engine, self._generation, ledger, self._engine_died, snapshots=snapshots)
+        served = self._engine, self._generation, ledger, self._engine_died, self._journal
+        self._follower = WeightFollower(*served, snapshots=snapshots)
         self._service.follow(self._follower)
         self._commands = worker_commands(
             self._engine,
@@ -106,6 +109,7 @@ class Worker:
             ledger,
             drain=self._drain_within,
             state=self._current_state,
+            on_done=self._journal.command,
         )
         try:
             await ping(redis)
@@ -116,6 +120,7 @@ class Worker:
         finally:
             await self._tools.close()
             await self._engine.close()
+            await asyncio.to_thread(self._journal.close)
             for client in (redis, listener, waker):
                 await client.aclose()
 
@@ -124,7 +129,7 @@ class Worker:
         assert self._follower is not None
         self.worker_id = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
         self._box = CommandBox(redis, self.config.pool, self.worker_id)
-        self._lease = lease = Lease(redis, self.config.pool, self.worker_id, self.config.lease_s, self._witness)
+        self._lease = lease = self._journal.lease(redis, self.config, self.worker_id, self._witness)
         self._claims = self._service.claims = ClaimLoop(lease, waker, self._room, self._serves, self._admit)
         membership = Membership(lease, self.config.beat_s, self.config.max_lost)
         bell = Bell(listener, self.config.pool)
@@ -171,6 +176,7 @@ class Worker:
             if fatal is not None:
                 raise fatal.exceptions[0] from None
             log.warning("fenced: %s", group.exceptions[0])
+            self._journal.worker("lease lost", error=str(group.exceptions[0]))
             self._forget_everything()
             this = asyncio.current_task()
             if this is not None and this.cancelling() and not self._draining.is_set():
@@ -339,6 +345,7 @@ class Worker:
 
     def _engine_died(self) -> None:
         if self._keeper.died() and self._follower is not None:
+            self._journal.worker("engine died")
             self._follower.halt()
 
     def _drain_within(self, drain_s: float | None) -> None:

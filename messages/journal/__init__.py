@@ -1,8 +1,20 @@
 """The journal: what happened in a run, in files that outlive it. `Journal` writes it, `read` reads it."""
 
-from .entry import EVENTS, Entry, Event
+from .entry import EVENTS, Entry, Event, Record, attempt_record, of_announcement, versions_of
 from .reader import read
 from .segment import SUFFIX, TORN
 from .writer import Journal
 
-__all__ = ["EVENTS", "SUFFIX", "TORN", "Entry", "Event", "Journal", "read"]
+__all__ = [
+    "EVENTS",
+    "SUFFIX",
+    "TORN",
+    "Entry",
+    "Event",
+    "Journal",
+    "Record",
+    "attempt_record",
+    "of_announcement",
+    "read",
+    "versions_of",
+]

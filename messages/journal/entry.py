@@ -120,6 +120,20 @@ def of_consumed(outcomes: Sequence[Result | JobFailure], client_id: str, at: flo
         yield record if isinstance(outcome, JobFailure) else record | {"s": outcome.sample, "a": outcome.attempt}
 
 
+def attempt_record(
+    at: float,
+    job_id: str,
+    attempt: int,
+    data: dict[str, Any],
+    *,
+    sample: int | None = None,
+    versions: Sequence[int] = (),
+) -> Record:
+    """Something that happened to one attempt of a job, or to a sample of it. data: its `what`, and more."""
+    record = {"t": at, "e": "attempt", "j": job_id, "a": attempt, "v": versions, "d": data}
+    return record if sample is None else record | {"s": sample}
+
+
 def versions_of(result: Result) -> list[int]:
     """The weights versions that sampled a result, ascending."""
     if not isinstance(result, RolloutResult):

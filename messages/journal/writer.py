@@ -119,7 +119,7 @@ class Journal:
 
     def consumed(self, outcomes: Sequence[Result | JobFailure], client_id: str) -> None:
         """Their client has acknowledged these: it will not get them again."""
-        self._add(partial(of_consumed, outcomes, client_id, time.time()), len(outcomes), 0)
+        self.add_records(partial(of_consumed, outcomes, client_id, time.time()), len(outcomes))
 
     def note(self, of: Result | tuple[str, int, int] | str, /, **data: Any) -> None:
         """Say something about a sample: a reward, an advantage, the step that trained on it.
@@ -141,21 +141,26 @@ class Journal:
             record["m"] = entry.content
         self._add(lambda: [record], 1, _size(record.get("m")) + _size_of_data(record.get("d")))
 
+    def add_records(self, make: Callable[[], Iterable[Record]], entries: int, nbytes: int = 0) -> None:
+        """Entries of which there are very many. make(): their records; it is called in the writer's thread. nbytes: of
+        what the records hold beside their names and numbers, about."""
+        if entries:
+            self._add(make, entries, nbytes)
+
     def _add_all(
         self, make: Callable[..., Iterable[Record]], things: Sequence[Any], frames: Sequence[bytes | None], *args: Any
     ) -> None:
         sizes = [_size(thing) if frame is None else len(frame) for thing, frame in zip(things, frames, strict=True)]
         if sum(sizes) <= BLOCK_BYTES:
-            self._add(partial(make, things, frames, *args), len(things), sum(sizes))
+            self.add_records(partial(make, things, frames, *args), len(things), sum(sizes))
             return
         for thing, frame, size in zip(things, frames, sizes, strict=True):
             self._add(partial(make, [thing], [frame], *args), 1, size)
 
     def _add(self, make: Callable[[], Iterable[Record]], entries: int, nbytes: int) -> None:
-        """make(): the records of so many entries; is called in the writer's thread."""
         size = ENTRY_BYTES * entries + nbytes
         with self._state:
-            if self._closing or not entries:
+            if self._closing:
                 return
             if self._waiting_bytes + size > self._buffer_bytes:
                 self.lost += entries

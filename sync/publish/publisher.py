@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
 import torch
 
 from ...messages.errors import InvalidField, WeightSyncError
+from ...messages.journal import Entry, Journal
 from ...messages.model import UpdateMode
 from ...messages.redis import Keys, connect, default_url, first_node_url, ping
 from ..adapters import Parcel
@@ -50,6 +52,7 @@ class WeightPublisher:
         leader: whether this rank sends; by default rank 0 of the trainer's default process group, or the only rank.
         snapshots: a folder (or a SnapshotStore) to save committed versions in. A version that waits to be saved is
             skipped when a newer one is committed. See `SyncSettings.snapshots`, and `snapshots_saved`.
+        journal: where to write what became of each version; `RolloutClient.journal` will do.
         settings: fields of `SyncSettings`, which describes them.
 
     Raises InvalidField for a setting that is not allowed, RedisUnavailable, WeightSyncError if nothing can listen on
@@ -64,10 +67,11 @@ class WeightPublisher:
         rename: Callable[[str], str | None] | None = None,
         leader: bool | None = None,
         snapshots: str | Path | SnapshotStore | None = None,
+        journal: Journal | None = None,
         **settings: Unpack[SyncOptions],
     ) -> None:
         self._settings = SyncSettings.build(**settings)
-        self._url, self._pool, self._rename = redis_url or default_url(), pool, rename
+        self._url, self._pool, self._rename, self._journal = redis_url or default_url(), pool, rename, journal
         Keys(pool)  # a bad pool name is refused here, not in the thread
         self._leader = _leads() if leader is None else leader
         self._like: Places | None = None
@@ -198,6 +202,8 @@ class WeightPublisher:
         with self._lock:
             if self._closing:
                 raise WeightSyncError("the publisher is closed")
+            if self._journal is not None:
+                handle._future.add_done_callback(partial(_note, self._journal, version, adapter))
             self._last[adapter] = version
             skipped = self._waiting.get(adapter)
             self._waiting[adapter] = order
@@ -319,6 +325,18 @@ class WeightPublisher:
             nbytes=snapshot.manifest.nbytes,
             readback=result.readback,
         )
+
+
+def _note(journal: Journal, version: int, adapter: str, outcome: Future[PublishReport]) -> None:
+    """Write into a journal what became of a version."""
+    told: dict[str, Any] = {"adapter": adapter} if adapter else {}
+    if (error := outcome.exception()) is not None:
+        told = {"what": "failed", "failures": {"trainer": str(error)}} | told
+    else:
+        report = outcome.result()
+        told = {"what": report.state, "seconds": report.seconds, "nbytes": report.nbytes} | told
+        told |= {"workers": list(report.workers), "failures": dict(report.failures), "readback": report.readback}
+    journal.add(Entry("weights", time.time(), versions=(version,), data=told))
 
 
 def _snapshot(packed: PackedWeights) -> Snapshot:

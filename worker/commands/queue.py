@@ -72,9 +72,13 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 class Commands:
     """Takes, does and answers the commands of one worker, over all its incarnations."""
 
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
-        """handlers: one for each action of `messages.model.ACTIONS`."""
-        self._handlers = handlers
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler],
+        on_done: Callable[[Command, CommandReply], None] = lambda command, reply: None,
+    ) -> None:
+        """handlers: one for each action of `messages.model.ACTIONS`. on_done: called when one was done, or refused."""
+        self._handlers, self._on_done = handlers, on_done
         self._heard: asyncio.Queue[tuple[CommandBox, str]] = asyncio.Queue()
         self._lanes: dict[Lane, asyncio.Queue[tuple[CommandBox, Command, float]]] = {
             "gate": asyncio.Queue(),
@@ -158,6 +162,11 @@ class Commands:
             raise
 
     async def _reply(self, box: CommandBox, command: Command, deadline: float) -> CommandReply:
+        reply = await self._outcome(box, command, deadline)
+        self._on_done(command, reply)
+        return reply
+
+    async def _outcome(self, box: CommandBox, command: Command, deadline: float) -> CommandReply:
         action = command.action
         try:
             if action not in ACTIONS or action not in self._handlers:

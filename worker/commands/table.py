@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...messages.model import NoParams, StopParams
+from ...messages.model import Command, CommandReply, NoParams, StopParams
 from ...sync.transfer import Ledger
 from ..engine import Engine
 from ..generation import Generation
@@ -26,11 +26,12 @@ def worker_commands(
     *,
     drain: Callable[[float | None], None],
     state: Callable[[], str],
+    on_done: Callable[[Command, CommandReply], None],
 ) -> Commands:
     """The commands of one worker.
 
     drain(seconds): leaves the pool within so many seconds; the command "stop" calls it. state(): the worker's state, as
-    in its status.
+    in its status. on_done(command, reply): called when a command was done, or refused.
     """
 
     async def version(params: NoParams, deadline: float) -> Mapping[str, Any]:
@@ -63,4 +64,4 @@ def worker_commands(
         **AdapterCommands(engine, follower.adapters).handlers(),
         **ProfileCommands(engine).handlers(),
     }
-    return Commands(handlers)
+    return Commands(handlers, on_done)

@@ -19,6 +19,7 @@ from ...sync.transfer import Epoch, Join, Ledger, TransferOrder, TransferReport,
 from ..engine import Engine
 from ..gate import Gate, WeightsTurn, set_within
 from ..generation import Generation
+from ..journaling import WorkerJournal
 from .adapter_follower import AdapterFollower
 from .catch_up import CatchUp, Preparing
 from .quarantine import Quarantine
@@ -62,6 +63,7 @@ class WeightFollower:
         generation: Generation,
         ledger: Ledger,
         on_stuck: Callable[[], None],
+        journal: WorkerJournal,
         *,
         snapshots: Snapshots | None = None,
     ) -> None:
@@ -69,7 +71,7 @@ class WeightFollower:
         self.updating = False
         self._engine, self._generation, self._ledger = engine, generation, ledger
         self.adapters = AdapterFollower(engine, ledger)
-        self._on_stuck = on_stuck
+        self._on_stuck, self._journal = on_stuck, journal
         self._catch_up = CatchUp(snapshots, self._begin, self._finish)
         self._said = 0.0
         self._group = ""  # name of the process group that the engine is still in
@@ -181,6 +183,7 @@ class WeightFollower:
         sealed = await self._sealed(told.epoch, time.monotonic() + told.join_timeout_s + SEAL_GRACE_S)
         if sealed is not None and worker_id in sealed.announcement.roster:
             report = await self.adapters.take(sealed.announcement)
+            self._journal.updated(told.version, report, adapter=told.adapter)
             await self._report(told.epoch, worker_id, report, told.adapter)
 
     async def _may_load(self, why: str) -> bool:
@@ -198,6 +201,7 @@ class WeightFollower:
         if sealed is None or worker_id not in sealed.announcement.roster:
             return
         self._catch_up.stop()
+        self._journal.announced(sealed.announcement)
         try:
             order = TransferOrder.of_announcement(sealed.announcement, sealed.announcement.roster[worker_id])
             report = await self._receive_and_load(order)
@@ -298,12 +302,14 @@ class WeightFollower:
         """Await half an update. The engine keeps the order's deadline. This later one finds an engine that is stuck."""
         try:
             async with asyncio.timeout(order.timeout_s + STUCK_S):
-                return await half
+                report = await half
         except (EngineError, TimeoutError) as error:
             if isinstance(error, EngineDead):
                 raise
             self._on_stuck()  # nothing is known about the weights now
-            return TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)
+            report = TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)
+        self._journal.updated(order.version, report, mode=order.mode, transport=order.transport)
+        return report
 
     async def load(self, order: TransferOrder) -> TransferReport:
         """Load what an operator ordered, by both halves of an update. Raises EngineDead."""

@@ -258,6 +258,7 @@ def test_every_action_has_a_handler_and_a_lane() -> None:
         Part(),
         drain=lambda _: None,
         state=lambda: "",  # type: ignore[arg-type]
+        on_done=lambda *_: None,
     )
     assert made._handlers.keys() == ACTIONS.keys()
 

@@ -1,0 +1,168 @@
+"""What a worker writes into a journal: its claims, what it saves and publishes, its weights, its own life.
+
+Tokens and log-probabilities are not written again: the job's client has them in its own journal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+
+from ..messages.broker import Beat, Claim, Finished, Lease, Piece, Release, Witness
+from ..messages.journal import Entry, Journal, Record, attempt_record, of_announcement, versions_of
+from ..messages.model import Command, CommandReply, WeightAnnouncement, WorkerStatus
+from ..sync.transfer import TransferReport
+from .config import WorkerConfig
+
+
+class WorkerJournal:
+    """One worker's journal, over all its incarnations; without a folder it writes nothing.
+
+    worker_id: the incarnation's, which every entry has.
+    """
+
+    def __init__(self, folder: Path | str | None) -> None:
+        """Raises ConfigError if the folder cannot be written."""
+        self.worker_id = ""
+        self._journal = None if folder is None else Journal(folder)
+
+    def close(self) -> None:
+        """Write what waits; blocks."""
+        if self._journal is not None:
+            self._journal.close()
+
+    def lease(self, redis: Redis, config: WorkerConfig, worker_id: str, witness: Witness) -> Lease:
+        """The lease of a new incarnation, which writes down what is done under it."""
+        self.worker_id = worker_id
+        kind = Lease if self._journal is None else RecordedLease
+        lease = kind(redis, config.pool, worker_id, config.lease_s, witness)
+        if isinstance(lease, RecordedLease):
+            lease.journal = self
+        return lease
+
+    def worker(self, what: str, **data: Any) -> None:
+        """Something happened to the worker itself."""
+        if self._journal is not None:
+            told = {"what": what, "worker": self.worker_id} | data
+            self._journal.add(Entry("worker", time.time(), data=told))
+
+    def command(self, command: Command, reply: CommandReply) -> None:
+        """A command was done, or refused."""
+        error = {} if reply.ok else {"error": f"{reply.kind}: {reply.error}"}
+        self.worker("command", action=command.action, params=dict(command.params), **error)
+
+    def announced(self, announcement: WeightAnnouncement) -> None:
+        """The worker takes part in a transfer."""
+        if self._journal is not None:
+            self._journal.add(of_announcement(announcement, time.time()))
+
+    def updated(self, version: int, report: TransferReport, **data: Any) -> None:
+        """The engine has loaded a version, or refused it. Of an update in two halves, the first half's success is not
+        written."""
+        if self._journal is None or (report.ok and report.phase != "done"):
+            return
+        took = {"seconds": report.rendezvous_s + report.receive_s + report.load_s, "load_s": report.load_s}
+        told = {"what": "loaded" if report.ok else "refused", "worker": self.worker_id} | data | took
+        told |= {"nbytes": report.nbytes} if report.ok else {"phase": report.phase, "error": report.error}
+        self._journal.add(Entry("weights", time.time(), versions=(version,), data=told))
+
+    def attempts(self, make: Callable[..., Iterable[Record]], things: Sequence[Any], *more: Any) -> None:
+        """Something happened to jobs that the worker holds. make(time, worker, things, *more): their records."""
+        if self._journal is not None:
+            self._journal.add_records(partial(make, time.time(), self.worker_id, things, *more), len(things))
+
+
+class RecordedLease(Lease):
+    """A lease that writes into a journal what the worker does under it, once Redis has answered."""
+
+    journal: WorkerJournal
+
+    async def join(self, status: WorkerStatus) -> Beat:
+        beat = await super().join(status)
+        told = {"host", "pid", "model", "engine", "device", "version", "max_running"}
+        self.journal.worker("joined", **status.model_dump(include=told))
+        return beat
+
+    async def claim(self, *wanted: Any) -> list[Claim]:
+        claims = await super().claim(*wanted)
+        self.journal.attempts(_claimed, claims, wanted[2])
+        return claims
+
+    async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:
+        states = await super().checkpoint(pieces)
+        self.journal.attempts(_saved, pieces, states)
+        return states
+
+    async def complete(self, finished: Sequence[Finished]) -> list[str]:
+        states = await super().complete(finished)
+        self.journal.attempts(_published, finished, states)
+        return states
+
+    async def release(self, jobs: Sequence[Release], max_lost: int) -> list[str]:
+        states = await super().release(jobs, max_lost)
+        self.journal.attempts(_given_back, jobs, states)
+        return states
+
+    async def bury(self, job_id: str, attempt: int, cause: str, host: str, error: str) -> bool:
+        done = await super().bury(job_id, attempt, cause, host, error)
+        told = {"what": "dead-lettered", "state": _state(done), "cause": cause, "error": error[:2000]}
+        self.journal.attempts(_ended, [(job_id, attempt)], told)
+        return done
+
+    async def expire(self, job_id: str, attempt: int) -> bool:
+        done = await super().expire(job_id, attempt)
+        self.journal.attempts(_ended, [(job_id, attempt)], {"what": "expired", "state": _state(done)})
+        return done
+
+    async def leave(self) -> int:
+        held = await super().leave()
+        self.journal.worker("left", held=held)
+        return held
+
+    async def reap(self, *told: Any) -> tuple[int, int, int, int]:
+        requeued, dead, expired, removed = counts = await super().reap(*told)
+        if any(counts):
+            self.journal.worker("reaped", workers=removed, requeued=requeued, dead=dead, expired=expired)
+        return counts
+
+
+def _claimed(at: float, worker: str, claims: Sequence[Claim], version: int) -> Iterable[Record]:
+    for one in claims:
+        told = {"what": "claimed", "worker": worker, "queued_s": one.queued_s, "samples": one.n - len(one.published)}
+        if one.partials:  # saved by earlier workers
+            told["continued"] = sorted(one.partials)
+        yield attempt_record(at, one.job_id, one.attempt, told, versions=[version])
+
+
+def _saved(at: float, worker: str, pieces: Sequence[Piece], states: Sequence[str]) -> Iterable[Record]:
+    for one, state in zip(pieces, states, strict=True):
+        made = one.partial
+        told = {"what": "saved", "worker": worker, "start": made.start, "tokens": len(made.token_ids), "state": state}
+        versions = sorted({version for version, _ in made.segments})
+        yield attempt_record(at, one.job_id, one.attempt, told, sample=one.sample, versions=versions)
+
+
+def _published(at: float, worker: str, finished: Sequence[Finished], states: Sequence[str]) -> Iterable[Record]:
+    for one, state in zip(finished, states, strict=True):
+        told = {"what": "published", "worker": worker, "state": state}
+        yield attempt_record(at, one.job_id, one.attempt, told, sample=one.sample, versions=versions_of(one.result))
+
+
+def _given_back(at: float, worker: str, jobs: Sequence[Release], states: Sequence[str]) -> Iterable[Record]:
+    for one, state in zip(jobs, states, strict=True):
+        told = {"what": "given back", "worker": worker, "state": state, "lost": one.lost, "pieces": len(one.pieces)}
+        yield attempt_record(at, one.job_id, one.attempt, told)
+
+
+def _ended(at: float, worker: str, jobs: Sequence[tuple[str, int]], told: dict[str, Any]) -> Iterable[Record]:
+    for job_id, attempt in jobs:
+        yield attempt_record(at, job_id, attempt, {"worker": worker} | told)
+
+
+def _state(done: bool) -> str:
+    return "ok" if done else "fenced"
