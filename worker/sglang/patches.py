@@ -185,8 +185,8 @@ PATCHES: tuple[Patch, ...] = (
         "layers.attention.torch_native_backend:TorchNativeAttnBackend",
         part="cpu",
         by="inside.cpu.BatchedDecodeBackend",
-        why="decode all sequences of a batch at once",
-        has="_run_sdpa_forward_decode",
+        why="decode all sequences of a batch at once, and compute a token in the same way in every batch",
+        has="_run_sdpa_forward_decode _run_sdpa_forward_extend",
     ),
     Patch(
         "batch_invariant_ops:enable_batch_invariant_mode",

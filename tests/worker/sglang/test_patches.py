@@ -208,7 +208,9 @@ def test_an_attribute_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_method_that_is_gone_is_named_with_what_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, TorchNativeAttnBackend=type("TorchNativeAttnBackend", (), {}))
-    with pytest.raises(EngineError, match=r"has no _run_sdpa_forward_decode; .* as in 0\.5\.17 to 0\.5\.23; "):
+    with pytest.raises(
+        EngineError, match=r"has no _run_sdpa_forward_decode, _run_sdpa_forward_extend; .* as in 0\.5\.17 to 0\.5\.23; "
+    ):
         patches.check("cpu")
 
 
@@ -228,8 +230,9 @@ def test_older_releases_need_not_have_what_came_later(monkeypatch: pytest.Monkey
 
 
 def test_what_is_replaced_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = type("Own", (), {"_run_sdpa_forward_decode": 1})
-    fake(monkeypatch, TorchNativeAttnBackend=type("Theirs", (), {"_run_sdpa_forward_decode": 0}))
+    names = ("_run_sdpa_forward_decode", "_run_sdpa_forward_extend")
+    own = type("Own", (), dict.fromkeys(names, 1))
+    fake(monkeypatch, TorchNativeAttnBackend=type("Theirs", (), dict.fromkeys(names, 0)))
     patches.replace(BACKEND, own)
     assert patches.original(BACKEND) is own
     with pytest.raises(KeyError):

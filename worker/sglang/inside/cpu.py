@@ -16,10 +16,10 @@ from .. import patches
 MAX_GATHERED_ELEMENTS = 1 << 24  # keys held at once: 64 MB in float32, and as much again for the values
 
 
-def batched_attention() -> None:
-    """Let SGLang use :class:`BatchedDecodeBackend` as `torch_native` in this process."""
+def own_attention(*, invariant: bool) -> None:
+    """Let SGLang use :class:`BatchedDecodeBackend` as `torch_native` in this process, or :class:`InvariantBackend`."""
     patches.check("cpu")
-    register_attention_backend("torch_native")(BatchedDecodeBackend)
+    register_attention_backend("torch_native")(InvariantBackend if invariant else BatchedDecodeBackend)
 
 
 class BatchedDecodeBackend(TorchNativeAttnBackend):  # type: ignore[misc]
@@ -101,6 +101,169 @@ def _attend(query: Any, keys: Any, values: Any, mask: Any, scaling: float | None
     return out.reshape(sequences, heads, values.shape[-1])
 
 
+# --- the same result in every batch -----------------------------------------------------------------------------------
+
+BLOCK = 64  # keys that attention sums up at a time
+ROWS = 16  # rows that a product of matrices has
+_aten = torch.library.Library("aten", "IMPL")
+
+
+class InvariantBackend(BatchedDecodeBackend):
+    """Attention in which each token's result depends on its own sequence up to it alone, to the last bit.
+
+    The same token of the same sequence gets the same result in a batch of any size, beside longer sequences, behind a
+    prefix from the cache, in a prompt or after one. `scaled_dot_product_attention` rounds differently in each case,
+    because it sums in an order that depends on the shapes. Here every token is a matrix of its own in a batched
+    product. Its keys are taken in blocks of a fixed size, in order. A block behind its own place changes nothing: its
+    weights are exactly 0. Cases that BatchedDecodeBackend leaves to SGLang's class are left to it here too.
+    """
+
+    def _run_sdpa_forward_decode(  # noqa: PLR0917  (the signature is SGLang's)
+        self,
+        query: Any,
+        output: Any,
+        k_cache: Any,
+        v_cache: Any,
+        req_to_token: Any,
+        req_pool_indices: Any,
+        seq_lens: Any,
+        encoder_lens: Any = None,
+        scaling: float | None = None,
+        **others: Any,
+    ) -> Any:
+        """Fill `output` as BatchedDecodeBackend does."""
+        if _unusual(encoder_lens, others):
+            return super()._run_sdpa_forward_decode(
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                encoder_lens=encoder_lens,
+                scaling=scaling,
+                **others,
+            )
+        longest = _whole_blocks(int(seq_lens.max()))
+        rows = max(1, MAX_GATHERED_ELEMENTS // (longest * k_cache[0].numel()))
+        for start in range(0, seq_lens.shape[0], rows):
+            part = slice(start, start + rows)
+            inside = torch.minimum(torch.arange(longest), seq_lens[part, None] - 1)
+            slots = req_to_token[req_pool_indices[part, None], inside]
+            output[part] = _attend_in_blocks(query[part], k_cache[slots], v_cache[slots], seq_lens[part], scaling)
+        return output
+
+    def _run_sdpa_forward_extend(  # noqa: PLR0917  (the signature is SGLang's)
+        self,
+        query: Any,
+        output: Any,
+        k_cache: Any,
+        v_cache: Any,
+        req_to_token: Any,
+        req_pool_indices: Any,
+        seq_lens: Any,
+        extend_prefix_lens: Any,
+        extend_seq_lens: Any,
+        encoder_lens: Any = None,
+        scaling: float | None = None,
+        causal: bool = False,
+        **others: Any,
+    ) -> Any:
+        """Fill `output` (num_tokens, heads, value size) for the new tokens of each sequence, one after another."""
+        if _unusual(encoder_lens, others) or not causal:
+            return super()._run_sdpa_forward_extend(
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                extend_prefix_lens,
+                extend_seq_lens,
+                encoder_lens=encoder_lens,
+                scaling=scaling,
+                causal=causal,
+                **others,
+            )
+        start = 0
+        for request, length, count in zip(
+            req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), strict=True
+        ):
+            part = slice(start, start + count)
+            slots = req_to_token[request, torch.arange(_whole_blocks(length)).clamp(max=length - 1)]
+            seen = torch.arange(length - count + 1, length + 1)
+            output[part] = _attend_in_blocks(query[part], k_cache[slots][None], v_cache[slots][None], seen, scaling)
+            start += count
+        return output
+
+
+def _unusual(encoder_lens: Any, others: dict[str, Any]) -> bool:
+    return encoder_lens is not None or others.get("is_cross_attn") or others.get("sliding_window_size") is not None
+
+
+def _whole_blocks(length: int) -> int:
+    return -(-length // BLOCK) * BLOCK
+
+
+def _attend_in_blocks(query: Any, keys: Any, values: Any, seen: Any, scaling: float | None) -> Any:
+    """Compute grouped-query attention, (tokens, heads, value size) float32, of tokens that are each on their own.
+
+    query (tokens, heads, key size); keys and values (tokens, or 1 for the same of all, positions, kv heads, size), a
+    whole number of blocks; seen (tokens,): a token attends to its first so many positions, at least one.
+    """
+    tokens, heads, size = query.shape
+    kv_heads, positions = keys.shape[2], torch.arange(keys.shape[1])
+    group = heads // kv_heads
+    output = torch.empty(tokens, heads, values.shape[-1])
+    for head in range(kv_heads):
+        mine = slice(head * group, (head + 1) * group)
+        asked = query[:, mine].float() * (size**-0.5 if scaling is None else scaling)
+        best = torch.full((tokens, group, 1), -torch.inf)  # the highest score so far
+        total, summed = torch.zeros(tokens, group, 1), torch.zeros(tokens, group, values.shape[-1])
+        for start in range(0, keys.shape[1], BLOCK):
+            block = slice(start, start + BLOCK)
+            scores = torch.bmm(asked, keys[:, block, head].float().expand(tokens, -1, -1).transpose(1, 2))
+            scores.masked_fill_((positions[block] >= seen[:, None])[:, None], -torch.inf)
+            higher = torch.maximum(best, scores.amax(-1, keepdim=True))
+            weights, fading = torch.exp(scores - higher), torch.exp(best - higher)
+            total = total * fading + weights.sum(-1, keepdim=True)
+            summed = summed * fading + torch.bmm(weights, values[:, block, head].float().expand(tokens, -1, -1))
+            best = higher
+        output[:, mine] = summed / total
+    return output
+
+
+def invariant_products() -> None:
+    """Let each row of a product of float32 matrices be computed in the same way, whatever other rows there are.
+
+    torch's product of a row alone differs by rounding from the same row among others. Here rows are always multiplied
+    ROWS at a time. Products of bfloat16 and float16 stay as they are: oneDNN sums each row in the same order anyway.
+    """
+    _aten.impl("mm", _product, "CPU")
+    _aten.impl("addmm", _product_and_sum, "CPU")
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return left (n, k) times right (k, m)."""
+    if left.dtype is not torch.float32:
+        return torch.bmm(left[None], right[None])[0]
+    count, size = left.shape
+    blocks = -(-count // ROWS)
+    rows = left.new_zeros(blocks * ROWS, size)
+    rows[:count] = left
+    return torch.bmm(rows.view(blocks, ROWS, size), right.expand(blocks, -1, -1)).flatten(0, 1)[:count]
+
+
+def _product_and_sum(
+    bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """Return beta times bias and alpha times the product of left and right, together."""
+    product = _product(left, right)
+    return bias * beta + product * alpha if (beta, alpha) != (1, 1) else bias + product
+
+
 # --- sampling by seeds ------------------------------------------------------------------------------------------------
 
 WORD = 0xFFFFFFFF
@@ -111,8 +274,8 @@ def seeded_sampling() -> None:
 
     SGLang draws a seeded token by a hash of seed, position and column. On a CPU that is an operator of sgl_kernel's CPU
     build, which is not published. This is the same function in torch, bit for bit. So a seed draws the same token as on
-    a GPU if the logits are the same. A GPU has kernels that make logits independent of the batch. On a CPU they differ
-    by rounding.
+    a GPU if the logits are the same. A GPU has kernels of SGLang's that make logits independent of the batch; here
+    InvariantBackend and `invariant_products` do that.
     """
     patches.check("cpu seeds")
     patches.replace("batch_invariant_ops:enable_batch_invariant_mode", lambda *_args, **_kwargs: None)

@@ -110,8 +110,9 @@ def run_scheduler(
     if setup.cpu:
         from . import cpu  # noqa: PLC0415
 
-        cpu.batched_attention()
+        cpu.own_attention(invariant=setup.deterministic)
         if setup.deterministic:
+            cpu.invariant_products()
             cpu.seeded_sampling()
         if setup.routed_experts:
             cpu.recorded_experts()

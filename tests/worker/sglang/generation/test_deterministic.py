@@ -131,6 +131,30 @@ async def test_a_resumed_leg_goes_on_as_the_uninterrupted_one(engine: Kept) -> N
         assert (await engine.generate(so_far)).token_ids.tolist() == straight[cut:]
 
 
+async def test_logprobs_are_the_same_to_the_last_bit(engine: Kept) -> None:
+    """In a batch, alone, behind a prefix from the cache, in a prompt that is prefilled in parts, after a new leg."""
+    rng = np.random.default_rng(8)
+    given = [rng.integers(0, 320, length).tolist() for length in (3, 65, 300)]
+    everyone = list(range(len(given)))
+
+    async def generate(places: list[int], key: str, before: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+        requests = []
+        for i in places:
+            done = len(before[i])
+            prompt = [*given[i], *before[i]]
+            requests.append(ask(prompt, 45 - done, generated=done, key=key, wanted=Wanted(seed=i)))
+        outputs = await asyncio.gather(*map(engine.generate, requests))
+        return [(output.token_ids.tolist(), output.logprobs.tolist()) for output in outputs]
+
+    nothing: list[list[int]] = [[] for _ in given]
+    whole = await generate(everyone, "together", nothing)
+    for place in everyone:
+        assert await generate([place], f"alone {place}", nothing) == [whole[place]]
+    assert await generate(everyone, "together", nothing) == whole
+    legs = await generate(everyone, "legs", [tokens[:17] for tokens, _ in whole])
+    assert legs == [(tokens[17:], logprobs[17:]) for tokens, logprobs in whole]
+
+
 async def test_min_p_cannot_be_had(engine: Kept) -> None:
     with pytest.raises(RequestRefused, match=r"sampling.min_p=0.1: 0 on a deterministic engine"):
         await engine.generate(ask(PROMPT, 4, wanted=Wanted(), min_p=0.1))
