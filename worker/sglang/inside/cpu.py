@@ -42,16 +42,13 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         seq_lens: Any,
         encoder_lens: Any = None,
         scaling: float | None = None,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
         **others: Any,
     ) -> Any:
         """Fill `output` (num_seqs, heads, value size) for one new token per sequence.
 
         query (num_seqs, heads, key size); caches (slots, kv heads, size); req_to_token (requests, positions) slots.
         """
-        unknown = encoder_lens is not None or is_cross_attn or sliding_window_size is not None
-        if unknown or not query.dtype == k_cache.dtype == v_cache.dtype:
+        if _unusual(encoder_lens, others) or not query.dtype == k_cache.dtype == v_cache.dtype:
             return super()._run_sdpa_forward_decode(
                 query,
                 output,
@@ -62,8 +59,6 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):  # type: ignore[misc]
                 seq_lens,
                 encoder_lens=encoder_lens,
                 scaling=scaling,
-                is_cross_attn=is_cross_attn,
-                sliding_window_size=sliding_window_size,
                 **others,
             )
         longest = int(seq_lens.max())
@@ -73,6 +68,12 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):  # type: ignore[misc]
             slots, mask = _slots(req_to_token, req_pool_indices[part], seq_lens[part])
             output[part] = _attend(query[part], _gather(k_cache, slots), _gather(v_cache, slots), mask, scaling)
         return output
+
+
+def _unusual(encoder_lens: Any, others: dict[str, Any]) -> bool:
+    """Whether it is another kind of attention: over an encoder's keys, or in a sliding window."""
+    window = others.get("sliding_window_size")
+    return encoder_lens is not None or bool(others.get("is_cross_attn")) or window is not None
 
 
 def _slots(req_to_token: Any, requests: Any, lengths: Any) -> tuple[Any, Any]:
@@ -197,10 +198,6 @@ class InvariantBackend(BatchedDecodeBackend):
             output[part] = _attend_in_blocks(query[part], k_cache[slots][None], v_cache[slots][None], seen, scaling)
             start += count
         return output
-
-
-def _unusual(encoder_lens: Any, others: dict[str, Any]) -> bool:
-    return encoder_lens is not None or others.get("is_cross_attn") or others.get("sliding_window_size") is not None
 
 
 def _whole_blocks(length: int) -> int:
