@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,20 @@ from pydantic import ValidationError
 
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.model import Tool, as_invalid_field
+from .mcp_server import McpServer, mcp_tools
 from .tool_class import ToolClass
 
 _NAMES = (("class_path", "class_name"), ("schema", "tool_schema"))
 _KEYS = {name for names in _NAMES for name in names} | {"config"}
-_NO_MCP = "MCP servers are not called, as in VERL 0.9: name a class whose execute asks the server, with its schema"
+_MCP_CLASSES = "verl.tools.mcp_"
+"""What the names of VERL's own classes for MCP begin with. Their place is taken by the client here."""
 
 
-def read_tool_file(path: Path) -> Iterator[tuple[str, Tool, Callable[..., Any]]]:
-    """(place in the file, tool, runner) of each entry; see `ToolRegistry.load`. Raises ConfigError."""
+def read_tool_file(path: Path, opened: list[McpServer]) -> Iterator[tuple[str, Tool, Callable[..., Any]]]:
+    """(place in the file, tool, runner) of each tool; see `ToolRegistry.load`. Raises ConfigError.
+
+    opened: gets the MCP servers that were connected.
+    """
     found = _read(path)
     entries = found.get("tools") if isinstance(found, dict) else found
     if not isinstance(entries, list) or not entries:
@@ -29,24 +34,38 @@ def read_tool_file(path: Path) -> Iterator[tuple[str, Tool, Callable[..., Any]]]
     for place, entry in enumerate(entries):
         where = f"{path}: tools.{place}"
         try:
-            yield where, *_entry(entry)
+            for tool, runner in _entry(entry, opened):
+                yield where, tool, runner
         except (InvalidField, ConfigError) as error:
             raise ConfigError(f"{where}: {error}") from error
 
 
-def _entry(entry: Any) -> tuple[Tool, Callable[..., Any]]:
+def _entry(entry: Any, opened: list[McpServer]) -> Sequence[tuple[Tool, Callable[..., Any]]]:
     if not isinstance(entry, dict):
         raise ConfigError("a mapping with class_path and schema is needed")
     config = entry.get("config") or {}
-    if "mcp" in entry or (isinstance(config, dict) and config.get("type") == "mcp"):
-        raise ConfigError(_NO_MCP)
+    if not isinstance(config, dict):
+        raise ConfigError(f"config={config!r}: a mapping of arguments")
+    if "mcp" in entry or config.get("type") == "mcp":
+        return _mcp(entry, opened)
+    return [_class_or_function(entry, config)]
+
+
+def _mcp(entry: dict[str, Any], opened: list[McpServer]) -> Sequence[tuple[Tool, Callable[..., Any]]]:
+    if unknown := sorted(map(str, entry.keys() - {"mcp", "config", *_NAMES[0]})):
+        raise ConfigError(f"{unknown[0]} is unknown beside mcp: the server describes its tools")
+    own = entry.get("class_path", entry.get("class_name"))
+    if own is not None and not str(own).startswith(_MCP_CLASSES):
+        raise ConfigError(f"class_path={own!r}: tools of MCP servers need no class; leave out mcp, and let it ask them")
+    return mcp_tools(entry, opened)
+
+
+def _class_or_function(entry: dict[str, Any], config: dict[str, Any]) -> tuple[Tool, Callable[..., Any]]:
     if unknown := sorted(map(str, entry.keys() - _KEYS)):
         raise ConfigError(f"{unknown[0]} is unknown; known are {', '.join(sorted(_KEYS))}")
     class_path, schema = (entry.get(a, entry.get(b)) for a, b in _NAMES)
     if not isinstance(class_path, str):
         raise ConfigError("class_path and schema are needed")
-    if not isinstance(config, dict):
-        raise ConfigError(f"config={config!r}: a mapping of arguments")
     found = _imported(class_path)
     if inspect.isclass(found) and ToolClass.is_one(found):
         try:

@@ -13,6 +13,7 @@ from typing import Any
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.model import MAX_TEXT, ChatMessage, Tool, ToolCall
 from .either import call_either
+from .mcp_server import McpServer
 from .tool_class import ToolAnswer, ToolClass
 from .tool_files import read_tool, read_tool_file
 
@@ -53,6 +54,7 @@ class ToolRegistry:
 
     def __init__(self, tools: Mapping[str, tuple[Tool, Runner]] | None = None) -> None:
         self._tools = dict(tools or {})
+        self._servers: list[McpServer] = []
 
     def add(self, tool: Tool | Mapping[str, Any], runner: Runner) -> None:
         """Add a tool. Raises InvalidField for a wrong description or a name that is in use."""
@@ -80,16 +82,26 @@ class ToolRegistry:
                 schema: {type: function, function: {name: search, description: …, parameters: {…}}}
 
         VERL's files work too: its names class_name and tool_schema, its tool classes (see `ToolClass`), and the list
-        without `tools:` around it. MCP servers are refused. The file decides which code runs in this process, so it
-        must be the trainer's own. No message can change it. Raises ConfigError.
+        without `tools:` around it. An entry with `mcp` has the tools of MCP servers, which are asked here (see
+        `McpServer`); `close` disconnects them. The file decides which code runs in this process, so it must be the
+        trainer's own. No message can change it. Raises ConfigError.
         """
         registry = cls()
-        for where, tool, runner in read_tool_file(Path(path)):
-            try:
-                registry.add(tool, runner)
-            except (InvalidField, ConfigError) as error:
-                raise ConfigError(f"{where}: {error}") from error
+        try:
+            for where, tool, runner in read_tool_file(Path(path), registry._servers):
+                try:
+                    registry.add(tool, runner)
+                except (InvalidField, ConfigError) as error:
+                    raise ConfigError(f"{where}: {error}") from error
+        except BaseException:
+            registry.close()
+            raise
         return registry
+
+    def close(self) -> None:
+        """Disconnect from MCP servers. Other tools stay as they are."""
+        for server in self._servers:
+            server.close()
 
 
 async def run_tool_calls(

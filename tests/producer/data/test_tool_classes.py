@@ -166,8 +166,7 @@ def test_a_class_may_have_its_schema_itself(tmp_path: Path) -> None:
     [
         ("Plain", {"tool_schema": SCHEMA}, "release has to be a coroutine function"),
         ("Check", {}, "tool_schema is needed"),
-        ("Check", {"mcp": {"mcp_servers_config_path": "servers.json"}}, "MCP servers are not called"),
-        ("Check", {"config": {"type": "mcp"}}, "MCP servers are not called"),
+        ("Check", {"mcp": {"mcp_servers_config_path": "servers.json"}, "tool_schema": None}, "unknown beside mcp"),
     ],
 )
 def test_what_cannot_run_is_refused_with_its_place(tmp_path: Path, name: str, more: dict[str, Any], says: str) -> None:
