@@ -72,7 +72,8 @@ def parts_of(recorded: Recorded) -> list[Part]:
         if start in result.in_place:
             switched, lost = True, lost or start == leg
         part = _part(recorded, _plain(job), version, start, end)
-        key = f"{recorded.name}/{leg}" if set(result.in_place) & set(range(leg + 1, _next(result.legs, leg))) else ""
+        behind = _next(result.legs, leg)
+        key = f"{recorded.name}/{leg}" if any(leg < token < behind for token in result.in_place) else ""
         part.request = replace(
             part.request,
             cache_key=key or (f"{version}/{job.lora}@{adapter}" if job.lora else str(version)),
