@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...messages.redis import DEFAULT_URL
-from ..replay import DEPTHS, Recorded, recorded
+from ..files import check_out, writing
+from ..replay import DEPTHS, Recorded, Settings, Verdict, as_html, recorded
 from ..terminal import printable
 from .options import Json, RedisUrl, finite, moment, say
+
+if TYPE_CHECKING:
+    from ..journal import TextOf
 
 
 def replay(
@@ -44,19 +50,32 @@ def replay(
         float, typer.Option(min=0, callback=finite, help="Largest difference of log-probabilities.")
     ] = 1e-5,
     allow_unverified: Annotated[int, typer.Option(min=0, help="So many unverified samples are no failure.")] = 0,
+    threshold: Annotated[
+        float, typer.Option(min=0, max=1, callback=finite, help="Share of the samples that may differ.")
+    ] = 0.0,
+    html: Annotated[Path | None, typer.Option(help="Write a report as one HTML page here.")] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Model or tokenizer.json for the report's texts; default: --model, if a folder."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Generate recorded samples again, and compare tokens.
 
-    Exit code 0 if all are the same, 1 if one differs or cannot be verified, 2 if nothing could be tried.
+    Exit code 0 if all are the same, 1 if more than --threshold of them differ or one cannot be verified, 2 if nothing
+    could be tried. With --json the last line has the report.
 
     \b
     rolloutmq replay --journal out/journal --snapshots out/snapshots --where 'reward < 0' --limit 100
-    rolloutmq replay --journal out/journal --pool default --since 90m
+    rolloutmq replay --journal out/journal --pool default --since 90m --html out/replay.html
     """
     from ...messages.errors import ConfigError, InvalidField
     from ..flags import parse_extra
-    from ..replay import Limits, Settings, Where, as_data, as_line, summary
+    from ..replay import Limits, Where, as_data, as_line, summary
+
+    if html is not None:
+        check_out("--html", html)
+    text_of = _texts(tokenizer, model) if json or html is not None else None
 
     if depth not in DEPTHS:
         raise InvalidField("--depth", depth, f"one of {', '.join(DEPTHS)}")
@@ -103,8 +122,60 @@ def replay(
         say(as_data(verdict), [as_line(verdict)], json)
     told = summary(verdicts, len(unread))
     counts = ", ".join(f"{told[state]} {state}" for state in ("same", "differs", "unverified"))
-    say({"summary": told}, [f"{told['samples']} samples, {told['tokens']} tokens: {counts}"], json)
-    raise typer.Exit(int(told["differs"] > 0 or told["unverified"] > allow_unverified))
+    lines = [f"{told['samples']} samples, {told['tokens']} tokens: {counts}"]
+    report: dict[str, Any] = {}
+    if json or html is not None:
+        about = {"depth": depth, "weights": _weights(settings, pool), "model": model or "as recorded"}
+        report = _report(verdicts, unread, about, settings, journal, text_of)
+    if html is not None:
+        with writing("--html", html):
+            html.parent.mkdir(parents=True, exist_ok=True)
+            html.write_text(as_html(report), encoding="utf-8")
+        lines.append(f"wrote {html}")
+    say({"summary": told, "report": report}, lines, json)
+    raise typer.Exit(int(told["differs"] > threshold * told["samples"] or told["unverified"] > allow_unverified))
+
+
+def _weights(settings: Settings, pool: str | None) -> str:
+    if pool is not None:
+        return f"those that pool {pool} has now"
+    if settings.weights is not None:
+        return f"{settings.weights}, in place of every version"
+    return "the recorded versions" + (f", from {settings.snapshots}" if settings.snapshots else "")
+
+
+def _report(
+    verdicts: list[Verdict],
+    unread: list[str],
+    about: dict[str, str],
+    settings: Settings,
+    journal: Path,
+    text_of: TextOf | None,
+) -> dict[str, Any]:
+    """The report's data. text_of: None shows ids."""
+    from ...messages.redis import redacted
+    from ..replay import Report
+
+    command = shlex.join(["rolloutmq", *map(redacted, sys.argv[1:])])
+    report = Report({"command": command} | about, limits=settings.limits, journal=str(journal))
+    for verdict in verdicts:
+        report.add(verdict)
+    for line in unread:
+        report.add_unread(line)
+    return report.as_data(text_of)
+
+
+def _texts(tokenizer: str | None, model: str | None) -> TextOf | None:
+    """Of the tokenizer that was named, or that of a model's folder if it has one. Raises ConfigError."""
+    from ...messages.errors import ConfigError
+    from ..journal import texts_of
+
+    if tokenizer is not None:
+        return texts_of(tokenizer)
+    try:
+        return texts_of(model) if model is not None and Path(model).is_dir() else None
+    except ConfigError:
+        return None
 
 
 def _chosen(folder: Path, ids: list[str], limit: int | None, **filters: Any) -> list[Recorded]:

@@ -19,8 +19,8 @@ from .report import INFINITE
 HERE = Path(__file__).parent
 WIDTH, HEIGHT = 600, 150
 """Of what a chart draws, without its axes."""
-ENGINES = 6
-"""Most engines whose fingerprints stand side by side."""
+ENGINES = 4
+"""Of each side, the most engines whose fingerprints stand side by side."""
 
 
 def as_html(report: Mapping[str, Any]) -> str:
@@ -37,7 +37,8 @@ def as_html(report: Mapping[str, Any]) -> str:
     return environment.from_string((HERE / "page.html").read_text(encoding="utf-8")).render(
         it=shown,
         headline=headline(report),
-        engines=_engines(shown),
+        engines=_engines(shown["engines"]),
+        details=sum("detail" in row for row in shown["listed"]),
         note_names=_note_names(shown["listed"]),
         histogram=_histogram(shown["histogram"], shown["limits"]["logprob"]),
         positions=_positions(shown["positions"]),
@@ -105,17 +106,16 @@ def _digest(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _engines(report: Mapping[str, Any]) -> dict[str, Any]:
-    """A table: a column for each recorded engine, one for that of the replay, a row for each part of a fingerprint."""
-    recorded = report["recorded_engines"]
-    columns = [one["fingerprint"] for one in recorded[:ENGINES]] + ([report["engine"]] if report["engine"] else [])
-    heads = [f"recorded, {one['samples']:,} samples" for one in recorded[:ENGINES]]
+def _engines(engines: Mapping[str, Any]) -> dict[str, Any]:
+    """A table: a column for each engine that recorded or replayed, and a row for each part of their fingerprints."""
+    sides = [(side, one) for side in ("recorded", "replayed") for one in engines[side][:ENGINES]]
+    columns = [one["fingerprint"] for _, one in sides]
     rows = []
     for name in dict.fromkeys(name for column in columns for name in column):
         values = [column.get(name) for column in columns]
         rows.append({"name": name, "values": values, "differs": len({str(value) for value in values}) > 1})
-    heads += ["replayed"] if report["engine"] else []
-    return {"heads": heads, "rows": rows, "left_out": len(recorded) - len(recorded[:ENGINES])}
+    left_out = sum(max(0, len(engines[side]) - ENGINES) for side in engines)
+    return {"heads": [f"{side}, {one['samples']:,} samples" for side, one in sides], "rows": rows, "left_out": left_out}
 
 
 def _note_names(listed: Sequence[Mapping[str, Any]]) -> list[str]:

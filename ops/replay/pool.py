@@ -132,6 +132,7 @@ def judged(one: Recorded, again: RolloutResult, limits: Limits) -> Verdict:
         differences=[f"the replay has {len(again.token_ids)} tokens"] if longer and not stopped else [],
         unproved=_doubts(one, again),
     )
+    verdict = replace(verdict, engine=again.fingerprint)
     if verdict.state == "differs" and not all("deterministic" in seen.fingerprint for seen in (before, again)):
         batches = "an engine was not deterministic: what a token gets depended on its batch"
         return replace(verdict, reasons=(*verdict.reasons, batches))

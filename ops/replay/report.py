@@ -40,12 +40,14 @@ _STATES: tuple[State, ...] = get_args(State)
 _BADNESS = {"same": 0, "unverified": 1, "differs": 2}
 
 
+_Fingerprint = tuple[tuple[str, str], ...]
+
+
 class Report:
     """What verdicts say together. They are added one by one; memory is that of the worst samples.
 
     about: what was compared with what, for people: names and texts, such as the command and the weights. limits: those
-    of the verdicts. engine: the fingerprint of the engine that replayed; that of the recorded side is in its samples.
-    journal: where the samples come from, for the commands that the report shows.
+    of the verdicts. journal: where the samples come from, for the commands that the report shows.
     """
 
     def __init__(
@@ -53,16 +55,17 @@ class Report:
         about: Mapping[str, str],
         *,
         limits: Limits | None = None,
-        engine: Mapping[str, str] | None = None,
         journal: str = "",
     ) -> None:
         self.about = {_cut(name): _cut(text, SHOWN_COMMAND) for name, text in about.items()}
-        self.limits, self.engine, self.journal = limits or Limits(), dict(engine or {}), journal
+        self.limits, self.journal = limits or Limits(), journal
         self.states: Counter[State] = Counter()
+        self.unread = 0
         self._versions: dict[int, _Tally] = {}
         self._workers: dict[str, _Tally] = {}
         self._all = _Tally()
-        self._fingerprints: Counter[tuple[tuple[str, str], ...]] = Counter()
+        self._recorded: Counter[_Fingerprint] = Counter()
+        self._replayed: Counter[_Fingerprint] = Counter()
         self._reasons: Counter[str] = Counter()
         self._histogram = np.zeros(len(EDGES) + 1, np.int64)
         self._exact = self._unknown = 0
@@ -71,7 +74,7 @@ class Report:
 
     @property
     def samples(self) -> int:
-        """How many were added."""
+        """How many were added, unread ones among them."""
         return self.states.total()
 
     @property
@@ -93,7 +96,8 @@ class Report:
         by_worker = self._workers.setdefault(recorded.result.worker_id, _Tally())
         for tally in (by_worker, self._all):
             tally.add(verdict.state, gaps, other, verdict.first is not None)
-        self._fingerprints[tuple(sorted(recorded.result.fingerprint.items()))] += 1
+        self._recorded[tuple(sorted(recorded.result.fingerprint.items()))] += 1
+        self._replayed[tuple(sorted(verdict.engine.items()))] += 1
         self._reasons.update(verdict.reasons)
         self._unknown += int((~known).sum())
         self._exact += int((sizes[known] == 0).sum())
@@ -105,9 +109,16 @@ class Report:
         self._shown.add(bad, lambda: verdict)
         self._listed.add(bad, lambda: self._row(verdict, other))
 
+    def add_unread(self, why: str) -> None:
+        """Count a sample that the journal has, and that cannot be read, as unverified."""
+        self.unread += 1
+        self.states["unverified"] += 1
+        self._reasons[why] += 1
+
     def as_data(self, text_of: Callable[[int], str] | None = None) -> dict[str, Any]:
         """Everything, for JSON and for the page. text_of: a token's text, if a tokenizer is known."""
         listed, shown = self._listed.sorted(), self._shown.sorted()
+        verdicts = self.samples - self.unread
         for row, verdict in zip(listed, shown, strict=False):
             row["detail"] = _detail(verdict)
         return {
@@ -117,11 +128,8 @@ class Report:
             "states": {state: self.states[state] for state in _STATES},
             "unproved": self.unproved,
             "limits": {"logprob": self.limits.logprob},
-            "engine": _texts(self.engine),
-            "recorded_engines": [
-                {"samples": count, "fingerprint": _texts(dict(found))}
-                for found, count in self._fingerprints.most_common(SHOWN_ITEMS)
-            ],
+            "engines": {"recorded": _engines(self._recorded), "replayed": _engines(self._replayed)},
+            "unread": self.unread,
             "reasons": [
                 {"reason": _cut(text), "samples": count} for text, count in self._reasons.most_common(SHOWN_ITEMS)
             ],
@@ -136,7 +144,7 @@ class Report:
             },
             "positions": self._by_position(),
             "listed": listed,
-            "left_out": {"of_the_list": self.samples - len(listed), "token_by_token": self.samples - len(shown)},
+            "left_out": {"of_the_list": verdicts - len(listed), "token_by_token": verdicts - len(shown)},
             "texts": {} if text_of is None else {token: _cut(text_of(token)) for token in _tokens_of(listed)},
         }
 
@@ -310,6 +318,15 @@ def _tokens_of(listed: Iterable[dict[str, Any]]) -> Iterable[int]:
         if detail := row.get("detail"):
             found.update(detail["ids"], detail["replayed"].values(), detail["prompt"] or ())
     return sorted(found)
+
+
+def _engines(found: Counter[_Fingerprint]) -> list[dict[str, Any]]:
+    """Fingerprints and how many samples have each; those of no known engine are left out."""
+    return [
+        {"samples": count, "fingerprint": _texts(dict(fingerprint))}
+        for fingerprint, count in found.most_common(SHOWN_ITEMS)
+        if fingerprint
+    ]
 
 
 def _texts(given: Mapping[str, Any]) -> dict[str, Any]:

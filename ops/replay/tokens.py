@@ -194,7 +194,7 @@ def _verdict(recorded: Recorded, parts: Sequence[Part], limits: Limits, fingerpr
     )
     if found.state == "differs":
         found = replace(found, reasons=(*found.reasons, *_suspects(recorded.result.fingerprint, fingerprint)))
-    return found
+    return replace(found, engine=fingerprint)
 
 
 def _fill(part: Part, recorded: Recorded, token_ids: Ids, logprobs: Logprobs) -> None:

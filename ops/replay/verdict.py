@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ class Verdict:
     first: the first place whose token or log-probability differs; None without one.
     finish: how the replay ended: its finish reason; "" if that was not replayed.
     reasons: why the sample is unverified, or what may explain the difference, a sentence each.
+    engine: the fingerprint of the engine that replayed it, as far as it is known.
     """
 
     recorded: Recorded
@@ -44,6 +45,7 @@ class Verdict:
     finish: str = ""
     reasons: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def gaps(self) -> npt.NDArray[np.float32]:

@@ -12,6 +12,7 @@ from support.specimens.messages import result
 from typer.testing import CliRunner
 
 from rolloutmq.messages import GenerateJob, JobFailure, Segment, connect, new_id
+from rolloutmq.messages.journal import Journal
 from rolloutmq.ops.cli.main import app
 from rolloutmq.ops.replay import Limits, Recorded, Verdict, recorded
 from rolloutmq.ops.replay.pool import client_of, judged, replayed, resubmitted
@@ -130,3 +131,25 @@ async def test_the_command_replays_in_a_pool(redis_db: str, tmp_path: Path) -> N
         f"{jobs[1].id}.0": "unverified",
     }
     assert last["summary"]["samples"] == 2
+
+
+async def test_the_command_writes_a_report_and_knows_a_threshold(redis_db: str, tmp_path: Path) -> None:
+    jobs = [GenerateJob(id=new_id(), token_ids=[5, 6 + i], sampling=FIXED) for i in range(2)]
+    await record(redis_db, tmp_path / "first", jobs)
+    with Journal(tmp_path / "changed") as journal:
+        for one in recorded(tmp_path / "first"):
+            assert one.job is not None
+            journal.job(one.job)
+            changed = one.result.token_ids + (one.result.job_id == jobs[0].id)
+            journal.outcome(one.result.model_copy(update={"token_ids": changed}), "me")
+    page = tmp_path / "out" / "report.html"
+    arguments = ["replay", "--journal", str(tmp_path / "changed"), "--pool", "default", "--redis", redis_db]
+    arguments += ["--html", str(page), "--json", "--threshold"]
+    async with worker(redis_db, engine=ScriptedEngine(echo=True)):
+        above = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, "0.4"])
+        below = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, "0.5"])
+    assert [above.exit_code, below.exit_code] == [1, 0], above.output + below.output
+    report = json.loads(above.stdout.splitlines()[-1])["report"]
+    assert report["states"] == {"same": 1, "differs": 1, "unverified": 0}
+    assert [row["job"] for row in report["listed"]] == [jobs[0].id, jobs[1].id]
+    assert "1 of 2 samples differ" in page.read_text()

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -40,7 +41,7 @@ def replayed(index: int, gap: float = 0.0, place: int | None = None, **more: obj
 
 
 def test_a_report_adds_up() -> None:
-    report = Report({"command": "c"}, engine={"device": "cuda"}, journal="out/a b")
+    report = Report({"command": "c"}, journal="out/a b")
     for verdict in (
         replayed(0), replayed(1, gap=0.01, reward=-1.0), replayed(2, place=3),
         unverified(Recorded(sample(3), None, 1.0), "no snapshot of version 3"),
@@ -65,6 +66,21 @@ def test_a_report_adds_up() -> None:
     assert json.loads(json.dumps(told, allow_nan=False))["reasons"] == [
         {"reason": "no snapshot of version 3", "samples": 1}
     ]
+
+
+def test_both_sides_engines_stand_side_by_side_and_unread_samples_count() -> None:
+    report = Report({})
+    one = Recorded(sample(0, fingerprint={"device": "cpu"}), None, 1.0)
+    for _ in range(2):
+        report.add(replace(unverified(one, "why"), engine={"device": "cuda"}))
+    report.add_unread("redacted")
+    told = report.as_data()
+    assert told["engines"]["recorded"] == [{"samples": 2, "fingerprint": {"device": "cpu"}}]
+    assert told["engines"]["replayed"] == [{"samples": 2, "fingerprint": {"device": "cuda"}}]
+    assert (told["samples"], told["states"]["unverified"], told["left_out"]["of_the_list"]) == (3, 3, 0)
+    shown = as_html(told)
+    for words in ("recorded, 2 samples", "replayed, 2 samples", "1 more samples could not be read", "redacted"):
+        assert words in shown
 
 
 def test_nothing_replayed_proves_nothing() -> None:
@@ -150,8 +166,9 @@ class Page(HTMLParser):
 def hostile() -> Report:
     more = {"group_id": HOSTILE[:100], "worker_id": HOSTILE, "fingerprint": {"engine": HOSTILE}, "job_id": HOSTILE}
     one = Recorded(sample(0, metadata={"m": HOSTILE}, **more), None, 1e300, HOSTILE, {HOSTILE: HOSTILE, "deep": [[{}]]})
-    report = Report({"command": HOSTILE}, engine={"engine": HOSTILE}, journal=HOSTILE)
-    report.add(unverified(one, HOSTILE))
+    report = Report({"command": HOSTILE}, journal=HOSTILE)
+    report.add(replace(unverified(one, HOSTILE), engine={"engine": HOSTILE}))
+    report.add_unread(HOSTILE)
     return report
 
 
