@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def replay(
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Jobs, or samples as JOB.SAMPLE.")] = None,
     journal: Annotated[
-        Path | None, typer.Option(help="Folder of the journal.", envvar="ROLLOUTMQ_JOURNAL", show_default=False)
+        str | None, typer.Option(help="Folder of the journal.", envvar="ROLLOUTMQ_JOURNAL", show_default=False)
     ] = None,
     depth: Annotated[str, typer.Option(help=f"How deep: {', '.join(DEPTHS)}.")] = "tokens",
     since: Annotated[str | None, typer.Option(help="Results from then on: 2026-11-23T02:00 (UTC), or 90m ago.")] = None,
@@ -149,7 +149,7 @@ def _report(
     unread: list[str],
     about: dict[str, str],
     settings: Settings,
-    journal: Path,
+    journal: str,
     text_of: TextOf | None,
 ) -> dict[str, Any]:
     """The report's data. text_of: None shows ids."""
@@ -157,7 +157,7 @@ def _report(
     from ..replay import Report
 
     command = shlex.join(["rolloutmq", *map(redacted, sys.argv[1:])])
-    report = Report({"command": command} | about, limits=settings.limits, journal=str(journal))
+    report = Report({"command": command} | about, limits=settings.limits, journal=journal)
     for verdict in verdicts:
         report.add(verdict)
     for line in unread:
@@ -178,7 +178,7 @@ def _texts(tokenizer: str | None, model: str | None) -> TextOf | None:
         return None
 
 
-def _chosen(folder: Path, ids: list[str], limit: int | None, **filters: Any) -> list[Recorded]:
+def _chosen(folder: str, ids: list[str], limit: int | None, **filters: Any) -> list[Recorded]:
     """The samples that were asked for. Raises InvalidField for an id without one."""
     from itertools import islice
 
