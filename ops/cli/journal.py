@@ -114,7 +114,7 @@ def to_parquet(
 def job(
     job_id: Annotated[str, typer.Argument(metavar="ID", help="A job's id.")],
     journal: Annotated[
-        Path | None,
+        str | None,
         typer.Option(help="Folder of a journal; else the pool is asked.", envvar="ROLLOUTMQ_JOURNAL"),
     ] = None,
     sample: Annotated[list[int] | None, typer.Option(min=0, help="Only this sample; may be repeated.")] = None,
