@@ -43,6 +43,11 @@ class WorkerConfig(BaseModel):
     engine_restarts: Int = Field(default=5, ge=0)
     """Restarts of the engine in a row without a finished sample, before it gives up."""
 
+    metrics_port: Int | None = Field(default=None, ge=0, le=65535)
+    """Port for Prometheus' metrics, and for the probes /live and /ready; 0 takes a free one. Default: none."""
+    metrics_host: str = Field(default="0.0.0.0", min_length=1)
+    """Address of that port; 127.0.0.1 for this host alone."""
+
     @property
     def beat_s(self) -> float:
         """Seconds between heartbeats: a tenth of the lease, at most one."""

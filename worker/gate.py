@@ -28,6 +28,7 @@ class Gate:
     def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
         self._on_change = on_change
         self._holders: set[Holder] = set()
+        self._held_s: dict[str, float] = {}
         self._opened = asyncio.Event()
         self._opened.set()
 
@@ -44,6 +45,13 @@ class Gate:
         """Why it is shut, once for each holder, sorted."""
         return sorted(holder.reason for holder in self._holders)
 
+    def held_s(self, now: float) -> dict[str, float]:
+        """Seconds for which it has been held so far, by reason. now: on time.monotonic. Any thread may ask."""
+        found = self._held_s.copy()
+        for holder in self._holders.copy():
+            found[holder.reason] = found.get(holder.reason, 0.0) + max(0.0, now - holder.since)
+        return found
+
     async def opened(self) -> None:
         """Return as soon as nobody holds it."""
         while self._holders:
@@ -52,11 +60,14 @@ class Gate:
     def _change(self, holder: Holder, holds: bool) -> None:
         if holds == (holder in self._holders):
             return
+        now = time.monotonic()
         if holds:
+            holder.since = now
             self._holders.add(holder)
             self._opened.clear()
         else:
             self._holders.remove(holder)
+            self._held_s[holder.reason] = self._held_s.get(holder.reason, 0.0) + now - holder.since
             if not self._holders:
                 self._opened.set()
         self._on_change()
@@ -71,6 +82,7 @@ class Holder:
 
     def __init__(self, gate: Gate, reason: str) -> None:
         self.reason = reason
+        self.since = 0.0
         self._gate = gate
 
     @property

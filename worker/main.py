@@ -7,17 +7,25 @@ import logging
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from ..messages.errors import ConfigError
 from ..messages.hub import is_outage, is_unknown, look_up, was_fetched
 from .commands import beside
 from .config import WorkerConfig
+from .engine import Engine
 from .garbage import settle
+from .metrics import MeteredEngine
 from .sglang import SGLangConfig
-from .text import ModelTokenizer
+from .text import ModelTokenizer, Tokenizer
 from .worker import Worker
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +66,33 @@ def exit_at_once() -> NoReturn:
     os._exit(0)
 
 
+def with_metrics(
+    config: WorkerConfig, engine: Engine, tokenizer: Tokenizer
+) -> tuple[Worker, AbstractContextManager[object]]:
+    """A worker, and what serves its metrics and probes inside a `with` block: nothing if `metrics_port` is None.
+
+    Raises ConfigError if the port cannot be had, or prometheus_client is not installed.
+    """
+    if config.metrics_port is None:
+        return Worker(config, engine, tokenizer), nullcontext()
+    try:
+        import psutil  # noqa: PLC0415 – extras, both
+
+        from .metrics import MetricsServer, worker_families  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"metrics_port needs {error.name}: pip install 'rolloutmq[metrics]'") from None
+    began = time.monotonic() - (time.time() - psutil.Process().create_time())
+    meter = MeteredEngine(engine, began)
+    worker = Worker(config, cast(Engine, meter), tokenizer)
+    vitals = worker.vitals
+    probes = {"/live": lambda: vitals.live, "/ready": lambda: vitals.ready}
+
+    def collect() -> Iterable[Metric]:
+        return worker_families(vitals, meter, time.monotonic())
+
+    return worker, MetricsServer(config.metrics_host, config.metrics_port, collect, probes)
+
+
 async def settled_once_up(worker: Worker) -> None:
     """For a process that does nothing but serve: see :mod:`.garbage`."""
     await worker.joined.wait()
@@ -67,7 +102,7 @@ async def settled_once_up(worker: Worker) -> None:
 async def _run(config: WorkerConfig, engine: SGLangConfig) -> None:
     from .sglang.engine import SGLangEngine  # noqa: PLC0415 – seconds of imports, after the settings were checked
 
-    worker = Worker(config, SGLangEngine(engine), ModelTokenizer(engine.model))
+    worker, metrics = with_metrics(config, SGLangEngine(engine), ModelTokenizer(engine.model))
     loop = asyncio.get_running_loop()
 
     def stop(number: int) -> None:
@@ -77,5 +112,6 @@ async def _run(config: WorkerConfig, engine: SGLangConfig) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
-    async with beside(settled_once_up(worker)):
-        await worker.run()
+    with metrics:
+        async with beside(settled_once_up(worker)):
+            await worker.run()

@@ -34,10 +34,12 @@ class Slots:
     """Samples that wait, and how many may run at once: `limit`, which is `most` unless memory is short.
 
     start(sample): starts the sample's next leg and returns its task. gate: while anybody holds it, nothing starts.
+    retried: how often a sample was tried again.
     """
 
     def __init__(self, most: int, start: Callable[[Run], asyncio.Task[None]]) -> None:
         self.most = self.limit = most
+        self.retried = 0
         self.waiting: deque[Run] = deque()
         self.gate = Gate(self.fill)
         self._start = start
@@ -78,6 +80,7 @@ class Slots:
         if sample.retries >= len(RETRIES_S) or not is_out_of_memory(error):
             return False
         sample.retries += 1
+        self.retried += 1
         self.waiting.appendleft(sample)
         if not self._recovery.holds:  # all that ran together may say the same
             self.relieve()

@@ -30,6 +30,7 @@ from .journaling import WorkerJournal
 from .lease import Checkpoints, ClaimLoop, Deadlines, Handback, Membership, Outbox, Pace, Streaming
 from .leaving import LEAVE_S, Leaving, left
 from .loops import Loop, undisturbed
+from .metrics import Vitals
 from .text import Tokenizer, ToolReader
 from .weights import Peer, Snapshots, WeightFollower
 
@@ -58,6 +59,7 @@ class Worker:
             on_failed=self._failed,
             on_dead=self._engine_died,
         )
+        self.vitals = Vitals(self._generation, config.lease_s)
         self._checkpoints = Checkpoints(self._held, config.checkpoint_s, engine.progress, self._fenced)
         self._streaming = Streaming(engine.progress, self._fenced)
         self._deadlines = Deadlines(self._held, self._drop)
@@ -152,7 +154,7 @@ class Worker:
                     partial(self._peer.run, self.worker_id),
                 ]
                 giving: list[Loop] = [
-                    partial(membership.run, self._status, self._on_beat),
+                    partial(membership.run, lambda: self.vitals.beat(self._status()), self._on_beat),
                     partial(self._outbox.run, lease),
                     partial(self._checkpoints.run, lease),
                     partial(self._streaming.run, lease),
@@ -249,6 +251,7 @@ class Worker:
 
     def _finished(self, sample: Run) -> None:
         self._keeper.it_works()
+        self.vitals.finished(sample)
         result = as_result(sample, self.worker_id, self._engine.info, self._tokenizer)
         if isinstance(sample, SampleRun) and (text := text_with_calls(sample, self._tokenizer)) is not None:
             self._outbox.put_later(sample.job.id, self._with_calls(sample, result, text))
@@ -308,6 +311,7 @@ class Worker:
     async def _on_beat(self, beat: Beat) -> None:
         assert self._lease is not None
         assert self._follower is not None
+        self.vitals.committed = beat.committed
         if beat.held < len(self._held):
             # They were cancelled or expired, and the bell was missed. Jobs in the outbox are being published right now.
             mine = {held.id for held in self._held} - self._outbox.jobs()
@@ -353,8 +357,6 @@ class Worker:
             self._drain_s = drain_s
         self.drain()
 
-    # --- small things ----------------------------------------------------------------------------------------------
-
     def _poke(self) -> None:
         if self._claims is not None:
             self._claims.poke()
@@ -381,6 +383,7 @@ class Worker:
             finished_samples=self._generation.finished,
             refused_publishes=self._refused_publishes,
             engine_restarts=self._keeper.restarts,
+            staleness=self.vitals.staleness,
             started_at=self._started_at,
         )
 

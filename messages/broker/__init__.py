@@ -1,10 +1,11 @@
 """The queue's two sides: what producers and operators do with jobs, and what a worker does under its lease."""
 
-from .broker import PIECES_COUNT, Broker, Caps, PoolLoad
+from .broker import PIECES_COUNT, Broker, Caps
 from .clock import Witness, living_workers
 from .command_channel import CommandBox, CommandSender
 from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
 from .lease import MAX_CALL_TOKENS, Beat, Claim, Finished, Lease, Piece, Release
+from .pool_load import PoolLoad
 from .replies import ENTRY_BYTES, Frames, Receipt, Reply
 from .submissions import BATCH_BYTES
 

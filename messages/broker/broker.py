@@ -17,6 +17,7 @@ from ..model import GenerateJob, WorkerStatus
 from ..redis import Keys, is_wrong_type, text, whole
 from ..scripts import Scripts, calls
 from .clock import Witness
+from .pool_load import PoolLoad, read_load
 from .replies import Frames, News, Receipt, Reply, as_replies
 from .submissions import BATCH_JOBS, batches, same_job
 
@@ -45,29 +46,6 @@ class Caps:
     nbytes: int = 4 << 30
     unread: int = 1 << 30
     payload: int = MAX_MESSAGE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class PoolLoad:
-    """How much is in a pool. queued: jobs per priority class, highest first. suspects: jobs on their last chance.
-
-    A job that was cancelled in the queue counts as queued until a worker comes across it. set_aside: how many keys were
-    ever renamed because what they held was in the way.
-    """
-
-    queued: tuple[int, ...]
-    suspects: int
-    open_jobs: int
-    open_bytes: int
-    unread_bytes: int
-    letter_bytes: int
-    saved_bytes: int
-    set_aside: int
-    accepted: int
-    done: int
-    cancelled: int
-    expired: int
-    dead: int
 
 
 class Broker:
@@ -354,32 +332,7 @@ class Broker:
 
     async def load(self) -> PoolLoad:
         """How much is queued, open and finished."""
-        async with self.redis.pipeline(transaction=False) as pipe:
-            for queue, later in zip(self.keys.queues, self.keys.later, strict=True):
-                pipe.llen(queue)
-                pipe.zcard(later)
-            pipe.llen(self.keys.suspects)
-            pipe.hgetall(self.keys.load)
-            *counts, suspects, counters = await pipe.execute()
-
-        def count(name: str) -> int:
-            return whole(counters.get(name.encode()))
-
-        return PoolLoad(
-            queued=tuple(counts[i] + counts[i + 1] for i in range(0, len(counts), 2)),
-            suspects=suspects,
-            open_jobs=count("jobs"),
-            open_bytes=count("bytes"),
-            unread_bytes=count("unread"),
-            letter_bytes=count("letters"),
-            saved_bytes=count("saved"),
-            set_aside=count("aside"),
-            accepted=count("accepted"),
-            done=count("done"),
-            cancelled=count("cancelled"),
-            expired=count("expired"),
-            dead=count("dead"),
-        )
+        return await read_load(self.redis, self.keys)
 
     async def roster(self) -> int:
         """A number that changes whenever a worker joins or leaves; 0 if none ever has."""

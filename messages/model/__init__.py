@@ -25,7 +25,7 @@ from .command_params import (
     check_params,
 )
 from .commands import Command, CommandReply
-from .jobs import PRIORITIES, GenerateJob, JobFields, QueueFields, SharedFields, TurnFields
+from .jobs import MAX_SAMPLES, PRIORITIES, GenerateJob, JobFields, QueueFields, SharedFields, TurnFields
 from .media import MAX_MEDIUM_BYTES, Medium, check_media, mime_of
 from .results import JobFailure, Partial, RolloutResult, Segment, Timings, cut_segments, join_segments
 from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
@@ -54,7 +54,7 @@ from .weights import (
     WeightAnnouncement,
     WeightManifest,
 )
-from .workers import DeadLetter, WorkerState, WorkerStatus
+from .workers import STALENESS_BOUNDS, DeadLetter, WorkerState, WorkerStatus
 
 __all__ = [
     "ACTIONS",
@@ -64,12 +64,14 @@ __all__ = [
     "MAX_ARRAY_BYTES",
     "MAX_CALLS",
     "MAX_MEDIUM_BYTES",
+    "MAX_SAMPLES",
     "MAX_TEXT",
     "MAX_TOOL_NAME",
     "MEMORY_TAGS",
     "NCCL_AGREED",
     "NCCL_CTAS",
     "PRIORITIES",
+    "STALENESS_BOUNDS",
     "AbortParams",
     "AuditParams",
     "ChatMessage",

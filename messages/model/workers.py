@@ -11,6 +11,9 @@ from .base import Float, Items, Message, Record
 WorkerState = Literal["starting", "syncing", "serving", "updating", "paused", "draining", "quarantined"]
 
 
+STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16)
+
+
 class WorkerStatus(Message):
     """A worker as of its last heartbeat.
 
@@ -18,6 +21,8 @@ class WorkerStatus(Message):
     generated_tokens, finished_samples, refused_publishes: totals since the worker joined.
     tokens_per_s: generated over the last 10 s. A sample's tokens count when the engine hands them over, at its end or
     when it is interrupted.
+    staleness: finished samples by how many versions their oldest token was behind the pool's newest when they ended.
+    One count for each of STALENESS_BOUNDS, for at most so many, and one for more.
     features: optional features of jobs that its engine honours, see GenerateJob.unsupported.
     started_at: Unix seconds by the worker's clock. Only people read it, no decision depends on it.
     """
@@ -44,6 +49,7 @@ class WorkerStatus(Message):
     refused_publishes: StrictInt = Field(default=0, ge=0)
     engine_restarts: StrictInt = Field(default=0, ge=0)
     started_at: Float = 0.0
+    staleness: Items[Annotated[StrictInt, Field(ge=0)]] = Field(default=(), max_length=16)
 
 
 class DeadLetter(Record):

@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "submit": ("pool", "submit", "Answer every line of a file exactly once."),
     "status": ("pool", "status", "Show the queue, the workers and the weights they serve."),
     "top": ("pool", "top", "Watch a pool live: its queue, workers, versions and speed."),
+    "exporter": ("pool", "exporter", "Serve the pool's metrics for Prometheus."),
     "generate": ("generate", "generate", "Generate in the pool and print the answer."),
     "embed": ("tasks", "embed", "Embed every line of a file, on workers with --task embed."),
     "reward": ("tasks", "reward", "Score every line of a file with a reward model."),

@@ -13,7 +13,7 @@ from ...messages.errors import ConfigError, InvalidField
 from ...messages.ids import is_id
 from ...messages.redis import DEFAULT_URL
 from ..redis import ask
-from .options import Json, Pool, RedisUrl, Yes, finite, group, log_to_stderr, say
+from .options import Json, LogLevel, Pool, RedisUrl, Yes, finite, group, log_to_stderr, say
 
 replies = group("List or drop results that wait for their clients.")
 
@@ -45,6 +45,32 @@ def top(
         return
     logging.basicConfig(handlers=[logging.NullHandler()])  # a warning would be written across the picture
     asyncio.run(watch(redis, pool, every))
+
+
+def exporter(
+    redis: RedisUrl = DEFAULT_URL,
+    pool: Pool = "default",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 9477,
+    host: Annotated[str, typer.Option(help="Address to listen on; 127.0.0.1 for this host alone.")] = "0.0.0.0",
+    every: Annotated[
+        float, typer.Option(min=1.0, max=300.0, callback=finite, help="Seconds between two looks at the pool.")
+    ] = 5.0,
+    log_level: LogLevel = "info",
+) -> None:
+    """Serve the pool's metrics for Prometheus until SIGTERM or Ctrl-C. One exporter for each pool.
+
+    \b
+    rolloutmq exporter --pool default --port 9477
+    curl http://127.0.0.1:9477/metrics
+    """
+    try:
+        from ..metrics import run_exporter
+    except ModuleNotFoundError as error:
+        if error.name != "prometheus_client":
+            raise
+        raise ConfigError("metrics need prometheus_client: pip install 'rolloutmq[metrics]'") from None
+    log_to_stderr(log_level)
+    run_exporter(redis, pool, host, port, every)
 
 
 def submit(

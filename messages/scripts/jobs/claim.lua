@@ -71,7 +71,7 @@ end
 if (whole(last[1]) or 0) > tonumber(number) then return given end
 
 local committed = whole(redis.call('HGET', prefix .. 'weights', 'committed')) or 0
-local ids, jobs, samples, looked = {}, 0, 0, 0
+local ids, jobs, samples, looked, again = {}, 0, 0, 0, 0
 
 local function version_needed(v, g)
   return math.max(tonumber(v) or 0, g and committed - tonumber(g) or 0)
@@ -138,6 +138,7 @@ local function settle(id, later)
     jobs = jobs + 1
     samples = samples + f[7] - f[5]
     ids[#ids + 1] = id
+    if f[2] > 1 then again = again + 1 end
     hand_over(id, f, progress)
   end
 end
@@ -147,6 +148,8 @@ local function consider(id, later)
 end
 
 local function remember()
+  if jobs > 0 then redis.call('HINCRBY', load_key, 'attempts', jobs) end
+  if again > 0 then redis.call('HINCRBY', load_key, 'redelivered', again) end
   redis.call('HSET', worker_key, 'claim', number, 'ids', table.concat(ids, ','))
   return given
 end

@@ -44,7 +44,10 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'workers', '-inf',
     gone[worker] = true
   end
 end
-if removed > 0 then forget_wants(gone) end
+if removed > 0 then
+  forget_wants(gone)
+  redis.call('HINCRBY', load_key, 'leases_lost', removed)
+end
 local expired = end_overdue(left)
 local undecided = end_preferences(left - expired)
 -- Check one reply stream per call. If it has expired unread, its bytes are no longer counted.

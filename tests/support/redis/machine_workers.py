@@ -173,6 +173,7 @@ class WorkerRules(ClientRules):
             if taken == held:
                 self.model.workers.pop(worker)
                 removed += 1
+                self.model.counts["leases_lost"] += 1
                 number = self.state[f"worker:{worker}"].get("number", "")
                 waits = [score for cls in range(CLASSES) for score in self.state[f"later:{cls}"].values()]
                 left -= waits.count(-float(number)) if number else 0

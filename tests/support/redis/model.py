@@ -233,6 +233,7 @@ class Model:
         self.fail(job, "expired", f"its deadline passed {where}")
 
     def claim(self, worker: str, job: Job) -> None:
+        self.counts.update(attempts=1, redelivered=int(job.attempt > 0))
         job.state, job.owner, job.attempt = "r", worker, job.attempt + 1
 
     def publish(self, worker: str, job_id: str, attempt: int, sample: int, result: str) -> str:

@@ -1,0 +1,95 @@
+"""The exporter: reads the pool every few seconds, whoever asks or not, and shows what it read last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import Metric
+
+from ...messages.redis import connect
+from ...worker.metrics import MetricsServer, counter, gauge
+from .families import pool_families
+from .reading import PoolReader
+from .totals import Totals
+
+log = logging.getLogger(__name__)
+PATIENCE_S = 10.0
+"""A look that takes longer counts as failed."""
+
+
+class Exporter:
+    """Looks at one pool every `every_s` seconds.
+
+    A scrape shows the last look and never asks Redis, so that any number of scrapes costs the pool nothing. After a
+    look that failed only `rolloutmq_up` 0 and the exporter's own metrics are shown: others would look like new ones.
+    """
+
+    def __init__(self, redis_url: str, pool: str, every_s: float) -> None:
+        self._redis_url, self._pool, self._every_s = redis_url, pool, every_s
+        self._totals = Totals()
+        self._shown: list[Metric] = []
+        self._up, self._looks, self._failed, self._took_s = False, 0, 0, 0.0
+        self._said = ""
+
+    def collect(self) -> Iterable[Metric]:
+        """What the last look found. Any thread may ask."""
+        return [*self._own(), *self._shown]
+
+    @property
+    def up(self) -> bool:
+        """Whether the last look succeeded."""
+        return self._up
+
+    def _own(self) -> Iterator[Metric]:
+        yield gauge("rolloutmq_up", "1 if the last look at the pool's Redis succeeded.", float(self._up))
+        yield gauge("rolloutmq_exporter_read_seconds", "Seconds that the last look took.", self._took_s)
+        yield counter("rolloutmq_exporter_reads_total", "Looks at the pool.", self._looks)
+        yield counter("rolloutmq_exporter_failed_reads_total", "Looks that failed.", self._failed)
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        redis = connect(self._redis_url, pool=self._pool)
+        reader = PoolReader(redis, self._pool)
+        try:
+            while True:
+                began = time.monotonic()
+                await self._look(reader)
+                self._took_s = time.monotonic() - began
+                await asyncio.sleep(max(self._every_s / 2, self._every_s - self._took_s))
+        finally:
+            await redis.aclose()
+
+    async def _look(self, reader: PoolReader) -> None:
+        self._looks += 1
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                reading = await reader.read()
+            self._totals.take_in(reading, time.monotonic())
+            shown = list(pool_families(reading, self._totals))
+        except Exception as error:  # Redis is away, or has something that nobody foresaw: the next look may succeed
+            self._up, self._shown, self._failed = False, [], self._failed + 1
+            if (said := f"{type(error).__name__}: {error}") != self._said:
+                log.warning("the pool cannot be read: %s", said)
+                self._said = said
+        else:
+            self._up, self._shown, self._said = True, shown, ""
+
+
+async def _until_stopped(exporter: Exporter) -> None:
+    loop, looking = asyncio.get_running_loop(), asyncio.create_task(exporter.run())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, looking.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await looking
+
+
+def run_exporter(redis_url: str, pool: str, host: str, port: int, every_s: float) -> None:
+    """Serve a pool's metrics until SIGTERM or SIGINT. Raises ConfigError, InvalidField."""
+    exporter = Exporter(redis_url, pool, every_s)
+    with MetricsServer(host, port, exporter.collect, {"/live": lambda: True, "/ready": lambda: exporter.up}):
+        asyncio.run(_until_stopped(exporter))

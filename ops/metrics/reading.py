@@ -1,0 +1,126 @@
+"""One look at a pool: what the exporter reads from Redis. It only reads, and always the same few commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from ...messages.broker import Broker, PoolLoad, living_workers
+from ...messages.errors import MessageError
+from ...messages.model import MAX_SAMPLES, PRIORITIES, WorkerStatus
+from ...messages.redis import PoolRedis, text, whole
+from ...sync.transfer import Epoch, Ledger
+
+HEADS = 16
+"""Jobs at the front of each queue, and of each set of jobs that wait, whose samples are counted."""
+TRANSFERS = 16
+"""Transfers that one look is about at most, the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Redis' memory in bytes. limit: 0 for none."""
+
+    used: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A pool at one moment.
+
+    samples_per_job: unpublished samples of a queued job, by class; the mean of those at the front. memory: None if the
+    user may not ask. ended: transfers of weights and adapters that have ended since the look before.
+    """
+
+    load: PoolLoad
+    samples_per_job: tuple[float, ...]
+    workers: tuple[WorkerStatus, ...]
+    alive: frozenset[str]
+    dead_letters: int
+    unread_clients: int
+    committed: int
+    waiting_for_weights: int
+    memory: Memory | None
+    ended: tuple[Epoch, ...]
+
+
+class PoolReader:
+    """Reads one pool again and again. Raises RedisError and OSError."""
+
+    def __init__(self, redis: PoolRedis, pool: str) -> None:
+        self._redis: Any = redis
+        self._broker, self._ledger = Broker(redis, pool), Ledger(redis, pool)
+        self._keys = self._broker.keys
+        self._seen: int | None = None  # the newest transfer that was there at the look before
+        self._open: set[int] = set()
+
+    async def read(self) -> Reading:
+        load = await self._broker.load()
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.xlen(self._keys.dead)
+            pipe.hlen(self._keys.unread)
+            pipe.hlen(self._keys.wanted)
+            pipe.hmget(self._keys.weights, "committed", "epochs", "open")
+            for queue, later in zip(self._keys.queues, self._keys.later, strict=True):
+                pipe.lrange(queue, 0, HEADS - 1)
+                pipe.zrange(later, 0, HEADS - 1)
+            dead, unread, wanted, weights, *heads = await pipe.execute()
+        committed, newest, under_way = map(whole, weights)
+        return Reading(
+            load=load,
+            samples_per_job=await self._samples([heads[i] + heads[i + 1] for i in range(0, len(heads), 2)]),
+            workers=tuple(await self._broker.workers()),
+            alive=frozenset(await living_workers(self._redis, self._keys)),
+            dead_letters=int(dead),
+            unread_clients=int(unread),
+            committed=committed,
+            waiting_for_weights=int(wanted),
+            memory=await self._memory(),
+            ended=await self._ended(newest, under_way),
+        )
+
+    async def _samples(self, heads: list[list[bytes]]) -> tuple[float, ...]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for job in (job for ids in heads for job in ids):
+                pipe.hmget(self._keys.job(text(job)), "n", "d")
+            rows = iter(await pipe.execute(raise_on_error=False))
+        means = []
+        for ids in heads:
+            found = [next(rows) for _ in ids]
+            known = [row for row in found if isinstance(row, list) and row[0]]
+            counts = [min(whole(n), MAX_SAMPLES) - whole(published) for n, published in known]
+            means.append(sum(max(0, count) for count in counts) / len(counts) if counts else 1.0)
+        assert len(means) == len(PRIORITIES)
+        return tuple(means)
+
+    async def _memory(self) -> Memory | None:
+        try:
+            said = await self._redis.info("memory")
+        except ResponseError:  # a user without +info
+            return None
+        used, limit = said.get("used_memory"), said.get("maxmemory")
+        return Memory(used if isinstance(used, int) else 0, limit if isinstance(limit, int) else 0)
+
+    async def _ended(self, newest: int, under_way: int) -> tuple[Epoch, ...]:
+        if self._seen is None or newest < self._seen:  # the first look; or Redis has lost its data
+            self._seen, self._open = newest, {under_way} - {0}
+        self._open |= set(range(max(self._seen, newest - TRANSFERS) + 1, newest + 1))
+        self._open = set(sorted(self._open)[-TRANSFERS:])
+        self._seen = newest
+        ended = []
+        for number in sorted(self._open):
+            state = text(await self._redis.hget(self._keys.epoch(number), "st"))
+            if state in {"joining", "sealed"}:
+                continue
+            if state or number < newest:  # without a state it never began, or is forgotten
+                self._open.discard(number)
+            try:
+                epoch = await self._ledger.epoch(number) if state else None
+            except MessageError:  # written by another major version
+                epoch = None
+            if epoch is not None:
+                ended.append(epoch)
+        return tuple(ended)

@@ -1,0 +1,43 @@
+"""The names of all metrics, as Prometheus sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import Metric
+from support.pools.pool import status
+
+from rolloutmq.messages.broker import PoolLoad
+from rolloutmq.ops.metrics.exporter import Exporter
+from rolloutmq.ops.metrics.families import pool_families
+from rolloutmq.ops.metrics.reading import Memory, Reading
+from rolloutmq.ops.metrics.totals import Totals
+from rolloutmq.worker.config import WorkerConfig
+from rolloutmq.worker.metrics import MeteredEngine, worker_families
+from rolloutmq.worker.scripted.engine import ScriptedEngine
+from rolloutmq.worker.text.tokenizer import NoTokenizer
+from rolloutmq.worker.worker import Worker
+
+NOWHERE = "redis://127.0.0.1:1/0"
+
+
+def exporter_metrics() -> list[Metric]:
+    """All that an exporter may show."""
+    load = PoolLoad(**dict.fromkeys(PoolLoad.__slots__, 0) | {"queued": (0, 0, 0)})
+    reading = Reading(load, (1.0,) * 3, (status("w"),), frozenset("w"), 0, 0, 0, 0, Memory(1, 0), ())
+    totals = Totals()
+    totals.rate = totals.tokens_per_sample = 1.0
+    return [*Exporter(NOWHERE, "default", 1.0).collect(), *pool_families(reading, totals)]
+
+
+def worker_metrics() -> list[Metric]:
+    """All that a worker may show."""
+    engine = ScriptedEngine()
+    worker = Worker(WorkerConfig(redis_url=NOWHERE), engine, NoTokenizer())
+    worker.vitals.beat(status("w"))
+    return list(worker_families(worker.vitals, MeteredEngine(engine), 0.0))
+
+
+def names(metrics: Iterable[Metric]) -> set[str]:
+    """As the documentation has them: counters with `_total`, histograms without `_bucket`."""
+    return {f"{metric.name}_total" if metric.type == "counter" else metric.name for metric in metrics}

@@ -1,0 +1,170 @@
+"""A worker's metrics and probes, asked over HTTP while it works."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from support.pools.pool import Running, eventually, wait_replies
+from support.pools.scraped import fetched, scraped
+from support.specimens.messages import job
+
+from rolloutmq.messages import Broker, SamplingParams
+from rolloutmq.messages.errors import ConfigError, EngineError
+from rolloutmq.sync.transfer import TransferReport
+from rolloutmq.worker.config import WorkerConfig
+from rolloutmq.worker.engine import EngineRequest
+from rolloutmq.worker.gate import Gate
+from rolloutmq.worker.main import with_metrics
+from rolloutmq.worker.metrics import Histogram, MeteredEngine, MetricsServer, Vitals, transfer_seconds
+from rolloutmq.worker.scripted.engine import ScriptedEngine
+from rolloutmq.worker.text.tokenizer import NoTokenizer
+
+W = "rolloutmq_worker_"
+
+
+@asynccontextmanager
+async def watched(url: str, engine: ScriptedEngine, **settings: Any) -> AsyncIterator[tuple[Running, int]]:
+    """A worker with metrics, and their port. It may not have joined yet."""
+    config = WorkerConfig(redis_url=url, drain_s=0.0, metrics_port=0, metrics_host="127.0.0.1", **settings)
+    worker, server = with_metrics(config, engine, NoTokenizer())
+    assert isinstance(server, MetricsServer)
+    with server:
+        running = Running(worker, engine)
+        try:
+            yield running, server.port
+        finally:
+            await running.stop()
+
+
+async def test_it_shows_what_it_does(redis_db: str, broker: Broker) -> None:
+    engine = ScriptedEngine(tokens_per_s=1e9)
+    async with watched(redis_db, engine, max_running=4) as (running, port):
+        await eventually(running.worker.joined.is_set)
+        sampling = SamplingParams(max_new_tokens=8)
+        await broker.enqueue([job(token_ids=[1, 2, 3], n=2, sampling=sampling) for _ in range(3)])
+        await wait_replies(broker, 6)
+        seen = await asyncio.to_thread(scraped, port)
+        assert seen[W + "finished_samples_total"] == 6
+        assert seen[W + "generated_tokens_total"] == 48
+        assert seen[W + "prompt_tokens_total"] == 18
+        assert seen[W + "cached_prompt_tokens_total"] == 0
+        assert seen[W + "running_samples"] == seen[W + "stalled_seconds"] == 0
+        assert seen[W + "slots"] == running.worker.config.capacity
+        assert seen[W + 'sample_staleness_versions_bucket{le="0.0"}'] == 6
+        assert seen[W + 'engine_errors_total{kind="failed"}'] == 0
+        for phase in ("process", "engine", "first_answer"):
+            assert seen[f'{W}startup_seconds{{phase="{phase}"}}'] >= 0
+        running.worker.vitals.beat(running.worker._status())  # the next heartbeat
+        seen = await asyncio.to_thread(scraped, port)
+        assert seen[W + 'startup_seconds{phase="weights"}'] >= 0
+        assert seen[W + "engine_restarts_total"] == 0
+        assert running.worker._status().staleness == (6, 0, 0, 0, 0, 0, 0)
+
+
+async def test_ready_once_it_serves_and_live_all_the_time(redis_db: str) -> None:
+    engine = ScriptedEngine(start_s=3600.0)
+    async with watched(redis_db, engine) as (running, port):
+        await eventually(lambda: running.worker._keeper is not None)
+        assert await asyncio.to_thread(fetched, port, "/live") == (200, "yes\n")
+        assert await asyncio.to_thread(fetched, port, "/ready") == (503, "no\n")
+        assert (await asyncio.to_thread(scraped, port))[W + "ready"] == 0
+    engine = ScriptedEngine()
+    async with watched(redis_db, engine, lease_s=1.0) as (running, port):
+        await eventually(lambda: running.worker.vitals.ready, what="a heartbeat of a worker that serves")
+        assert await asyncio.to_thread(fetched, port, "/ready") == (200, "yes\n")
+        assert (await asyncio.to_thread(fetched, port, "/nothing"))[0] == 404
+
+
+async def test_a_worker_that_beats_no_more_is_not_live(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(redis_db, ScriptedEngine(), lease_s=1.0) as (running, _):
+        vitals = running.worker.vitals
+        await eventually(lambda: vitals.status is not None, what="a heartbeat")
+        assert vitals.live
+        later = time.monotonic() + 61
+        monkeypatch.setattr("rolloutmq.worker.metrics.vitals.time.monotonic", lambda: later)
+        vitals._beat_at = later - 61  # as if none had come since
+        assert not vitals.live
+
+
+async def test_an_error_of_the_engine_is_counted_by_kind() -> None:
+    engine = ScriptedEngine()
+    metered = MeteredEngine(engine)
+    request = EngineRequest("r" * 44, np.array([1, 2], np.int32), SamplingParams(), 1, "0")
+    await metered.start()
+    engine.ops.check = lambda: (_ for _ in ()).throw(EngineError("as it likes"))  # type: ignore[method-assign]
+    with pytest.raises(EngineError):
+        await metered.generate(request)
+    engine.kill()
+    with pytest.raises(EngineError):
+        await metered.generate(request)
+    assert metered.errors == {"refused": 0, "failed": 1, "dead": 1}
+    assert metered.info == engine.info  # what is not counted is the engine's own
+    assert (metered.running, metered.busy_since) == (0, 0.0)
+
+
+def test_seconds_of_a_transfer() -> None:
+    staged = TransferReport(ok=True, phase="done", rendezvous_s=1.0, receive_s=2.0, load_s=4.0)
+    direct = TransferReport(ok=True, phase="done", rendezvous_s=1.0, receive_s=4.0, load_s=4.0)
+    assert (transfer_seconds(staged), transfer_seconds(direct)) == (7.0, 5.0)
+    odd = TransferReport(ok=True, phase="done", rendezvous_s=float("nan"), receive_s=-1.0, load_s=float("inf"))
+    assert transfer_seconds(odd) == 0.0
+
+
+def test_a_histogram_counts_up_to_and_with_its_bounds() -> None:
+    seen = Histogram((0, 1, 2))
+    for value in (0, 1, 1, 2, 7):
+        seen.observe(value)
+    assert seen.buckets() == [("0.0", 1), ("1.0", 3), ("2.0", 4), ("+Inf", 5)]
+    seen.add([1, 0, 0, 2])
+    assert (seen.counts, seen.total) == ([2, 2, 1, 3], 11 + 4)
+
+
+def test_a_gate_knows_how_long_it_was_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("rolloutmq.worker.gate.time.monotonic", lambda: now)
+    gate = Gate()
+    first, second = gate.holder("update"), gate.holder("update")
+    first.acquire()
+    now += 2.0
+    second.acquire()
+    now += 1.0
+    assert gate.held_s(now) == {"update": 4.0}
+    first.release()
+    second.release()
+    now += 50.0
+    assert gate.held_s(now) == {"update": 4.0}
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            MetricsServer("127.0.0.1", port, list)
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("rolloutmq.worker.metrics.")]:
+        if name.rpartition(".")[2] in {"server", "kinds", "families"}:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    config = WorkerConfig(redis_url="redis://127.0.0.1:1/0", metrics_port=0)
+    with pytest.raises(ConfigError, match=r"rolloutmq\[metrics\]"):
+        with_metrics(config, ScriptedEngine(), NoTokenizer())
+
+
+def test_no_metrics_no_cost() -> None:
+    engine = ScriptedEngine()
+    worker, server = with_metrics(WorkerConfig(redis_url="redis://127.0.0.1:1/0"), engine, NoTokenizer())
+    assert worker._engine is engine
+    assert not isinstance(server, MetricsServer)
+    assert isinstance(worker.vitals, Vitals)

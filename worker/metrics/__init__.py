@@ -1,0 +1,33 @@
+"""A worker's metrics and probes over HTTP, and the HTTP server of the exporter too.
+
+`Histogram`, `MeteredEngine` and `Vitals` load nothing; the rest needs prometheus_client.
+"""
+
+from typing import TYPE_CHECKING
+
+from ..._lazy import lazy
+
+if TYPE_CHECKING:
+    from .families import worker_families
+    from .histogram import SYNC_BOUNDS, Histogram, finite, transfer_seconds
+    from .kinds import counter, counters, distribution, gauge, gauges
+    from .metered import MeteredEngine
+    from .server import MetricsServer
+    from .vitals import Vitals
+
+__all__ = [
+    "SYNC_BOUNDS",
+    "Histogram",
+    "MeteredEngine",
+    "MetricsServer",
+    "Vitals",
+    "counter",
+    "counters",
+    "distribution",
+    "finite",
+    "gauge",
+    "gauges",
+    "transfer_seconds",
+    "worker_families",
+]
+__getattr__, __dir__ = lazy(__name__, __all__, ".histogram", ".vitals", ".metered", ".kinds", ".server", ".families")

@@ -1,0 +1,69 @@
+"""A worker's numbers as Prometheus' metrics. They are read when somebody asks, so generating costs nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import Metric
+
+from .kinds import counter, counters, distribution, gauge, gauges
+from .metered import MeteredEngine
+from .vitals import Vitals
+
+P = "rolloutmq_worker_"
+
+
+def worker_families(vitals: Vitals, engine: MeteredEngine, now: float) -> Iterator[Metric]:
+    """Everything that a worker shows. now: on time.monotonic."""
+    yield gauge(P + "ready", "1 if the worker serves weights that were verified.", float(vitals.ready))
+    yield gauge(P + "live", "1 if the worker still tries to send heartbeats.", float(vitals.live))
+    yield from _startup(vitals, engine)
+    yield from _load(vitals, engine, now)
+    yield from _weights(vitals, engine)
+    if (status := vitals.status) is not None:
+        restarts, refused = status.engine_restarts, status.refused_publishes
+        yield counter(P + "engine_restarts_total", "Restarts of the engine.", restarts)
+        yield counter(
+            P + "refused_publishes_total", "Samples that were published too late: others had the job.", refused
+        )
+
+
+def _startup(vitals: Vitals, engine: MeteredEngine) -> Iterable[Metric]:
+    phases = dict(engine.startup_s)
+    if vitals.served_at:
+        phases["weights"] = max(0.0, vitals.served_at - engine.up)
+    yield gauges(P + "startup_seconds", "Seconds of each phase of the start.", "phase", phases)
+
+
+def _load(vitals: Vitals, engine: MeteredEngine, now: float) -> Iterable[Metric]:
+    generation, slots, since = vitals.generation, vitals.generation.slots, engine.busy_since
+    running, limit = generation.running, slots.limit
+    yield gauge(P + "running_samples", "Samples in the engine.", running)
+    yield gauge(P + "waiting_samples", "Samples that wait on the worker for a slot.", len(slots.waiting))
+    yield gauge(P + "slots", "Samples that may be in the engine at once; fewer after it ran out of memory.", limit)
+    yield gauge(P + "batch_occupancy_ratio", "Samples in the engine, divided by slots.", running / limit)
+    yield counter(P + "generated_tokens_total", "Tokens of samples whose leg has ended.", generation.generated_tokens)
+    yield counter(P + "finished_samples_total", "Samples that have ended.", generation.finished)
+    about = "Tokens in front of what requests generated: prompts, and what earlier legs had generated."
+    yield counter(P + "prompt_tokens_total", about, engine.prompt_tokens)
+    about = "Of these, tokens found in the prefix cache."
+    yield counter(P + "cached_prompt_tokens_total", about, engine.cached_tokens)
+    yield counters(P + "engine_errors_total", "Requests that the engine did not answer.", "kind", engine.errors)
+    yield counter(P + "memory_retries_total", "Samples tried again because memory was short.", slots.retried)
+    stalled = max(0.0, now - since) if since else 0.0
+    yield gauge(P + "stalled_seconds", "Seconds since a request began or ended, while some run.", stalled)
+    shut = generation.gate.held_s(now)
+    yield counters(P + "gate_closed_seconds_total", "Seconds in which no sample could start.", "reason", shut)
+
+
+def _weights(vitals: Vitals, engine: MeteredEngine) -> Iterable[Metric]:
+    yield gauge(P + "weights_version", "The version that the next leg runs under.", vitals.generation.version)
+    behind = max(0, vitals.committed - vitals.generation.version)
+    yield gauge(P + "versions_behind", "How far that is behind the pool's newest version.", behind)
+    yield distribution(P + "sync_seconds", "Seconds from rendezvous to verified parameters.", engine.syncs)
+    yield counter(P + "sync_bytes_total", "Bytes of weights received, verified and loaded.", engine.sync_bytes)
+    yield counter(P + "failed_syncs_total", "Transfers of weights that this worker refused.", engine.failed_syncs)
+    yield gauge(P + "last_sync_bytes_per_second", "Rate of the last transfer.", engine.last_bytes_per_s)
+    yield distribution(
+        P + "sample_staleness_versions", "Versions between a sample's oldest token and its end.", vitals.samples
+    )

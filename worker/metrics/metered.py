@@ -1,0 +1,91 @@
+"""An engine that is watched: the calls of another engine, timed and counted. It is only there if metrics are on."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from ...messages.errors import EngineDead, EngineError, RequestRefused
+from ...sync.transfer import TransferOrder, TransferReport
+from ..engine import Engine, EngineOutput, EngineRequest, TaskOutput, TaskRequest
+from .histogram import SYNC_BOUNDS, Histogram, transfer_seconds
+
+STARTED = time.monotonic()
+
+
+class MeteredEngine:
+    """Implements `Engine` by another one. Whatever is not counted goes straight to that one.
+
+    prompt_tokens, cached_tokens: of requests that generate; the second had their keys and values in the cache.
+    errors: what requests ended with: refused, failed, dead. startup_s: seconds of the phases process, engine and
+    first_answer, each known when it ends. up: when the engine was up first, on time.monotonic; 0 before.
+    syncs: seconds of successful transfers. sync_bytes: what they brought. last_bytes_per_s: of the last one.
+    failed_syncs: transfers that failed. busy_since: when a request last began or ended, while some run; else 0.
+    """
+
+    def __init__(self, engine: Engine, began: float = STARTED) -> None:
+        """began: when the process began, on time.monotonic."""
+        self._engine = engine
+        self._began, self.up = began, 0.0
+        self.prompt_tokens = self.cached_tokens = self.running = 0
+        self.busy_since = 0.0
+        self.errors: Counter[str] = Counter(refused=0, failed=0, dead=0)
+        self.startup_s: dict[str, float] = {}
+        self.syncs = Histogram(SYNC_BOUNDS)
+        self.sync_bytes = self.failed_syncs = 0
+        self.last_bytes_per_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:  # only asked for what is not here
+        return getattr(self._engine, name)
+
+    async def start(self) -> None:
+        began = time.monotonic()
+        await self._engine.start()
+        if not self.up:
+            self.up = time.monotonic()
+            self.startup_s |= {"process": began - self._began, "engine": self.up - began}
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        output: EngineOutput = await self._counted(self._engine.generate, request)
+        self.prompt_tokens += len(request.token_ids)
+        self.cached_tokens += output.cached_tokens
+        return output
+
+    async def perform(self, request: TaskRequest) -> TaskOutput:
+        output: TaskOutput = await self._counted(self._engine.perform, request)
+        return output
+
+    async def _counted(self, call: Any, request: Any) -> Any:
+        began = self.busy_since = time.monotonic()
+        self.running += 1
+        try:
+            output = await call(request)
+        except RequestRefused:
+            self.errors["refused"] += 1
+            raise
+        except EngineError as error:
+            self.errors["dead" if isinstance(error, EngineDead) else "failed"] += 1
+            raise
+        finally:
+            self.running -= 1
+            self.busy_since = time.monotonic() if self.running else 0.0
+        self.startup_s.setdefault("first_answer", time.monotonic() - began)
+        return output
+
+    async def prepare_weights(self, order: TransferOrder) -> TransferReport:
+        report = await self._engine.prepare_weights(order)
+        if not report.ok:
+            self.failed_syncs += 1
+        return report
+
+    async def commit_weights(self, order: TransferOrder) -> TransferReport:
+        report = await self._engine.commit_weights(order)
+        if not report.ok:
+            self.failed_syncs += 1
+            return report
+        seconds = transfer_seconds(report)
+        self.syncs.observe(seconds)
+        self.sync_bytes += report.nbytes
+        self.last_bytes_per_s = report.nbytes / seconds if seconds > 0 else 0.0
+        return report
