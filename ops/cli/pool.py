@@ -57,7 +57,7 @@ def exporter(
     ] = 5.0,
     log_level: LogLevel = "info",
 ) -> None:
-    """Serve the pool's metrics for Prometheus until SIGTERM or Ctrl-C. One exporter for each pool.
+    """Serve the pool's metrics for Prometheus. One exporter for each pool, until SIGTERM or Ctrl-C.
 
     \b
     rolloutmq exporter --pool default --port 9477
