@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from ...messages.model import PRIORITIES
 from ...worker.metrics import counter, counters, distribution, gauge, gauges
 from .reading import Reading
-from .totals import Totals
+from .totals import MOST_PER_S, Totals
 
 P = "rolloutmq_"
 VERSIONS = 16
@@ -100,6 +100,8 @@ def _workers(reading: Reading, totals: Totals) -> Iterable[Metric]:
     slots = sum(worker.max_running for worker in alive)
     yield gauge(P + "running_samples", "Samples in the workers' engines.", sum(worker.running for worker in alive))
     yield gauge(P + "slots", "Samples that the workers can decode at once.", slots)
+    rate = sum(min(worker.tokens_per_s, MOST_PER_S) for worker in alive)
+    yield gauge(P + "tokens_per_second", "Tokens a second over the last 10 s, as the heartbeats say it.", rate)
     since = ", since the exporter started."
     yield counter(P + "generated_tokens_total", "Tokens generated" + since, totals.tokens)
     yield counter(P + "finished_samples_total", "Samples ended" + since, totals.samples)
