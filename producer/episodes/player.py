@@ -20,6 +20,7 @@ from .asking import ask
 from .environment import Environment, read_step
 from .episode import Episode, Stop, Turn
 from .limits import EpisodeLimits
+from .noting import note_end, note_step
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,6 +73,7 @@ class Player:
         finally:
             if environment is not None:
                 await self._core.finish(self._close(environment))
+        note_end(self._core.journal, self.name(episode), episode)
 
     async def _turns(self, environment: Environment, episode: Episode, held: list[Reply]) -> None:
         observation = await self._ask_environment("reset", environment.reset)
@@ -84,6 +86,7 @@ class Player:
             except InvalidField as error:
                 raise _Ended("failed", str(error)) from error
             turn.reward, turn.info = step.reward, step.info
+            note_step(self._core.journal, self.name(episode), episode, turn, step)
             if step.done:
                 return
             if len(episode.turns) >= self._limits.turns:

@@ -221,6 +221,10 @@ class Generating:
         """Nothing more of this prompt is to come: drop what the trainer does not get."""
         number, here = asked.number, asked.here
         for why, others in asked.not_chosen().items():
+            if self._core.journal is not None:
+                for sample in others:
+                    if sample in here:
+                        self._core.journal.note(here[sample], dropped=why)
             self.drop(number, others, why, {it: Measured(len(here[it].token_ids)) for it in others if it in here})
             for sample in others:
                 here.pop(sample, None)
@@ -284,6 +288,7 @@ class Generating:
         if teaches:
             self.ready[number] = self.ready[number].joined(group) if number in self.ready else group
         else:
+            group.note(self._core.journal, group.samples, dropped="filtered")
             self.drop(number, group.samples, "filtered", group.known())
 
     def _teaches(self, group: TrainGroup) -> bool:

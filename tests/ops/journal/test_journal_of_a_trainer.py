@@ -12,7 +12,7 @@ from support.pools.pool import worker
 from support.specimens.messages import SHORT
 from typer.testing import CliRunner
 
-from rolloutmq import BlockingRolloutClient, GenerateJob, RolloutClient, Staleness
+from rolloutmq import BlockingRolloutClient, GenerateJob, GroupRules, RolloutClient, Staleness
 from rolloutmq.messages import Broker, ConfigError, encode
 from rolloutmq.messages.journal import Journal, read
 from rolloutmq.ops.cli.main import app
@@ -55,6 +55,22 @@ async def test_a_trainers_run_is_in_its_journal(redis_db: str, tmp_path: Path) -
     }
     assert notes == {(0, 1.0), (1, 0.5)}
     assert all(entry.client_id == "me" for entry in entries if entry.event != "note")
+
+
+async def test_what_a_feed_drops_by_itself_is_in_it_with_its_reason(redis_db: str, tmp_path: Path) -> None:
+    """Surplus samples, those that a filter refuses, and groups that teach nothing: the trainer never sees them."""
+    rules = GroupRules(
+        over_sample=1, keep=lambda result: result.sample != 0, score=lambda results: [0.0] * len(results), teaches=any
+    )
+    async with worker(redis_db), RolloutClient(redis_db, journal=tmp_path) as client:
+        feed = client.feed(Staleness(0, 4, "mark"), rules)
+        jobs = [GenerateJob(token_ids=[7], n=2, sampling=SHORT)]
+        async for _ in feed.batches(jobs, timeout=30):
+            pytest.fail("a group that teaches nothing")
+        dropped = feed.books.dropped
+    fates = [entry.data["dropped"] for entry in read(tmp_path, events="note")]
+    assert {why: fates.count(why) for why in set(fates)} == {why: count for why, count in dropped.items() if count}
+    assert set(fates) == {"filtered"}
 
 
 async def test_a_jobs_life_is_shown(redis_db: str, tmp_path: Path) -> None:
