@@ -1,6 +1,7 @@
 """The journal: what happened in a run, in files that outlive it. `Journal` writes it, `read` reads it."""
 
 from .entry import EVENTS, Entry, Event, Record, attempt_record, of_announcement, versions_of
+from .merge import Merged, merge
 from .reader import read
 from .segment import SUFFIX, TORN
 from .writer import Journal
@@ -12,8 +13,10 @@ __all__ = [
     "Entry",
     "Event",
     "Journal",
+    "Merged",
     "Record",
     "attempt_record",
+    "merge",
     "of_announcement",
     "read",
     "versions_of",

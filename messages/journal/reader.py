@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, InvalidField, MessageError
 from .entry import EVENTS, Entry, Event
-from .segment import SUFFIX, SegmentReader
+from .segment import MERGED, SUFFIX, SegmentReader
 
 log = logging.getLogger(__name__)
 Problem = Callable[[str], None]
@@ -75,8 +75,12 @@ class _Wanted:
 def _writers(folder: Path, on_problem: Problem) -> dict[str, list[Path]]:
     """The segments of each writer, in order."""
     found: dict[str, dict[int, Path]] = {}
-    for path in folder.glob(f"*{SUFFIX}"):
+    paths = list(folder.glob(f"*{SUFFIX}"))
+    replaced = {name for path in paths for name in replaced_by(path)}
+    for path in paths:
         parts = path.name.removesuffix(SUFFIX).split("-")
+        if path.name in replaced:
+            continue
         if len(parts) == 3 and parts[2].isdecimal():
             found.setdefault(parts[1], {})[int(parts[2])] = path
         else:
@@ -86,6 +90,18 @@ def _writers(folder: Path, on_problem: Problem) -> dict[str, list[Path]]:
         if missing := sorted(set(range(min(segments), max(segments))) - segments.keys()):
             on_problem(f"{folder}: of writer {writer} segments are missing: {', '.join(map(str, missing))}")
     return {writer: [path for _, path in sorted(segments.items())] for writer, segments in found.items()}
+
+
+def replaced_by(path: Path) -> tuple[str, ...]:
+    """Names of the segments that were merged into this one. None, if it cannot be read: they are read then."""
+    if f"-{MERGED}" not in path.name:
+        return ()
+    try:
+        segment = SegmentReader(path, lambda _: None)
+    except (OSError, MessageError):
+        return ()
+    segment.close()
+    return segment.header.replaces
 
 
 def _of_writer(segments: list[Path], wanted: _Wanted, on_problem: Problem) -> Iterator[Entry]:

@@ -5,11 +5,14 @@
     the last    a skippable frame with the index, as soon as the segment is complete: see `Index`
 
 Every zstd frame has its size and a checksum. A writer that dies leaves a file that ends in the midst of a frame, or
-after one: what is before it is whole. A segment is never written to again by another process.
+after one: what is before it is whole. A segment is never written to again by another process. Several segments may be
+merged into a new one (merge.py), whose header names them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -28,6 +31,8 @@ from msgpack.exceptions import UnpackException
 from ..errors import ConfigError, MalformedMessage, MessageError, UnsupportedVersion
 from .entry import Entry, Record
 
+MERGED = "merged"
+"""The writer of a segment that others were merged into has a name that begins so."""
 FORMAT, MAJOR, MINOR = "rolloutmq-journal", 1, 1
 SUFFIX = ".journal.zst"
 LEVEL = 1
@@ -43,11 +48,15 @@ _TAIL = b"rmqindex"
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Who wrote a segment. writer: an id of the process. number: of the segment, from 0. at: when it began."""
+    """Who wrote a segment. writer: an id of the process. number: of the segment, from 0. at: when it began.
+
+    replaces: names of the segments that were merged into this one. While they are still there, readers leave them out.
+    """
 
     writer: str
     number: int
     at: float
+    replaces: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -56,7 +65,8 @@ class Header:
 
     def pack(self) -> dict[str, Any]:
         told = {"writer": self.writer, "number": self.number, "at": self.at}
-        return {"format": FORMAT, "major": MAJOR, "minor": MINOR} | told
+        replaces = {"replaces": list(self.replaces)} if self.replaces else {}
+        return {"format": FORMAT, "major": MAJOR, "minor": MINOR} | told | replaces
 
     @classmethod
     def unpack(cls, packed: Any) -> tuple[Self, bool]:
@@ -69,7 +79,15 @@ class Header:
         writer, number, at = packed.get("writer"), packed.get("number"), packed.get("at")
         if type(writer) is not str or type(number) is not int or type(at) is not float:
             raise MalformedMessage("a segment whose header is damaged")
-        return cls(writer, number, at), minor > MINOR
+        replaces = packed.get("replaces", [])
+        if not isinstance(replaces, list) or not all(type(name) is str and _is_ours(name) for name in replaces):
+            raise MalformedMessage("a segment whose header is damaged")
+        return cls(writer, number, at, tuple(replaces)), minor > MINOR
+
+
+def _is_ours(name: str) -> bool:
+    """Whether it can be the name of a segment in this folder: what is replaced is deleted."""
+    return name.endswith(SUFFIX) and "/" not in name
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +180,27 @@ def zstd() -> Any:
     return zstandard
 
 
+def is_left(path: Path) -> bool:
+    """Whether the writer of a segment writes to it no more: its lock has ended, with the segment or the process."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
+
+
 class SegmentWriter:
-    """Writes one segment. Not thread-safe. Every method raises OSError; after that the segment is not written to."""
+    """Writes one segment, and holds a lock on it meanwhile. Not thread-safe. Every method raises OSError; after that
+    the segment is not written to."""
 
     def __init__(self, folder: Path, header: Header) -> None:
         self.path = folder / header.name
         self.nbytes = 0
         self._compress = zstd().ZstdCompressor(level=LEVEL, write_checksum=True, write_content_size=True).compress
         self._file = self.path.open("xb", buffering=0)
+        with contextlib.suppress(OSError):  # a filesystem without locks: then no other process takes it for left
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._offsets: list[int] = []
         self._times: list[tuple[float, float]] = []
         self._jobs: list[npt.NDArray[np.uint64]] = []  # hashes of those in each block
