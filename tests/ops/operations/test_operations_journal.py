@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import parquet
 from support.journals import segments
+from support.specimens.messages import result
 
-from rolloutmq.messages import InvalidField
+from rolloutmq.messages import GenerateJob, InvalidField, new_id
 from rolloutmq.messages.journal import Journal, read
 from rolloutmq.ops.operations import run_operation
 from rolloutmq.ops.operations.catalog import checked
@@ -27,6 +29,24 @@ async def test_small_segments_are_merged(redis_db: str, tmp_path: Path) -> None:
     assert [entry.data["run"] for entry in read(tmp_path, job="a")] == [0, 1, 2]
     assert len(segments(tmp_path)) == 4  # an hour later the three are deleted
     assert (await run_operation("journal-compact", params, **at))["merged"] == 0
+
+
+async def test_a_table_is_written_once(redis_db: str, tmp_path: Path) -> None:
+    job = GenerateJob(id=new_id(), token_ids=[1], reply_to="me")
+    with Journal(tmp_path / "journal") as journal:
+        journal.job(job)
+        journal.outcome(result(job, 0), "me")
+    out = tmp_path / "samples.parquet"
+    params = {"journal": str(tmp_path / "journal"), "out": str(out)}
+    seen: list[dict[str, Any]] = []
+    at: dict[str, Any] = {"redis_url": redis_db, "pool": "default", "report": seen.append}
+    assert await run_operation("journal-export", params, **at) == {"out": str(out), "rows": 1, "problems": []}
+    assert parquet.read_table(out)["job_id"].to_pylist() == [job.id]
+    with pytest.raises(InvalidField, match="out="):
+        await run_operation("journal-export", params, **at)
+    # The same job once more, as after a crash at its very end.
+    notes = seen[-1]["notes"]
+    assert (await run_operation("journal-export", params, notes=notes, **at))["rows"] == 1
 
 
 @pytest.mark.parametrize(
