@@ -54,9 +54,11 @@ class Life:
         """For people. only: the samples to show; those of the first ones that fit on a screen if there are none."""
         chosen = sorted(self.results.keys() & {*only} if only else self.results)
         shown = chosen if only else chosen[:SHOWN_SAMPLES]
+        events, half = self._told_events(), SHOWN_EVENTS // 2  # how it began, and how it ended
         told: list[tuple[float, list[str]]] = [
             *((self.results[number].at, self._of_sample(number)) for number in shown),
-            *((entry.at, [_of_event(entry)]) for entry in self._shown_events()),
+            *((entry.at, [_of_event(entry)]) for entry in events[:half]),
+            *((entry.at, [_of_event(entry)]) for entry in events[max(half, len(events) - half) :]),
         ]
         if self.accepted is not None:
             told.append((self.accepted.at, _of_job(self.accepted)))
@@ -65,8 +67,8 @@ class Life:
         lines = [f"job {self.job_id}", f"  {self._summary()}"]
         lines += ["  accepted before the journal began"] if self.accepted is None else []
         lines += [line for _, some in sorted(told, key=lambda one: one[0]) for line in some]
-        if len(self.events) > SHOWN_EVENTS:
-            lines.append(f"  {len(self.events) - SHOWN_EVENTS:,} more events are left out; --json has all")
+        if len(events) > SHOWN_EVENTS:
+            lines.append(f"  {len(events) - SHOWN_EVENTS:,} more events are left out; --json has all")
         if hidden := len(self.results) - len(shown):
             lines.append(f"  {hidden:,} more samples are left out; --sample NUMBER shows one, --json has all")
         if only and (missing := sorted({*only} - self.results.keys())):
@@ -80,10 +82,22 @@ class Life:
         lines += [f"      {clock(taken.at)}  consumed by {taken.client_id}"] if taken is not None else []
         return lines + _of_notes(self.notes.get(number, []))
 
-    def _shown_events(self) -> list[Entry]:
-        """The first and the last ones: how it began, and how it ended."""
-        half = SHOWN_EVENTS // 2
-        return self.events if len(self.events) <= SHOWN_EVENTS else [*self.events[:half], *self.events[-half:]]
+    def _told_events(self) -> list[Entry]:
+        """Without what other lines say: that a sample was published whose result is here, and pieces before the last
+        one that an attempt saved of a sample."""
+        told: list[Entry] = []
+        saved: dict[tuple[int, int], int] = {}
+        for entry in self.events:
+            what, place = f"{entry.event} {_text(entry, 'what')}", (entry.sample, entry.attempt)
+            if what == "attempt published" and entry.sample in self.results:
+                continue
+            if what == "attempt saved":
+                if place in saved:
+                    told[saved[place]] = entry
+                    continue
+                saved[place] = len(told)
+            told.append(entry)
+        return told
 
     def _summary(self) -> str:
         tokens, workers, versions, expected = 0, set[str](), set[int](), 0
@@ -157,21 +171,29 @@ def _of_result(entry: Entry) -> list[str]:
 
 
 def _of_failure(entry: Entry) -> list[str]:
-    told = entry.data
-    if not told:
+    if not entry.data:
         return [f"  {clock(entry.at)}  failed; the entry was written without its content"]
-    line = f"  {clock(entry.at)}  {told.get('outcome')}: {str(told.get('cause'))[:200]}"
-    return [line, *(f"      {str(told[name])[:400]}" for name in ("error", "host") if told.get(name))]
+    line = f"  {clock(entry.at)}  {_text(entry, 'outcome')}: {_text(entry, 'cause')[:200]}"
+    return [line, *(f"      {text[:400]}" for name in ("error", "host") if (text := _text(entry, name)))]
 
 
 def _of_event(entry: Entry) -> str:
-    sample = f" of sample {entry.sample}" if entry.sample >= 0 else ""
-    attempt = f", attempt {entry.attempt}" if entry.attempt >= 0 else ""
-    versions = f", version {_few(entry.versions)}" if entry.versions else ""
-    who = f" by {entry.client_id}" if entry.client_id else ""
-    rest = noted({name: value for name, value in entry.data.items() if name != "what"})
-    what = f"{entry.event}: {entry.data['what']}" if "what" in entry.data else entry.event
-    return f"  {clock(entry.at)}  {what}{sample}{who}{attempt}{versions}{f'; {rest}' if rest else ''}"
+    """What happened, to which sample, by whom, and whatever else the entry has."""
+    what, who = _text(entry, "what"), _text(entry, "worker") or entry.client_id
+    kind = f"{entry.event}: {what}" if what and entry.event != "attempt" else what or entry.event
+    told = f"sample {entry.sample}: {kind}" if entry.sample >= 0 else kind
+    told += f" by {who}" if who else ""
+    told += f", attempt {entry.attempt}" if entry.attempt >= 0 else ""
+    told += f", version {_few(entry.versions)}" if entry.versions else ""
+    said = {name for name in ("what", "worker") if _text(entry, name)}
+    rest = noted({name: value for name, value in entry.data.items() if name not in said and value is not None})
+    return f"  {clock(entry.at)}  {told}{f'; {rest}' if rest else ''}"
+
+
+def _text(entry: Entry, name: str) -> str:
+    """A text in the entry's data; "" if there is none, or something else."""
+    value = entry.data.get(name)
+    return value if isinstance(value, str) else ""
 
 
 def _of_notes(entries: list[Entry]) -> list[str]:

@@ -72,6 +72,44 @@ def test_events_of_every_kind_are_shown_in_time_and_bounded(tmp_path: Path) -> N
     )
 
 
+def test_what_workers_did_is_told_once(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        claimed = {"what": "claimed", "worker": "w1", "queued_s": 0.25, "samples": 1, "continued": []}
+        journal.add(Entry("attempt", 1.0, ID, attempt=1, data=claimed))
+        for number in range(30):
+            saved = {"what": "saved", "worker": "w1", "start": number * 8, "tokens": 8, "state": "ok"}
+            journal.add(Entry("attempt", 2.0 + number, ID, sample=0, attempt=1, versions=(7,), data=saved))
+        journal.add(Entry("attempt", 50.0, ID, attempt=2, data=claimed | {"worker": "w2", "continued": [0]}))
+        done = {"what": "published", "worker": "w2", "state": "ok"}
+        for number in (0, 1):
+            journal.add(Entry("attempt", 60.0, ID, sample=number, attempt=2, data=done))
+        journal.add(Entry("result", 61.0, ID, "me", sample=0, attempt=2, content=sample(0)))
+        journal.add(Entry("consumed", 62.0, ID, "me", sample=0, attempt=2))
+    _, shown, _ = run("job", ID, "--journal", tmp_path)
+    times = [line for line in shown.splitlines() if line.startswith("  1970")]
+    assert [line.split("  ", 2)[2] for line in times] == [
+        "claimed by w1, attempt 1; queued_s=0.25, samples=1, continued=[]",
+        "sample 0: saved by w1, attempt 1, version 7; start=232, tokens=8, state=ok",
+        "claimed by w2, attempt 2; queued_s=0.25, samples=1, continued=[0]",
+        "sample 1: published by w2, attempt 2; state=ok",
+        "sample 0: 2 tokens, length",
+    ]
+    assert "consumed by me" in shown
+
+
+def test_data_of_another_type_is_shown_as_well(tmp_path: Path) -> None:
+    odd = np.zeros(3, np.float32)
+    with Journal(tmp_path) as journal:
+        for event in ("attempt", "worker", "weights", "lost", "consumed", "note"):
+            journal.add(Entry(event, 1.0, ID, data={"what": odd, "worker": odd, "rest": odd, "n": None}))
+        journal.add(Entry("failure", 2.0, ID, data={"outcome": odd, "cause": odd, "error": odd, "host": 7}))
+    code, shown, _ = run("job", ID, "--journal", tmp_path)
+    assert (code, "rest=float32[3]" in shown) == (0, True)
+    assert run("journal", tmp_path)[0] == 0
+    assert run("job", ID, "--journal", tmp_path, "--json")[0] == 0
+    assert run("journal", "export", tmp_path, tmp_path / "e.parquet", "--table", "events")[0] == 0
+
+
 def test_what_is_redacted_damaged_or_newer_is_said(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         journal.add(Entry("job", 1.0, ID, "me"))
