@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "status": ("pool", "status", "Show the queue, the workers and the weights they serve."),
     "top": ("pool", "top", "Watch a pool live: its queue, workers, versions and speed."),
     "exporter": ("pool", "exporter", "Serve the pool's metrics for Prometheus."),
+    "doctor": ("pool", "doctor", "Check Redis and this host, and say what to do."),
     "generate": ("generate", "generate", "Generate in the pool and print the answer."),
     "embed": ("tasks", "embed", "Embed every line of a file, on workers with --task embed."),
     "reward": ("tasks", "reward", "Score every line of a file with a reward model."),

@@ -1,4 +1,4 @@
-"""`rolloutmq status`, `top`, `submit`, `cancel` and `replies`: a pool as its users see it."""
+"""`rolloutmq status`, `top`, `doctor`, `submit`, `cancel` and `replies`: a pool as its users see it."""
 
 from __future__ import annotations
 
@@ -71,6 +71,27 @@ def exporter(
         raise ConfigError("metrics need prometheus_client: pip install 'rolloutmq[metrics]'") from None
     log_to_stderr(log_level)
     run_exporter(redis, pool, host, port, every)
+
+
+def doctor(
+    redis: RedisUrl = DEFAULT_URL,
+    pool: Pool = "default",
+    disk: Annotated[
+        list[Path] | None, typer.Option(help="A folder whose disk counts: snapshots, journal; repeatable.")
+    ] = None,
+    reach: Annotated[
+        list[str] | None, typer.Option(help="HOST:PORT of a trainer's rendezvous store to reach; repeatable.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check Redis and this host, and say what to do. Exit code 1 if there is a problem."""
+    from dataclasses import asdict
+
+    from ..doctor import examine, lines
+
+    findings = asyncio.run(examine(redis, pool, disk or [], reach or []))
+    say([asdict(finding) for finding in findings], lines(findings), json)
+    raise typer.Exit(int(any(finding.level == "problem" for finding in findings)))
 
 
 def submit(
