@@ -15,7 +15,7 @@ from ..flags import parse_extra
 from ..operations.catalog import checked, operations
 from ..redis import reach
 from ..terminal import ProgressLine, printable
-from .options import Json, LogLevel, Pool, RedisUrl, finite, group, log_to_stderr, say
+from .options import Json, LogLevel, Pool, RedisUrl, finite, group, log_to_stderr, period, say
 
 if TYPE_CHECKING:
     from ..operations.rq_queue import OperationQueue, OperationRun
@@ -42,6 +42,9 @@ def run(
     wait: Annotated[bool, typer.Option("--wait", help="Show progress until it is over, then the result.")] = False,
     timeout: Wait = None,
     here: Annotated[bool, typer.Option("--here", help="In this process, without RQ and a worker.")] = False,
+    once_per: Annotated[
+        str | None, typer.Option(help="Not if the same was submitted in this slot of time: 30m, 1h, 1d. For schedules.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Submit an operation and print its id. With --wait: exit code 1 if it failed or found trouble.
@@ -49,14 +52,17 @@ def run(
     \b
     rolloutmq ops run audit-broker --wait
     rolloutmq ops run dead-requeue --param cause="was lost"
+    rolloutmq ops run audit-broker --once-per 1h
     """
     params = parse_extra(param or [])
+    if here and once_per is not None:
+        raise ConfigError("--once-per: not together with --here, which submits nothing")
     checked(name, params)  # before anything is connected to
     if here:
         reach(redis, pool)
         raise typer.Exit(_run_here(name, params, redis, pool))
     with _queue(ops_redis or redis, pool) as queue:
-        run_id = queue.submit(name, params)
+        run_id = queue.submit(name, params, None if once_per is None else period("--once-per", once_per))
         if not wait:
             say({"id": run_id}, [run_id], json)
             return

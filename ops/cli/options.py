@@ -77,6 +77,7 @@ def plain_errors() -> Iterator[None]:
 
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_PERIOD = r"(\d{1,9}(?:\.\d+)?)([smhd])"
 
 
 def moment(option: str, text: str, now: float | None = None) -> float:
@@ -84,8 +85,8 @@ def moment(option: str, text: str, now: float | None = None) -> float:
 
     now: by default by this machine's clock. Raises InvalidField.
     """
-    if match := re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd])", text):
-        return max(0.0, (time.time() if now is None else now) - float(match[1]) * _UNITS[match[2]])
+    if re.fullmatch(_PERIOD, text):
+        return max(0.0, (time.time() if now is None else now) - period(option, text))
     if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", text):
         return float(text)
     try:
@@ -96,6 +97,15 @@ def moment(option: str, text: str, now: float | None = None) -> float:
 
         allowed = "an age such as 90s, 30m, 2h, 7d, a date such as 2026-01-31T08:00, or seconds since 1970"
         raise InvalidField(option, text, allowed) from None
+
+
+def period(option: str, text: str) -> float:
+    """Seconds of a text such as 90s, 30m, 2h or 1d. Raises InvalidField."""
+    if match := re.fullmatch(_PERIOD, text):
+        return float(match[1]) * _UNITS[match[2]]
+    from ...messages.errors import InvalidField
+
+    raise InvalidField(option, text, "a time such as 90s, 30m, 2h or 1d")
 
 
 def ids(option: str, text: str, what: str = "token ids such as 5,17,3") -> list[int]:

@@ -5,10 +5,14 @@ RQ's keys begin with `rq:` and know no hash tags. The queue's name contains the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
+import json
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +23,7 @@ from redis.client import Pipeline
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 from redis.retry import Retry as RedisRetry
 from rq import Queue, Retry, Worker
-from rq.exceptions import NoSuchJobError
+from rq.exceptions import DuplicateJobError, NoSuchJobError
 from rq.job import Job, JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.worker_registration import get_keys
@@ -109,20 +113,35 @@ class OperationQueue:
         self.redis.close()
         return self._told.__exit__(*error)
 
-    def submit(self, name: str, params: dict[str, Any]) -> str:
-        """Queue an operation; returns its id. Raises InvalidField for a name or a parameter that is not allowed."""
+    def submit(self, name: str, params: dict[str, Any], once_per_s: float | None = None) -> str:
+        """Queue an operation; returns its id. Raises InvalidField for a name or a parameter that is not allowed.
+
+        once_per_s: 60 to 86400. Time, as Unix seconds, is cut into slots of so many seconds. If the same was submitted
+        in this slot already, by anybody, nothing is queued, and the id is that one's.
+        """
         chosen, settings = checked(name, params)
         given = to_jsonable_python(settings.model_dump(exclude_unset=True))
-        job = self._queue.enqueue_call(
-            ENTRY,
-            args=(name, given),
-            timeout=chosen.timeout_s,
-            result_ttl=RESULT_TTL_S,
-            failure_ttl=FAILURE_TTL_S,
-            retry=Retry(max=RETRIES),
-            description=name,
-        )
-        return str(job.id)
+        run_id = None if once_per_s is None else self._slot_id([name, given], once_per_s)
+        with contextlib.suppress(DuplicateJobError):  # RQ looks, saves and queues in one script
+            run_id = self._queue.enqueue_call(
+                ENTRY,
+                args=(name, given),
+                timeout=chosen.timeout_s,
+                result_ttl=RESULT_TTL_S,
+                failure_ttl=FAILURE_TTL_S,
+                retry=Retry(max=RETRIES),
+                description=name,
+                job_id=run_id,
+                unique=run_id is not None,
+            ).id
+        return str(run_id)
+
+    def _slot_id(self, what: list[Any], once_per_s: float) -> str:
+        """The id of a run in the slot that is now."""
+        if not 60 <= once_per_s <= RESULT_TTL_S:  # a record has to outlive its slot
+            raise InvalidField("once_per", once_per_s, f"60 to {RESULT_TTL_S} seconds")
+        slot = [self.name, *what, once_per_s, time.time() // once_per_s]
+        return hashlib.sha256(json.dumps(slot, sort_keys=True).encode()).hexdigest()[:32]
 
     def run(self, run_id: str) -> OperationRun:
         """The state of an operation. Raises InvalidField if this id has none, or none any more."""
