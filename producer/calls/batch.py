@@ -30,7 +30,7 @@ def prompt_fields(prompt: Any, name: str = "prompt") -> dict[str, Any]:
     """The field of GenerateJob for it. Raises InvalidField naming `name`."""
     if isinstance(prompt, str):
         return {"text": prompt}
-    if isinstance(prompt, np.ndarray):
+    if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
         return {"token_ids": prompt}
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and len(prompt):
         if all(isinstance(item, ChatMessage | Mapping) for item in prompt):

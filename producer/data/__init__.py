@@ -1,7 +1,7 @@
 """A job's inputs and outputs as data: media, decoding, tools, masks."""
 
 from .decode import Decoder
-from .either import call_either
+from .either import as_error, call_either
 from .masks import Turn, loss_mask, prompt_tokens, response_mask, scatter, turn_masks, turn_numbers
 from .media import chat_job, from_openai, medium
 from .tool_class import ToolAnswer, ToolClass
@@ -15,6 +15,7 @@ __all__ = [
     "ToolOutcome",
     "ToolRegistry",
     "Turn",
+    "as_error",
     "call_either",
     "chat_job",
     "from_openai",

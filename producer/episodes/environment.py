@@ -59,7 +59,7 @@ def read_step(given: Any) -> Step:
     observation, reward, done, info = given
     try:
         number = float(reward)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):  # RuntimeError: torch's, for several numbers
         number = math.nan
     if isinstance(reward, str | bytes) or not math.isfinite(number):
         raise InvalidField("step.reward", reward, "a finite number")

@@ -15,7 +15,7 @@ from ...messages.errors import InvalidField, JobFailed, RolloutMQError
 from ...messages.model import GenerateJob, JobFailure, SamplingParams
 from ..calls import History, prompt_fields
 from ..core import ClientCore
-from ..data import call_either
+from ..data import as_error, call_either
 from .asking import ask
 from .environment import Environment, read_step
 from .episode import Episode, Stop, Turn
@@ -65,8 +65,11 @@ class Player:
         try:
             try:
                 environment = self._environment(episode.task)
-            except Exception as error:
-                raise _Ended("failed", f"environment: {_told(error)}") from error
+                for name in ("reset", "step"):
+                    if not callable(getattr(environment, name, None)):
+                        raise TypeError(f"{type(environment).__name__} has no method {name}")
+            except BaseException as raised:
+                raise _Ended("failed", f"environment: {_told(as_error(raised))}") from raised
             await _within(self._limits.episode_s, "the episode", self._turns(environment, episode, held))
         except _Ended as ended:
             episode.stop, episode.error = ended.stop, ended.error
@@ -81,10 +84,11 @@ class Player:
             given = await self._make_room(episode, observation)
             turn = await self._answer(episode, given, held)
             episode.turns.append(turn)
+            answer = await self._ask_environment("step", environment.step, turn.result)
             try:
-                step = read_step(await self._ask_environment("step", environment.step, turn.result))
-            except InvalidField as error:
-                raise _Ended("failed", str(error)) from error
+                step = read_step(answer)
+            except BaseException as raised:  # a number of the environment's own may raise anything
+                raise _Ended("failed", _told(as_error(raised))) from raised
             turn.reward, turn.info = step.reward, step.info
             note_step(self._core.journal, self.name(episode), episode, turn, step)
             if step.done:
@@ -174,12 +178,12 @@ class Player:
             raise _Ended("failed", f"{what}: {_told(error)}") from error
 
     async def _close(self, environment: Environment) -> None:
-        close = getattr(environment, "close", None)
-        if close is not None:
-            try:
+        try:
+            close = getattr(environment, "close", None)
+            if close is not None:
                 await _within(self._limits.close_s, "close", call_either(close))
-            except Exception as error:
-                log.warning("episode: close: %s", _told(error))
+        except Exception as error:
+            log.warning("episode: close: %s", _told(error))
 
 
 async def _within(seconds: float | None, what: str, work: Awaitable[T]) -> T:
@@ -211,4 +215,4 @@ def _stop_for(error: JobFailed) -> Stop:
 
 
 def _told(error: BaseException) -> str:
-    return str(error) if isinstance(error, _Ended) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, _Ended | InvalidField) else f"{type(error).__name__}: {error}"
