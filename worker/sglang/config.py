@@ -46,7 +46,9 @@ SAME_NAMES = {
 CPU_DEFAULTS = {
     "attention_backend": "torch_native",  # the only one that needs no compiled CPU kernels
     "sampling_backend": "pytorch",
-    "mem_fraction_static": 0.05,
+    # SGLang takes what other processes allocate while it loads for its own weights, and ends if that is more than this
+    # share of the host's memory. max_total_tokens bounds the KV cache anyway.
+    "mem_fraction_static": 0.2,
     "max_total_tokens": 65536,
     "max_running_requests": 256,
 }
@@ -91,7 +93,7 @@ class SGLangConfig(BaseModel):
     context_length: Int | None = Field(default=None, ge=16)
     """Most tokens of prompt and output together that SGLang is told. It keeps a few for itself."""
     mem_fraction: Float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Share of device memory for weights and KV cache; on a CPU 0.05 of the host's memory."""
+    """Share of device memory for weights and KV cache; on a CPU 0.2 of the host's memory."""
     max_total_tokens: Int | None = Field(default=None, ge=64)
     """Size of the KV cache in tokens; on a CPU 65536."""
     load_format: str = "auto"

@@ -39,7 +39,7 @@ async def test_a_misspelt_argument_is_named_with_what_may_be_meant() -> None:
 
 
 def test_on_a_cpu_a_kv_cache_of_a_given_size_is_not_limited_by_what_others_allocate() -> None:
-    assert told(device="cpu")["mem_fraction_static"] == 0.05
+    assert told(device="cpu")["mem_fraction_static"] == 0.2
     assert told(device="cpu", max_total_tokens=8192)["mem_fraction_static"] == 0.5
     assert told(device="cpu", max_total_tokens=8192, mem_fraction=0.1)["mem_fraction_static"] == 0.1
 
