@@ -1,0 +1,279 @@
+"""A pool's run is recorded, and then generated again token by token: how many samples come out the same?
+
+    python benchmarks/replay.py --jobs 1000 --out benchmarks/results/replay-cpu.json
+    python benchmarks/replay.py --jobs 200 --shape 0.6b --long 1500 --out benchmarks/results/replay-h200.json
+
+Two real workers with deterministic engines serve a pool. Its jobs use what has an influence on tokens: groups, stops,
+grammars, biases, penalties, logit processors, tools, sessions, texts and chats. While they run, weights are
+published three times (once in place), every version is saved, and one worker is killed with SIGKILL. Afterwards the
+workers are gone, and an engine in this process replays the journal as `rolloutmq replay` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from rolloutmq import GenerateJob, RolloutClient, WeightPublisher
+from rolloutmq.messages.journal import Journal
+from rolloutmq.ops.bench.sync import one_shape
+from rolloutmq.ops.demo.pool import WorkerProcess
+from rolloutmq.ops.flags import parse_extra
+from rolloutmq.ops.journal.live import live_of
+from rolloutmq.ops.redis import EmbeddedRedis
+from rolloutmq.ops.replay import Recorded, Settings, as_data, recorded, replay_tokens, summary
+from rolloutmq.ops.tiny_model import write_tiny_model
+
+TEXT = "text"
+LONGS = 4
+SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}})
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "group": {"n": 4},
+    "greedy": {"sampling": {"temperature": 0.0}},
+    "top_p": {"sampling": {"top_p": 0.8, "temperature": 0.7}},
+    "top_k": {"sampling": {"top_k": 12, "temperature": 1.3}},
+    "stop": {"text": "Say e", "sampling": {"stop": ["e", "##"], "include_stop": False}},
+    "stop_regex": {"text": "Digits", "sampling": {"stop_regex": ["[0-9]{2}", "z+y"]}},
+    "stop_tokens": {"sampling": {"stop_token_ids": list(range(60, 90)), "min_new_tokens": 9, "include_stop": False}},
+    "sequences": {"sampling": {"stop_token_sequences": [[71, 72], [80]], "ignore_eos": True}},
+    "json": {"text": "An object:", "sampling": {"json_schema": SCHEMA}},
+    "regex": {"text": "A date:", "sampling": {"regex": "20[0-9]{2}-[01][0-9]-[0-3][0-9]( [a-z]+)*"}},
+    "ebnf": {"text": "A sum:", "sampling": {"ebnf": 'root ::= term ("+" term){2,9}\nterm ::= [1-9] [0-9]*'}},
+    "bias": {"sampling": {"logit_bias": {70: 4.0, 71: 3.0, 72: -10000.0}}},
+    "penalties": {"sampling": {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2}},
+    "processors": {
+        "logit_processors": [
+            {"name": "temperature_schedule", "params": {"points": [[0, 0.5], [40, 1.5]]}},
+            {"name": "disallowed_tokens", "params": {"token_ids": list(range(100, 120))}},
+        ]
+    },
+    "scaled": {"logprobs": {"kind": "scaled", "top": 2, "prompt": True}, "sampling": {"temperature": 1.4}},
+    "tools": {"messages": [{"role": "user", "content": "1 + 2"}], "tools": [{"function": ADD}]},
+    "chat": {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]},
+    "session": {},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What the workers are started with."""
+
+    redis_url: str
+    model: Path
+    logs: Path
+    dtype: str
+    sglang: list[str]
+    gpu: bool
+
+    def command(self) -> list[str]:
+        """The worker's command line."""
+        options = {
+            "--redis": self.redis_url,
+            "--model": str(self.model),
+            "--dtype": self.dtype,
+            "--max-running": "64" if self.gpu else "16",
+            "--lease": "2",
+            "--checkpoint": "0.3",
+            "--mem-fraction": "0.35" if self.gpu else "0.3",
+            "--log-level": "info",
+        }
+        pairs = [*options.items(), *(("--sglang", setting) for setting in self.sglang)]
+        words = [word for pair in pairs for word in pair]
+        return [sys.executable, "-m", "rolloutmq.ops.entry", "worker", "--deterministic", *words]
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """A checkpoint with random weights and a tokenizer of bytes."""
+    write_tiny_model(folder, dtype="float32", context=4096)
+    if shape == TEXT:
+        return
+    described = one_shape(shape)
+    described.write(folder)
+    random = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, size in described.tensors():
+        drawn = torch.randn(size, generator=random) * 0.02 if len(size) > 1 else torch.ones(size)
+        tensors[name] = drawn.to(torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def weights_of(model: Path, version: int) -> dict[str, torch.Tensor]:
+    """The model's tensors, each moved a little, in a way that depends on the version."""
+    random = torch.Generator().manual_seed(version)
+    base = load_file(model / "model.safetensors")
+    return {
+        name: tensor + (torch.randn(tensor.shape, generator=random) * 0.1 * tensor.float().std()).to(tensor.dtype)
+        if tensor.dim() > 1
+        else tensor
+        for name, tensor in base.items()
+    }
+
+
+def jobs_of(count: int, vocab: int) -> Iterator[tuple[str, GenerateJob]]:
+    """Jobs of all kinds, in turns, with the kind's name."""
+    random = np.random.default_rng(0)
+    names = list(KINDS)
+    for number in range(count):
+        kind = names[number % len(names)]
+        fields = dict(KINDS[kind])
+        if not {"text", "messages"} & fields.keys():
+            fields["token_ids"] = random.integers(3, vocab, int(random.integers(3, 80))).tolist()
+        most = int(random.integers(20, 90))
+        sampling = {"max_new_tokens": most} | fields.pop("sampling", {})
+        seed = None if kind == "greedy" else number
+        yield kind, GenerateJob.build(sampling=sampling, seed=seed, metadata={"kind": kind}, **fields)
+
+
+def long_job(number: int, tokens: int) -> GenerateJob:
+    """One that still runs when something happens."""
+    sampling = {"max_new_tokens": tokens, "ignore_eos": True}
+    return GenerateJob.build(
+        token_ids=[10 + number, 20, 30], sampling=sampling, seed=number, priority="high", metadata={"kind": "long"}
+    )
+
+
+class Run:
+    """The recorded run: jobs, and what happens to the pool meanwhile."""
+
+    def __init__(self, arguments: argparse.Namespace, pool: Pool, folder: Path, workers: list[WorkerProcess]) -> None:
+        self.arguments, self.pool, self.folder, self.workers = arguments, pool, folder, workers
+
+    async def record(self) -> None:
+        """Everything, until all results are in the journal."""
+        vocab = 259 if self.arguments.shape == TEXT else one_shape(self.arguments.shape).vocab - 2
+        jobs = list(jobs_of(self.arguments.jobs - 4 * LONGS, vocab))
+        quarter = -(-len(jobs) // 4)
+        with Journal(self.folder / "journal") as journal:
+            async with RolloutClient(self.pool.redis_url, journal=journal) as client, asyncio.TaskGroup() as running:
+                while len(await client.workers()) < len(self.workers):
+                    for worker in self.workers:
+                        assert worker.alive, worker.last_words()
+                    await asyncio.sleep(0.2)
+                for number in range(4):
+                    longs = [long_job(LONGS * number + i, self.arguments.long) for i in range(LONGS)]
+                    handles = [await client.submit(job) for job in longs]
+                    for handle in handles:
+                        running.create_task(client.wait(handle))
+                    for kind, job in jobs[quarter * number : quarter * (number + 1)]:
+                        running.create_task(self.one(client, kind, job))
+                    await self.until_running(client, [handle.job_id for handle in handles])
+                    await self.happen(number)
+
+    async def one(self, client: RolloutClient, kind: str, job: GenerateJob) -> None:
+        """One job; a session asks a second time."""
+        if kind != "session":
+            await client.wait(await client.submit(job, timeout=600))
+            return
+        assert job.token_ids is not None
+        turn = {"sampling": job.sampling, "seed": job.seed, "metadata": job.metadata}
+        async with client.session(**turn) as session:
+            await session.generate(job.token_ids.tolist(), timeout=600)
+            await session.generate([70, 71, 72], timeout=600)
+
+    async def until_running(self, client: RolloutClient, jobs: list[str]) -> None:
+        """Until the pool has saved some tokens of each of these jobs: they run, and another worker could go on."""
+        for job in jobs:
+            while True:
+                live = await live_of(client.broker, job)
+                if live is None or live.partials or live.state not in {"queued", "running"}:
+                    break
+                await asyncio.sleep(0.02)
+
+    async def happen(self, number: int) -> None:
+        """New weights, a death, weights in place, new weights."""
+        if number == 1:
+            await asyncio.to_thread(self.workers[0].kill)
+            return
+        mode: Any = "in_place" if number == 2 else "resume"
+        await asyncio.to_thread(self.publish, number + 1, mode)
+
+    def publish(self, version: int, mode: Any) -> None:
+        folder = self.folder / "snapshots"
+        with WeightPublisher(self.pool.redis_url, snapshots=folder, keep_snapshots=10, mode=mode) as publisher:
+            report = publisher.publish(version, weights_of(self.pool.model, version)).wait(120)
+            assert report.state == "committed", report
+
+
+def covered(samples: list[Recorded]) -> dict[str, int]:
+    """How many samples something happened to."""
+    results = [sample.result for sample in samples]
+    return {
+        "continued_by_another_worker": sum(result.attempt > 1 and bool(result.legs) for result in results),
+        "several_versions": sum(len(result.versions) > 1 for result in results),
+        "switched_in_place": sum(bool(result.in_place) for result in results),
+        "in_groups": sum(result.n > 1 for result in results),
+        "ended_by_a_stop": sum(result.finish_reason == "stop" for result in results),
+    }
+
+
+def main() -> None:
+    """Record, replay, print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=100)
+    parser.add_argument("--shape", default=TEXT, help=f"{TEXT}, a tiny model in float32, or one of `bench sync`")
+    parser.add_argument("--long", type=int, default=500, help="tokens of the jobs that run while something happens")
+    parser.add_argument("--sglang", action="append", default=[], help="NAME=JSON of SGLang, for workers and replay")
+    parser.add_argument("--folder", type=Path, help="keep model, journal and snapshots here")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--host", default="", help="what the result says about this machine")
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="replay-"))
+    told = measure(arguments, folder)
+    if arguments.folder is None:
+        shutil.rmtree(folder)
+    text = json.dumps(told, indent=1)
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n")
+    print(text)
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    model, gpu = folder / "model", torch.cuda.is_available()
+    write_model(model, arguments.shape)
+    dtype = "float32" if arguments.shape == TEXT else "bfloat16"
+    began = time.monotonic()
+    with EmbeddedRedis() as server:
+        pool = Pool(server.url, model, folder, dtype, arguments.sglang, gpu)
+        workers = [WorkerProcess(f"worker-{number}", pool) for number in range(2)]
+        try:
+            asyncio.run(Run(arguments, pool, folder, workers).record())
+        finally:
+            for worker in workers:
+                worker.dispose()
+    recorded_at = time.monotonic()
+    samples = list(recorded(folder / "journal"))
+    settings = {"dtype": dtype, "mem_fraction": 0.7 if gpu else 0.3, "extra": parse_extra(arguments.sglang)}
+    verdicts = replay_tokens(samples, Settings(model=str(model), snapshots=folder / "snapshots", engine=settings))
+    ended = time.monotonic()
+    return {
+        "host": arguments.host,
+        "shape": arguments.shape,
+        "jobs": len({sample.result.job_id for sample in samples}),
+        "kinds": dict(Counter(str(sample.result.metadata["kind"]) for sample in samples)),
+        "fingerprint": dict(samples[0].result.fingerprint),
+        "happened": covered(samples),
+        "summary": summary(verdicts),
+        "not_the_same": [as_data(verdict) for verdict in verdicts if verdict.state != "same"][:20],
+        "recorded_s": round(recorded_at - began, 1),
+        "replayed_s": round(ended - recorded_at, 1),
+    }
+
+
+if __name__ == "__main__":
+    main()
