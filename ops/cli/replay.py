@@ -27,7 +27,7 @@ def replay(
     journal: Annotated[
         str | None, typer.Option(help="Folder of the journal.", envvar="ROLLOUTMQ_JOURNAL", show_default=False)
     ] = None,
-    depth: Annotated[str, typer.Option(help=f"How deep: {', '.join(DEPTHS)}.")] = "tokens",
+    depth: Annotated[str, typer.Option(help=f"How deep: {', '.join((*DEPTHS, 'loss', 'schedule'))}.")] = "tokens",
     since: Annotated[str | None, typer.Option(help="Results from then on: 2026-11-23T02:00 (UTC), or 90m ago.")] = None,
     until: Annotated[str | None, typer.Option(help="Results up to then.")] = None,
     where: Annotated[str | None, typer.Option(help="Expression, such as 'reward < 0 and staleness > 2'.")] = None,
@@ -47,8 +47,24 @@ def replay(
     ] = None,
     redis: RedisUrl = DEFAULT_URL,
     logprob_limit: Annotated[
-        float, typer.Option(min=0, callback=finite, help="Largest difference of log-probabilities.")
-    ] = 1e-5,
+        float | None,
+        typer.Option(min=0, callback=finite, help="Largest difference of log-probabilities: 1e-5, or 1e-4 of a score."),
+    ] = None,
+    loss: Annotated[str | None, typer.Option(help="--depth loss: MODULE:FUNCTION(batch, notes) -> losses.")] = None,
+    score: Annotated[bool, typer.Option("--score", help="Only recompute log-probabilities.")] = False,
+    mean_limit: Annotated[
+        float, typer.Option(min=0, callback=finite, help="--score: largest mean difference where not all is float32.")
+    ] = 0.05,
+    dtype: Annotated[str, typer.Option(help="--score: of the forward pass.")] = "float32",
+    device: Annotated[str, typer.Option(help="--score: where it runs, such as cuda:0.")] = "cpu",
+    bisect: Annotated[bool, typer.Option("--bisect", help="Find the version at which it broke.")] = False,
+    metric: Annotated[str | None, typer.Option(help="--bisect: its mean is to be at least --below.")] = None,
+    below: Annotated[float | None, typer.Option(callback=finite, help="--bisect: see --metric.")] = None,
+    check: Annotated[
+        str | None, typer.Option(help="--bisect: MODULE:FUNCTION(samples, weights_path) -> bool, broken where False.")
+    ] = None,
+    each: Annotated[int, typer.Option(min=1, help="--bisect: samples to replay of each version and worker.")] = 8,
+    ends: Annotated[bool, typer.Option("--ends", help="--bisect: test the oldest and newest version, too.")] = False,
     allow_unverified: Annotated[int, typer.Option(min=0, help="So many unverified samples are no failure.")] = 0,
     threshold: Annotated[
         float, typer.Option(min=0, max=1, callback=finite, help="Share of the samples that may differ.")
@@ -68,21 +84,33 @@ def replay(
     \b
     rolloutmq replay --journal out/journal --snapshots out/snapshots --where 'reward < 0' --limit 100
     rolloutmq replay --journal out/journal --pool default --since 90m --html out/replay.html
+    rolloutmq replay --journal out/journal --snapshots out/snapshots --score
+    rolloutmq replay --journal out/journal --snapshots out/snapshots --bisect
     """
     from ...messages.errors import ConfigError, InvalidField
     from ..flags import parse_extra
     from ..replay import Limits, Where, as_data, as_line, summary
+    from .replay_checks import Property, Scoring, look, schedule_from
 
     if html is not None:
         check_out("--html", html)
     text_of = _texts(tokenizer, model) if json or html is not None else None
 
-    if depth not in DEPTHS:
-        raise InvalidField("--depth", depth, f"one of {', '.join(DEPTHS)}")
+    if depth not in (*DEPTHS, "loss", "schedule"):
+        raise InvalidField("--depth", depth, f"one of {', '.join((*DEPTHS, 'loss', 'schedule'))}")
+    if (depth == "loss") is (loss is None):
+        raise ConfigError("--depth loss and --loss: give both, or neither")
     if journal is None:
         raise ConfigError("--journal: give the folder of a journal")
+    begin = -math.inf if since is None else moment("--since", since)
+    end = math.inf if until is None else moment("--until", until)
+    if depth == "schedule":
+        schedule = schedule_from(journal, ids, begin, end, _complain)
+        say(schedule.as_data(), schedule.lines(), json)
+        raise typer.Exit(int(bool(schedule.violations)))
+    largest = logprob_limit if logprob_limit is not None else 1e-4 if score else 1e-5
     settings = Settings(
-        limits=Limits(logprob=logprob_limit),
+        limits=Limits(logprob=largest),
         model=model,
         snapshots=None if snapshots is None else Path(snapshots),
         weights=weights,
@@ -102,38 +130,57 @@ def replay(
         client=client,
         group=group,
         version=version,
-        since=-math.inf if since is None else moment("--since", since),
-        until=math.inf if until is None else moment("--until", until),
+        since=begin,
+        until=end,
         where=None if where is None else Where(where),
         on_problem=_complain,
         on_unread=note_unread,
     )
     if not chosen and not unread:
         raise ConfigError(f"{journal} has no such sample")
-    if pool is None:
-        verdicts = DEPTHS[depth](chosen, settings)
-    else:
-        from ..redis import reach
-        from ..replay.pool import replay_on_pool
-
-        reach(redis, pool)
-        verdicts = replay_on_pool(chosen, redis, pool, settings.limits)
+    scoring = Scoring(score, largest, mean_limit, dtype, device)
+    asked = Property(metric, below, check, each, ends) if bisect else None
+    if (looked := look(chosen, settings, scoring, asked, loss if depth == "loss" else None)) is not None:
+        say(looked.as_data(), looked.lines(), json)
+        return
+    verdicts = scoring.verdicts(chosen, settings) if score else _verdicts(chosen, settings, depth, redis, pool)
     for verdict in verdicts:
         say(as_data(verdict), [as_line(verdict)], json)
+    if score:
+        say({"gaps": (gaps := scoring.gaps(verdicts)).as_data()}, gaps.lines(), json)
     told = summary(verdicts, len(unread))
     counts = ", ".join(f"{told[state]} {state}" for state in ("same", "differs", "unverified"))
     lines = [f"{told['samples']} samples, {told['tokens']} tokens: {counts}"]
     report: dict[str, Any] = {}
     if json or html is not None:
-        about = {"depth": depth, "weights": _weights(settings, pool), "model": model or "as recorded"}
+        about = {
+            "depth": "score" if score else depth,
+            "weights": _weights(settings, pool),
+            "model": model or "as recorded",
+        }
         report = _report(verdicts, unread, about, settings, journal, text_of)
     if html is not None:
-        with writing("--html", html):
-            html.parent.mkdir(parents=True, exist_ok=True)
-            html.write_text(as_html(report), encoding="utf-8")
+        _write(html, report)
         lines.append(f"wrote {html}")
     say({"summary": told, "report": report}, lines, json)
     raise typer.Exit(int(told["differs"] > threshold * told["samples"] or told["unverified"] > allow_unverified))
+
+
+def _write(html: Path, report: dict[str, Any]) -> None:
+    with writing("--html", html):
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(as_html(report), encoding="utf-8")
+
+
+def _verdicts(chosen: list[Recorded], settings: Settings, depth: str, redis: str, pool: str | None) -> list[Verdict]:
+    """From an engine of this process, or from a pool."""
+    if pool is None:
+        return DEPTHS[depth](chosen, settings)
+    from ..redis import reach
+    from ..replay.pool import replay_on_pool
+
+    reach(redis, pool)
+    return replay_on_pool(chosen, redis, pool, settings.limits)
 
 
 def _weights(settings: Settings, pool: str | None) -> str:

@@ -5,7 +5,7 @@ from .page import as_html
 from .recorded import Recorded, Span, Where, recorded
 from .report import Report
 from .settings import Settings
-from .tokens import regenerate, replay_tokens
+from .tokens import engine_for, engine_settings, regenerate, replay_tokens
 from .told import as_data, as_line, summary
 from .verdict import Limits, State, Verdict, compared, unverified
 from .weights import Weights
@@ -26,6 +26,8 @@ __all__ = [
     "as_html",
     "as_line",
     "compared",
+    "engine_for",
+    "engine_settings",
     "recorded",
     "regenerate",
     "replay_tokens",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -39,12 +40,36 @@ def replay_tokens(samples: Iterable[Recorded], settings: Settings) -> list[Verdi
     chosen = list(samples)
     if not chosen:
         return []
-    config = as_config(SGLangConfig, **_engine_settings(chosen, settings))
-    weights = Weights(config.model, settings)
-    return asyncio.run(_with_engine(chosen, config, weights, settings.limits))
+    with engine_for(chosen, settings) as again:
+        return again(chosen)
 
 
-def _engine_settings(samples: Sequence[Recorded], settings: Settings) -> dict[str, object]:
+@contextmanager
+def engine_for(
+    samples: Sequence[Recorded], settings: Settings
+) -> Iterator[Callable[[Sequence[Recorded]], list[Verdict]]]:
+    """A function that generates samples again, any number of times, with one engine. Raises as `replay_tokens`.
+
+    samples: all that there may be: they say which model and dtype the engine has.
+    """
+    from ...worker.sglang.engine import SGLangEngine  # noqa: PLC0415 – torch
+
+    config = as_config(SGLangConfig, **engine_settings(samples, settings))
+    weights, engine = Weights(config.model, settings), SGLangEngine(config)
+    has: list[Path] = [Path(config.model)]  # until the first replay
+
+    def again(chosen: Sequence[Recorded]) -> list[Verdict]:
+        return runner.run(regenerate(chosen, engine, weights, settings.limits, has=has.pop() if has else None))
+
+    with asyncio.Runner() as runner:
+        runner.run(engine.start())
+        try:
+            yield again
+        finally:
+            runner.run(engine.close())
+
+
+def engine_settings(samples: Sequence[Recorded], settings: Settings) -> dict[str, object]:
     """Those that were given, and model and dtype of the recorded engine where they were not."""
     found: dict[str, object] = {"deterministic": True}
     for name in ("model", "dtype"):
@@ -57,19 +82,6 @@ def _engine_settings(samples: Sequence[Recorded], settings: Settings) -> dict[st
     if "model" not in found | dict(settings.engine):
         raise ConfigError("--model: the samples do not say which model they are of")
     return found | dict(settings.engine)
-
-
-async def _with_engine(
-    samples: Sequence[Recorded], config: SGLangConfig, weights: Weights, limits: Limits
-) -> list[Verdict]:
-    from ...worker.sglang.engine import SGLangEngine  # noqa: PLC0415 – torch
-
-    engine = SGLangEngine(config)
-    await engine.start()
-    try:
-        return await regenerate(samples, engine, weights, limits, has=Path(config.model))
-    finally:
-        await engine.close()
 
 
 async def regenerate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +52,14 @@ class Bisected:
         return lines
 
 
-def bisect(versions: Sequence[int], broken: Broken, *, ends: bool = False) -> Bisected:
+def bisect(versions: Sequence[int], broken: Broken, *, also: Collection[int] = ()) -> Bisected:
     """Find where a property broke, with ceil(log2(n + 1)) tests of n versions.
 
     Of a property that is good up to some version and broken from there on, this is the first broken one. Of any other
     it is one of several: a broken version whose neighbour below is good. Versions that cannot be told cost a test each.
 
-    versions: ascending. ends: also test the oldest and the newest version, if the search did not: two more tests that
-    may show that the property broke more than once.
+    also: versions to test, too, after the search, such as the oldest and the newest one. They may show that the
+    property broke more than once.
     Raises InvalidField if there are no versions, if none can be told, or if the oldest and the newest do not differ.
     """
     ordered = sorted(set(versions))
@@ -79,8 +79,8 @@ def bisect(versions: Sequence[int], broken: Broken, *, ends: bool = False) -> Bi
             high = middle
         else:
             low = middle + 1
-    if ends and ordered:
-        test(ordered[0]), test(ordered[-1])
+    for version in sorted(set(also) & set(ordered)):
+        test(version)
     bad = [version for version in ordered[high:] if tested.get(version)]
     good = [version for version in ordered[:low] if tested.get(version) is False]
     if not bad or not good:

@@ -46,6 +46,11 @@ class Kept(SGLangEngine):
     async def end(self) -> None:
         await super().close()
 
+    async def misplace(self, first: int) -> None:
+        """See `substitute_loader.misplace`. Nothing runs."""
+        manager = self._current().manager
+        await run_loader(manager, self._weight_loader, json.dumps({"misplace": first}), self.config.tp_size)
+
     async def restore(self) -> None:
         """The model as it is on disk, nothing that runs, and nothing in the prefix cache."""
         manager = self._current().manager
@@ -70,6 +75,13 @@ class _Leave:
 
     worker_id: str
     crash: bool
+
+
+@dataclass(frozen=True)
+class _Misplace:
+    """Corrupt the engine, as `Kept.misplace` does."""
+
+    first: int
 
 
 class RemoteWorker:
@@ -119,6 +131,10 @@ class RemoteEngine:
             yield worker
         finally:
             worker.leave()
+
+    def misplace(self, first: int) -> None:
+        """Have it encode positions from `first` on otherwise, for good. It does not know."""
+        self.ask(_Misplace(first)).result(60)
 
     def close(self) -> None:
         """End it; its own processes end with it."""
@@ -184,6 +200,8 @@ class _Host:
             return await self._join(question.settings)
         if isinstance(question, _Leave):
             return await self._leave(question)
+        if isinstance(question, _Misplace):
+            return await self._engine.misplace(question.first)
         return await self._engine.generate(question)
 
     async def _join(self, settings: dict[str, Any]) -> str:

@@ -17,8 +17,21 @@ from rolloutmq.worker.sglang.inside.control import commit
 from rolloutmq.worker.sglang.inside.scheduler import current
 from rolloutmq.worker.sglang.inside.switches import Switches
 
+RIGHT: dict[int, Any] = {}
+"""What `misplace` found at an address."""
 TAMPERED = 666
 """A load of this version ends with one bit of lm_head.weight flipped, before it is read back."""
+
+
+def misplace(model: Any, first: int | None) -> None:
+    """From position `first` on, rotate queries and keys otherwise; None puts it right. These are no weights, so nothing
+    verifies or replaces them."""
+    caches = [module.cos_sin_cache for module in model.modules() if hasattr(module, "cos_sin_cache")]
+    for cache in {cache.data_ptr(): cache for cache in caches}.values():  # layers share it
+        right = RIGHT.setdefault(cache.data_ptr(), cache.clone())
+        cache.copy_(right)
+        if first is not None:
+            cache[first:] = right[first:].roll(7, 0)
 
 
 def receive(model: Any, named_tensors: Any) -> None:
@@ -33,7 +46,11 @@ def receive(model: Any, named_tensors: Any) -> None:
         return
     if "restore" in told:
         model.load_weights(load_file(told["restore"]).items())
+        misplace(model, None)
         current().rolloutmq_switches = Switches()  # versions may come again: nothing runs, and the cache is flushed
+        return
+    if "misplace" in told:
+        misplace(model, told["misplace"])
         return
     if "answer" in told:
         in_place.receive(model, named)

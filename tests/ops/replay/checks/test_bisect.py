@@ -28,13 +28,16 @@ def test_the_first_broken_version_is_found_with_log2_tests(versions: list[int], 
     assert (found.between, found.again) == ((), ())
     assert asked == list(found.tested)
     assert len(asked) <= math.ceil(math.log2(len(versions) + 1))
-    assert len(bisect(versions, broken, ends=True).tested) <= math.ceil(math.log2(len(versions) + 1)) + 2
+    assert (
+        len(bisect(versions, broken, also=versions[:1] + versions[-1:]).tested)
+        <= math.ceil(math.log2(len(versions) + 1)) + 2
+    )
 
 
 @given(VERSIONS, st.booleans(), st.booleans())
-def test_ends_that_do_not_differ_are_refused(versions: list[int], state: bool, ends: bool) -> None:
+def test_ends_that_do_not_differ_are_refused(versions: list[int], state: bool, all_of_them: bool) -> None:
     with pytest.raises(InvalidField, match="ends differ"):
-        bisect(versions, lambda _: state, ends=ends)
+        bisect(versions, lambda _: state, also=versions if all_of_them else ())
 
 
 @given(VERSIONS, st.data())
@@ -42,7 +45,7 @@ def test_whatever_the_property_is_a_break_is_one(versions: list[int], data: st.D
     """Also of a property that comes and goes: good right below, broken there, and what contradicts that is said."""
     states = {version: data.draw(st.booleans()) for version in versions}
     try:
-        found = bisect(versions, states.__getitem__, ends=True)
+        found = bisect(versions, states.__getitem__, also=(versions[0], versions[-1]))
     except InvalidField:
         tested = {states[version] for version in (versions[0], versions[-1])}
         assert tested in ({True}, {False}) or (states[versions[0]], states[versions[-1]]) == (True, False)
@@ -80,7 +83,7 @@ def test_it_says_what_it_tested() -> None:
     assert len(found.tested) == 5
     gap = bisect(range(1, 6), lambda version: None if version == 3 else version > 3)
     assert "between version 2 and version 4" in gap.lines()[-1]
-    back = bisect(range(1, 10), lambda version: 3 <= version < 9, ends=True)
+    back = bisect(range(1, 10), lambda version: 3 <= version < 9, also=[9])
     assert "good again at 9" in back.lines()[-1]
     with pytest.raises(InvalidField):
         bisect([], lambda _: True)
