@@ -95,13 +95,13 @@ def _read_jobs(file: Path, defaults: Defaults) -> tuple[dict[int, dict[str, Any]
             digest.update(line)
             yield line
 
-    jobs = {number: _fields(f"line {number}", given, defaults) for number, given in json_lines(read())}
+    jobs = {number: line_fields(f"line {number}", given, defaults) for number, given in json_lines(read())}
     if not jobs:
         raise ConfigError(f"{file} has no line to answer")
     return jobs, digest.hexdigest()
 
 
-def _fields(where: str, given: Any, defaults: Defaults) -> dict[str, Any]:
+def line_fields(where: str, given: Any, defaults: Defaults) -> dict[str, Any]:
     """The job's fields of one line. They are checked by building and encoding the job once."""
     if isinstance(given, str):
         given = {"text": given}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pools.operations import WorkerProcess
+from support.pools.operations import Gated, WorkerProcess
 from support.pools.pool import eventually, worker
 
 from rolloutmq.messages import ConfigError, GenerateJob, InvalidField, connect, new_id
@@ -19,25 +19,10 @@ from rolloutmq.ops.operations import run_operation
 from rolloutmq.ops.operations.catalog import checked
 from rolloutmq.ops.operations.rq_queue import OperationQueue
 from rolloutmq.producer import RolloutClient
-from rolloutmq.worker.engine import EngineOutput, EngineRequest
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 JOBS = 500
 LOAD = "rmq:{default}:load"
-
-
-class Gated(ScriptedEngine):
-    """Answers so many requests, and the others when the gate is opened."""
-
-    def __init__(self) -> None:
-        super().__init__(echo=True)
-        self.gate, self.free = asyncio.Event(), JOBS // 2
-
-    async def generate(self, request: EngineRequest) -> EngineOutput:
-        self.free -= 1
-        if self.free < 0:
-            await self.gate.wait()
-        return await super().generate(request)
 
 
 async def record(url: str, folder: Path, count: int) -> list[str]:
@@ -61,7 +46,7 @@ def verdicts(out: Path) -> list[dict[str, Any]]:
 async def test_killed_half_way_each_job_is_replayed_exactly_once(
     queue: OperationQueue, redis_db: str, tmp_path: Path
 ) -> None:
-    journal, out, engine = tmp_path / "journal", tmp_path / "out.jsonl", Gated()
+    journal, out, engine = tmp_path / "journal", tmp_path / "out.jsonl", Gated(JOBS // 2)
     jobs = await record(redis_db, journal, JOBS)
     async with connect(redis_db) as db, worker(redis_db, engine=engine, max_running=64):
         before = int(await db.hget(LOAD, "accepted"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from support.specimens.messages import job
 from rolloutmq.messages import Keys, encode, new_id
 from rolloutmq.ops.operations.rq_job import OperationJob, Surroundings
 from rolloutmq.ops.operations.rq_queue import OperationQueue, OperationWorker
+from rolloutmq.worker.engine import EngineOutput, EngineRequest
+from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 COMMAND = [sys.executable, "-m", "rolloutmq.ops.entry"]
 DEAD = Keys("default").dead
@@ -81,6 +84,20 @@ class WorkerProcess:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+class Gated(ScriptedEngine):
+    """Answers so many requests, and the others when the gate is opened."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__(echo=True)
+        self.gate, self.free = asyncio.Event(), free
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        self.free -= 1
+        if self.free < 0:
+            await self.gate.wait()
+        return await super().generate(request)
 
 
 def children(pid: int) -> list[int]:
