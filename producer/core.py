@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
+from ..messages import tracing
 from ..messages.arguments import each_is
 from ..messages.broker import Broker, Caps, Frames, Reply
 from ..messages.errors import ClientBusy, InvalidField, JobFailed, PoolBusy, RolloutMQError, WaitTimeout
@@ -224,11 +225,13 @@ class ClientCore:
 
     async def ending(self, job: Handle, timeout: float | None = None) -> Group:
         """See RolloutClient.ending."""
+        began = time.monotonic()
         await self.until(lambda: (it := self.inbox.tracked(job.job_id)) is None or it.ended, timeout)
         if self.inbox.tracked(job.job_id) is None:
             raise nothing_left(job)
         replies = self.inbox.take_job(job.job_id)
         self.hand_over(replies)
+        tracing.past("rolloutmq wait", time.monotonic() - began, job_id=job.job_id)
         return as_group(job.group_id, replies)
 
     # --- outcomes to the caller ------------------------------------------------------------------------------------
@@ -310,6 +313,13 @@ async def send_all(
 
     timeout: seconds; None waits for ever. Raises PoolBusy after it, counted over `jobs`.
     """
+    with tracing.submission(jobs) as sent:
+        return await _send_all(send, sent, timeout)
+
+
+async def _send_all(
+    send: Callable[[Sequence[J]], Awaitable[list[str]]], jobs: Sequence[J], timeout: float | None
+) -> list[str]:
     deadline = None if timeout is None else time.monotonic() + timeout
     accepted, pause = 0, 0.02
     states: list[str] = []

@@ -115,8 +115,10 @@ class Generation:
 
     def _take_in(self, sample: Run, leg: Leg, output: Any, seconds: float) -> None:
         sample.absorb(leg, output, seconds)
-        if isinstance(sample, SampleRun):
-            self.generated_tokens += len(output.token_ids)
+        tokens = len(output.token_ids) if isinstance(sample, SampleRun) else 0
+        self.generated_tokens += tokens
+        if sample.traces is not None:
+            sample.traces.leg(sample.job.id, sample.index, leg.version, seconds, tokens)
         if sample.dropped:
             return
         if sample.finish_reason is None and not sample.ending:

@@ -16,6 +16,8 @@ from ..model import PRIORITIES
 from ..scripts import calls
 
 BATCH_JOBS = 512
+NOT_ITS_OWN = ("stream", "trace_id")
+"""Fields that make no other job of a job: how its client reads it, and which trace this submission of it belongs to."""
 ENDS_BYTES = 1 << 15
 """So much of each end of a longer payload is in its digest. What is longer holds media."""
 BATCH_BYTES = 4 << 20
@@ -57,9 +59,9 @@ def batches(jobs: Sequence[Job], most: int) -> Iterator[list[calls.Submission]]:
 
 
 def same_job(one: bytes, other: bytes) -> bool:
-    """Whether two payloads are the same job, whichever of its defaults were written out, and streamed or not."""
+    """Whether two payloads are the same job, whichever of its defaults were written out. See NOT_ITS_OWN."""
     try:
-        first, second = (decode_one_of(it, JOBS).model_dump() | {"stream": None} for it in (one, other))
+        first, second = (decode_one_of(it, JOBS).model_dump() | dict.fromkeys(NOT_ITS_OWN) for it in (one, other))
     except MessageError:
         return False
     return first == second
@@ -68,7 +70,7 @@ def same_job(one: bytes, other: bytes) -> bool:
 def digest(job: Job, payload: bytes) -> bytes:
     """8 bytes that tell a job that has ended from another one under its id: of its kind, its length and what it says.
 
-    Fields at their default are left out, and so is `stream`, as in `same_job`.
+    Fields at their default are left out, and so is what NOT_ITS_OWN names, as in `same_job`.
     """
     left_out = _left_out(job)
     if left_out:
@@ -86,7 +88,7 @@ def _left_out(message: BaseModel) -> dict[str, Any]:
     defaults = _defaults(type(message))
     for name in message.model_fields_set:
         value, default = getattr(message, name), defaults[name]
-        if value is default or name == "stream" or (type(value) is type(default) and value == default):
+        if value is default or name in NOT_ITS_OWN or (type(value) is type(default) and value == default):
             found[name] = True
         elif isinstance(value, BaseModel) and (inner := _left_out(value)):
             found[name] = inner if len(inner) < len(value.model_fields_set) or True not in inner.values() else True

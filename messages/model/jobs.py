@@ -98,6 +98,7 @@ class GenerateJob(Submitted):
     media: images, videos and audio of the prompt, in the order of their places in it.
     tools: the chat template of a prompt of messages shows them to the model. RolloutResult.tool_calls has the calls.
     tool_parser: the syntax of those calls: "json", "xml", "function", or the name of a parser of SGLang.
+    trace_id: comes back with every result. As a W3C traceparent it says to which trace the job's spans belong.
     metadata: up to 64 items of strings, numbers, booleans or None. Every result has them.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from ...messages.model import STALENESS_BOUNDS, WorkerStatus
-from ...worker.metrics import SYNC_BOUNDS, Histogram, finite, transfer_seconds
+from ...worker.metrics import SYNC_BOUNDS, Histogram, finite
 from .reading import Reading
 
 MOST_PER_S = 10_000_000
@@ -82,7 +82,7 @@ class Totals:
                 if not report.ok:
                     self.failed_syncs += 1
                     continue
-                seconds = transfer_seconds(report)
+                seconds = finite(report.seconds)
                 self.syncs.observe(seconds)
                 nbytes = report.nbytes if 0 <= report.nbytes < 1 << 50 else 0
                 self.sync_bytes += nbytes

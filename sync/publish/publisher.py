@@ -15,6 +15,7 @@ from typing import Any, Self, Unpack
 
 import torch
 
+from ...messages import tracing
 from ...messages.errors import InvalidField, WeightSyncError
 from ...messages.journal import Entry, Journal
 from ...messages.model import UpdateMode
@@ -293,6 +294,11 @@ class WeightPublisher:
             await asyncio.sleep(RETRY_S)
 
     async def _send(self, sender: Sender, order: Publication) -> None:
+        began = time.monotonic()
+        await self._send_one(sender, order)
+        tracing.past("rolloutmq publish weights", time.monotonic() - began, weights=order.name)
+
+    async def _send_one(self, sender: Sender, order: Publication) -> None:
         self._sending, handle = order.handle, order.handle
         handle._look = lambda: PublishProgress("digesting")
         try:

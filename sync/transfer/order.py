@@ -128,6 +128,12 @@ class TransferReport:
     readback: bool = False
     switched: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def seconds(self) -> float:
+        """From the rendezvous to verified parameters. What is loaded as it arrives took the same time for both."""
+        received = 0.0 if self.receive_s == self.load_s else self.receive_s
+        return self.rendezvous_s + received + self.load_s
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
 

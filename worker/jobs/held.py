@@ -11,6 +11,7 @@ from ..engine import EngineInfo
 from ..text import Tokenizer
 from .sample import SampleRun
 from .task import Run, TaskRun
+from .traces import JobTraces
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class HeldJobs:
 
     def __init__(self) -> None:
         self._jobs: dict[str, HeldJob] = {}
+        self.traces = JobTraces()
         self.unpublished = 0
 
     def __len__(self) -> int:
@@ -57,6 +59,9 @@ class HeldJobs:
         self.drop(held.id)  # a failover of Redis can lose the first claim, and then the job comes again
         self._jobs[held.id] = held
         self.unpublished += len(held.samples)
+        if self.traces.taken(held.job, held.claim.attempt, held.claim.queued_s):
+            for sample in held.samples.values():
+                sample.traces = self.traces
 
     def published(self, job_id: str, attempt: int, sample: int) -> None:
         """One sample has been published. A job with none left is forgotten."""
@@ -64,13 +69,16 @@ class HeldJobs:
         if held is None or held.samples.pop(sample, None) is None:
             return
         self.unpublished -= 1
+        self.traces.published(job_id, sample)
         if not held.samples:
             del self._jobs[job_id]
+            self.traces.left(job_id)
 
     def drop(self, job_id: str) -> HeldJob | None:
         """Forget a job. Tokens that its samples still generate are thrown away."""
         held = self._jobs.pop(job_id, None)
         if held is not None:
+            self.traces.left(job_id)
             self.unpublished -= len(held.samples)
             for sample in held.samples.values():
                 sample.dropped = True

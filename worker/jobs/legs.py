@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ...messages.model import GenerateJob, Segment, TaskJob, Timings
 from ..engine import EngineInfo
+from .traces import JobTraces
 
 Rows = Mapping[str, npt.NDArray[Any]]
 J = TypeVar("J", GenerateJob, TaskJob)
@@ -103,6 +104,7 @@ class JobRun(Generic[J]):
     dropped: bool = False  # cancelled, expired or fenced: what it still generates is thrown away
     leg: Leg | None = None  # the one that is in the engine now
     retries: int = 0  # after the engine's memory was not enough
+    traces: JobTraces | None = None  # of whom its legs are told, if traces are on
     _legs: int = 0
     _engine_s: float = 0.0
     _born: float = field(default_factory=time.monotonic)

@@ -9,7 +9,7 @@ from ..._lazy import lazy
 
 if TYPE_CHECKING:
     from .families import worker_families
-    from .histogram import SYNC_BOUNDS, Histogram, finite, transfer_seconds
+    from .histogram import SYNC_BOUNDS, Histogram, finite
     from .kinds import counter, counters, distribution, gauge, gauges
     from .metered import MeteredEngine
     from .server import MetricsServer
@@ -27,7 +27,6 @@ __all__ = [
     "finite",
     "gauge",
     "gauges",
-    "transfer_seconds",
     "worker_families",
 ]
 __getattr__, __dir__ = lazy(__name__, __all__, ".histogram", ".vitals", ".metered", ".kinds", ".server", ".families")

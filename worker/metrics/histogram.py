@@ -6,8 +6,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from ...sync.transfer import TransferReport
-
 SYNC_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Seconds of a weight transfer."""
 
@@ -15,12 +13,6 @@ SYNC_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 def finite(value: float) -> float:
     """The value, or 0 for what is no amount: what others say may be NaN, infinite or negative."""
     return value if math.isfinite(value) and value >= 0 else 0.0
-
-
-def transfer_seconds(report: TransferReport) -> float:
-    """Seconds from the rendezvous to verified parameters. A version may be loaded while it is received."""
-    overlapped = report.receive_s == report.load_s
-    return sum(map(finite, (report.rendezvous_s, report.load_s, 0.0 if overlapped else report.receive_s)))
 
 
 class Histogram:

@@ -9,7 +9,7 @@ from typing import Any
 from ...messages.errors import EngineDead, EngineError, RequestRefused
 from ...sync.transfer import TransferOrder, TransferReport
 from ..engine import Engine, EngineOutput, EngineRequest, TaskOutput, TaskRequest
-from .histogram import SYNC_BOUNDS, Histogram, transfer_seconds
+from .histogram import SYNC_BOUNDS, Histogram, finite
 
 STARTED = time.monotonic()
 
@@ -84,7 +84,7 @@ class MeteredEngine:
         if not report.ok:
             self.failed_syncs += 1
             return report
-        seconds = transfer_seconds(report)
+        seconds = finite(report.seconds)
         self.syncs.observe(seconds)
         self.sync_bytes += report.nbytes
         self.last_bytes_per_s = report.nbytes / seconds if seconds > 0 else 0.0

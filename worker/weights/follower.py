@@ -12,6 +12,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from ...messages import tracing
 from ...messages.errors import EngineDead, EngineError, InvalidField, MessageError, TransferTimeout
 from ...messages.model import WeightAnnouncement
 from ...messages.redis import name_once
@@ -215,6 +216,7 @@ class WeightFollower:
 
     async def _report(self, number: int, worker_id: str, report: TransferReport, adapter: str = "") -> None:
         """Report to the sender, which waits for it. During an outage of Redis it is tried until the deadline."""
+        tracing.past("rolloutmq sync", report.seconds, epoch=number, adapter=adapter, ok=report.ok, bytes=report.nbytes)
         tell = partial(self._ledger.report, number, worker_id, report, adapter)
         await through_outage(tell, time.monotonic() + REPORT_S)
 
