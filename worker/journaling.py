@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ class WorkerJournal:
     def attempts(self, make: Callable[..., Iterable[Record]], things: Sequence[Any], *more: Any) -> None:
         """Something happened to jobs that the worker holds. make(time, worker, things, *more): their records."""
         if self._journal is not None:
-            self._journal.add_records(partial(make, time.time(), self.worker_id, things, *more), len(things))
+            self._journal.add_records(make(time.time(), self.worker_id, things, *more))
 
 
 class RecordedLease(Lease):

@@ -105,19 +105,26 @@ def of_outcomes(
 ) -> Iterable[Record]:
     """Results and failures that have arrived at a client. frames: the encoded results, as far as they are there."""
     for outcome, frame in zip(outcomes, frames, strict=True):
-        record = {"t": at, "j": outcome.job_id, "c": client_id, "g": outcome.group_id}
         if isinstance(outcome, JobFailure):
-            yield record | {"e": "failure", "d": outcome.model_dump(exclude_none=True)}
-            continue
-        place = {"e": "result", "s": outcome.sample, "a": outcome.attempt, "m": frame or outcome}
-        yield record | place | {"v": versions_of(outcome)}
+            told = outcome.model_dump(exclude_none=True)
+            yield {"t": at, "e": "failure", "j": outcome.job_id, "c": client_id, "g": outcome.group_id, "d": told}
+        else:
+            yield {
+                "t": at, "e": "result", "j": outcome.job_id, "c": client_id, "g": outcome.group_id,
+                "s": outcome.sample, "a": outcome.attempt, "v": versions_of(outcome), "m": frame or outcome,
+            }  # fmt: skip
 
 
 def of_consumed(outcomes: Sequence[Result | JobFailure], client_id: str, at: float) -> Iterable[Record]:
     """Results and failures that their client has acknowledged."""
     for outcome in outcomes:
-        record = {"t": at, "e": "consumed", "j": outcome.job_id, "c": client_id, "g": outcome.group_id}
-        yield record if isinstance(outcome, JobFailure) else record | {"s": outcome.sample, "a": outcome.attempt}
+        if isinstance(outcome, JobFailure):
+            yield {"t": at, "e": "consumed", "j": outcome.job_id, "c": client_id}
+        else:
+            yield {
+                "t": at, "e": "consumed", "j": outcome.job_id, "c": client_id, "s": outcome.sample,
+                "a": outcome.attempt,
+            }  # fmt: skip
 
 
 def attempt_record(

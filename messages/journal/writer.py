@@ -16,13 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import msgpack
-
 from ..codec import Job, Result, encode
 from ..errors import ConfigError, InvalidField
 from ..model import JobFailure
 from .entry import Entry, Record, note, of_consumed, of_jobs, of_outcomes
-from .segment import SUFFIX, Header, SegmentWriter
+from .segment import SUFFIX, Header, Packed, SegmentWriter
 
 log = logging.getLogger(__name__)
 BLOCK_BYTES = 512 << 10
@@ -36,9 +34,9 @@ Redact = Callable[[Entry], Entry | None]
 
 
 class _Waiting(NamedTuple):
-    """Entries on their way to the disk. make(): their records. nbytes: what they take, about."""
+    """Entries on their way to the disk: packed, or to be made by the writer's thread. nbytes: what they take, about."""
 
-    make: Callable[[], Iterable[Record]]
+    packed: Packed | Callable[[], Iterable[Record]]
     entries: int
     nbytes: int
 
@@ -119,7 +117,7 @@ class Journal:
 
     def consumed(self, outcomes: Sequence[Result | JobFailure], client_id: str) -> None:
         """Their client has acknowledged these: it will not get them again."""
-        self.add_records(partial(of_consumed, outcomes, client_id, time.time()), len(outcomes))
+        self.add_records(of_consumed(outcomes, client_id, time.time()))
 
     def note(self, of: Result | tuple[str, int, int] | str, /, **data: Any) -> None:
         """Say something about a sample: a reward, an advantage, the step that trained on it.
@@ -139,35 +137,39 @@ class Journal:
         record = replace(entry, content=None).pack()
         if entry.content is not None:
             record["m"] = entry.content
-        self._add(lambda: [record], 1, _size(record.get("m")) + _size_of_data(record.get("d")))
+            self._add(_Waiting(lambda: [record], 1, ENTRY_BYTES + _size(entry.content)))
+        else:
+            self.add_records([record])
 
-    def add_records(self, make: Callable[[], Iterable[Record]], entries: int, nbytes: int = 0) -> None:
-        """Entries of which there are very many. make(): their records; it is called in the writer's thread. nbytes: of
-        what the records hold beside their names and numbers, about."""
-        if entries:
-            self._add(make, entries, nbytes)
+    def add_records(self, records: Iterable[Record]) -> None:
+        """Entries of which there are very many, as records with nothing to be encoded."""
+        if made := list(records):
+            packed = Packed.of(made)
+            self._add(_Waiting(made.copy if self._redact else packed, len(made), len(packed.data)))
 
     def _add_all(
         self, make: Callable[..., Iterable[Record]], things: Sequence[Any], frames: Sequence[bytes | None], *args: Any
     ) -> None:
         sizes = [_size(thing) if frame is None else len(frame) for thing, frame in zip(things, frames, strict=True)]
-        if sum(sizes) <= BLOCK_BYTES:
-            self.add_records(partial(make, things, frames, *args), len(things), sum(sizes))
-            return
-        for thing, frame, size in zip(things, frames, sizes, strict=True):
-            self._add(partial(make, [thing], [frame], *args), 1, size)
+        if sum(sizes) > BLOCK_BYTES and (half := len(things) // 2):
+            for some in (slice(half), slice(half, None)):
+                self._add_all(make, things[some], frames[some], *args)
+        elif None in frames:
+            size = ENTRY_BYTES * len(things) + sum(sizes)
+            self._add(_Waiting(partial(make, things, frames, *args), len(things), size))
+        else:
+            self.add_records(make(things, frames, *args))
 
-    def _add(self, make: Callable[[], Iterable[Record]], entries: int, nbytes: int) -> None:
-        size = ENTRY_BYTES * entries + nbytes
+    def _add(self, one: _Waiting) -> None:
         with self._state:
             if self._closing:
                 return
-            if self._waiting_bytes + size > self._buffer_bytes:
-                self.lost += entries
-                self._lost_untold += entries
+            if self._waiting_bytes + one.nbytes > self._buffer_bytes:
+                self.lost += one.entries
+                self._lost_untold += one.entries
                 return
-            self._waiting.append(_Waiting(make, entries, size))
-            self._waiting_bytes += size
+            self._waiting.append(one)
+            self._waiting_bytes += one.nbytes
             if self._waiting_bytes >= BLOCK_BYTES:
                 self._state.notify_all()
 
@@ -234,9 +236,9 @@ class Journal:
             if not taken and not lost:
                 return
             try:
-                packed = [it for one in taken for record in one.make() if (it := self._ready(record)) is not None]
+                packed = [it for one in taken if (it := self._pack(one)) is not None]
                 if lost:
-                    packed.append(Entry("lost", time.time(), data={"entries": lost}).pack())
+                    packed.append(Packed.of([Entry("lost", time.time(), data={"entries": lost}).pack()]))
                 if packed:
                     self._block(packed)
             except OSError:
@@ -252,6 +254,12 @@ class Journal:
                 for _ in taken:
                     self._waiting.popleft()
 
+    def _pack(self, one: _Waiting) -> Packed | None:
+        if isinstance(one.packed, Packed):
+            return one.packed
+        records = [it for record in one.packed() if (it := self._ready(record)) is not None]
+        return Packed.of(records) if records else None
+
     def _ready(self, record: Record) -> Record | None:
         """The record as it is written: encoded, and as `redact` wants it."""
         try:
@@ -266,7 +274,7 @@ class Journal:
             log.warning("journal %s: an entry is written without its content: %r", self.folder, error)
             return {name: value for name, value in record.items() if name not in ("m", "d")}
 
-    def _block(self, packed: list[Record]) -> None:
+    def _block(self, packed: list[Packed]) -> None:
         if self._segment is not None and self._segment.blocks and self._is_full(self._segment):
             self._end_segment()
         if self._segment is None:
@@ -317,10 +325,6 @@ def _size(content: Any) -> int:
         return len(content)
     arrays = (getattr(content, name, None) for name in ("token_ids", "logprobs", "prompt_ids"))
     return sum(int(getattr(array, "nbytes", 0)) for array in arrays)
-
-
-def _size_of_data(data: dict[str, Any] | None) -> int:
-    return len(msgpack.packb(data)) if data else 0
 
 
 def _about(path: Path) -> os.stat_result | None:

@@ -25,6 +25,9 @@ def bench_queue(
     durable: Annotated[
         str, typer.Option(help="Levels: some of memory,everysec,always,disk_everysec,disk; or none.")
     ] = "memory,everysec,always,disk_everysec,disk",
+    journal: Annotated[
+        bool, typer.Option("--journal", help="Also with journals, in turns with turns without: what they cost.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the result here, too.")] = None,
     cache: Annotated[Path, typer.Option(help="Where peers' environments are made.")] = Path("out/bench-peers"),
     json: Json = False,
@@ -39,7 +42,8 @@ def bench_queue(
         raise ConfigError(f"--workers {workers!r}: numbers with commas between them, such as 1,10,100") from None
     if min(counts) < 1:
         raise ConfigError(f"--workers {workers!r}: at least 1 each")
-    plan = Plan(parse_peers(peers), rounds, seconds, counts, lifecycles, cache, out, parse_levels(durable))
+    levels = parse_levels(durable)
+    plan = Plan(parse_peers(peers), rounds, seconds, counts, lifecycles, cache, out, levels, journal)
     run_queue_bench(plan, quiet=json)
 
 

@@ -47,6 +47,7 @@ class Plan:
 
     seconds: length of a turn, after a warm-up of a quarter of it. workers: numbers of workers for the growth of costs.
     lifecycles: measured at each of these. out: file for the result, which is also printed. durable: names of LEVELS.
+    journal: measure what journals cost, too.
     """
 
     peers: list[str] = field(default_factory=list)
@@ -57,6 +58,7 @@ class Plan:
     cache: Path = CACHE
     out: Path | None = None
     durable: tuple[str, ...] = ()
+    journal: bool = False
 
     @property
     def load(self) -> Load:
@@ -82,6 +84,7 @@ def run_queue_bench(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
         figures = _throughput(systems, server.url, plan, say)
         figures |= _latency(systems[0], server.url, plan, figures["rolloutmq"], say)
         figures["payload_256k"] = _large(systems, server.url, plan, say)
+        figures["journal"] = _journals(systems[0], server.url, plan, say) if plan.journal else None
         costs = asyncio.run(growth(server.url, plan.workers, plan.lifecycles, say))
     figures |= _growth_figures(costs)
     figures["durability"] = {level: _at_level(level, systems[0], plan, say) for level in plan.durable}
@@ -146,6 +149,34 @@ def _large(systems: list[System], url: str, plan: Plan, say: Callable[[str], Non
             "rounds": found,
         }
         for name, found in rates.items()
+    }
+
+
+def _journals(system: System, url: str, plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+    """What journals cost: turns without one, with the client's, and with the client's and the worker's.
+
+    ratio: jobs/s by those of the same round without, the median. client_us: CPU time of the client's process for a job,
+    which other processes on the host hardly disturb.
+    """
+    kinds = {"none": "", "client": "client", "both": "both"}
+    rates: dict[str, list[float]] = {name: [] for name in kinds}
+    spent: dict[str, list[float]] = {name: [] for name in kinds}
+    load = replace(plan.load, window=system.window)
+    for number in range(plan.rounds):
+        names = list(kinds)
+        for name in names[number % 3 :] + names[: number % 3]:
+            turn = take_turn(system, url, replace(load, variant=kinds[name]))
+            rates[name].append(round(turn["jobs"] / turn["seconds"], 1))
+            spent[name].append(round(turn["client_us"], 1))
+        told = (f"{name} {rates[name][-1]:,.0f}/s with {spent[name][-1]} us" for name in kinds)
+        say(f"journals, round {number + 1}: {', '.join(told)}")
+    return {
+        "ratio": {
+            name: round(statistics.median(one / by for one, by in zip(rates[name], rates["none"], strict=True)), 4)
+            for name in ("client", "both")
+        },
+        "client_us": {name: statistics.median(found) for name, found in spent.items()},
+        "rounds": {"per_s": rates, "client_us": spent},
     }
 
 

@@ -1,15 +1,20 @@
 """RolloutMQ under the load of the queue benchmark: the real client, the real worker, an engine that answers at once.
 
 `python -m rolloutmq.ops.bench.broker.ours worker|client URL LOAD-JSON`
+
+variant "": without a journal; "client": the client keeps one; "both": client and worker do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -30,13 +35,24 @@ _SAMPLING = SamplingParams(max_new_tokens=TOKENS)
 _LOGPROBS = np.full(TOKENS, -1.0, np.float32).tobytes()
 
 
-def work(url: str, _load: Load) -> None:
+def work(url: str, load: Load) -> None:
     """Serve until SIGTERM."""
-    asyncio.run(_work(url))
+    with _journal(load, "both") as journal:
+        asyncio.run(_work(url, journal))
 
 
-async def _work(url: str) -> None:
-    config = WorkerConfig(redis_url=url, pool=POOL, max_running=MAX_RUNNING, drain_s=2.0)
+@contextlib.contextmanager
+def _journal(load: Load, *variants: str) -> Iterator[str | None]:
+    """The folder for a journal, for as long as the turn lasts; None if this variant keeps none here."""
+    if load.variant not in variants:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="bench-journal-", dir=Path.cwd()) as folder:
+        yield folder
+
+
+async def _work(url: str, journal: str | None) -> None:
+    config = WorkerConfig(redis_url=url, pool=POOL, max_running=MAX_RUNNING, drain_s=2.0, journal=journal)
     worker = Worker(config, ScriptedEngine(echo=True), NoTokenizer())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.drain)
     await worker.run()
@@ -74,10 +90,15 @@ async def _throughput(url: str, load: Load) -> dict[str, float]:
             check(tally, outcome)
         return tally.figures()
 
-    async with RolloutClient(url, POOL) as client:
-        await phase(load.warmup_s)
-        figures = await phase(load.seconds)
-        return figures | {"repeats": client.repeats}
+    with _journal(load, "client", "both") as journal:
+        async with RolloutClient(url, POOL, journal=journal) as client:
+            await phase(load.warmup_s)
+            began = time.process_time()
+            figures = await phase(load.seconds)
+        spent = time.process_time() - began
+        if client.journal is not None and client.journal.lost:
+            raise SystemExit(f"the journal lost {client.journal.lost} entries")
+        return figures | {"repeats": client.repeats, "client_us": 1e6 * spent / figures["jobs"]}
 
 
 async def _latency(url: str, load: Load) -> dict[str, float]:

@@ -59,6 +59,26 @@ def test_frames_are_written_as_they_are(journal: Journal) -> None:
     assert entry.content == frame
 
 
+def test_batches_are_written_in_their_order_however_large(tmp_path: Path) -> None:
+    """More than a block, more entries than one byte of a header counts, and some without their frames."""
+    jobs = [job(token_ids=np.arange(20_000) + i) for i in range(20)]
+    failure = JobFailure(job_id=jobs[3].id, outcome="cancelled", cause="of mine")
+    few = [job() for _ in range(100)]
+    for redact in (None, lambda entry: entry):
+        folder = tmp_path / str(redact is None)
+        with Journal(folder, redact=redact) as journal:
+            journal.jobs(jobs, [encode(one) for one in jobs])
+            journal.jobs(few, [encode(one) if i % 7 else None for i, one in enumerate(few)])
+            journal.outcomes([result(few[0]), failure], "client", [None, None])
+            journal.consumed([result(few[0]), failure], "client")
+        entries = list(read(folder))
+        assert [entry.message for entry in entries[:120]] == [*jobs, *few]
+        assert [entry.event for entry in entries[120:]] == ["result", "failure", "consumed", "consumed"]
+        assert [entry.job_id for entry in entries[120:]] == [few[0].id, jobs[3].id] * 2
+        assert (entries[122].sample, entries[122].attempt, entries[123].sample) == (0, 1, -1)
+        assert list(read(folder, job=jobs[3].id)) == [entry for entry in entries if entry.job_id == jobs[3].id]
+
+
 def test_what_is_asked_for_is_found(tmp_path: Path, problems: Problems) -> None:
     """Over several segments, with and without an index, of two writers."""
     jobs = [job(group_id=f"g{i % 3}") for i in range(30)]

@@ -32,7 +32,9 @@ def test_a_small_run_without_peers(
         client.set("precious", 1)
     out = tmp_path / "results" / "queue.json"
     monkeypatch.chdir(tmp_path)
-    plan = Plan(rounds=1, seconds=0.2, workers=(1, 3), lifecycles=64, out=out, durable=("everysec", "disk"))
+    plan = Plan(
+        rounds=1, seconds=0.2, workers=(1, 3), lifecycles=64, out=out, durable=("everysec", "disk"), journal=True
+    )
     figures = run_queue_bench(plan, quiet=True)
     assert figures.keys() >= KEYS
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == figures == json.loads(out.read_text())
@@ -45,6 +47,8 @@ def test_a_small_run_without_peers(
         assert all(0 < cost < 10_000 for cost in costs.values())
     assert figures["growth"]["3"]["jobs_held"] == 3 * 256
     assert figures["durability"].keys() == {"everysec", "disk"}
+    assert figures["journal"]["ratio"].keys() == {"client", "both"}
+    assert all(spent > 0 for spent in figures["journal"]["client_us"].values())
     for level in figures["durability"].values():
         assert level["per_s"] > 0
         assert 0 < level["p50_ms"] <= level["p99_ms"]
