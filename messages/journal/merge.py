@@ -21,12 +21,10 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgpack
-
 from ..errors import ConfigError, InvalidField, MessageError
-from .entry import Entry, Record
+from .entry import Entry
 from .reader import replaced_by
-from .segment import MERGED, SUFFIX, TORN, Header, SegmentReader, SegmentWriter, is_left
+from .segment import MERGED, SUFFIX, TORN, Header, Packed, SegmentReader, SegmentWriter, is_left
 
 BLOCK_BYTES = 512 << 10
 MOST_SEGMENTS = 256
@@ -232,7 +230,7 @@ class _Run:
 
     def _write(self, segment: SegmentWriter, entries: Iterable[Entry], damage: dict[Path, str]) -> int:
         """Write what is wanted, until there is damage. Returns how many entries were left out."""
-        block: list[Record] = []
+        block: list[Packed] = []
         size = dropped = 0
         for entry in entries:
             if damage:
@@ -241,8 +239,8 @@ class _Run:
             if kept is None:
                 dropped += 1
                 continue
-            block.append(kept.pack())
-            size += len(msgpack.packb(block[-1]))
+            block.append(Packed.of([kept.pack()]))
+            size += len(block[-1].data)
             if size >= BLOCK_BYTES:
                 segment.block(block)
                 block, size = [], 0

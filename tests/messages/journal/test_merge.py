@@ -15,7 +15,7 @@ from support.journals import Problems, segments
 
 from rolloutmq.messages import ConfigError, InvalidField
 from rolloutmq.messages.journal import Entry, Journal, merge, read
-from rolloutmq.messages.journal.segment import Header, SegmentWriter
+from rolloutmq.messages.journal.segment import Header, Packed, SegmentWriter
 
 
 def write(folder: Path, writer: str, count: int, *, at: float = 1000.0, complete: bool = True, first: int = 0) -> None:
@@ -24,7 +24,7 @@ def write(folder: Path, writer: str, count: int, *, at: float = 1000.0, complete
     for number in range(first, first + count):
         segment = SegmentWriter(folder, Header(writer, number, at + number))
         notes = [Entry("note", at + number + i / 4, f"{writer}", data={"number": 3 * number + i}) for i in range(3)]
-        segment.block([note.pack() for note in notes])
+        segment.block([Packed.of([note.pack() for note in notes])])
         segment.close(complete or number < first + count - 1)
 
 
