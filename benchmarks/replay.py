@@ -1,7 +1,7 @@
 """A pool's run is recorded, and then generated again token by token: how many samples come out the same?
 
     python benchmarks/replay.py --jobs 1000 --out benchmarks/results/replay-cpu.json
-    python benchmarks/replay.py --jobs 200 --shape 0.6b --long 1500 --out benchmarks/results/replay-h200.json
+    python benchmarks/replay.py --jobs 200 --shape 0.6b --out benchmarks/results/replay-h200.json
 
 Two real workers with deterministic engines serve a pool. Its jobs use what has an influence on tokens: groups, stops,
 grammars, biases, penalties, logit processors, tools, sessions, texts and chats. While they run, weights are
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,15 @@ from rolloutmq.messages.journal import Journal
 from rolloutmq.ops.bench.sync import one_shape
 from rolloutmq.ops.demo.pool import WorkerProcess
 from rolloutmq.ops.flags import parse_extra
-from rolloutmq.ops.journal.live import live_of
+from rolloutmq.ops.journal.live import Live, live_of
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.replay import Recorded, Settings, as_data, recorded, replay_tokens, summary
 from rolloutmq.ops.tiny_model import write_tiny_model
 
 TEXT = "text"
-LONGS = 4
+LONGS = 2
+DEATH, IN_PLACE = 1, 2
+"""Of the four things that happen, while so many long samples run, the second and the third."""
 SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}})
 ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}
 KINDS: dict[str, dict[str, Any]] = {
@@ -141,7 +143,7 @@ def jobs_of(count: int, vocab: int) -> Iterator[tuple[str, GenerateJob]]:
 
 
 def long_job(number: int, tokens: int) -> GenerateJob:
-    """One that still runs when something happens."""
+    """One that still runs when something happens. It is stopped then."""
     sampling = {"max_new_tokens": tokens, "ignore_eos": True}
     return GenerateJob.build(
         token_ids=[10 + number, 20, 30], sampling=sampling, seed=number, priority="high", metadata={"kind": "long"}
@@ -172,8 +174,12 @@ class Run:
                         running.create_task(client.wait(handle))
                     for kind, job in jobs[quarter * number : quarter * (number + 1)]:
                         running.create_task(self.one(client, kind, job))
-                    await self.until_running(client, [handle.job_id for handle in handles])
-                    await self.happen(number)
+                    first = handles[0].job_id
+                    before = await saved(client, first, lambda live: True)
+                    await asyncio.to_thread(self.happen, number, str(before.facts["worker"]))
+                    after = await saved(client, first, lambda live: True)
+                    await saved(client, first, shows(number, before, after))
+                    await client.stop(handles)
 
     async def one(self, client: RolloutClient, kind: str, job: GenerateJob) -> None:
         """One job; a session asks a second time."""
@@ -186,28 +192,46 @@ class Run:
             await session.generate(job.token_ids.tolist(), timeout=600)
             await session.generate([70, 71, 72], timeout=600)
 
-    async def until_running(self, client: RolloutClient, jobs: list[str]) -> None:
-        """Until the pool has saved some tokens of each of these jobs: they run, and another worker could go on."""
-        for job in jobs:
-            while True:
-                live = await live_of(client.broker, job)
-                if live is None or live.partials or live.state not in {"queued", "running"}:
-                    break
-                await asyncio.sleep(0.02)
-
-    async def happen(self, number: int) -> None:
-        """New weights, a death, weights in place, new weights."""
-        if number == 1:
-            await asyncio.to_thread(self.workers[0].kill)
+    def happen(self, number: int, worker_id: str) -> None:
+        """New weights, the death of this worker, weights in place, new weights."""
+        if number == DEATH:
+            next(worker for worker in self.workers if worker_id in worker.log.read_text()).kill()
             return
-        mode: Any = "in_place" if number == 2 else "resume"
-        await asyncio.to_thread(self.publish, number + 1, mode)
+        self.publish(number + 1, "in_place" if number == IN_PLACE else "resume")
 
     def publish(self, version: int, mode: Any) -> None:
         folder = self.folder / "snapshots"
         with WeightPublisher(self.pool.redis_url, snapshots=folder, keep_snapshots=10, mode=mode) as publisher:
             report = publisher.publish(version, weights_of(self.pool.model, version)).wait(120)
             assert report.state == "committed", report
+
+
+async def saved(client: RolloutClient, job_id: str, enough: Callable[[Live], bool]) -> Live:
+    """A job of one sample, once the pool has so much of its unfinished sample. Raises TimeoutError after a minute."""
+    async with asyncio.timeout(60):
+        while True:
+            live = await live_of(client.broker, job_id)
+            assert live is not None
+            assert live.state in {"queued", "running"}, live.state
+            if live.partials and enough(live):
+                return live
+            await asyncio.sleep(0.02)
+
+
+def shows(number: int, before: Live, after: Live) -> Callable[[Live], bool]:
+    """Whether a sample has been touched by what happened: another worker went on with it, or it has newer tokens.
+
+    before, after: the sample then. What a dead worker saved is in `after`.
+    """
+
+    def continued(live: Live) -> bool:
+        newer = live.partials[0]["tokens"] > after.partials[0]["tokens"]
+        return newer and bool(live.facts["attempt"] > before.facts["attempt"])
+
+    def switched(live: Live) -> bool:
+        return bool(live.partials[0]["versions"] != before.partials[0]["versions"])
+
+    return continued if number == DEATH else switched
 
 
 def covered(samples: list[Recorded]) -> dict[str, int]:
@@ -218,6 +242,7 @@ def covered(samples: list[Recorded]) -> dict[str, int]:
         "several_versions": sum(len(result.versions) > 1 for result in results),
         "switched_in_place": sum(bool(result.in_place) for result in results),
         "in_groups": sum(result.n > 1 for result in results),
+        "stopped_early": sum(result.finish_reason == "abort" for result in results),
         "ended_by_a_stop": sum(result.finish_reason == "stop" for result in results),
     }
 
@@ -227,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--shape", default=TEXT, help=f"{TEXT}, a tiny model in float32, or one of `bench sync`")
-    parser.add_argument("--long", type=int, default=500, help="tokens of the jobs that run while something happens")
+    parser.add_argument("--long", type=int, default=3000, help="most tokens of jobs that run while something happens")
     parser.add_argument("--sglang", action="append", default=[], help="NAME=JSON of SGLang, for workers and replay")
     parser.add_argument("--folder", type=Path, help="keep model, journal and snapshots here")
     parser.add_argument("--out", type=Path)

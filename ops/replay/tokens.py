@@ -142,7 +142,8 @@ async def _load_adapters(engine: Engine, weights: Weights, parts: Sequence[Part]
         try:
             from ...sync.adapters import read_adapter  # noqa: PLC0415 – torch
 
-            await engine.load_adapter(read_adapter(weights.adapter_path_of(name, version), name, version))
+            adapter = await asyncio.to_thread(read_adapter, weights.adapter_path_of(name, version), name, version)
+            await engine.load_adapter(adapter)
             loaded.add(name, version)
         except (WeightSyncError, ConfigError, EngineError, ValueError) as error:
             if isinstance(error, EngineDead):
