@@ -16,6 +16,8 @@ from ...messages.model import GenerateJob, Message, RolloutResult
 
 LONGEST = 60
 """Characters of a value in a line."""
+FEW = 12
+"""Items of a list in a line."""
 
 
 def clock(at: float) -> str:
@@ -65,6 +67,8 @@ def noted(data: Mapping[str, Any]) -> str:
 def _short(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, list) and len(value) > FEW:
+        return f"[{len(value):,} values]"
     text = str(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 

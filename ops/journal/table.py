@@ -115,7 +115,7 @@ def _batch(arrow: Any, schema: Any, rows: list[dict[str, Any]]) -> Any:
 def _sample_fields(arrow: Any) -> list[Any]:
     ids, versions = arrow.list_(arrow.int32()), arrow.list_(arrow.int64())
     kinds = {
-        "at": arrow.timestamp("us", "UTC"), "job_id": arrow.string(), "sample": arrow.int32(), "n": arrow.int32(),
+        "time": arrow.timestamp("us", "UTC"), "job_id": arrow.string(), "sample": arrow.int32(), "n": arrow.int32(),
         "group_id": arrow.string(), "client_id": arrow.string(), "worker_id": arrow.string(), "attempt": arrow.int32(),
         "finish_reason": arrow.string(), "tokens": arrow.int32(), "token_ids": ids,
         "logprobs": arrow.list_(arrow.float32()), "versions": versions, "oldest_version": arrow.int64(),
@@ -130,7 +130,7 @@ def _sample_fields(arrow: Any) -> list[Any]:
 
 def _event_fields(arrow: Any) -> list[Any]:
     kinds = {
-        "at": arrow.timestamp("us", "UTC"), "event": arrow.string(), "what": arrow.string(), "job_id": arrow.string(),
+        "time": arrow.timestamp("us", "UTC"), "event": arrow.string(), "what": arrow.string(), "job_id": arrow.string(),
         "sample": arrow.int32(), "attempt": arrow.int32(), "client_id": arrow.string(), "group_id": arrow.string(),
         "versions": arrow.list_(arrow.int64()), "data": arrow.string(),
     }  # fmt: skip
@@ -140,7 +140,7 @@ def _event_fields(arrow: Any) -> list[Any]:
 def _event(entry: Entry) -> dict[str, Any]:
     what = entry.data.get("what")
     return {
-        "at": _micros(entry.at), "event": entry.event, "what": what if isinstance(what, str) else None,
+        "time": _micros(entry.at), "event": entry.event, "what": what if isinstance(what, str) else None,
         "job_id": entry.job_id or None, "sample": None if entry.sample < 0 else entry.sample,
         "attempt": None if entry.attempt < 0 else entry.attempt, "client_id": entry.client_id or None,
         "group_id": entry.group_id or None, "versions": list(entry.versions),
@@ -154,7 +154,7 @@ def _sample(entry: Entry, result: RolloutResult, job: GenerateJob | None) -> dic
     counts = [segment.tokens for segment in result.segments]
     took = result.timings
     return {
-        "at": _micros(entry.at), "job_id": result.job_id, "sample": result.sample, "n": result.n,
+        "time": _micros(entry.at), "job_id": result.job_id, "sample": result.sample, "n": result.n,
         "group_id": result.group_id, "client_id": entry.client_id, "worker_id": result.worker_id,
         "attempt": result.attempt, "finish_reason": result.finish_reason, "tokens": len(result.token_ids),
         "token_ids": _own(result.token_ids), "logprobs": _own(result.logprobs),
@@ -176,7 +176,8 @@ class _Joined:
     def __init__(self, folder: Path | str, on_problem: Callable[[str], None], filters: Mapping[str, Any]) -> None:
         self._folder, self._problem, self._filters = folder, on_problem, filters
         self._place = tempfile.TemporaryDirectory(prefix="rolloutmq-")
-        self._db = sqlite3.connect(Path(self._place.name) / "joined.db")
+        # DuckDB reads Arrow's batches in a thread of its own, one at a time.
+        self._db = sqlite3.connect(Path(self._place.name) / "joined.db", check_same_thread=False)
         self._db.executescript("PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-65536;")
         self._db.execute("CREATE TABLE kept (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID")
         self._kinds: dict[str, str] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_pandas_reads_samples_with_their_notes(folder: Path, tmp_path: Path) -> 
     assert (frame.oldest_version[0], frame.newest_version[0], frame.seed[0]) == (3, 4, 7)
     assert (frame.prompt_ids[0].tolist(), json.loads(frame.sampling[0])) == ([5, 6], {"temperature": 0.5})
     assert frame.logprobs[1] is None
-    assert str(frame["at"].dtype).endswith("UTC]")
+    assert str(frame["time"].dtype).endswith("UTC]")
 
 
 def test_columns_have_types(folder: Path, tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_columns_have_types(folder: Path, tmp_path: Path) -> None:
     schema = pyarrow.parquet.read_schema(tmp_path / "s.parquet")
     kinds = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32()), "versions": pa.list_(pa.int64())}
     kinds |= {"note_reward": pa.float64(), "note_trained": pa.int64(), "note_mask": pa.list_(pa.float32())}
-    kinds |= {"note_ok": pa.bool_(), "note_run": pa.string(), "at": pa.timestamp("us", "UTC")}
+    kinds |= {"note_ok": pa.bool_(), "note_run": pa.string(), "time": pa.timestamp("us", "UTC")}
     plain = {name: schema.field(name).type for name in kinds}
     assert {name: str(kind).replace("element", "item") for name, kind in plain.items()} == {
         name: str(kind).replace("element", "item") for name, kind in kinds.items()
@@ -103,6 +104,13 @@ def test_filters_choose_and_notes_still_join(folder: Path) -> None:
     chosen = as_reader(folder, on_problem=print, version=4, job=[JOB.id]).read_all()
     assert chosen.column("note_reward").to_pylist() == [0.5, -1.0]
     assert as_reader(folder, on_problem=print, client="nobody").read_all().num_rows == 0
+
+
+def test_another_thread_may_read_the_batches(folder: Path) -> None:
+    """As DuckDB does."""
+    reader = as_reader(folder, on_problem=lambda _: None)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(reader.read_all).result().num_rows == 2
 
 
 def test_a_file_is_never_half(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
