@@ -30,7 +30,7 @@ def load(folder: Path, target: dict[str, Any], **more: Any) -> ToolRegistry:
     (folder / "servers.json").write_text(json.dumps({"mcpServers": {"specimen": target}}))
     entry = {
         "class_name": "verl.tools.mcp_search_tool.MCPSearchTool",
-        "config": {"type": "mcp", "timeout": 30, "rate_limit": 1000},
+        "config": {"type": "mcp", "timeout": 120, "rate_limit": 1000},
         "mcp": {"mcp_servers_config_path": str(folder / "servers.json")} | more,
     }
     (folder / "tools.json").write_text(json.dumps({"tools": [entry]}))
@@ -45,7 +45,7 @@ def url() -> Iterator[str]:
         port = probe.getsockname()[1]
     process = subprocess.Popen([sys.executable, mcp_tools.__file__, str(port)], stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while socket.socket().connect_ex(("127.0.0.1", port)):
             assert process.poll() is None
             assert time.monotonic() < deadline
@@ -75,13 +75,13 @@ def test_tools_are_listed_and_called_from_any_loop(registry: ToolRegistry) -> No
     assert tools["add"].parameters["required"] == ["a", "b"]
     for _loop in range(2):
         calls = [call("add", a=place, b=1, tool="x") for place in range(5)]
-        outcomes = asyncio.run(run_tool_calls(calls, registry, 30))
+        outcomes = asyncio.run(run_tool_calls(calls, registry, 120))
         assert [outcome.content for outcome in outcomes] == ["1", "2", "3", "4", "5"]
 
 
 async def test_what_goes_wrong_is_told_to_the_model(registry: ToolRegistry) -> None:
     calls = [call("broken"), call("add", a="x"), call("picture"), call("add", a=1, b=2)]
-    broken, invalid, picture, right = await run_tool_calls(calls, registry, 30)
+    broken, invalid, picture, right = await run_tool_calls(calls, registry, 120)
     assert broken.error == "broken: RuntimeError: Error executing tool broken"
     assert invalid.content.startswith("Error: add: RuntimeError: ")
     assert "valid integer" in invalid.content
@@ -98,17 +98,17 @@ async def test_a_call_that_takes_too_long_is_cancelled_at_the_server(registry: T
     await eventually(mark.with_suffix(".cancelled").exists)
     (late,) = await run_tool_calls([call("hang", mark=str(mark))], registry, 0.05)
     assert late.error == "hang did not answer within 0.05 s"
-    assert (await run_tool_calls([call("add", a=1, b=2)], registry, 30))[0].content == "3"
+    assert (await run_tool_calls([call("add", a=1, b=2)], registry, 120))[0].content == "3"
 
 
 async def test_after_a_lost_connection_the_next_call_connects_again(tmp_path: Path) -> None:
     registry = load(tmp_path, PROGRAM | {"env": {"MARK": "here"}}, tool_selected_list=["die", "pid", "environment"])
     assert {tool.function.name for tool in registry.tools} == {"die", "pid", "environment"}
-    (first,) = await run_tool_calls([call("pid")], registry, 30)
-    waiting, lost = await run_tool_calls([call("die"), call("die")], registry, 30)
+    (first,) = await run_tool_calls([call("pid")], registry, 120)
+    waiting, lost = await run_tool_calls([call("die"), call("die")], registry, 120)
     assert waiting.error is not None
     assert lost.error is not None
-    second, variable = await run_tool_calls([call("pid"), call("environment", variable="MARK")], registry, 30)
+    second, variable = await run_tool_calls([call("pid"), call("environment", variable="MARK")], registry, 120)
     assert second.ok
     assert second.content != first.content
     assert variable.content == "here"
@@ -116,7 +116,9 @@ async def test_after_a_lost_connection_the_next_call_connects_again(tmp_path: Pa
     with pytest.raises(ProcessLookupError):
         os.kill(int(second.content), 0)
     registry.close()
-    assert (await run_tool_calls([call("pid")], registry, 30))[0].error == "pid: RuntimeError: the connection is closed"
+    assert (await run_tool_calls([call("pid")], registry, 120))[
+        0
+    ].error == "pid: RuntimeError: the connection is closed"
 
 
 async def test_calls_under_way_end_when_the_registry_is_closed(tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ async def test_a_server_that_does_not_answer_in_time(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_refused_by_name(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
-    (tmp_path / "tools.json").write_text(json.dumps([entry]))
+    (tmp_path / "tools.json").write_text(json.dumps([{"config": {"timeout": 120}} | entry]))
     with pytest.raises(ConfigError, match=message):
         ToolRegistry.load(tmp_path / "tools.json")
 

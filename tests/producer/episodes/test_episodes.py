@@ -166,7 +166,7 @@ async def test_what_hangs_is_ended_and_closed(redis_db: str, client: RolloutClie
     hangs, in_reset = Keep(Hangs), Keep(HangsInReset)
     try:
         async with worker(redis_db):
-            (step,) = await played(client, hangs, limits=EpisodeLimits(step_s=0.05))
+            (step,) = await played(client, hangs, limits=EpisodeLimits(step_s=0.5))
             (reset,) = await played(client, in_reset, limits=EpisodeLimits(step_s=0.05))
             (whole,) = await played(client, hangs, limits=EpisodeLimits(episode_s=0.2))
         (turn,) = await played(client, hangs, limits=EpisodeLimits(turn_s=0.5))  # no worker is left
@@ -174,7 +174,7 @@ async def test_what_hangs_is_ended_and_closed(redis_db: str, client: RolloutClie
         release.set()
     assert [it.stop for it in (step, reset, whole, turn)] == ["timeout"] * 4
     assert [it.error for it in (step, reset, whole)] == [
-        "step took longer than 0.05 s",
+        "step took longer than 0.5 s",
         "reset took longer than 0.05 s",
         "the episode took longer than 0.2 s",
     ]

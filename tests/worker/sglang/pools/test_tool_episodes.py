@@ -40,14 +40,14 @@ async def client(redis_url: str) -> AsyncIterator[RolloutClient]:
         yield opened
 
 
-async def play(client: RolloutClient, grammar: str, count: int = 4) -> list[Episode]:
+async def play(client: RolloutClient, grammar: str, timeout: float = 60.0) -> list[Episode]:
     """Episodes of two turns at most, whose answers are all of that grammar."""
     registry = ToolRegistry()
     registry.add(described("add"), lambda a, b: str(a + b))
     registry.add(described("wait"), wait)
     episodes = client.episodes(
-        range(count),
-        lambda _: ToolEnvironment(PROMPT, registry, score=lambda answer: len(answer.text), timeout=0.1),
+        range(4),
+        lambda _: ToolEnvironment(PROMPT, registry, score=lambda answer: len(answer.text), timeout=timeout),
         limits=EpisodeLimits(turns=2),
         sampling=SamplingParams(max_new_tokens=200, regex=grammar),
         tools=registry.tools,
@@ -107,7 +107,7 @@ async def test_calls_run_and_their_answers_are_the_next_prompt(client: RolloutCl
 async def test_calls_that_fail_are_answered_with_the_error(
     client: RolloutClient, text_model: Path, grammar: str, says: str
 ) -> None:
-    for episode in await play(client, grammar):
+    for episode in await play(client, grammar, timeout=0.1):
         assert (episode.stop, len(episode.turns)) == ("turns", 2)
         for turn in episode.turns:
             (outcome,) = turn.info["outcomes"]
