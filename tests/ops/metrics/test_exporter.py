@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -16,9 +17,10 @@ from redis.asyncio import Redis
 from support.pools.fixtures import MakeLease
 from support.pools.pool import eventually, short_retries, status, wait_replies, worker
 from support.pools.scraped import scraped
-from support.specimens.messages import job
+from support.redis.roles import create
+from support.specimens.messages import job, specimens
 
-from rolloutmq.messages import Broker, SamplingParams, connect
+from rolloutmq.messages import Broker, SamplingParams, WeightAnnouncement, connect
 from rolloutmq.messages.codec import encode
 from rolloutmq.messages.model import WorkerStatus
 from rolloutmq.ops.metrics.exporter import Exporter
@@ -26,6 +28,7 @@ from rolloutmq.ops.metrics.families import pool_families
 from rolloutmq.ops.metrics.reading import PoolReader, Reading
 from rolloutmq.ops.metrics.totals import Totals
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.sync.transfer import Ledger, TransferReport
 from rolloutmq.worker.metrics import MetricsServer
 
 
@@ -210,3 +213,36 @@ async def test_the_command_serves_until_it_is_told_to_stop(redis_db: str) -> Non
             assert await asyncio.to_thread(process.wait, 60) == 0
         finally:
             process.kill()
+
+
+async def test_a_transfer_is_counted_once_it_has_ended(reader: PoolReader, db: Redis, joined: MakeLease) -> None:
+    await joined("w1")
+    ledger, totals = Ledger(db, "default"), Totals()
+
+    async def look() -> Totals:
+        totals.take_in(await reader.read(), time.monotonic())
+        return totals
+
+    await look()
+    told = specimens()["stock-announcement"]
+    assert isinstance(told, WeightAnnouncement)
+    told = told.model_copy(update={"epoch": await ledger.new_epoch(), "roster": {"w1": 1, "w2": 2}})
+    await ledger.announce(told)
+    await ledger.seal(told)
+    report = TransferReport(ok=True, phase="done", nbytes=3_000, rendezvous_s=0.5, receive_s=1.0, load_s=1.5)
+    await ledger.report(told.epoch, "w1", report)
+    await ledger.report(told.epoch, "w2", TransferReport(ok=False, phase="verify", error="no"))
+    assert (await look()).syncs.total == 0
+    await ledger.close(told, committed=True)
+    for _ in range(2):
+        await look()
+        assert (totals.syncs.counts, totals.syncs.total) == ([0, 0, 0, 0, 0, 1, 0, 0, 0, 0], 3.0)
+        assert (totals.sync_bytes, totals.failed_syncs, totals.last_bytes_per_s) == (3_000, 1, 1_000.0)
+
+
+async def test_the_operators_user_may_run_it(redis_server: EmbeddedRedis) -> None:
+    for more, knows in (("", False), ("+info", True)):
+        url = create(redis_server, "operator", "mine", more)
+        async with connect(url, pool="mine") as redis:
+            reading = await PoolReader(redis, "mine").read()
+        assert (reading.memory is not None) == knows
