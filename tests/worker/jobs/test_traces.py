@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.peers.publishing import publish, publisher
 from support.pools.pool import eventually, worker
 from support.specimens.messages import job
 
@@ -85,6 +86,15 @@ async def test_a_job_is_one_trace_from_submission_to_result(
     (context,) = {result.trace_id for result in results}
     assert context
     assert context.startswith(f"00-{trace_of(submit):032x}-{number(submit):016x}-")
+
+
+async def test_a_version_is_traced_at_the_trainer_and_at_the_worker(redis_db: str, spans: InMemorySpanExporter) -> None:
+    async with worker(redis_db), publisher(redis_db) as source:
+        await publish(source, 1)
+        await eventually(lambda: by_name(spans).keys() >= {"sync", "publish weights"}, what="both have ended")
+    (sync,), (sent,) = by_name(spans)["sync"], by_name(spans)["publish weights"]
+    assert dict(sync.attributes or {})["rolloutmq.ok"] is True
+    assert dict(sent.attributes or {}) == {"rolloutmq.weights": "version 1"}
 
 
 @pytest.mark.parametrize("given", ["my run, step 7", "00-zz-11-01", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.peers.publishing import WEIGHTS, publish, publisher
 from support.pools.pool import Running, eventually, wait_replies
 from support.pools.scraped import fetched, scraped
 from support.specimens.messages import job
@@ -108,6 +109,18 @@ async def test_an_error_of_the_engine_is_counted_by_kind() -> None:
     assert metered.errors == {"refused": 0, "failed": 1, "dead": 1}
     assert metered.info == engine.info  # what is not counted is the engine's own
     assert (metered.running, metered.busy_since) == (0, 0.0)
+
+
+async def test_it_shows_the_weights_that_it_received(redis_db: str) -> None:
+    async with watched(redis_db, ScriptedEngine()) as (running, port), publisher(redis_db) as source:
+        await eventually(running.worker.joined.is_set)
+        assert (await publish(source, 3)).workers == (running.id,)
+        seen = await asyncio.to_thread(scraped, port)
+    assert (seen[W + "weights_version"], seen[W + "versions_behind"]) == (3, 0)
+    assert (seen[W + "sync_seconds_count"], seen[W + "failed_syncs_total"]) == (1, 0)
+    assert seen[W + "sync_bytes_total"] == sum(tensor.nbytes for tensor in WEIGHTS.values())
+    assert seen[W + "last_sync_bytes_per_second"] > 0
+    assert seen[W + 'gate_closed_seconds_total{reason="quiet"}'] > 0
 
 
 def test_seconds_of_a_transfer() -> None:
