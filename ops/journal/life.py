@@ -109,7 +109,7 @@ class Life:
         asked = None if self.accepted is None else content(self.accepted)[0]
         expected = asked.n if isinstance(asked, GenerateJob) else expected
         parts = [f"{len(self.results):,} of {expected or 'an unknown number of'} samples", f"{tokens:,} tokens"]
-        parts += [f"versions {_few(sorted(versions))}"] if versions else []
+        parts += [f"version{'s' if len(versions) > 1 else ''} {_few(sorted(versions))}"] if versions else []
         parts += [f"{len(workers)} workers" if len(workers) > 1 else f"by {workers.pop()}"] if workers else []
         if self.accepted is not None and self.results:
             last = max(entry.at for entry in self.results.values())
