@@ -52,6 +52,9 @@ def replay(
     ] = None,
     loss: Annotated[str | None, typer.Option(help="--depth loss: MODULE:FUNCTION(batch, notes) -> losses.")] = None,
     score: Annotated[bool, typer.Option("--score", help="Only recompute log-probabilities.")] = False,
+    score_every: Annotated[
+        int | None, typer.Option(min=1, help="Follow the journal: score every so many samples that arrive.")
+    ] = None,
     mean_limit: Annotated[
         float, typer.Option(min=0, callback=finite, help="--score: largest mean difference where not all is float32.")
     ] = 0.05,
@@ -90,7 +93,7 @@ def replay(
     from ...messages.errors import ConfigError, InvalidField
     from ..flags import parse_extra
     from ..replay import Limits, Where, as_data, as_line, summary
-    from .replay_checks import Property, Scoring, look, schedule_from
+    from .replay_checks import Property, Scoring, follow, look, schedule_from
 
     if html is not None:
         check_out("--html", html)
@@ -102,13 +105,13 @@ def replay(
         raise ConfigError("--depth loss and --loss: give both, or neither")
     if journal is None:
         raise ConfigError("--journal: give the folder of a journal")
-    begin = -math.inf if since is None else moment("--since", since)
-    end = math.inf if until is None else moment("--until", until)
+    begin, end = _between(since, until)
     if depth == "schedule":
         schedule = schedule_from(journal, ids, begin, end, _complain)
         say(schedule.as_data(), schedule.lines(), json)
         raise typer.Exit(int(bool(schedule.violations)))
-    largest = logprob_limit if logprob_limit is not None else 1e-4 if score else 1e-5
+    largest = logprob_limit if logprob_limit is not None else 1e-4 if score or score_every else 1e-5
+    scoring = Scoring(score, largest, mean_limit, dtype, device)
     settings = Settings(
         limits=Limits(logprob=largest),
         model=model,
@@ -117,6 +120,8 @@ def replay(
         adapters=adapters,
         engine=parse_extra(engine or []),
     )
+    if score_every is not None:
+        follow(journal, score_every, settings, scoring)
     unread: list[str] = []
 
     def note_unread(line: str) -> None:
@@ -138,7 +143,6 @@ def replay(
     )
     if not chosen and not unread:
         raise ConfigError(f"{journal} has no such sample")
-    scoring = Scoring(score, largest, mean_limit, dtype, device)
     asked = Property(metric, below, check, each, ends) if bisect else None
     if (looked := look(chosen, settings, scoring, asked, loss if depth == "loss" else None)) is not None:
         say(looked.as_data(), looked.lines(), json)
@@ -164,6 +168,11 @@ def replay(
         lines.append(f"wrote {html}")
     say({"summary": told, "report": report}, lines, json)
     raise typer.Exit(int(told["differs"] > threshold * told["samples"] or told["unverified"] > allow_unverified))
+
+
+def _between(since: str | None, until: str | None) -> tuple[float, float]:
+    begin = -math.inf if since is None else moment("--since", since)
+    return begin, math.inf if until is None else moment("--until", until)
 
 
 def _write(html: Path, report: dict[str, Any]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NoReturn
+
+import typer
 
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.journal import read
@@ -13,6 +17,7 @@ from ..replay.checks import (
     EVENTS,
     Bisected,
     Broken,
+    Follower,
     Gaps,
     Losses,
     Schedule,
@@ -27,6 +32,10 @@ from ..replay.checks import (
     score,
     users,
 )
+from ..terminal import printable
+
+FOLLOW_S = 5.0
+"""Between two looks at a journal that is followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +107,20 @@ def look(
     if asked is not None:
         return found_by_bisect(samples, settings, scoring, asked)
     return None if loss is None else losses_of(samples, loss)
+
+
+def follow(journal: str, every: int, settings: Settings, scoring: Scoring) -> NoReturn:
+    """Score every so many samples that arrive, until Ctrl-C. Raises InvalidField, ConfigError."""
+    follower = Follower(
+        journal, every, lambda samples: scoring.verdicts(samples, settings), scoring.tolerance, scoring.dtype
+    )
+    try:
+        while True:
+            if follower.round():
+                typer.echo(printable(follower.line()))
+            time.sleep(FOLLOW_S)
+    finally:
+        follower.close()
 
 
 def schedule_from(

@@ -1,6 +1,7 @@
 """What recorded samples say without being generated again: scores, where a version broke, what a loss made of them."""
 
 from .bisect import Bisected, Broken, bisect
+from .follow import Follower
 from .gaps import Gaps, Spread, gaps_of
 from .loss import Losses, losses_of
 from .properties import EACH, by_version, metric, replays, user_function, users
@@ -12,6 +13,7 @@ __all__ = [
     "EVENTS",
     "Bisected",
     "Broken",
+    "Follower",
     "Gaps",
     "Losses",
     "Schedule",
