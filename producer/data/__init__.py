@@ -1,7 +1,7 @@
 """A job's inputs and outputs as data: media, decoding, tools, masks."""
 
 from .decode import Decoder
-from .either import as_error, call_either
+from .either import as_error, call_either, told
 from .masks import Turn, loss_mask, prompt_tokens, response_mask, scatter, turn_masks, turn_numbers
 from .media import chat_job, from_openai, medium
 from .tool_class import ToolAnswer, ToolClass
@@ -26,6 +26,7 @@ __all__ = [
     "response_mask",
     "run_tool_calls",
     "scatter",
+    "told",
     "turn_masks",
     "turn_numbers",
 ]

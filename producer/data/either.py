@@ -56,7 +56,15 @@ def as_error(raised: BaseException) -> Exception:
         raise raised
     if isinstance(raised, Exception) and not isinstance(raised, StopIteration):  # which no future takes
         return raised
-    return RuntimeError(f"{type(raised).__name__}: {raised}")
+    return RuntimeError(told(raised))
+
+
+def told(error: BaseException) -> str:
+    """The kind of an error, and its text unless that raises, too: errors may be of somebody's own making."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
 
 
 async def _in_a_task(work: Awaitable[Any]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.model import MAX_TEXT, ChatMessage, Tool, ToolCall
-from .either import call_either
+from .either import call_either, told
 from .mcp_server import McpServer
 from .tool_class import ToolAnswer, ToolClass
 from .tool_files import read_tool, read_tool_file
@@ -138,7 +138,7 @@ async def _run(
     except TimeoutError:
         error = f"{call.name} did not answer within {timeout:g} s" if timeout else f"{call.name}: TimeoutError"
     except Exception as raised:  # a tool may raise anything; the other calls go on
-        error = f"{call.name}: {type(raised).__name__}: {raised}"
+        error = f"{call.name}: {told(raised)}"
     else:
         seconds = time.monotonic() - began
         return ToolOutcome(call, text, None, seconds, said.reward, said.state_reward, said.metrics)

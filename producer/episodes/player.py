@@ -15,7 +15,7 @@ from ...messages.errors import InvalidField, JobFailed, RolloutMQError
 from ...messages.model import GenerateJob, JobFailure, SamplingParams
 from ..calls import History, prompt_fields
 from ..core import ClientCore
-from ..data import as_error, call_either
+from ..data import as_error, call_either, told
 from .asking import ask
 from .environment import Environment, read_step
 from .episode import Episode, Stop, Turn
@@ -215,4 +215,4 @@ def _stop_for(error: JobFailed) -> Stop:
 
 
 def _told(error: BaseException) -> str:
-    return str(error) if isinstance(error, _Ended | InvalidField) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, _Ended | InvalidField) else told(error)

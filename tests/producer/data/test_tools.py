@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import threading
 import time
@@ -17,7 +16,7 @@ from rolloutmq.messages import GenerateJob, decode, encode
 from rolloutmq.messages.errors import ConfigError, InvalidField, RequestRefused
 from rolloutmq.messages.model.chat import MAX_CALLS, MAX_TEXT, ChatMessage
 from rolloutmq.messages.model.tools import Tool, ToolCall, why_invalid
-from rolloutmq.producer.data import ToolRegistry, either, run_tool_calls
+from rolloutmq.producer.data import ToolRegistry, run_tool_calls
 
 WEATHER = {
     "type": "function",
@@ -281,32 +280,6 @@ async def test_what_goes_wrong_is_an_answer_and_takes_no_neighbour_along() -> No
         assert text in outcome.content
         assert outcome.content.startswith("Error: ")
     assert outcomes[-1].content == "[1]"
-
-
-async def test_a_tool_that_exits_or_ignores_its_timeout_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(either, "GRACE_S", 0.05)
-    end = asyncio.Event()
-
-    async def exits() -> None:
-        raise SystemExit(3)
-
-    async def cancels() -> None:
-        raise asyncio.CancelledError
-
-    async def stubborn() -> None:
-        while not end.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await end.wait()
-
-    registry = ToolRegistry()
-    for runner in (exits, cancels, stubborn):
-        registry.add(schema(runner.__name__), runner)
-    exited, cancelled = await run_tool_calls([call("exits"), call("cancels")], registry)
-    (late,) = await run_tool_calls([call("stubborn")], registry, timeout=0.05)
-    end.set()
-    assert exited.error == "exits: RuntimeError: SystemExit: 3"
-    assert cancelled.error == "cancels: RuntimeError: CancelledError: "
-    assert late.error == "stubborn did not answer within 0.05 s"
 
 
 async def test_an_answer_that_no_message_can_hold_is_an_error_or_made_to_fit() -> None:

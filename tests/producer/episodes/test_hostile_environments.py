@@ -54,6 +54,16 @@ async def test_what_would_end_a_loop_costs_the_episode(
     assert bad.stop == "done"
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
+async def test_an_error_without_words_costs_the_episode(redis_db: str, client: RolloutClient) -> None:
+    bad = await beside_a_good_one(redis_db, client, raising("step", Mute(), plain=False))
+    assert (bad.stop, bad.error) == ("failed", "step: Mute")
+
+
 def cancelled(_task: Any) -> Any:
     raise asyncio.CancelledError
 
