@@ -17,7 +17,7 @@ from .read import DiskVersion
 CHUNK = 8 << 20
 
 
-def export_version(version: DiskVersion, destination: str) -> bool:
+def export_version(version: DiskVersion, destination: str, check: Callable[[], None] = lambda: None) -> bool:
     """Copy an opened version into a folder of versions: an absolute path, or a URL such as s3://bucket/weights.
 
     Returns False, without copying, if the same version is there. Every file of the copy is read back and compared with
@@ -25,12 +25,12 @@ def export_version(version: DiskVersion, destination: str) -> bool:
     name either (see folder.py). This proves a faithful copy; `DiskVersion.verify` proves the contents. Blocks.
 
     Raises SnapshotConflict if the version is there with other contents, SnapshotError, and ConfigError for a URL that
-    cannot be opened.
+    cannot be opened. check: is called now and then; what it raises ends the copy.
     """
     names = [*(entry.name for entry in version.index.files), *(beside.name for beside in version.index.beside)]
     if "://" in destination:
-        return _to_url(version, [*names, WEIGHT_MAP], destination)
-    return _to_folder(version, [*names, WEIGHT_MAP], VersionFolder(Path(destination)))
+        return _to_url(version, [*names, WEIGHT_MAP], destination, check)
+    return _to_folder(version, [*names, WEIGHT_MAP], VersionFolder(Path(destination)), check)
 
 
 def open_url(url: str) -> tuple[Any, str]:
@@ -47,7 +47,7 @@ def open_url(url: str) -> tuple[Any, str]:
     return filesystem, str(root)
 
 
-def _to_folder(version: DiskVersion, names: list[str], folder: VersionFolder) -> bool:
+def _to_folder(version: DiskVersion, names: list[str], folder: VersionFolder, check: Callable[[], None]) -> bool:
     target = folder.path / folder_name(version.version)
     content = _content(version)
     with disk_errors("exporting to", target):
@@ -56,7 +56,7 @@ def _to_folder(version: DiskVersion, names: list[str], folder: VersionFolder) ->
         with folder.draft(version.version) as draft:
             for name in names:
                 with _source(version, name) as source, (draft.path / name).open("xb") as file:
-                    digest = _copied(source, file.write)
+                    digest = _copied(source, file.write, check)
                     file.flush()
                     os.fsync(file.fileno())
                 with (draft.path / name).open("rb") as written:
@@ -65,7 +65,7 @@ def _to_folder(version: DiskVersion, names: list[str], folder: VersionFolder) ->
             return draft.publish() or _same(content, (target / INDEX).read_bytes(), str(target))
 
 
-def _to_url(version: DiskVersion, names: list[str], url: str) -> bool:
+def _to_url(version: DiskVersion, names: list[str], url: str, check: Callable[[], None]) -> bool:
     filesystem, root = open_url(url)
     target = f"{root.rstrip('/')}/{folder_name(version.version)}"
     content = _content(version)
@@ -75,7 +75,7 @@ def _to_url(version: DiskVersion, names: list[str], url: str) -> bool:
         filesystem.makedirs(target, exist_ok=True)
         for name in names:
             with _source(version, name) as source, filesystem.open(f"{target}/{name}", "wb") as file:
-                digest = _copied(source, file.write)
+                digest = _copied(source, file.write, check)
             with filesystem.open(f"{target}/{name}", "rb") as written:
                 _check(digest, written, name)
         filesystem.pipe_file(f"{target}/{INDEX}", content)
@@ -107,10 +107,11 @@ def _chunks(file: IO[bytes]) -> Iterator[bytes]:
     return iter(lambda: file.read(CHUNK), b"")
 
 
-def _copied(source: IO[bytes], write: Callable[[bytes], Any]) -> str:
+def _copied(source: IO[bytes], write: Callable[[bytes], Any], check: Callable[[], None]) -> str:
     """Copy; returns the SHA-256 of what was read."""
     digest = hashlib.sha256()
     for chunk in _chunks(source):
+        check()
         digest.update(chunk)
         write(chunk)
     return digest.hexdigest()

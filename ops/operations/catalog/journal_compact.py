@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from ....messages.journal import Entry, Event, merge
+from ....messages.journal import Entry, Event, Merged, merge
 from ....messages.model import Float, Int
-from .operation import Context, Operation, Params, operation
+from .operation import Check, Context, Operation, Params, operation
 
 Events = Annotated[
     tuple[Event, ...], BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
@@ -41,15 +41,19 @@ class JournalCompact(Operation[JournalCompactParams]):
     async def run(self, context: Context, params: JournalCompactParams) -> dict[str, Any]:
         """Each entry is in the journal once, wherever a run is cut off; a repeated one merges the rest."""
 
-        def wanted(entry: Entry) -> Entry | None:
-            return None if entry.event in params.without else entry
+        def work(check: Check) -> Merged:
+            def wanted(entry: Entry) -> Entry | None:
+                check()
+                return None if entry.event in params.without else entry
 
-        told = merge(
-            params.journal,
-            segment_bytes=params.segment_bytes,
-            since=-math.inf if params.keep_s is None else time.time() - params.keep_s,
-            change=wanted,
-            grace_s=params.grace_s,
-            progress=lambda done, total: context.progress(done, total, "segments merged"),
-        )
+            return merge(
+                params.journal,
+                segment_bytes=params.segment_bytes,
+                since=-math.inf if params.keep_s is None else time.time() - params.keep_s,
+                change=wanted,
+                grace_s=params.grace_s,
+                progress=lambda done, total: context.progress(done, total, "segments merged"),
+            )
+
+        told = await context.blocking(work)
         return asdict(told)

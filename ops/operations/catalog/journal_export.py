@@ -43,14 +43,16 @@ class JournalExport(Operation[JournalExportParams]):
             _check_out(params)
             context.note(writing=True)
         problems: list[str] = []
-        rows = export(
-            params.journal,
-            Path(params.out),
-            params.table,
-            overwrite=True,
-            on_problem=problems.append,
-            since=-math.inf if params.since is None else params.since,
-            until=math.inf if params.until is None else params.until,
+        rows = await context.blocking(
+            lambda _check: export(
+                params.journal,
+                Path(params.out),
+                params.table,
+                overwrite=True,
+                on_problem=problems.append,
+                since=-math.inf if params.since is None else params.since,
+                until=math.inf if params.until is None else params.until,
+            )
         )
         return {"out": params.out, "rows": rows, "problems": list(dict.fromkeys(problems))[:TOLD]}
 

@@ -5,10 +5,12 @@ Every module of this room is imported when the operations are first asked for.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import pkgutil
 import re
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -39,6 +41,8 @@ class NoParams(Params):
 
 
 P = TypeVar("P", bound=Params)
+T = TypeVar("T")
+Check = Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -68,6 +72,25 @@ class Context:
         """Write down facts for a repeated run. Notes are kept with the job and written at once."""
         self.notes.update(facts)
         self._write()
+
+    async def blocking(self, work: Callable[[Check], T]) -> T:
+        """Run work that blocks in a thread, so that the operation can be cancelled meanwhile.
+
+        `work` should call its argument often: it raises once the operation is cancelled. Until then this waits for it.
+        """
+        cancelled = threading.Event()
+
+        def check() -> None:
+            if cancelled.is_set():
+                raise asyncio.CancelledError
+
+        running = asyncio.ensure_future(asyncio.to_thread(work, check))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            cancelled.set()
+            await asyncio.wait({running})
+            raise
 
     def _write(self) -> None:
         self._at = time.monotonic()

@@ -17,7 +17,7 @@ from ....producer import RolloutClient
 from ...records import Records
 from ...replay import Limits, Recorded, Verdict, Where, recorded
 from ...replay.pool import WINDOW, client_of, replayed
-from .operation import Context, Operation, Params, operation
+from .operation import Check, Context, Operation, Params, operation
 
 TOLD = 20
 """The result has at most so many reasons and problems."""
@@ -61,7 +61,8 @@ class Replay(Operation[ReplayParams]):
         problems: list[str] = []
         file = _Verdicts(params)
         try:
-            chosen = [one for one in _chosen(params, file.until, problems) if _place(one) not in file.done]
+            found = await context.blocking(lambda check: _chosen(params, file.until, problems, check))
+            chosen = [one for one in found if _place(one) not in file.done]
             total = len(file.done) + len(chosen)
             client = RolloutClient(
                 context.redis_url, context.pool, client_id=client_of(file.replay_id), before_ack=file.records.sync
@@ -82,7 +83,7 @@ class Replay(Operation[ReplayParams]):
         return bool(result["differs"] or result["unverified"] or not result["same"])
 
 
-def _chosen(params: ReplayParams, until: float, problems: list[str]) -> list[Recorded]:
+def _chosen(params: ReplayParams, until: float, problems: list[str], check: Check) -> list[Recorded]:
     """The samples of the first `limit` jobs that fit. Raises ConfigError if the journal cannot be read."""
     jobs: set[str] = set()
     found: list[Recorded] = []
@@ -94,6 +95,7 @@ def _chosen(params: ReplayParams, until: float, problems: list[str]) -> list[Rec
         where=Where(params.where) if params.where else None,
         on_problem=problems.append,
     ):
+        check()
         if len(jobs) < params.limit or one.result.job_id in jobs:
             jobs.add(one.result.job_id)
             found.append(one)

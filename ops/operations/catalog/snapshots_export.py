@@ -10,7 +10,7 @@ from pydantic import Field
 from ....messages.errors import ConfigError
 from ....messages.model import Int
 from ....sync.disk import SnapshotStore, export_version
-from .operation import Context, Operation, Params, operation
+from .operation import Check, Context, Operation, Params, operation
 
 
 class SnapshotsExportParams(Params):
@@ -32,18 +32,22 @@ class SnapshotsExport(Operation[SnapshotsExportParams]):
 
     async def run(self, context: Context, params: SnapshotsExportParams) -> dict[str, Any]:
         """What is there already is left alone, so a repeated run copies the rest."""
-        store = store_in(params.folder)
-        versions = list(params.versions) or store.versions()
-        done: dict[bool, list[int]] = {True: [], False: []}
-        nbytes = 0
-        for number, version in enumerate(versions):
-            context.progress(number, len(versions), f"version {version}", now=True)
-            with store.load(version) as found:
-                copied = export_version(found, params.to)
-                done[copied].append(version)
-                nbytes += found.nbytes * copied
-        context.progress(len(versions), len(versions), now=True)
-        return {"exported": done[True], "there": done[False], "nbytes": nbytes}
+        return await context.blocking(lambda check: _export(context, params, check))
+
+
+def _export(context: Context, params: SnapshotsExportParams, check: Check) -> dict[str, Any]:
+    store = store_in(params.folder)
+    versions = list(params.versions) or store.versions()
+    done: dict[bool, list[int]] = {True: [], False: []}
+    nbytes = 0
+    for number, version in enumerate(versions):
+        context.progress(number, len(versions), f"version {version}", now=True)
+        with store.load(version) as found:
+            copied = export_version(found, params.to, check)
+            done[copied].append(version)
+            nbytes += found.nbytes * copied
+    context.progress(len(versions), len(versions), now=True)
+    return {"exported": done[True], "there": done[False], "nbytes": nbytes}
 
 
 def store_in(folder: str, keep: int = 1) -> SnapshotStore:

@@ -10,7 +10,7 @@ from pydantic import Field
 from ....messages.journal import TORN, read
 from ....messages.model import Float, Int
 from ....sync.transfer import Ledger
-from .operation import Context, Operation, Params, operation
+from .operation import Check, Context, Operation, Params, operation
 from .snapshots_export import store_in
 
 TOLD = 20
@@ -40,7 +40,8 @@ class SnapshotsGc(Operation[SnapshotsGcParams]):
         """A repeated run removes what is left. What is pinned or being read stays in any case."""
         store = store_in(params.folder, params.keep)
         problems: list[str] = []
-        needed = _needed(params, problems) | {await Ledger(context.redis, context.pool).committed()}
+        needed = await context.blocking(lambda check: _needed(params, problems, check))
+        needed.add(await Ledger(context.redis, context.pool).committed())
         garbage = store.collectable(needed)
         # What cannot be read may name any version.
         removed = store.collect(needed) if params.delete and not problems else []
@@ -53,7 +54,7 @@ class SnapshotsGc(Operation[SnapshotsGcParams]):
         return bool(result["problems"])
 
 
-def _needed(params: SnapshotsGcParams, problems: list[str]) -> set[int]:
+def _needed(params: SnapshotsGcParams, problems: list[str], check: Check) -> set[int]:
     """The versions of which a journal's results have tokens. problems: gets what could not be read."""
 
     def unread(problem: str) -> None:
@@ -65,4 +66,8 @@ def _needed(params: SnapshotsGcParams, problems: list[str]) -> set[int]:
     since = -math.inf if params.since is None else params.since
     until = math.inf if params.until is None else params.until
     results = read(params.journal, events="result", since=since, until=until, on_problem=unread)
-    return {version for entry in results for version in entry.versions}
+    needed: set[int] = set()
+    for entry in results:
+        check()
+        needed.update(entry.versions)
+    return needed

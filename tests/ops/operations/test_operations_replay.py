@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pools.operations import Gated, WorkerProcess
+from support.pools.operations import Gated, WorkerProcess, alive, children
 from support.pools.pool import eventually, worker
 
 from rolloutmq.messages import ConfigError, GenerateJob, InvalidField, connect, new_id
@@ -55,8 +55,10 @@ async def test_killed_half_way_each_job_is_replayed_exactly_once(
         try:
             # Half is answered, and the others are in the pool: it is in the midst of everything.
             await eventually(lambda: len(verdicts(out)) > 100 and engine.free < 0)
+            (child,) = children(first.pid)
         finally:
             first.kill()
+        await eventually(lambda: not alive(child))
         assert queue.run(run_id).state == "started"
         assert 100 < (cut := len(verdicts(out))) <= JOBS // 2
         with out.open("ab") as file:

@@ -54,8 +54,8 @@ def test_what_is_exported_is_the_same_version(kind: str, folder: Path, redis_db:
 def test_a_copy_that_is_not_what_was_read_is_no_version(
     kind: str, folder: Path, redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoilt(source: Any, write: Any) -> str:
-        digest = copied(source, write)
+    def spoilt(source: Any, write: Any, check: Any) -> str:
+        digest = copied(source, write, check)
         write(b"x")
         return digest
 
