@@ -92,7 +92,9 @@ class Pool:
             "--max-running": "64" if self.gpu else "16",
             "--lease": "2",
             "--checkpoint": "0.3",
-            "--mem-fraction": "0.35" if self.gpu else "0.3",
+            # Two engines that start at once take each other's memory for their own, so the KV cache has a fixed size.
+            "--mem-fraction": "0.8" if self.gpu else "0.3",
+            "--max-total-tokens": "131072" if self.gpu else "65536",
             "--log-level": "info",
         }
         pairs = [*options.items(), *(("--sglang", setting) for setting in self.sglang)]
