@@ -6,6 +6,7 @@ is a traceparent, the spans of the job belong to that trace. What becomes of the
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -18,9 +19,12 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, Tracer, TracerProvider
 
+log = logging.getLogger(__name__)
 VARIABLE = "ROLLOUTMQ_TRACES"
 J = TypeVar("J")
+FLUSH_MS = 2_000
 _asked = False
+_provider: TracerProvider | None = None
 _tracer: Tracer | None = None
 
 
@@ -29,12 +33,22 @@ def enable(provider: TracerProvider | None = None) -> None:
 
     provider: None takes OpenTelemetry's global one. Raises ConfigError if OpenTelemetry is not installed.
     """
-    global _asked, _tracer
+    global _asked, _provider, _tracer
     try:
         from opentelemetry.trace import get_tracer  # noqa: PLC0415 – an extra
     except ModuleNotFoundError:
         raise ConfigError("traces need OpenTelemetry: pip install 'rolloutmq[otel]'") from None
-    _asked, _tracer = True, get_tracer("rolloutmq", tracer_provider=provider)
+    _asked, _provider, _tracer = True, provider, get_tracer("rolloutmq", tracer_provider=provider)
+
+
+def flush() -> None:
+    """Hand over the spans that wait to be sent, for a process that is about to end without Python's own way out."""
+    if _tracer is not None:
+        from opentelemetry.trace import get_tracer_provider  # noqa: PLC0415
+
+        send = getattr(_provider or get_tracer_provider(), "force_flush", None)  # a method of the SDK's
+        if send is not None:
+            send(FLUSH_MS)
 
 
 def disable() -> None:
@@ -49,7 +63,10 @@ def tracer() -> Tracer | None:
     if not _asked:
         _asked = True
         if os.environ.get(VARIABLE) == "1":
-            enable()
+            try:
+                enable()
+            except ConfigError as error:  # no reason to run no jobs
+                log.warning("%s=1: %s", VARIABLE, error)
     return _tracer
 
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
+from ..messages import tracing
 from ..messages.errors import ConfigError
 from ..messages.hub import is_outage, is_unknown, look_up, was_fetched
 from .commands import beside
@@ -60,6 +61,7 @@ def exit_at_once() -> NoReturn:
 
     Python's own way out takes seconds under torch and SGLang, and a pod's grace period may not have them.
     """
+    tracing.flush()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

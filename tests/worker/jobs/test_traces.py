@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -158,3 +159,25 @@ def test_off_it_costs_nothing() -> None:
     code = "import sys; sys.modules['opentelemetry'] = None\n"  # as where it is not installed
     code += "from rolloutmq.producer import core; assert core.tracing.tracer() is None"
     subprocess.run([sys.executable, "-c", code], check=True)
+    asked = {**os.environ, tracing.VARIABLE: "1"}
+    shown = subprocess.run([sys.executable, "-c", code], check=True, env=asked, capture_output=True, text=True)
+    assert "pip install 'rolloutmq[otel]'" in shown.stderr
+
+
+ENDS_AT_ONCE = """
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
+from rolloutmq.messages import tracing
+from rolloutmq.worker.main import exit_at_once
+
+provider = TracerProvider()
+provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter(), schedule_delay_millis=3_600_000))
+tracing.enable(provider)
+tracing.past("the last one", 1.0)
+exit_at_once()
+"""
+
+
+def test_a_worker_that_ends_hands_over_its_last_spans() -> None:
+    shown = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, text=True, check=True)
+    assert '"name": "the last one"' in shown.stdout
