@@ -50,14 +50,15 @@ def export(
     """
     if file.exists() and not overwrite:
         raise InvalidField("FILE", str(file), "a file that is not there yet, or give --overwrite")
-    arrow = _arrow()
+    _arrow()  # the error of an install without it
+    from pyarrow.parquet import ParquetWriter  # noqa: PLC0415
 
     rows, part = 0, file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         with writing("FILE", file):
             file.parent.mkdir(parents=True, exist_ok=True)
             reader = as_reader(folder, table, on_problem=on_problem, **filters)
-            with arrow.parquet.ParquetWriter(part, reader.schema, compression="zstd") as writer:
+            with ParquetWriter(part, reader.schema, compression="zstd") as writer:
                 for batch in reader:
                     writer.write_batch(batch)
                     rows += batch.num_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -138,3 +139,10 @@ def test_without_pyarrow_it_is_said(folder: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     code, _, said = run("journal", "export", folder, tmp_path / "s.parquet")
     assert (code, "rolloutmq[parquet]" in said) == (2, True)
+
+
+def test_a_process_that_has_not_imported_pyarrow_exports(folder: Path, tmp_path: Path) -> None:
+    script = "import sys, pathlib; from rolloutmq.ops.journal import export; "
+    script += "print(export(sys.argv[1], pathlib.Path(sys.argv[2]), on_problem=lambda _: None))"
+    arguments = [sys.executable, "-c", script, str(folder), str(tmp_path / "s.parquet")]
+    assert subprocess.run(arguments, capture_output=True, text=True, check=True).stdout == "2\n"
