@@ -1,8 +1,9 @@
 """Connections to Redis: URLs, topologies, retries, key names, and the pool's bell."""
 
+from ..defaults import DEFAULT_URL
 from .answers import told_as_ours
 from .bell import Bell, Ring
-from .connection import DEFAULT_URL, ONCE_S, PoolRedis, connect, default_url, ping
+from .connection import ONCE_S, PoolRedis, connect, default_url, ping
 from .disk import Flush, how_to_flush
 from .keys import Keys
 from .raw import is_wrong_type, name_once, text, whole

@@ -17,6 +17,7 @@ from typing import Any, cast
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError, TimeoutError
 
+from ..defaults import DEFAULT_URL
 from ..errors import ConfigError, RedisRefused, RedisUnavailable, WrongLoop, WrongProcess
 from .answers import FULL, SILENT, said, told_as_ours
 from .disk import how_to_flush
@@ -24,7 +25,6 @@ from .retry import REPLY_TIMEOUT_S, BoundedRetry, reply_within, within
 from .topology import link
 from .url import Durability, parse, redacted
 
-DEFAULT_URL = "redis://127.0.0.1:6379/0"
 CONNECT_TIMEOUT_S = 3.0
 ONCE_S = 2.0
 """A person at a terminal waits so long for the first answer of a single server. The nodes of a cluster, and Sentinels,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ...messages.redis import DEFAULT_URL
+from ...messages.defaults import DEFAULT_URL
 from ..files import check_out
 from ..terminal import printable
 from .options import Json, Pool, RedisUrl, moment, say

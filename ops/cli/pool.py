@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...messages.broker import Broker
-from ...messages.errors import ConfigError, InvalidField
-from ...messages.ids import is_id
-from ...messages.redis import DEFAULT_URL
-from ..redis import ask
+from ...messages.defaults import DEFAULT_URL
 from .options import Json, LogLevel, Pool, RedisUrl, Yes, finite, group, log_to_stderr, say
+
+if TYPE_CHECKING:
+    from ...messages.broker import Broker
 
 replies = group("List or drop results that wait for their clients.")
 
@@ -68,6 +67,8 @@ def exporter(
     except ModuleNotFoundError as error:
         if error.name != "prometheus_client":
             raise
+        from ...messages.errors import ConfigError
+
         raise ConfigError("metrics need prometheus_client: pip install 'rolloutmq[metrics]'") from None
     log_to_stderr(log_level)
     run_exporter(redis, pool, host, port, every)
@@ -141,6 +142,10 @@ def cancel(
     rolloutmq cancel 0192f0c1a2b34c5d8e9fa0b1c2d3e4f5
     rolloutmq cancel --client trainer-1 --group step-7
     """
+    from ...messages.errors import ConfigError, InvalidField
+    from ...messages.ids import is_id
+    from ..redis import ask
+
     if bool(jobs) == bool(client) or (group and not client) or (partial and client):
         raise ConfigError("give job ids (and --partial), or --client, or --client and --group")
     for job in jobs or []:
@@ -166,6 +171,7 @@ def cancel(
 @replies.command("list")
 def list_replies(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", json: Json = False) -> None:
     """Clients with results that wait to be taken, the largest amount first."""
+    from ..redis import ask
 
     async def read(broker: Broker) -> list[tuple[str, int, int, int]]:
         return [
@@ -192,6 +198,8 @@ def drop_replies(
     json: Json = False,
 ) -> None:
     """Drop the results that wait for a client. Its open jobs continue: cancel them first."""
+    from ..redis import ask
+
     count = ask(redis, pool, lambda broker: broker.count_replies(client))
     if count and not yes:
         typer.confirm(f"throw away {count} results of {client}?", abort=True, err=True)

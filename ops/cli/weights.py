@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ...messages.redis import DEFAULT_URL
+from ...messages.defaults import DEFAULT_URL
 from .options import Json, Pool, RedisUrl, Yes, group, say
 
 app = group("Show weights versions, in the pool's ledger and on disk.")
