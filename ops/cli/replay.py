@@ -45,6 +45,9 @@ def replay(
     pool: Annotated[
         str | None, typer.Option(help="Generate in this pool instead, with the weights that it has now.")
     ] = None,
+    queued: Annotated[
+        bool, typer.Option("--queued", help="Generate copies of jobs that wait in --pool, here, and print what comes.")
+    ] = False,
     redis: RedisUrl = DEFAULT_URL,
     logprob_limit: Annotated[
         float | None,
@@ -90,7 +93,7 @@ def replay(
     rolloutmq replay --journal out/journal --snapshots out/snapshots --score
     rolloutmq replay --journal out/journal --snapshots out/snapshots --bisect
     """
-    from ...messages.errors import ConfigError, InvalidField
+    from ...messages.errors import ConfigError
     from ..flags import parse_extra
     from ..replay import Limits, Where, as_data, as_line, summary
     from .replay_checks import Property, Scoring, follow, look, schedule_from
@@ -99,17 +102,7 @@ def replay(
         check_out("--html", html)
     text_of = _texts(tokenizer, model) if json or html is not None else None
 
-    if depth not in (*DEPTHS, "loss", "schedule"):
-        raise InvalidField("--depth", depth, f"one of {', '.join((*DEPTHS, 'loss', 'schedule'))}")
-    if (depth == "loss") is (loss is None):
-        raise ConfigError("--depth loss and --loss: give both, or neither")
-    if journal is None:
-        raise ConfigError("--journal: give the folder of a journal")
-    begin, end = _between(since, until)
-    if depth == "schedule":
-        schedule = schedule_from(journal, ids, begin, end, _complain)
-        say(schedule.as_data(), schedule.lines(), json)
-        raise typer.Exit(int(bool(schedule.violations)))
+    _check(depth, loss, journal, queued)
     largest = logprob_limit if logprob_limit is not None else 1e-4 if score or score_every else 1e-5
     scoring = Scoring(score, largest, mean_limit, dtype, device)
     settings = Settings(
@@ -120,6 +113,14 @@ def replay(
         adapters=adapters,
         engine=parse_extra(engine or []),
     )
+    if queued:
+        raise typer.Exit(_copies(redis, pool or "default", limit, settings, version, json))
+    assert journal is not None
+    begin, end = _between(since, until)
+    if depth == "schedule":
+        schedule = schedule_from(journal, ids, begin, end, _complain)
+        say(schedule.as_data(), schedule.lines(), json)
+        raise typer.Exit(int(bool(schedule.violations)))
     if score_every is not None:
         follow(journal, score_every, settings, scoring)
     unread: list[str] = []
@@ -173,6 +174,37 @@ def replay(
 def _between(since: str | None, until: str | None) -> tuple[float, float]:
     begin = -math.inf if since is None else moment("--since", since)
     return begin, math.inf if until is None else moment("--until", until)
+
+
+def _check(depth: str, loss: str | None, journal: str | None, queued: bool) -> None:
+    """Raise InvalidField or ConfigError for options that do not fit together."""
+    from ...messages.errors import ConfigError, InvalidField
+
+    if depth not in (*DEPTHS, "loss", "schedule"):
+        raise InvalidField("--depth", depth, f"one of {', '.join((*DEPTHS, 'loss', 'schedule'))}")
+    if (depth == "loss") is (loss is None):
+        raise ConfigError("--depth loss and --loss: give both, or neither")
+    if journal is None and not queued:
+        raise ConfigError("--journal: give the folder of a journal")
+
+
+def _copies(redis: str, pool: str, limit: int | None, settings: Settings, version: int | None, json: bool) -> int:
+    """Print what copies of waiting jobs generate. The exit code: 1 if one of them could not be generated."""
+    from ..redis import ask
+    from ..replay import generate_copies, waiting
+
+    claims = ask(redis, pool, lambda broker: waiting(broker, limit or 100))
+    answers = generate_copies(claims, settings, version) if claims else []
+    for answer in answers:
+        for one in answer.results:
+            told = {"sample": f"{one.job_id}.{one.sample}", "finish_reason": one.finish_reason, "text": one.text}
+            ids = one.token_ids.tolist()
+            shown = one.text if one.text is not None else " ".join(map(str, ids))
+            say(told | {"token_ids": ids, "versions": list(one.versions)}, [f"{told['sample']}  {shown}"], json)
+        if answer.problem:
+            say({"job": answer.job_id, "problem": answer.problem}, [f"{answer.job_id}: {answer.problem}"], json)
+    say({"jobs": len(answers)}, [f"{len(answers)} jobs that wait were copied; they wait still"], json)
+    return int(any(answer.problem for answer in answers))
 
 
 def _write(html: Path, report: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from .depths import DEPTHS, Depth
 from .page import as_html
+from .queued import generate_copies, waiting
 from .recorded import Recorded, Span, Where, recorded
 from .report import Report
 from .settings import Settings
@@ -28,9 +29,11 @@ __all__ = [
     "compared",
     "engine_for",
     "engine_settings",
+    "generate_copies",
     "recorded",
     "regenerate",
     "replay_tokens",
     "summary",
     "unverified",
+    "waiting",
 ]

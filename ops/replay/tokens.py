@@ -107,7 +107,7 @@ async def regenerate(
         try:
             path = weights.path_of(version)
             if path != has:
-                await _load(engine, path, version)
+                await load_weights(engine, path, version)
                 has = path
         except (WeightSyncError, EngineError) as error:
             if isinstance(error, EngineDead):
@@ -121,7 +121,7 @@ async def regenerate(
     return [_verdict(*each, limits, fingerprint) for each in zip(samples, parts, strict=True)]
 
 
-async def _load(engine: Engine, path: Path, version: int) -> None:
+async def load_weights(engine: Engine, path: Path, version: int) -> None:
     """Load a folder's weights. Raises WeightSyncError or EngineError; the engine then has the weights from before."""
     order = folder_order(str(path), version, weights_size(path))
     report = await engine.prepare_weights(order)
