@@ -63,8 +63,8 @@ class RolloutClient:
         caps: where the pool answers PoolBusy to this client.
         before_ack: called before what was taken is acknowledged; False puts it off to a later call. For code that first
             makes durable what it took. Its argument says whether the client closes, which is the last call.
-        journal: a folder, or a `messages.journal.Journal`, to which the client writes its jobs, what came of them and
-            what its feed trained on. A folder's journal is closed with the client.
+        journal: a folder, a URL, or a `messages.journal.Journal`, to which the client writes its jobs, what came of
+            them and what its feed trained on. The journal of a folder or URL is closed with the client.
     """
 
     def __init__(

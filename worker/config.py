@@ -35,7 +35,8 @@ class WorkerConfig(BaseModel):
     snapshots: str | None = Field(default=None, min_length=1)
     """Folder where the publisher saves versions; a worker that is behind looks there first."""
     journal: str | None = Field(default=None, min_length=1)
-    """Folder for a journal of what this worker claims, saves, publishes and loads; several may share one."""
+    """Folder or URL (s3://…) for a journal of what this worker claims, saves, publishes and loads; several may share
+    one."""
     media_hosts: frozenset[str] = frozenset()
     """Host to fetch media of jobs from; repeatable. Default: none."""
     peer_after_s: Float | None = Field(default=3.0, ge=0.0)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, InvalidField, MessageError
 from .entry import EVENTS, Entry, Event
+from .remote import RemotePath, place_of
 from .segment import MERGED, SUFFIX, SegmentReader
 
 log = logging.getLogger(__name__)
@@ -37,9 +38,10 @@ def read(
     job: an id, or several. version: results of which it sampled any token, and its announcement. since, until: seconds
     since 1970, inclusive. on_problem: gets a line for each missing segment, torn end, damaged block, and newer version;
     by default they are logged. Reading goes on behind each.
+    folder: a folder, or a URL of one that fsspec reaches, of which only the blocks that are needed are fetched.
     Raises ConfigError if there is no such folder, InvalidField.
     """
-    place, kinds = Path(folder), _several(events)
+    place, kinds = place_of(folder), _several(events)
     for kind in kinds or ():
         if kind not in EVENTS:
             raise InvalidField("events", kind, f"some of {', '.join(EVENTS)}")
@@ -72,10 +74,10 @@ class _Wanted:
         )
 
 
-def _writers(folder: Path, on_problem: Problem) -> dict[str, list[Path]]:
+def _writers(folder: Path | RemotePath, on_problem: Problem) -> dict[str, list[Path | RemotePath]]:
     """The segments of each writer, in order."""
-    found: dict[str, dict[int, Path]] = {}
-    paths = list(folder.glob(f"*{SUFFIX}"))
+    found: dict[str, dict[int, Path | RemotePath]] = {}
+    paths: list[Path | RemotePath] = list(folder.glob(f"*{SUFFIX}"))
     replaced = {name for path in paths for name in replaced_by(path)}
     for path in paths:
         parts = path.name.removesuffix(SUFFIX).split("-")
@@ -92,7 +94,7 @@ def _writers(folder: Path, on_problem: Problem) -> dict[str, list[Path]]:
     return {writer: [path for _, path in sorted(segments.items())] for writer, segments in found.items()}
 
 
-def replaced_by(path: Path) -> tuple[str, ...]:
+def replaced_by(path: Path | RemotePath) -> tuple[str, ...]:
     """Names of the segments that were merged into this one. None, if it cannot be read: they are read then."""
     if f"-{MERGED}" not in path.name:
         return ()
@@ -104,7 +106,7 @@ def replaced_by(path: Path) -> tuple[str, ...]:
     return segment.header.replaces
 
 
-def _of_writer(segments: list[Path], wanted: _Wanted, on_problem: Problem) -> Iterator[Entry]:
+def _of_writer(segments: list[Path | RemotePath], wanted: _Wanted, on_problem: Problem) -> Iterator[Entry]:
     for path in segments:
         try:
             reader = SegmentReader(path, on_problem)

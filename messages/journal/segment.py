@@ -271,8 +271,9 @@ class SegmentWriter:
 class SegmentReader:
     """Reads one segment, block by block. problem(text): is told what is damaged; reading goes on after it."""
 
-    def __init__(self, path: Path, problem: Callable[[str], None]) -> None:
-        """Raises OSError, MalformedMessage and UnsupportedVersion."""
+    def __init__(self, path: Any, problem: Callable[[str], None]) -> None:
+        """path: a Path, or something else that `open`s as one does. Raises OSError, MalformedMessage and
+        UnsupportedVersion."""
         self._path, self._problem, self._zstd = path, problem, zstd()
         self._told: set[str] = set()
         self._file = path.open("rb")
@@ -350,7 +351,7 @@ class SegmentReader:
                 f"{self._path}: {TORN if torn else f'damaged at byte {start}: {error}; the rest is left out'}"
             )
             return None
-        end = os.fstat(self._file.fileno()).st_size
+        end = self._file.seek(0, os.SEEK_END)
         while not last and place + 3 <= end:
             self._file.seek(place)
             described = int.from_bytes(self._file.read(3), "little")
@@ -361,4 +362,5 @@ class SegmentReader:
             self._problem(f"{self._path}: {TORN}")
             return None
         self._file.seek(start)
-        return self._file.read(place - start)
+        whole: bytes = self._file.read(place - start)
+        return whole

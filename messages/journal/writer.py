@@ -20,6 +20,7 @@ from ..codec import Job, Result, encode
 from ..errors import ConfigError, InvalidField
 from ..model import JobFailure
 from .entry import Entry, Record, note, of_consumed, of_jobs, of_outcomes
+from .remote import Uploader, is_url, spool_for
 from .segment import SUFFIX, Header, Packed, SegmentWriter
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ ENTRY_BYTES = 200
 """Of an entry beside its message, about."""
 RETRY_S = 5.0
 """Pause after the disk refused a write."""
+UPLOAD_S = 60.0
+"""How long `close` waits for the last segments to be elsewhere. What is not stays for the next process."""
 
 Redact = Callable[[Entry], Entry | None]
 
@@ -48,10 +51,12 @@ class Journal:
     beyond `buffer_bytes` entries are dropped; an entry "lost" then says how many. What `flush` returned for is in the
     file and survives the death of the process; it survives that of the machine after `close`, or a rotation.
 
-    folder: is made if it is missing. segment_bytes, segment_s: a new segment begins after so many bytes or seconds.
-    keep_bytes, keep_s: complete segments are deleted, the oldest first, beyond so many bytes of all segments in the
-    folder, or when they were last written so many seconds ago; None keeps all. flush_s: the longest time that an entry
-    waits for its block. redact: is called for each entry, in the writer's thread, and returns what is written, or None;
+    folder: is made if it is missing. With a URL that fsspec reaches (s3://…) it is one below the temporary folder, from
+    which segments are moved there when they are complete, in the background; see `Uploader`.
+    segment_bytes, segment_s: a new segment begins after so many bytes or seconds. keep_bytes, keep_s: complete segments
+    are deleted, the oldest first, beyond so many bytes of all segments in the folder, or when they were last written so
+    many seconds ago; None keeps all. flush_s: the longest time that an entry waits for its block. buffer_bytes: of what
+    waits for the disk. redact: is called for each entry, in the writer's thread, and returns what is written, or None;
     if it raises, the entry is written without its message and data, so nothing leaks.
     Raises ConfigError if the folder cannot be written, InvalidField.
     """
@@ -76,6 +81,12 @@ class Journal:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
                 raise InvalidField(name, value, "a number above 0")
         self.folder = Path(folder)
+        elsewhere = str(folder) if is_url(folder) else ""
+        if elsewhere:
+            for name, value in (("keep_bytes", keep_bytes), ("keep_s", keep_s)):
+                if value is not None:
+                    raise InvalidField(name, value, "None for a URL: what is kept there is for its own rules")
+            self.folder = spool_for(elsewhere)
         self.writer = f"{re.sub(r'[^A-Za-z0-9]', '', socket.gethostname())[:32]}{secrets.token_hex(4)}"
         self.lost = 0
         self._segment_bytes, self._segment_s = segment_bytes, segment_s
@@ -89,6 +100,7 @@ class Journal:
         self._number = 0
         self._segment: SegmentWriter | None = None
         self._began = 0.0
+        self._uploader = Uploader(self.folder, elsewhere) if elsewhere else None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._begin()
@@ -189,6 +201,8 @@ class Journal:
             self._closing = True
             self._state.notify_all()
         self._thread.join()
+        if self._uploader is not None:
+            self._uploader.close(UPLOAD_S)
 
     def __enter__(self) -> Self:
         return self
@@ -295,6 +309,8 @@ class Journal:
         if (segment := self._segment) is not None:
             self._segment = None
             segment.close()
+            if self._uploader is not None:
+                self._uploader.poke()
 
     def _abandon(self) -> None:
         """After an error nothing more is written to a segment: it may end in the midst of a block."""
