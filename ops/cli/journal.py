@@ -35,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-Folder = Annotated[Path, typer.Argument(help="Folder of a journal.")]
+Folder = Annotated[str, typer.Argument(help="Folder or URL of a journal.")]
 Jobs = Annotated[list[str] | None, typer.Option("--job", help="Only of this job; may be repeated.")]
 Client = Annotated[str | None, typer.Option(help="Only of this client.")]
 Group = Annotated[str | None, typer.Option("--group", help="Only of this group.")]

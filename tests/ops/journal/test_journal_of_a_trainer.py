@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from support.pools.pool import worker
 from support.specimens.messages import SHORT
 from typer.testing import CliRunner
@@ -120,6 +122,16 @@ def test_content_of_a_newer_release_is_left_out_of_its_line(tmp_path: Path) -> N
     _, shown, _ = run("journal", tmp_path, "--json")
     assert ["unreadable" in json.loads(line) for line in shown.splitlines()] == [True, False]
     assert run("job", newer.id, "--journal", tmp_path)[0] == 0
+
+
+def test_a_journal_elsewhere_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    url = f"memory://{tmp_path.name}"
+    with Journal(url) as journal:
+        journal.note("of", mine=1)
+    code, shown, said = run("journal", url)
+    assert (code, said, "mine=1" in shown) == (0, "", True)
+    MemoryFileSystem().rm(url, recursive=True)
 
 
 async def test_what_the_pool_refused_is_not_in_it_and_failures_are(
