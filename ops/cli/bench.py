@@ -26,7 +26,7 @@ def bench_queue(
         str, typer.Option(help="Levels: some of memory,everysec,always,disk_everysec,disk; or none.")
     ] = "memory,everysec,always,disk_everysec,disk",
     journal: Annotated[
-        bool, typer.Option("--journal", help="Also with journals, in turns with turns without: what they cost.")
+        bool, typer.Option("--journals", help="Also with journals, in turns with turns without: what they cost.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the result here, too.")] = None,
     cache: Annotated[Path, typer.Option(help="Where peers' environments are made.")] = Path("out/bench-peers"),
