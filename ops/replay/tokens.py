@@ -175,6 +175,8 @@ async def _generate(engine: Engine, places: asyncio.Semaphore, part: Part) -> No
         part.problem = "the engine ended the request before it was complete"
     elif part.switched and (part.lost or output.cached_tokens < len(part.request.token_ids) - 1):
         part.doubt = "weights were switched in place under it, and the KV cache of the older weights is not there"
+    elif part.switched and engine.info.device != "cpu":
+        part.doubt = "weights were switched in place under it, and a GPU prefills in another way than it decodes"
     part.output = output
 
 

@@ -148,5 +148,10 @@ def test_seeds_on_a_deterministic_engine(tmp_path: Path) -> None:
         assert alone.token_ids.tolist() == beside.token_ids.tolist() == first[3].token_ids.tolist()
         assert alone.logprobs.tolist() == beside.logprobs.tolist() == first[3].logprobs.tolist()
         assert rest.token_ids.tolist() == first[3].token_ids[33:].tolist()
+        turn = [*prompt, *first[3].token_ids.tolist(), 7, 8, 9]  # a session's next turn
+        (warm,) = await batch(engine, [ask(turn, 20, wanted=Wanted(seed=3))])
+        await engine.operate("flush_cache", {})
+        (cold,) = await batch(engine, [ask(turn, 20, wanted=Wanted(seed=3))])
+        assert warm.logprobs.tolist() == cold.logprobs.tolist()
 
     run(tmp_path, test, deterministic=True)

@@ -110,7 +110,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "managers.scheduler:Scheduler",
         by="inside.scheduler.install",
-        why="update weights between batches, run errands, and follow stops, grammars and streams",
+        why="update weights between batches, run errands, follow stops, grammars and streams, and cache prompts only",
         has="process_batch_result _add_request_to_queue init_request_dispatcher run_event_loop is_fully_idle "
         "process_input_requests",
     ),

@@ -106,6 +106,7 @@ def install(tokenizer: str = "") -> None:
 
         rolloutmq_switches: Switches
         rolloutmq_errands: Errands
+        rolloutmq_prompts_only: bool
         rolloutmq_tokenizer: EngineTokenizer | None = None
         rolloutmq_grammars: Grammars | None = None
         _request_dispatcher: Any
@@ -125,6 +126,7 @@ def install(tokenizer: str = "") -> None:
                 self.rolloutmq_grammars = Grammars(self, self.rolloutmq_tokenizer)
                 self.rolloutmq_grammars.make()
             self.rolloutmq_errands.wake(self.idle_sleeper)
+            self.rolloutmq_prompts_only = _caches_prompts_only(self.server_args)
             _scheduler = self
 
         def init_request_dispatcher(self) -> None:
@@ -151,13 +153,25 @@ def install(tokenizer: str = "") -> None:
                 self.rolloutmq_grammars.catch_up(req)
             return super()._add_request_to_queue(req, *args, **kwargs)
 
-        def process_batch_result(self, *args: Any, **kwargs: Any) -> Any:
-            answer = super().process_batch_result(*args, **kwargs)
+        def process_batch_result(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.rolloutmq_prompts_only and batch.forward_mode.is_decode():
+                for request in batch.reqs:
+                    request.skip_radix_cache_insert = True  # of what it generates: its prompt is in the cache by now
+            answer = super().process_batch_result(batch, *args, **kwargs)
             if self.rolloutmq_switches.reports:
                 self.rolloutmq_switches.processed()
             return answer
 
     patches.replace("managers.scheduler:Scheduler", OwnScheduler)
+
+
+def _caches_prompts_only(server_args: Any) -> bool:
+    """Whether the prefix cache is to have no generated tokens.
+
+    A GPU's prefill and decode kernels round differently. So what follows a generated token would depend on whether its
+    KV came from the cache or was computed anew, and a deterministic engine could not repeat it. Those of a CPU agree.
+    """
+    return bool(server_args.enable_deterministic_inference) and server_args.device != "cpu"
 
 
 def _trusts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
