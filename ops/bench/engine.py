@@ -47,9 +47,11 @@ def run_engine_bench(
     load_format: str,
     extra: dict[str, Any],
     quiet: bool,
+    journals: bool = False,
 ) -> dict[str, Any]:
     """Run it and print the last line. Returns the line's content.
 
+    journals: the pool takes each round once more, with a client that writes a journal.
     model: a directory or hub name. shape: name of a shape in sync/shapes.py, with random weights. Without both it is
     the tiny model. Raises ConfigError if both are given, for an unknown shape, and for a model that is nowhere.
     """
@@ -73,7 +75,8 @@ def run_engine_bench(
             SGLangConfig, model=source, dtype=dtype, max_running=max_running, load_format=load_format, extra=extra
         )
         worker_config = as_config(WorkerConfig, redis_url=server.url, pool="bench", max_running=max_running)
-        workload = Workload(prompts, max_new_tokens, vocab_size=32000)
+        folder = str(Path(scratch, "journal")) if journals else ""
+        workload = Workload(prompts, max_new_tokens, vocab_size=32000, journal=folder)
         figures = asyncio.run(_compare(config, worker_config, workload, rounds, console)) | {"model": label}
     print(json.dumps(figures))
     return figures
@@ -99,19 +102,24 @@ async def _compare(
         warm_up = replace(base, count=min(base.count, worker_config.max_running), seed=rounds)
         await _direct(engine, warm_up)  # warms up kernels, caches and Python itself
         tokens: list[int] = []
-        rates: dict[str, list[float]] = {"direct": [], "pool": []}
+        sides = ["direct", "pool", *(["journal"] if base.journal else [])]
+        rates: dict[str, list[float]] = {side: [] for side in sides}
         for number in range(rounds):
             # Every round has other prompts, so no cache has them. The order of the sides changes, so that a host that
             # gets slower or faster affects both alike.
             workload = replace(base, seed=number)
             count = workload.tokens
             tokens.append(count)
-            for side in ("direct", "pool") if number % 2 == 0 else ("pool", "direct"):
-                direct = side == "direct"
-                seconds = _direct(engine, workload) if direct else _through_pool(worker_config, workload, count)
-                rates[side].append(count / await seconds)
-            told = (f"{side} {found[-1]:,.0f} tok/s" for side, found in rates.items())
-            console.print(f"round {number + 1}: {', '.join(told)}")
+            for side in sides if number % 2 == 0 else reversed(sides):
+                if side == "direct":
+                    seconds = await _direct(engine, workload)
+                else:
+                    told = replace(workload, journal=base.journal if side == "journal" else "")
+                    seconds = await _through_pool(worker_config, told, count)
+                    await engine.operate("flush_cache", {})  # for the other side, which has the same prompts
+                rates[side].append(count / seconds)
+            shown = (f"{side} {found[-1]:,.0f} tok/s" for side, found in rates.items())
+            console.print(f"round {number + 1}: {', '.join(shown)}")
     finally:
         worker.drain()
         await serving
@@ -119,6 +127,7 @@ async def _compare(
     median = {side: statistics.median(found) for side, found in rates.items()}
     return {
         "ratio": round(median["pool"] / median["direct"], 4),
+        **({"journal_ratio": round(median["journal"] / median["pool"], 4)} if base.journal else {}),
         "pool_tok_s": round(median["pool"], 1),
         "direct_tok_s": round(median["direct"], 1),
         "ratios": [round(ours / theirs, 4) for ours, theirs in zip(rates["pool"], rates["direct"], strict=True)],

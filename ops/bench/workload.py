@@ -18,13 +18,14 @@ class Workload:
     """Prompts of a benchmark: `count` of them, each with 16 to 64 random tokens.
 
     Each answer has a fixed length between half of max_new_tokens and all of it, and ignores the end of sequence. So
-    both sides generate the same number of tokens.
+    both sides generate the same number of tokens. journal: a folder for the client's journal, "" for none.
     """
 
     count: int
     max_new_tokens: int
     vocab_size: int
     seed: int = 0
+    journal: str = ""
 
     def jobs(self) -> list[GenerateJob]:
         """Return the workload as jobs, in order."""
@@ -51,7 +52,7 @@ async def run_client(url: str, pool: str, workload: Workload) -> dict[str, float
     """
     jobs = workload.jobs()
     tokens = samples = 0
-    async with RolloutClient(url, pool) as client:
+    async with RolloutClient(url, pool, journal=workload.journal or None) as client:
         began = time.perf_counter()
         await client.submit_many(jobs)
         async for outcome in client.results(timeout=120):

@@ -113,6 +113,9 @@ def bench_engine(
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     sglang: Annotated[list[str] | None, typer.Option(help="Further SGLang argument, NAME=JSON; repeatable.")] = None,
+    journals: Annotated[
+        bool, typer.Option("--journals", help="Also with journals, in turns with turns without: what they cost.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Tokens/s through the pool divided by tokens/s of the same engine given the same prompts directly."""
@@ -131,6 +134,7 @@ def bench_engine(
         load_format=load_format,
         extra=parse_extra(sglang or []),
         quiet=json,
+        journals=journals,
     )
 
 
