@@ -13,7 +13,18 @@ from .finding import Finding
 
 LOAD_S = 120.0
 NEEDED = ("transformers", "safetensors", "psutil")
-OPTIONAL = {"zstandard": "journal", "rq": "ops", "tokenizers": "text", "fsspec": "remote"}
+OPTIONAL = {
+    "zstandard": "journal",
+    "pyarrow": "parquet",
+    "simpleeval": "replay",
+    "prometheus_client": "metrics",
+    "opentelemetry-sdk": "otel",
+    "rq": "ops",
+    "mcp": "mcp",
+    "tokenizers": "text",
+    "fsspec": "remote",
+}
+"""Package -> the extra that brings it."""
 _ASK_TORCH = """
 import json, torch
 there = torch.cuda.is_available()

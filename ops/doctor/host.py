@@ -91,8 +91,12 @@ def _disks(folders: Sequence[Path], *, worker_host: bool) -> list[Finding]:
 
 
 def _disk(name: str, path: Path, low: int) -> Finding:
-    there = next((it for it in (path.absolute(), *path.absolute().parents) if it.exists()), Path("/"))
-    free = shutil.disk_usage(there).free
+    try:
+        there = next((it for it in (path.absolute(), *path.absolute().parents) if it.exists()), Path("/"))
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        advice = "Let this user look into it, or use another folder."
+        return Finding(name, "problem", f"{path}: {error.strerror}", advice)
     found = f"{free / (1 << 30):.1f} GiB free for {path}"
     if free < DISK_LEAST:
         return Finding(name, "problem", found, "Make room, or use a folder on another disk.")
@@ -131,7 +135,7 @@ def _own_address(host: str, port: int) -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(where)
             return str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):  # the second one is of a name that cannot be one
         return "127.0.0.1"
 
 
@@ -141,7 +145,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 def _address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise InvalidField("reach", text, "an address such as trainer-0:29500")
     return host.strip("[]"), int(port)
 
@@ -149,7 +153,7 @@ def _address(text: str) -> tuple[str, int]:
 def _reaches(host: str, port: int) -> Finding:
     try:
         socket.create_connection((host, port), REACH_S).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         advice = "Look whether the trainer runs, and whether a firewall or network policy is in between."
         return Finding("reach", "problem", f"{host}:{port} cannot be reached: {error}", advice)
     return Finding("reach", "ok", f"{host}:{port} takes connections")

@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import tomllib
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -160,12 +161,22 @@ def test_limits_memory_and_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "shared memory" not in of_host(worker_host=False)
 
 
+@pytest.mark.parametrize("address", [".:29500", "a..b:29500", "x" * 64 + ":29500"])
+def test_a_host_that_no_resolver_takes_is_a_finding(address: str) -> None:
+    assert of_host(reach=[address])["reach"].level == "problem"
+
+
+def test_a_folder_that_cannot_be_looked_at_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", "/" + "x" * 300)  # as with a folder of another user's, the answer is an OSError
+    assert of_host()["models"].level == "problem"
+
+
 def test_a_store_that_is_there_and_one_that_is_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as store:
         port = store.getsockname()[1]
         assert of_host(reach=[f"127.0.0.1:{port}"])["reach"].level == "ok"
     assert of_host(reach=[f"127.0.0.1:{port}"])["reach"].level == "problem"
-    for bad in ("trainer", "trainer:x", ":1", "trainer:70000"):
+    for bad in ("trainer", "trainer:x", ":1", "trainer:70000", "trainer:²"):
         with pytest.raises(InvalidField, match="reach="):
             of_host(reach=[bad])
 
@@ -215,6 +226,14 @@ def test_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, sglang="0.5.20", torch="2.13.0")
     problems = [it for it in engine.engine_findings(has_gpu=False)[1] if it.level == "problem"]
     assert [it.found for it in problems] == ["a worker needs transformers, safetensors, psutil"]
+
+
+def test_every_optional_part_is_told() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    whole = {"cli", "worker", "sglang", "embedded", "trl", "demo", "docs", "dev"}  # installs, not parts of one
+    assert {*engine.OPTIONAL.values()} == project["optional-dependencies"].keys() - whole
+    for package, extra in engine.OPTIONAL.items():
+        assert any(line.startswith(package) for line in project["optional-dependencies"][extra]), package
 
 
 @pytest.mark.parametrize(
