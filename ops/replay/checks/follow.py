@@ -88,7 +88,7 @@ class Follower:
             if place not in self._seen:
                 found.append(entry)
             self._seen[place] = max(entry.at, self._seen.get(place, -math.inf))
-            self._newest = max(self._newest, entry.at)
+            self._newest = max(self._newest, min(entry.at, time.time()))  # a clock that is ahead hides no others
         self._seen = {place: at for place, at in self._seen.items() if at >= self._newest - LATE_S}
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from support.specimens.messages import result
 
 from rolloutmq.messages import GenerateJob, InvalidField
 from rolloutmq.messages.errors import ConfigError
-from rolloutmq.messages.journal import Journal
+from rolloutmq.messages.journal import Journal, read
 from rolloutmq.ops.replay import Limits, Recorded, Verdict, Where, compared, recorded, unverified
 from rolloutmq.ops.replay.checks import Follower, Tolerance
 
@@ -60,6 +61,21 @@ def test_every_second_sample_is_scored_and_noted(tmp_path: Path) -> None:
         "4.1": {"scored": "unverified"},
     }
     assert [one.name[-3:] for one in recorded(tmp_path, where=Where("score_gap > 0.01"))] == ["3.1"]
+
+
+def test_a_clock_that_is_ahead_hides_no_results(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        follower = Follower(tmp_path, 1, verdicts, Tolerance())
+        arrive(journal, 1, 1)
+        ahead = next(iter(read(tmp_path, events="result")))
+        journal.add(replace(ahead, job_id=f"{9:032x}", at=ahead.at + 86_400))
+        assert journal.flush(60)
+        follower.round()
+        arrive(journal, 2, 1)
+        follower.round()
+        assert follower.arrived == 5
+        assert not follower.round(), "nothing is scored twice"
+        follower.close()
 
 
 def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
