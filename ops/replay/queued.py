@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from redis.exceptions import ResponseError
+
 from ...messages.broker import Broker, Claim
 from ...messages.errors import ConfigError, EngineDead, EngineError
+from ...messages.ids import is_id
 from ...messages.model import RolloutResult
+from ...messages.redis import is_wrong_type, text, whole
 from ...sync.disk import SnapshotStore
 from ...worker.engine import Engine
 from ...worker.jobs import HeldJob, SampleRun, admit_all, as_result
@@ -32,15 +36,22 @@ class Answer(NamedTuple):
 async def waiting(broker: Broker, limit: int) -> list[Claim]:
     """Copies of at most `limit` jobs that wait, as a worker would get them; the highest class first.
 
-    It only reads. A job that a worker claims meanwhile is that worker's.
+    It only reads. A job that a worker claims meanwhile is that worker's. What is no job's record is passed over.
     """
     redis, keys, found = broker.redis, broker.keys, list[Claim]()
     lists = [await redis.lrange(key, 0, limit - 1) for key in keys.queues]
     later = [await redis.zrange(key, 0, limit - 1) for key in keys.later]
-    for name in chain(*lists, *later):
-        state, payload, samples = await redis.hmget(keys.job(name.decode()), ("st", "p", "n"))
-        if len(found) < limit and state == b"q" and payload is not None and samples is not None:
-            found.append(Claim(name.decode(), 1, int(samples), 0.0, None, payload))
+    for job_id in filter(is_id, map(text, chain(*lists, *later))):
+        if len(found) == limit:
+            break
+        try:
+            state, payload, samples = await redis.hmget(keys.job(job_id), ("st", "p", "n"))
+        except ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            continue
+        if state == b"q" and payload is not None:
+            found.append(Claim(job_id, 1, whole(samples), 0.0, None, payload))
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ...messages.broker import Broker
 from ...messages.ids import is_id
 from ...messages.model import PRIORITIES
-from ...messages.redis import PoolRedis, text, whole
+from ...messages.redis import PoolRedis, is_wrong_type, text, whole
 from ...sync.transfer import Ledger
 from ..status import read_state
 
@@ -120,8 +120,13 @@ class Reader:
             pipe.hget(self._keys.clock, "at")
             for job_id in job_ids:
                 pipe.hmget(self._keys.job(job_id), FIELDS)
-            clock, *rows = await pipe.execute()
-        return {job_id: _line(job_id, row, whole(clock)) for job_id, row in zip(job_ids, rows, strict=True)}
+            clock, *rows = found = await pipe.execute(raise_on_error=False)
+        for each in found:
+            if isinstance(each, Exception) and not is_wrong_type(each):
+                raise each
+        at = 0 if isinstance(clock, Exception) else whole(clock)
+        known = ([None] * len(FIELDS) if isinstance(row, Exception) else row for row in rows)
+        return {job_id: _line(job_id, row, at) for job_id, row in zip(job_ids, known, strict=True)}
 
 
 def _line(job_id: str, row: Sequence[bytes | None], clock_ms: int) -> JobLine:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from support.pools.pool import check_scripted, dump
 
 from rolloutmq.messages import Broker, GenerateJob, SamplingParams, connect, new_id
@@ -31,3 +34,31 @@ async def test_copies_of_waiting_jobs_are_generated_and_the_pool_stays_as_it_is(
         check_scripted(result, 3 if result.job_id == tokens.id else 1)
         assert result.versions == (3,)
     assert "no tokenizer" in found.pop(text.id).problem
+
+
+async def test_broken_records_are_passed_over_and_no_more_is_read_than_asked_for(
+    redis_db: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ["normal"] * 4 + ["low"] * 3
+    jobs = [GenerateJob(id=new_id(), token_ids=[1], sampling=SHORT, priority=it) for it in kinds]
+    looked_at: list[str] = []
+    async with RolloutClient(redis_db) as client, connect(redis_db) as redis:
+        await client.submit_many(jobs)
+        broker, hmget = Broker(redis, "default"), redis.hmget
+
+        async def counted(name: str, *fields: Any) -> Any:
+            looked_at.append(name)
+            return await hmget(name, *fields)
+
+        await redis.set(broker.keys.job(jobs[0].id), "no hash")
+        await redis.hset(broker.keys.job(jobs[1].id), "n", "many")
+        await redis.lpush(broker.keys.queues[2], b"\xff")
+        claims = await waiting(broker, 10)
+        monkeypatch.setattr(redis, "hmget", counted)
+        assert [claim.job_id for claim in await waiting(broker, 4)] == [one.id for one in jobs[1:5]]
+        engine = ScriptedEngine()
+        await engine.start()
+        found = {answer.job_id: answer for answer in await answers(claims, engine, NoTokenizer(), 0)}
+    assert looked_at == [broker.keys.job(one.id) for one in jobs[:5]], "the others' payloads are not fetched"
+    assert "n=1" in found.pop(jobs[1].id).problem
+    assert [len(answer.results) for answer in found.values()] == [1] * 5
