@@ -69,8 +69,8 @@ test-trainers: setup
 	    --target $(TRAINERS) -r requirements/trainers.txt >out/trainers.log 2>&1 || { \
 	    echo "test-trainers: pip cannot install verl and SkyRL (out/trainers.log), nothing is tested with them"; exit 0; }; \
 	  cp requirements/trainers.txt $(TRAINERS)/made-from; fi; \
-	set -x; export PYTHONPATH="$(CURDIR)/$(TRAINERS)"; .venv/bin/python -m pytest tests/packages \
-	  -W default::pytest.PytestUnraisableExceptionWarning --junitxml=out/tests-trainers.xml $(PYTEST) $(ONCE_MORE)
+	set -x; export PYTHONPATH="$(CURDIR)/$(TRAINERS)" PYTEST_ADDOPTS="-W default::pytest.PytestUnraisableExceptionWarning"; \
+	  .venv/bin/python -m pytest tests/packages --junitxml=out/tests-trainers.xml $(PYTEST) $(ONCE_MORE)
 
 test-redis7: setup
 	@server="$$(command -v redis-server)"; case "$$("$$server" --version 2>/dev/null)" in *v=[789].*) ;; \

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ from rolloutmq.producer import (
 from rolloutmq.sync import PublishHandle
 
 TWINS = [(RolloutClient, BlockingRolloutClient), (Session, BlockingSession), (PoolControl, BlockingPoolControl)]
+DOORS = [
+    *("", ".messages", ".messages.broker", ".messages.dialects", ".messages.journal", ".messages.model"),
+    *(".producer", ".producer.calls", ".producer.data", ".producer.episodes", ".producer.inbox"),
+    *(".producer.openai", ".producer.training"),
+]
+"""Of the rooms that a trainer without torch works with."""
 PAIRS = [*TWINS, (JobHandle, BlockingJobHandle), (RolloutFeed, BlockingRolloutFeed)]
 
 
@@ -67,6 +74,36 @@ def test_importing_the_package_imports_nothing_until_a_name_is_used() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert shown.stdout.splitlines() == ["[]", "True False"]
+
+
+def test_the_light_install_is_enough_for_everything_but_weights() -> None:
+    """Of everything that a trainer imports, with all packages hidden but those that `pip install rolloutmq` brings."""
+    brings = {"redis", "hiredis", "msgpack", "pydantic", "numpy"}
+    theirs = {"async_timeout", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"}
+    script = f"""
+import importlib, sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        package = name.partition('.')[0]
+        if package not in {brings | theirs | {"rolloutmq"} | set(sys.stdlib_module_names)} and package[0] != '_':
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Hidden())
+missing = []
+for room in {DOORS}:
+    door = importlib.import_module(f'rolloutmq{{room}}')
+    for name in door.__all__:
+        try:
+            getattr(door, name)
+        except ModuleNotFoundError as error:
+            missing.append(f'{{name}} {{error.name}}')
+print(sorted(missing))
+"""
+    project = tomllib.loads((Path(rolloutmq.__file__).parent / "pyproject.toml").read_text())["project"]
+    assert {line.partition(">")[0] for line in project["dependencies"]} == brings
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    weights = ["PublishHandle", "PublishProgress", "PublishReport", "RolloutBatch", "WeightPublisher"]
+    named = [f"{name} torch" for name in (*weights, "strip_wrappers", "unfuse_experts")]
+    assert shown.stdout.strip() == str(named), shown.stderr
 
 
 # --- fields -----------------------------------------------------------------------------------------------------------
