@@ -6,7 +6,7 @@ Tokens and log-probabilities are not written again: the job's client has them in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,11 @@ class RecordedLease(Lease):
         self.journal.worker("joined", **status.model_dump(include=told))
         return beat
 
-    async def claim(self, *wanted: Any) -> list[Claim]:
-        claims = await super().claim(*wanted)
-        self.journal.attempts(_claimed, claims, wanted[2])
+    async def claim(
+        self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None
+    ) -> list[Claim]:
+        claims = await super().claim(max_jobs, max_samples, version, adapters)
+        self.journal.attempts(_claimed, claims, version)
         return claims
 
     async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:

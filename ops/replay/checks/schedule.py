@@ -118,7 +118,8 @@ class Schedule:
 
 
 def schedule_of(entries: Iterable[Entry]) -> Schedule:
-    """The schedule that entries tell of (`EVENTS`), in any order. Memory grows with the number of attempts."""
+    """The schedule that entries tell of (`EVENTS`), in any order. All of them are in memory at once, with the tokens of
+    their results."""
     seen = _Seen()
     for entry in sorted(entries, key=lambda one: one.at):
         seen.add(entry)
