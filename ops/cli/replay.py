@@ -103,6 +103,10 @@ def replay(
     text_of = _texts(tokenizer, model) if json or html is not None else None
 
     _check(depth, loss, journal, queued)
+    kinds = {"--queued": queued, "--score-every": score_every is not None, "--bisect": bisect, "--score": score}
+    _check_kinds(
+        [name for name, given in (kinds | {f"--depth {depth}": depth != "tokens"}).items() if given], pool, html
+    )
     largest = logprob_limit if logprob_limit is not None else 1e-4 if score or score_every else 1e-5
     scoring = Scoring(score, largest, mean_limit, dtype, device)
     settings = Settings(
@@ -186,6 +190,18 @@ def _check(depth: str, loss: str | None, journal: str | None, queued: bool) -> N
         raise ConfigError("--depth loss and --loss: give both, or neither")
     if journal is None and not queued:
         raise ConfigError("--journal: give the folder of a journal")
+
+
+def _check_kinds(kinds: list[str], pool: str | None, html: Path | None) -> None:
+    """Raise ConfigError for kinds of replay that are no one kind, and for an option that this one would pass over."""
+    from ...messages.errors import ConfigError
+
+    if len(kinds) > 1 and kinds != ["--bisect", "--score"]:
+        raise ConfigError(f"{' and '.join(kinds)}: give one of them")
+    if pool is not None and kinds not in ([], ["--queued"]):
+        raise ConfigError(f"--pool: nothing is generated in a pool with {' and '.join(kinds)}")
+    if html is not None and kinds not in ([], ["--score"]):
+        raise ConfigError(f"--html: there is no report with {' and '.join(kinds)}")
 
 
 def _copies(redis: str, pool: str, limit: int | None, settings: Settings, version: int | None, json: bool) -> int:
