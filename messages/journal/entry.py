@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -76,20 +77,28 @@ class Entry:
             kind = {"at": float, "sample": int, "attempt": int}.get(name, str)
             if type(value) is not kind:
                 raise MalformedMessage(f"an entry whose {name} is {value!r:.50}")
+            if isinstance(value, int | float) and not abs(value) < _MOST[name]:  # NaN, too
+                raise MalformedMessage(f"an entry whose {name} is {value!r:.50}")
         versions, frame, data = packed.get("v", []), packed.get("m"), packed.get("d", {})
         if "event" not in told or "at" not in told:
             raise MalformedMessage("an entry without its kind or time")
         if told["event"] not in EVENTS:
             raise UnsupportedVersion(f"entries of the unknown kind {told['event']!r:.50}; they are left out")
-        if not isinstance(versions, list) or not all(type(version) is int for version in versions):
-            raise MalformedMessage("an entry whose versions are no integers")
+        if not isinstance(versions, list) or not all(type(one) is int and abs(one) < 1 << 63 for one in versions):
+            raise MalformedMessage("an entry whose versions are no integers of 64 bits")
         if not isinstance(data, dict) or not isinstance(frame, bytes | None):
             raise MalformedMessage("an entry whose message or data is of another type")
+        if _is_deep(data):
+            raise MalformedMessage(f"an entry whose data is nested deeper than {MAX_DEPTH}")
         data = {name: _array(value) if _is_array(value) else value for name, value in data.items()}
         return Entry(**told, versions=tuple(versions), content=frame, data=data)
 
 
 _MESSAGES = tuple(KINDS.values())
+MAX_DEPTH = 64
+"""The deepest nesting of data, because readers walk through it recursively."""
+_MOST = {"at": 6e10, "sample": 1 << 31, "attempt": 1 << 31}
+"""What is below has a date, and a place in a table's column of 32 bits."""
 
 # --- records of what happens most, made without an Entry: this runs for every job and every result -------------------
 
@@ -172,7 +181,15 @@ def pack_data(data: Mapping[str, Any]) -> dict[str, Any]:
         msgpack.packb(packed)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidField("data", data, f"plain data: {error}") from None
+    if _is_deep(packed):
+        raise InvalidField("data", data, f"plain data, nested at most {MAX_DEPTH} deep")
     return packed
+
+
+def _is_deep(value: Any, left: int = MAX_DEPTH) -> bool:
+    """Whether lists and maps are nested deeper than readers can walk."""
+    inside = value.values() if isinstance(value, dict) else value
+    return any(isinstance(one, dict | list | tuple) and (not left or _is_deep(one, left - 1)) for one in inside)
 
 
 def _pack_array(name: str, value: Any) -> Any:
@@ -191,6 +208,7 @@ def _pack_array(name: str, value: Any) -> Any:
 
 
 _DTYPE = "__array__"
+_DTYPES = re.compile("[<>|]?[biuf][1248]")
 
 
 def _is_array(value: Any) -> bool:
@@ -200,9 +218,9 @@ def _is_array(value: Any) -> bool:
 def _array(packed: dict[str, Any]) -> Any:
     """(shape) of dtype, read-only. Raises MalformedMessage."""
     try:
+        if not _DTYPES.fullmatch(packed[_DTYPE]):  # numpy parses whatever else a text may say
+            raise ValueError(f"an array of {packed[_DTYPE]!r:.50}")
         dtype = np.dtype(packed[_DTYPE])
-        if dtype.kind not in "biuf":
-            raise ValueError(f"an array of {dtype}")
         return np.frombuffer(packed["bytes"], dtype).reshape(packed["shape"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise MalformedMessage(f"an entry with an array that cannot be read: {error}") from None

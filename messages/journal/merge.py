@@ -14,6 +14,7 @@ import fcntl
 import heapq
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -30,6 +31,8 @@ BLOCK_BYTES = 512 << 10
 MOST_SEGMENTS = 256
 """So many are merged into one: as many files may be open."""
 _ASIDE = ".merging"
+_NAME = re.compile(rf"[0-9]{{14}}-[^-]+-[0-9]{{6,18}}{re.escape(SUFFIX)}")
+"""Of segments as `Header.name` makes it. Merged ones get theirs from it."""
 
 Change = Callable[[Entry], Entry | None]
 Progress = Callable[[int, int], None]
@@ -139,7 +142,9 @@ class _Run:
         writers: dict[str, list[tuple[int, Path]]] = {}
         for path in self.folder.glob(f"*{SUFFIX}"):
             parts = path.name.removesuffix(SUFFIX).split("-")
-            if path.name not in self.waiting and len(parts) == 3 and parts[2].isdecimal():
+            if not _NAME.fullmatch(path.name):
+                self.told.left[path.name] = "not the name of a segment"
+            elif path.name not in self.waiting:
                 writers.setdefault(parts[1], []).append((int(parts[2]), path))
         ready: list[tuple[str, Path]] = []
         for segments in writers.values():
@@ -268,6 +273,9 @@ def _entries(paths: list[Path], damage: dict[Path, str]) -> Generator[Entry]:
             return
         try:
             yield from reader.entries(None, -math.inf, math.inf)
+        except OSError as error:
+            problem(str(error))
+            return
         finally:
             reader.close()
 

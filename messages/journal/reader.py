@@ -5,8 +5,10 @@ from __future__ import annotations
 import heapq
 import logging
 import math
+import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from ..errors import ConfigError, InvalidField, MessageError
@@ -47,6 +49,8 @@ def read(
             raise InvalidField("events", kind, f"some of {', '.join(EVENTS)}")
     if not place.is_dir():
         raise ConfigError(f"journal {str(folder)!r}: there is no such folder")
+    if isinstance(place, Path) and not os.access(place, os.R_OK | os.X_OK, effective_ids=True):
+        raise ConfigError(f"journal {str(folder)!r}: this user may not read the folder")
     wanted = _Wanted(_several(job), client, group, version, kinds, since, until)
     writers = _writers(place, on_problem).values()
     found = [_of_writer(segments, wanted, on_problem) for segments in writers]
@@ -89,8 +93,10 @@ def _writers(folder: Path | RemotePath, on_problem: Problem) -> dict[str, list[P
             on_problem(f"{path}: not the name of a segment")
     for writer, segments in found.items():
         # The oldest ones may have been deleted on purpose, but not those in between.
-        if missing := sorted(set(range(min(segments), max(segments))) - segments.keys()):
-            on_problem(f"{folder}: of writer {writer} segments are missing: {', '.join(map(str, missing))}")
+        gaps = [(one + 1, other - 1) for one, other in pairwise(sorted(segments)) if other > one + 1]
+        if gaps:
+            missing = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in gaps)
+            on_problem(f"{folder}: of writer {writer} segments are missing: {missing}")
     return {writer: [path for _, path in sorted(segments.items())] for writer, segments in found.items()}
 
 
@@ -103,7 +109,7 @@ def replaced_by(path: Path | RemotePath) -> tuple[str, ...]:
     except (OSError, MessageError):
         return ()
     segment.close()
-    return segment.header.replaces
+    return tuple(name for name in segment.header.replaces if name != path.name)
 
 
 def _of_writer(segments: list[Path | RemotePath], wanted: _Wanted, on_problem: Problem) -> Iterator[Entry]:
@@ -115,6 +121,8 @@ def _of_writer(segments: list[Path | RemotePath], wanted: _Wanted, on_problem: P
             continue
         try:
             yield from filter(wanted.fits, reader.entries(wanted.jobs, wanted.since, wanted.until))
+        except OSError as error:  # of the disk or the network
+            on_problem(f"{path}: {error}; the rest of it is left out")
         finally:
             reader.close()
 

@@ -87,7 +87,7 @@ class Header:
 
 def _is_ours(name: str) -> bool:
     """Whether it can be the name of a segment in this folder: what is replaced is deleted."""
-    return name.endswith(SUFFIX) and "/" not in name
+    return name.endswith(SUFFIX) and not {"/", "\0"}.intersection(name) and len(name.encode()) <= 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,8 @@ class Index:
         blocks, jobs = len(made.offsets), len(made.jobs)
         whole = len(made.firsts) == len(made.lasts) == blocks and len(made.blocks) == jobs
         inside = not jobs or (made.blocks.min() >= 0 and made.blocks.max() < blocks)
-        return made if whole and inside and (not blocks or made.offsets.max() < size) else None
+        there = not blocks or (made.offsets.min() >= 0 and made.offsets.max() < size)
+        return made if whole and inside and there else None
 
 
 _ARRAYS: dict[str, Any] = {
@@ -275,6 +276,8 @@ class SegmentReader:
         """path: a Path, or something else that `open`s as one does. Raises OSError, MalformedMessage and
         UnsupportedVersion."""
         self._path, self._problem, self._zstd = path, problem, zstd()
+        if isinstance(path, Path) and path.exists() and not path.is_file():
+            raise MalformedMessage("no file")  # a pipe would be waited for, and a device has no end
         self._told: set[str] = set()
         self._file = path.open("rb")
         try:

@@ -118,7 +118,7 @@ def losses_of(samples: Iterable[Recorded], name: str) -> Losses:
             continue
         try:
             told = function(batch, dict(one.notes))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InvalidField("--loss", name, f"a function that takes sample {one.name}: {error!r}") from error
         found.append((one, _numbers(told, batch, one, name)))
     total = sum(abs(float(losses.sum())) for _, losses in found)

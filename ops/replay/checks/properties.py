@@ -78,7 +78,7 @@ def users(samples: Mapping[int, Sequence[Recorded]], weights: Weights, name: str
             return None
         try:
             holds = function(list(samples[version]), path)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InvalidField("--check", name, f"a function that takes version {version}: {error!r}") from error
         if not isinstance(holds, bool | np.bool_):
             raise InvalidField("--check", name, f"a function that returns True or False; version {version}: {holds!r}")
@@ -96,7 +96,7 @@ def user_function(option: str, name: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # of the user's module: whatever importing it raises
+    except (Exception, SystemExit) as error:  # of the user's module: whatever importing it raises
         raise InvalidField(option, name, f"a function that can be imported: {error!r}") from error
     if not callable(found):
         raise InvalidField(option, name, f"a function, not {type(found).__name__}")

@@ -30,6 +30,9 @@ def reward(batch, notes):
 def fails(batch, notes):
     return 1 / notes["advantage"]
 
+def exits(batch, notes):
+    raise SystemExit(0)
+
 def odd(batch, notes):
     return [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
 
@@ -85,6 +88,7 @@ def test_samples_without_logprobs_or_prompt_are_left_out() -> None:
     ("name", "error"),
     [
         ("ourlosses:fails", "takes sample a{32}.0: ZeroDivisionError"),
+        ("ourlosses:exits", r"takes sample a{32}.0: SystemExit\(0\)"),
         ("ourlosses:odd", "one for each of 5 tokens; sample a{32}.0: 7"),
         ("ourlosses:text", "returns numbers; sample a{32}.0"),
         ("ourlosses:nothing", "can be imported"),

@@ -60,6 +60,7 @@ def test_a_function_of_the_users_is_asked(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "ours.py").write_text(
         "def holds(samples, path):\n    return int(path.name[1:]) < 3 and len(samples) == 1\n"
         "def fails(samples, path):\n    raise KeyError('x')\n"
+        "def exits(samples, path):\n    raise SystemExit(0)\n"
         "def says(samples, path):\n    return 'yes'\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -70,6 +71,6 @@ def test_a_function_of_the_users_is_asked(tmp_path: Path, monkeypatch: pytest.Mo
     weights = Weights("model", replace(Settings(), snapshots=tmp_path / "weights"))
     broken = users(samples, weights, "ours:holds")
     assert [broken(version) for version in samples] == [False, False, True, True, None]
-    for name in ("ours:fails", "ours:says"):
+    for name in ("ours:fails", "ours:exits", "ours:says"):
         with pytest.raises(InvalidField, match=r"--check.*version 2"):
             users(samples, weights, name)(2)
