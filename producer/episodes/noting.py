@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from ...messages.journal import Journal
+from ..data import as_error
 from .environment import Step
 from .episode import Episode, Turn
 
@@ -30,8 +31,8 @@ def note_step(journal: Journal | None, name: str, episode: Episode, turn: Turn, 
     told = {"episode": name, "turn": len(episode.turns) - 1, "reward": step.reward, "done": step.done}
     if step.observation is not None:
         told["observation"] = as_plain(step.observation)
-    if step.info:
-        told["info"] = as_plain(step.info)
+    if info := as_plain(step.info):
+        told["info"] = info
     journal.note(turn.result, **told)
 
 
@@ -46,7 +47,18 @@ def note_end(journal: Journal | None, name: str, episode: Episode) -> None:
 
 
 def as_plain(value: Any, depth: int = 0) -> Any:
-    """The value as plain data: models and data classes as maps, arrays as lists, and what is unknown as text."""
+    """The value as plain data: models and data classes as maps, arrays as lists, and what is unknown as text.
+
+    What raises when it is read is written as the name of its class: a note costs no episode.
+    """
+    try:
+        return _plain(value, depth)
+    except BaseException as raised:  # classes may be of somebody's own making
+        as_error(raised)  # raises Ctrl-C again
+        return f"<{type(value).__name__}>"
+
+
+def _plain(value: Any, depth: int) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, str):
@@ -57,10 +69,10 @@ def as_plain(value: Any, depth: int = 0) -> Any:
         return f"{len(value)} bytes"
     value = _opened(value) if depth < DEEPEST else value
     if isinstance(value, Mapping) and depth < DEEPEST:
-        return {str(name): as_plain(one, depth + 1) for name, one in value.items()}
+        return {as_plain(str(name)): as_plain(one, depth + 1) for name, one in value.items()}
     if isinstance(value, list | tuple | set | frozenset) and depth < DEEPEST:
         return [as_plain(one, depth + 1) for one in value]
-    return _shown(value)
+    return repr(value)[:LONGEST].encode(errors="replace").decode()
 
 
 def _opened(value: Any) -> Any:
@@ -72,10 +84,3 @@ def _opened(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
     return value
-
-
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)[:LONGEST].encode(errors="replace").decode()
-    except Exception:  # of the user's own class
-        return f"<{type(value).__name__}>"

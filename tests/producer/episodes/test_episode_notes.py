@@ -32,6 +32,21 @@ class Failing(Counting):
         return super().step(answer)
 
 
+class Unreadable(dict[str, Any]):
+    """A map that cannot be read."""
+
+    def items(self) -> Any:
+        raise SystemExit(3)
+
+
+class Hostile(Counting):
+    """What it says about a step is no plain data, and cannot be made any."""
+
+    def step(self, answer: RolloutResult) -> tuple[list[int], float, bool, dict[str, Any]]:
+        observation, reward, done, _ = super().step(answer)
+        return observation, reward, done, {"half a character: \ud800": 1, "own": Unreadable()}
+
+
 async def notes(redis_db: str, folder: Path, make: Any) -> list[Entry]:
     async with worker(redis_db), RolloutClient(redis_db, journal=folder) as client:
         await played(client, make, run="night")
@@ -57,6 +72,12 @@ async def test_what_ended_an_episode_is_noted(redis_db: str, tmp_path: Path) -> 
     found = await notes(redis_db, tmp_path, Failing)
     assert [entry.data.get("stop") for entry in found] == [None, "failed"]
     assert "half a character: ?" in found[1].data["error"]
+
+
+async def test_what_cannot_be_written_costs_no_episode(redis_db: str, tmp_path: Path) -> None:
+    found = await notes(redis_db, tmp_path, Hostile)
+    assert [entry.data.get("stop") for entry in found] == [None, None, None, "done"]
+    assert found[0].data["info"] == {"half a character: ?": 1, "own": "<Unreadable>"}
 
 
 @pytest.mark.parametrize(
