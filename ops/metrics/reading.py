@@ -10,7 +10,7 @@ from redis.exceptions import ResponseError
 from ...messages.broker import Broker, PoolLoad, living_workers
 from ...messages.errors import MessageError
 from ...messages.model import MAX_SAMPLES, PRIORITIES, WorkerStatus
-from ...messages.redis import PoolRedis, text, whole
+from ...messages.redis import PoolRedis, is_wrong_type, text, whole
 from ...sync.transfer import Epoch, Ledger
 
 HEADS = 16
@@ -112,7 +112,12 @@ class PoolReader:
         self._seen = newest
         ended = []
         for number in sorted(self._open):
-            state = text(await self._redis.hget(self._keys.epoch(number), "st"))
+            try:
+                state = text(await self._redis.hget(self._keys.epoch(number), "st"))
+            except ResponseError as error:
+                if not is_wrong_type(error):
+                    raise
+                state = ""  # nobody can tell what became of it, and the rest of the pool can be shown
             if state in {"joining", "sealed"}:
                 continue
             if state or number < newest:  # without a state it never began, or is forgotten

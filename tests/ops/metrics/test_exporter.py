@@ -138,6 +138,19 @@ async def test_a_hostile_heartbeat_does_no_harm(
     assert sum(value for name, value in seen.items() if name.startswith("rolloutmq_sample_staleness_versions")) == 0
 
 
+async def test_a_transfer_whose_record_is_broken_hides_nothing_else(
+    reader: PoolReader, broker: Broker, db: Redis
+) -> None:
+    await broker.enqueue([job()])
+    await reader.read()
+    ledger = Ledger(db, "default")
+    broken, _ = [await ledger.new_epoch() for _ in range(2)]
+    await db.set(broker.keys.epoch(broken), "none of ours")
+    for _ in range(2):
+        reading = await reader.read()
+        assert (sum(reading.load.queued), reading.ended) == (1, ())
+
+
 async def test_many_versions_share_a_label(redis_db: str, reader: PoolReader, joined: MakeLease) -> None:
     for number in range(40):
         await joined(f"w{number}", version=number)
