@@ -1,7 +1,7 @@
 """Traces of jobs, from submission to result, with OpenTelemetry: off unless asked for.
 
 A job carries its context in `trace_id`, as a W3C traceparent. A `trace_id` that the caller gives stays as it is. If it
-is a traceparent, the spans of the job belong to that trace. What becomes of the spans, OpenTelemetry's SDK decides.
+is a traceparent, the spans of the job belong to that trace. OpenTelemetry's SDK decides what becomes of the spans.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class McpServer:
         timeout: seconds for connecting, and for each call.
         rate_limit: calls per second that are begun at most; None for any number.
 
-    Raises ConfigError if the target is none, or the client library is not installed.
+    Raises ConfigError if the target is neither, or the client library is not installed.
     """
 
     def __init__(

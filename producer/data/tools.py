@@ -82,9 +82,9 @@ class ToolRegistry:
                 schema: {type: function, function: {name: search, description: …, parameters: {…}}}
 
         VERL's files work too: its names class_name and tool_schema, its tool classes (see `ToolClass`), and the list
-        without `tools:` around it. An entry with `mcp` has the tools of MCP servers, which are asked here (see
-        `McpServer`); `close` disconnects them. The file decides which code runs in this process, so it must be the
-        trainer's own. No message can change it. Raises ConfigError.
+        without `tools:` around it. An entry with `mcp` has the tools of MCP servers (see `McpServer`). This connects to
+        them, and blocks until they have named their tools; `close` disconnects them. The file decides which code runs
+        in this process, so it must be the trainer's own. No message can change it. Raises ConfigError.
         """
         registry = cls()
         try:
@@ -99,7 +99,7 @@ class ToolRegistry:
         return registry
 
     def close(self) -> None:
-        """Disconnect from MCP servers. Other tools stay as they are."""
+        """Disconnect from MCP servers, and wait until their programs have ended. Other tools stay as they are."""
         for server in self._servers:
             server.close()
 

@@ -104,7 +104,7 @@ class JobRun(Generic[J]):
     dropped: bool = False  # cancelled, expired or fenced: what it still generates is thrown away
     leg: Leg | None = None  # the one that is in the engine now
     retries: int = 0  # after the engine's memory was not enough
-    traces: JobTraces | None = None  # of whom its legs are told, if traces are on
+    traces: JobTraces | None = None  # told of each of its legs; None if traces are off
     _legs: int = 0
     _engine_s: float = 0.0
     _born: float = field(default_factory=time.monotonic)
