@@ -18,6 +18,11 @@ from ...messages.journal import Entry, read
 from ...messages.model import GenerateJob, RolloutResult
 
 log = logging.getLogger(__name__)
+FIRST_BATCH, BATCH, BATCH_BYTES = 64, 8192, 64 << 20
+"""So many results, or bytes of them, are put together with their jobs and notes at a time: at first, and at most."""
+
+Place = tuple[str, int]
+Notes = dict[str, Any]
 
 
 class Span(NamedTuple):
@@ -104,8 +109,9 @@ class Where:
             raise ConfigError("--where needs simpleeval: pip install 'rolloutmq[replay]'") from None
         self.text = text
         self._evaluator = EvalWithCompoundTypes(functions={"abs": abs, "min": min, "max": max}, allowed_attrs={})
-        for loop in (ast.ListComp, ast.GeneratorExp):
-            self._evaluator.nodes.pop(loop, None)  # nested ones could take any time
+        for node in (ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp, ast.JoinedStr):
+            self._evaluator.nodes.pop(node, None)  # nested loops could take any time, and a format any memory
+        self._evaluator.operators |= {ast.Mod: _remainder, ast.Pow: _power}
         try:
             self._parsed = ast.parse(text, mode="eval").body
         except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
@@ -122,6 +128,19 @@ class Where:
             return False
         except Exception as error:  # of the expression: whatever its operators raise
             raise InvalidField("where", self.text, f"something that can be computed: {error}") from None
+
+
+def _remainder(value: Any, divisor: Any) -> Any:
+    """`%` of a text is a format, which may be of any length."""
+    if isinstance(value, str | bytes):
+        raise TypeError("% takes numbers")
+    return value % divisor
+
+
+def _power(value: Any, exponent: Any) -> Any:
+    if abs(exponent) > 1000 or abs(value) > 1e100:
+        raise ValueError("the numbers of a power are too large")
+    return value**exponent
 
 
 def recorded(
@@ -141,40 +160,71 @@ def recorded(
 
     since, until: of the results. Jobs before and notes after them are found. A result that came twice counts once.
     on_unread: gets a line for each chosen result that cannot be read.
-    Memory: the notes of the chosen jobs, and what is being looked at. reading: as `messages.journal.read` takes it.
+    Memory: some results with their jobs and notes at a time, and the names of the chosen samples, however large the
+    journal is. reading: as `messages.journal.read` takes it.
     Raises ConfigError, InvalidField.
     """
-    wanted: dict[str, Any] = {"job": jobs, "client": client, "group": group}
-    notes: dict[tuple[str, int], dict[str, Any]] = {}
+    told: set[str] = set()
+    complain = reading.pop("on_problem", log.warning)
+
+    def on_problem(line: str) -> None:
+        if line not in told:  # the same files are read several times
+            told.add(line)
+            complain(line)
+
+    wanted: dict[str, Any] = {"job": jobs, "client": client, "group": group, "version": version, **reading}
+    results = read(folder, **wanted, events="result", since=since, until=until, on_problem=on_problem)
+    seen: set[tuple[str, int]] = set()
+    for some in _batches(results):
+        asked, notes = _about({entry.job_id for entry in some}, folder, on_problem=on_problem, **reading)
+        for entry in some:
+            place = (entry.job_id, entry.sample)
+            if place in seen:
+                continue
+            result, problem = _message(entry)
+            if problem:
+                seen.add(place)
+                on_unread(f"the result {entry.job_id}.{entry.sample} cannot be read: {problem}")
+            if not isinstance(result, RolloutResult):
+                continue
+            job, problem = _message(asked[entry.job_id]) if entry.job_id in asked else (None, "")
+            noted = notes.get((entry.job_id, -1), {}) | notes.get(place, {})
+            found = Recorded(
+                result,
+                job if isinstance(job, GenerateJob) else None,
+                entry.at,
+                entry.client_id,
+                noted,
+                f"its job cannot be read: {problem}" if problem else "",
+            )
+            if where is None or where.matches(found.facts()):
+                seen.add(place)
+                yield found
+
+
+def _batches(entries: Iterator[Entry]) -> Iterator[list[Entry]]:
+    """The entries, some at a time: few at first, because often the first ones are enough."""
+    most, taken, nbytes = FIRST_BATCH, list[Entry](), 0
+    for entry in entries:
+        taken.append(entry)
+        nbytes += len(entry.content) if isinstance(entry.content, bytes) else 0
+        if len(taken) >= most or nbytes >= BATCH_BYTES:
+            yield taken
+            most, taken, nbytes = min(2 * most, BATCH), [], 0
+    if taken:
+        yield taken
+
+
+def _about(job_ids: set[str], folder: Path | str, **reading: Any) -> tuple[dict[str, Entry], dict[Place, Notes]]:
+    """The entries of these jobs, and what was noted about their samples. An index says where both are."""
     asked: dict[str, Entry] = {}
-    for entry in read(folder, job=jobs, events=("job", "note"), **reading):
+    notes: dict[Place, Notes] = {}
+    for entry in read(folder, job=job_ids, events=("job", "note"), **reading):
         if entry.event == "job":
             asked.setdefault(entry.job_id, entry)
         else:
             notes.setdefault((entry.job_id, entry.sample), {}).update(entry.data)
-    seen: set[tuple[str, int]] = set()
-    for entry in read(folder, **wanted, version=version, events="result", since=since, until=until, **reading):
-        place = (entry.job_id, entry.sample)
-        if place in seen:
-            continue
-        seen.add(place)
-        result, problem = _message(entry)
-        if problem:
-            on_unread(f"the result {entry.job_id}.{entry.sample} cannot be read: {problem}")
-        if not isinstance(result, RolloutResult):
-            continue
-        job, problem = _message(asked[entry.job_id]) if entry.job_id in asked else (None, "")
-        noted = notes.get((entry.job_id, -1), {}) | notes.get(place, {})
-        found = Recorded(
-            result,
-            job if isinstance(job, GenerateJob) else None,
-            entry.at,
-            entry.client_id,
-            noted,
-            f"its job cannot be read: {problem}" if problem else "",
-        )
-        if where is None or where.matches(found.facts()):
-            yield found
+    return asked, notes
 
 
 def _message(entry: Entry) -> tuple[Any, str]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.journals import Problems
 from support.specimens.messages import result
 
 from rolloutmq.messages import GenerateJob, InvalidField, RolloutResult, SamplingParams
-from rolloutmq.messages.journal import Journal
+from rolloutmq.messages.journal import SUFFIX, Journal
 from rolloutmq.ops.replay import Limits, Recorded, Where, compared, recorded, unverified
+
+MODULE = import_module("rolloutmq.ops.replay.recorded")  # the room's door has a function of this name
 
 
 def sample(job: str, index: int = 0, **more: object) -> RolloutResult:
@@ -37,6 +42,41 @@ def test_a_sample_is_put_together_from_its_entries(tmp_path: Path) -> None:
     assert [one.name for one in chosen] == [first.name]
 
 
+def test_memory_is_bounded_by_what_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 jobs and notes of 16 KB each; one sample is chosen."""
+    monkeypatch.setattr(MODULE, "BATCH", 8)
+    monkeypatch.setattr(MODULE, "FIRST_BATCH", 8)
+    with Journal(tmp_path) as journal:
+        for number in range(400):
+            job = GenerateJob(id=f"{number:032x}", token_ids=[70_000] * 3000, n=2, reply_to="me", group_id="g")
+            journal.job(job)
+            journal.outcome(sample(job.id), "me")
+            journal.note((job.id, 0, 1), number=number, mask=np.ones(16_384, np.uint8))
+            if number % 8 == 0:
+                journal.flush()  # a block for each few, as when a run takes its time
+    tracemalloc.start()
+    try:
+        (chosen,) = recorded(tmp_path, where=Where("number == 399"))
+        assert tracemalloc.get_traced_memory()[1] < 5 << 20
+    finally:
+        tracemalloc.stop()
+    assert (chosen.job is not None, chosen.notes["number"]) == (True, 399)
+
+
+def test_damage_is_told_once_and_duplicates_far_apart_count_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULE, "FIRST_BATCH", 1)
+    names = [letter * 32 for letter in "abcdefa"]
+    with Journal(tmp_path) as journal:
+        for name in names:
+            journal.outcome(sample(name), "me")
+    (tmp_path / f"foreign{SUFFIX}").write_text("")
+    problems = Problems()
+    assert [one.result.job_id for one in recorded(tmp_path, on_problem=problems)] == names[:-1]
+    assert len(problems) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "matches"),
     [
@@ -54,7 +94,8 @@ def test_expressions(text: str, matches: bool) -> None:
 @pytest.mark.parametrize(
     "text",
     ["reward <", "", "x = 1", "__import__('os')", "job.__class__", "open('x')", "9**9**9", "'a' * 10**9", "1 / 0 > 1",
-     "tokens < 'a'", "[x for x in job]", "lambda: 1", "(" * 500 + ")" * 500],
+     "tokens < 'a'", "[x for x in job]", "lambda: 1", "{x: 1 for x in job}", "'%100000000d' % tokens",
+     "f'{tokens:100000000d}' in job", "9**9999 > tokens", "2.5**9999 > 1", "(" * 500 + ")" * 500],
 )  # fmt: skip
 def test_what_is_no_expression_is_refused_by_name(text: str) -> None:
     with pytest.raises(InvalidField, match="where"):
