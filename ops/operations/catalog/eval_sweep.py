@@ -19,6 +19,7 @@ from ....messages.errors import ConfigError, InvalidField
 from ....messages.ids import derived_id, new_id
 from ....messages.model import Float, GenerateJob, Int, JobFailure, RolloutResult
 from ....producer import RolloutClient
+from ....producer.data import as_error, told
 from ....sync.transfer import Ledger
 from ...files import json_lines, lines
 from ...records import Records
@@ -98,8 +99,8 @@ def scorer(name: str) -> Scorer:
     module, _, function = known[name].partition(":")
     try:
         found: Scorer = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"${SCORERS}: {known[name]}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever importing the user's module raises
+        raise ConfigError(f"${SCORERS}: {known[name]}: {told(error)}") from error
     return found
 
 
@@ -206,13 +207,13 @@ class _Sweep:
         for version in sorted(self.scores):
             means[version] = {line: float(np.mean(scores)) for line, scores in self.scores[version].items()}
             samples = sum(map(len, self.scores[version].values()))
-            told = {"version": version, "prompts": len(means[version]), "samples": samples}
-            versions.append(told | interval.of(list(means[version].values())))
+            row = {"version": version, "prompts": len(means[version]), "samples": samples}
+            versions.append(row | interval.of(list(means[version].values())))
         differences = []
         for before, after in zip(sorted(means), sorted(means)[1:], strict=False):
             both = sorted(means[before].keys() & means[after].keys())
-            told = {"version": after, "before": before, "prompts": len(both)}
-            differences.append(told | interval.of([means[after][line] - means[before][line] for line in both]))
+            row = {"version": after, "before": before, "prompts": len(both)}
+            differences.append(row | interval.of([means[after][line] - means[before][line] for line in both]))
         missing = self.total - self.done  # taken from the pool by somebody else
         where = {"sweep": self.id, "out": str(self.records.path), "version": self._version, "missing": missing}
         return where | {"versions": versions, "differences": differences} | self._counts
@@ -264,6 +265,6 @@ def _scored(score: Scorer, line: dict[str, Any], result: RolloutResult) -> dict[
     """The score, or why there is none: one sample must not end the others."""
     try:
         value = float(score(line, result))
-    except Exception as error:  # of the user's function
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
+    except BaseException as raised:  # of the user's function
+        return {"error": told(as_error(raised))[:500].encode(errors="replace").decode()}
     return {"score": value} if math.isfinite(value) else {"error": f"a score of {value}"}

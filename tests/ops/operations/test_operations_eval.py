@@ -21,7 +21,9 @@ PROMPTS = 20
 SCORER = """
 def by_version(line, result):
     if line["reference"] == 7 and result.versions == (9,):
-        raise ValueError("seven")
+        raise ValueError("seven, half a character: \\ud800")
+    if line["reference"] == 8 and result.versions == (9,):
+        raise SystemExit(8)
     return line["reference"] + result.versions[0] / 2 + result.sample
 """
 
@@ -93,8 +95,9 @@ async def test_a_sample_without_a_score_is_counted(redis_db: str, params: dict[s
         (await control.set_version(9)).check()
         await eventually(lambda: _serves(db, 9))
         result = await run(redis_db, params)
-    assert (result["unscored"], result["versions"][0]["prompts"]) == (2, PROMPTS - 1)
-    assert {line.get("error") for line in written(params["out"])} == {None, "ValueError: seven"}
+    assert (result["unscored"], result["versions"][0]["prompts"]) == (4, PROMPTS - 2)
+    errors = {line.get("error") for line in written(params["out"])}
+    assert errors == {None, "ValueError: seven, half a character: ?", "RuntimeError: SystemExit: 8"}
 
 
 async def test_scorers_are_those_of_the_worker(redis_db: str, params: dict[str, Any]) -> None:
