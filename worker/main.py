@@ -82,7 +82,7 @@ def with_metrics(
 
         from .metrics import MetricsServer, worker_families  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise ConfigError(f"metrics_port needs {error.name}: pip install 'rolloutmq[metrics]'") from None
+        raise ConfigError(f"metrics_port needs {error.name}: pip install 'rolloutmq[worker,metrics]'") from None
     began = time.monotonic() - (time.time() - psutil.Process().create_time())
     meter = MeteredEngine(engine, began)
     worker = Worker(config, cast(Engine, meter), tokenizer)
