@@ -89,7 +89,7 @@ class Pool:
             "--redis": self.redis_url,
             "--model": str(self.model),
             "--dtype": self.dtype,
-            "--max-running": "64" if self.gpu else "16",
+            "--max-running": "64" if self.gpu else "8",
             "--lease": "2",
             "--checkpoint": "0.3",
             # Two engines that start at once take each other's memory for their own, so the KV cache has a fixed size.
@@ -209,8 +209,8 @@ class Run:
 
 
 async def saved(client: RolloutClient, job_id: str, enough: Callable[[Live], bool]) -> Live:
-    """A job of one sample, once the pool has so much of its unfinished sample. Raises TimeoutError after a minute."""
-    async with asyncio.timeout(60):
+    """A job of one sample, once the pool has so much of its unfinished sample. Raises TimeoutError after three minutes."""
+    async with asyncio.timeout(180):
         while True:
             live = await live_of(client.broker, job_id)
             assert live is not None

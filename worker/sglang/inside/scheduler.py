@@ -171,7 +171,7 @@ def _caches_prompts_only(server_args: Any) -> bool:
     A GPU's prefill and decode kernels round differently. So what follows a generated token would depend on whether its
     KV came from the cache or was computed anew, and a deterministic engine could not repeat it. Those of a CPU agree.
     """
-    return bool(server_args.enable_deterministic_inference) and server_args.device != "cpu"
+    return bool(getattr(server_args, "enable_deterministic_inference", False)) and server_args.device != "cpu"
 
 
 def _trusts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
