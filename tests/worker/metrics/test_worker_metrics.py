@@ -171,7 +171,7 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     config = WorkerConfig(redis_url="redis://127.0.0.1:1/0", metrics_port=0)
-    with pytest.raises(ConfigError, match=r"rolloutmq\[metrics\]"):
+    with pytest.raises(ConfigError, match=r"rolloutmq\[worker,metrics\]"):
         with_metrics(config, ScriptedEngine(), NoTokenizer())
 
 
