@@ -209,7 +209,7 @@ class Run:
 
 
 async def saved(client: RolloutClient, job_id: str, enough: Callable[[Live], bool]) -> Live:
-    """A job of one sample, once the pool has so much of its unfinished sample. Raises TimeoutError after three minutes."""
+    """A job of one sample, once the pool has so much of its unfinished sample. Raises TimeoutError after 180 s."""
     async with asyncio.timeout(180):
         while True:
             live = await live_of(client.broker, job_id)
