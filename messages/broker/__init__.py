@@ -6,7 +6,7 @@ from .command_channel import CommandBox, CommandSender
 from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
 from .lease import MAX_CALL_TOKENS, Beat, Claim, Finished, Lease, Piece, Release
 from .pool_load import PoolLoad
-from .replies import ENTRY_BYTES, Frames, Receipt, Reply
+from .replies import ENTRY_BYTES, Frames, Receipt, Reply, as_replies
 from .submissions import BATCH_BYTES
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Release",
     "Reply",
     "Witness",
+    "as_replies",
     "living_workers",
     "successor",
 ]
