@@ -30,7 +30,7 @@ class _WithDefault(TyperGroup):
 
 app = typer.Typer(
     cls=_WithDefault,
-    help="Print a journal, export it as Parquet, or record a pool.",
+    help="Print a journal, export it, or record a pool.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
