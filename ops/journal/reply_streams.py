@@ -151,7 +151,8 @@ class ReplyStreams:
         missed = int(behind) if count.added is None else count.added - stream.known
         if missed > 0:
             self._on_missed(client, missed, False, count.added is None)
-            stream.known += missed
+        if count.added is not None:
+            stream.known = count.added  # also of a stream that was deleted and made again between two comparisons
         stream.position = count.last
 
     async def _take(self, client: str, entries: Entries) -> None:

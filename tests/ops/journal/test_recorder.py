@@ -121,24 +121,43 @@ async def test_a_client_that_acknowledges_at_once_loses_nothing_silently(redis_d
     assert sum(count for _, count, _ in lost(tmp_path)) == recorder.recorded.missed
 
 
+async def publish(broker: Broker, count: int, acknowledged: int, client: str = "client") -> None:
+    """A worker publishes results, and the client acknowledges some of them."""
+    standing = await broker.count_replies(client)
+    await broker.enqueue([job(sampling=SHORT, reply_to=client) for _ in range(count)])
+    await eventually(lambda: _is(broker.count_replies(client), standing + count))
+    await broker.ack(client, (await replies(broker, client))[standing:][:acknowledged])
+
+
 async def test_what_was_acknowledged_before_it_was_read_is_counted(redis_db: str, tmp_path: Path) -> None:
     async with connect(redis_db) as redis, worker(redis_db):
         broker = Broker(redis, "default")
-
-        async def publish(count: int, acknowledged: int, client: str = "client") -> None:
-            standing = await broker.count_replies(client)
-            await broker.enqueue([job(sampling=SHORT, reply_to=client) for _ in range(count)])
-            await eventually(lambda: _is(broker.count_replies(client), standing + count))
-            await broker.ack(client, (await replies(broker, client))[standing:][:acknowledged])
-
-        await publish(5, 3)
+        await publish(broker, 5, 3)
         async with recording(redis_db, tmp_path, follow=False) as recorder:
             assert (recorder.recorded.results, recorder.recorded.before) == (2, 3)
-            await publish(4, 1)
-            await publish(2, 2, "new")
+            await publish(broker, 4, 1)
+            await publish(broker, 2, 2, "new")
         assert (recorder.recorded.results, recorder.recorded.missed) == (5, 3)
         assert results(tmp_path) == await on_the_stream(broker)
     assert sorted(lost(tmp_path)) == [("client", 1, "it"), ("client", 3, "began"), ("new", 2, "it")]
+
+
+async def test_a_stream_that_is_deleted_and_begins_anew_is_counted_anew(redis_db: str, tmp_path: Path) -> None:
+    async with connect(redis_db) as redis, worker(redis_db):
+        broker = Broker(redis, "default")
+        await publish(broker, 5, 0)
+        async with recording(redis_db, tmp_path, follow=False) as recorder:
+            await redis.delete(broker.keys.reply("client"))
+            await publish(broker, 2, 0)
+            await recorder.finish()
+            assert (recorder.recorded.results, recorder.recorded.missed) == (7, 0)
+            await publish(broker, 3, 3)
+            await recorder.finish()
+            assert recorder.recorded.missed == 3
+            await redis.delete(broker.keys.reply("client"))
+            await recorder.finish()
+            await publish(broker, 2, 1)
+        assert (recorder.recorded.results, recorder.recorded.missed) == (8, 4)
 
 
 async def _is(value: Any, wanted: int) -> bool:
