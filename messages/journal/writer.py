@@ -223,9 +223,13 @@ class Journal:
                 if closing:
                     self._end_segment()
             except OSError as error:
-                log.warning("journal %s: %s; entries wait", self.folder, error)
                 self._abandon()
-                if not closing:
+                if closing:
+                    with self._state:
+                        self.lost += (more := sum(one.entries for one in self._waiting))
+                    log.error("journal %s: %s; %d entries are lost", self.folder, error, more)
+                else:
+                    log.warning("journal %s: %s; entries wait", self.folder, error)
                     with self._state:
                         self._state.wait_for(lambda: self._closing, RETRY_S)
                     continue

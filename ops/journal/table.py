@@ -247,13 +247,21 @@ class _Joined:
         return {} if found is None else dict(msgpack.unpackb(found))
 
     def _get(self, name: str) -> bytes | None:
-        found = self._db.execute("SELECT value FROM kept WHERE name = ?", (name,)).fetchone()
+        found = self._ask("SELECT value FROM kept WHERE name = ?", name).fetchone()
         return None if found is None else bytes(found[0])
 
     def _keep(self, name: str, value: bytes, *, anew: bool) -> bool:
         """anew: in place of what is there. Whether it was kept."""
         how = "REPLACE" if anew else "IGNORE"
-        return self._db.execute(f"INSERT OR {how} INTO kept VALUES (?, ?)", (name, value)).rowcount == 1
+        return self._ask(f"INSERT OR {how} INTO kept VALUES (?, ?)", name, value).rowcount == 1
+
+    def _ask(self, statement: str, *values: object) -> sqlite3.Cursor:
+        try:
+            return self._db.execute(statement, values)
+        except sqlite3.OperationalError as error:
+            raise ConfigError(
+                f"temporary folder {tempfile.gettempdir()}: {error}; TMPDIR may name one with more room"
+            ) from error
 
 
 def _kind(value: Any) -> str:

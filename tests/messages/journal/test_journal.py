@@ -209,6 +209,20 @@ def test_a_disk_that_refuses_costs_nothing_that_fits_the_buffer(
     assert "No space left" in caplog.text
 
 
+def test_what_a_full_disk_refuses_until_the_end_is_counted_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(it: segment.SegmentWriter, packed: list[dict[str, object]]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(segment.SegmentWriter, "block", refuse)
+    with Journal(tmp_path) as journal:
+        for _ in range(3):
+            journal.job(job())
+    assert journal.lost == 3
+    assert "No space left on device; 3 entries are lost" in caplog.text
+
+
 def test_prompts_can_be_left_out(tmp_path: Path) -> None:
     def redact(entry: Entry) -> Entry | None:
         if entry.event == "result":
