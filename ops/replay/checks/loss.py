@@ -111,7 +111,9 @@ def losses_of(samples: Iterable[Recorded], name: str) -> Losses:
         reward = one.notes.get("reward")
         reward = float(reward) if isinstance(reward, int | float) else math.nan
         try:
-            batch = RolloutBatch.of([Row.of_result(one.result, reward, group)])
+            # Workers do not send the prompt of a job of token ids back: the job has it.
+            whole = one.result.model_copy(update={"prompt_ids": one.prompt_ids})
+            batch = RolloutBatch.of([Row.of_result(whole, reward, group)])
         except InvalidField as error:  # of its prompt, or of its log-probabilities
             why = f"no {error.field}"
             left_out[why] = left_out.get(why, 0) + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ def test_samples_and_tokens_are_sorted_by_what_they_add() -> None:
     assert losses_of([sample("a", 0.5)], "ourlosses:reward").samples[0].loss == 0.25
 
 
+def test_the_prompt_of_a_job_of_ids_is_the_jobs() -> None:
+    """Its worker does not send it back, so the recorded result does not have it."""
+    found, whole = (
+        losses_of([one], "ourlosses:per_token") for one in (sample("a", 0.5, prompt_ids=None), sample("a", 0.5))
+    )
+    assert found.left_out == {}
+    assert found.samples[0].tokens == whole.samples[0].tokens
+
+
 def test_what_is_no_number_comes_first() -> None:
     found = losses_of([sample("a", 0.5), sample("b", math.nan)], "ourlosses:per_token")
     assert [one.recorded.name[0] for one in found.samples] == ["b", "a"]
@@ -77,9 +87,8 @@ def test_what_is_no_number_comes_first() -> None:
 
 
 def test_samples_without_logprobs_or_prompt_are_left_out() -> None:
-    found = losses_of(
-        [sample("a", 1.0, logprobs=None), sample("b", 1.0, prompt_ids=None), sample("c", 1.0)], "ourlosses:per_token"
-    )
+    without = replace(sample("b", 1.0, prompt_ids=None), job=None)
+    found = losses_of([sample("a", 1.0, logprobs=None), without, sample("c", 1.0)], "ourlosses:per_token")
     assert found.left_out == {"no logprobs": 1, "no prompt_ids": 1}
     assert [one.recorded.name[0] for one in found.samples] == ["c"]
 
