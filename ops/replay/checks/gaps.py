@@ -71,7 +71,8 @@ class Gaps:
                 figures = f"{one.mean:9.1e} {one.p50:9.1e} {one.p99:9.1e} {one.largest:9.1e}"
                 lines.append(f"  {group!s:22} {one.tokens:9,} {figures}{'  <-' if one.wrong else ''}")
         lines += [f"unverified: {why} ({count:,})" for why, count in list(self.reasons.items())[:CAUSES]]
-        return lines + (list(self.findings) or ["no token is beyond the tolerance"])
+        nothing = "no token is beyond the tolerance" if self.overall is not None else "no token could be scored"
+        return lines + (list(self.findings) or [nothing])
 
 
 @dataclass(frozen=True, slots=True)
