@@ -18,6 +18,10 @@ SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --igno
 # timers by seconds. The output names it, and whoever reads that looks for the race. `make test` runs everything once.
 ONCE_MORE = $(if $(CI),|| { test $$? -eq 1 && echo "these failed; once more and alone:" && .venv/bin/python -m pytest --lf --lfnf=none; })
 
+# What needs both cores for itself: beside others its engines take no update within the 15 s that a worker gives them.
+ALONE = .venv/bin/python -m pytest $(EVERYWHERE) -m alone --junitxml=out/tests-alone.xml $(PYTEST) $(ONCE_MORE) \
+  $(if $(PYTEST),|| test $$? -eq 5)
+
 .PHONY: help setup demo test test-slow test-all test-trainers test-redis7 test-redis62 coverage capabilities chaos fuzz check docs clean
 
 help:
@@ -52,11 +56,13 @@ test: setup
 # What takes long and is seldom broken alone.
 test-slow: setup
 	@mkdir -p out
-	$(PYTEST_ALL) $(EVERYWHERE) -m slow --junitxml=out/tests-slow.xml $(PYTEST)
+	$(PYTEST_ALL) $(EVERYWHERE) -m "slow and not alone" --junitxml=out/tests-slow.xml $(PYTEST)
+	$(ALONE)
 
 test-all: setup
 	@mkdir -p out
-	$(PYTEST_ALL) $(EVERYWHERE) --junitxml=out/tests.xml $(PYTEST) $(ONCE_MORE)
+	$(PYTEST_ALL) $(EVERYWHERE) -m "not alone" --junitxml=out/tests.xml $(PYTEST) $(ONCE_MORE)
+	$(ALONE)
 	$(MAKE) --no-print-directory test-trainers
 	$(MAKE) --no-print-directory test-redis7
 	$(MAKE) --no-print-directory test-redis62

@@ -164,6 +164,7 @@ async def test_weights_switched_in_place_need_the_cache_of_the_older_ones(weight
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.sglang
 @pytest.mark.timeout(600)
 def test_a_hundred_jobs_of_a_real_pool_come_out_the_same(tmp_path: Path) -> None:

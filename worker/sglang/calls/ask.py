@@ -16,6 +16,9 @@ from ...engine import EngineRequest, TaskOutput, TaskRequest
 from .answer import INPUT_LOGPROBS
 from .request import generate_arguments
 
+ABORTED = "Aborted by AbortReq."
+"""SGLang refuses a request with this text if it is aborted while its grammar is compiled."""
+
 
 class Marker(CustomLogitProcessor):  # type: ignore[misc]
     """Marks a request whose extras are for the sampler (`inside/sampler.py`). It leaves logits as they are.
@@ -118,7 +121,8 @@ async def _answer(manager: Any, request: Any) -> dict[str, Any] | None:
         async for item in manager.generate_request(request, None):
             last = item
     except ValueError as error:
-        if type(error).__name__ == "RequestAbortedError":  # older releases; newer ones return an empty output
+        # Older releases raise the first; newer ones return an empty output.
+        if type(error).__name__ == "RequestAbortedError" or str(error) == ABORTED:
             return None
         raise
     except asyncio.CancelledError:
