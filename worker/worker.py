@@ -15,9 +15,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ..messages.broker import Beat, Claim, CommandBox, Finished, Lease, Release, Witness
-from ..messages.codec import Result
 from ..messages.errors import EngineError, LeaseLost, RequestRefused
-from ..messages.model import GenerateJob, WorkerState, WorkerStatus
+from ..messages.model import WorkerState, WorkerStatus
 from ..messages.redis import Bell, Ring, connect, ping
 from ..sync.transfer import Ledger
 from .commands import Commands, Service, beside, worker_commands
@@ -25,12 +24,12 @@ from .config import WorkerConfig
 from .engine import AdapterMissing, Engine
 from .engine_keeper import EngineKeeper
 from .generation import Generation
-from .jobs import HeldJob, HeldJobs, MustFetch, Run, SampleRun, admit_all, admit_fetched, as_result, text_with_calls
+from .jobs import HeldJob, HeldJobs, Run
 from .journaling import WorkerJournal
-from .lease import Checkpoints, ClaimLoop, Deadlines, Handback, Membership, Outbox, Pace, Streaming
+from .lease import Admission, Checkpoints, ClaimLoop, Deadlines, Handback, Membership, Outbox, Results, Streaming
 from .leaving import LEAVE_S, Leaving, left
 from .loops import Loop, undisturbed
-from .metrics import Vitals
+from .metrics import StatusReport, Vitals
 from .text import Tokenizer, ToolReader
 from .weights import Peer, Snapshots, WeightFollower
 
@@ -46,11 +45,12 @@ class Worker:
         self.worker_id = ""
         self.joined = asyncio.Event()
         """Set once the engine is up and the worker holds its first lease."""
-        self._engine, self._tokenizer = engine, tokenizer
+        self._engine = engine
         self._host = socket.gethostname()
         self._held = HeldJobs()
         self._tools = ToolReader()
         self._outbox = Outbox(self._published, self._unpublishable)
+        self._results = Results(engine, tokenizer, self._tools, self._outbox, self._refused)
         self._generation = Generation(
             engine,
             config.capacity,
@@ -60,10 +60,23 @@ class Worker:
             on_dead=self._engine_died,
         )
         self.vitals = Vitals(self._generation, config.lease_s)
+        self._report = StatusReport(self._host, engine, self._held, self.vitals, config.max_running)
         self._checkpoints = Checkpoints(self._held, config.checkpoint_s, engine.progress, self._fenced)
         self._streaming = Streaming(engine.progress, self._fenced)
         self._deadlines = Deadlines(self._held, self._drop)
         self._handback = Handback(self._held, config.max_lost, self._host, lambda: self._lease, self._drop)
+        self._admission = Admission(
+            engine,
+            tokenizer,
+            self._tools,
+            self._held,
+            handback=self._handback,
+            deadlines=self._deadlines,
+            streaming=self._streaming,
+            media_hosts=config.media_hosts,
+            begin=self._begin,
+            lacks=self._refuse_or_release,
+        )
         self._journal = WorkerJournal(config.journal)
         self._follower: WeightFollower | None = None
         self._peer: Peer | None = None
@@ -84,8 +97,6 @@ class Worker:
         self._commands: Commands | None = None
         self._box: CommandBox | None = None
         self._drain_s = config.drain_s
-        self._refused_publishes, self._pace = 0, Pace()
-        self._started_at = time.time()
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -132,7 +143,8 @@ class Worker:
         self.worker_id = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
         self._box = CommandBox(redis, self.config.pool, self.worker_id)
         self._lease = lease = self._journal.lease(redis, self.config, self.worker_id, self._witness)
-        self._claims = self._service.claims = ClaimLoop(lease, waker, self._room, self._serves, self._admit)
+        self._claims = ClaimLoop(lease, waker, self._room, self._serves, self._admission.admit)
+        self._service.claims = self._admission.claims = self._claims
         membership = Membership(lease, self.config.beat_s, self.config.max_lost)
         bell = Bell(listener, self.config.pool)
         self._peer = Peer(self._engine, Ledger(redis, self.config.pool), bell, self.config, self._follower)
@@ -208,68 +220,25 @@ class Worker:
     def _serves(self) -> tuple[int, dict[str, int]]:
         return self._generation.version, self._engine.info.adapters.current()
 
-    async def _admit(self, claims: list[Claim]) -> None:
-        assert self._claims is not None
-        missing: list[tuple[Claim, AdapterMissing]] = []
-        async for claim, admitted in admit_all(claims, self._engine.info, self._tokenizer):
-            if isinstance(admitted, MustFetch):
-                self._claims.admit_aside(claim, self._admit_fetched(claim, admitted))
-            elif isinstance(admitted, AdapterMissing):
-                missing.append((claim, admitted))
-            else:
-                self._hold(claim, admitted)
-        for claim, lacks in missing:  # last: Redis is asked, and may not answer
-            await self._refuse_or_release(claim, lacks)
-
-    async def _admit_fetched(self, claim: Claim, later: MustFetch) -> None:
-        hosts = self.config.media_hosts
-        admitted = await admit_fetched(claim, later, self._engine.info, self._tokenizer, hosts)
-        if isinstance(admitted, AdapterMissing):
-            await self._refuse_or_release(claim, admitted)
-        else:
-            self._hold(claim, admitted)
-
-    def _hold(self, claim: Claim, admitted: HeldJob | Exception) -> None:
-        if isinstance(admitted, HeldJob):
-            self._held.add(admitted)
-            if isinstance(admitted.job, GenerateJob) and admitted.job.tools:
-                self._tools.warm(admitted.job)
-            self._deadlines.look(admitted.deadline)
-            self._streaming.add(admitted, self._tokenizer.decode)
-            self._generation.add(admitted.samples.values(), end=claim.ending)
-        else:
-            kind = "refused" if isinstance(admitted, RequestRefused) else "not readable"
-            self._bury(claim.job_id, claim.attempt, kind, admitted)
+    def _begin(self, held: HeldJob) -> None:
+        self._generation.add(held.samples.values(), end=held.claim.ending)
 
     async def _refuse_or_release(self, claim: Claim, lacks: AdapterMissing) -> None:
         assert self._follower is not None
         assert self._lease is not None
         if (refusal := await self._follower.adapters.refusal(lacks.adapter)) is not None:
-            self._bury(claim.job_id, claim.attempt, "refused", refusal)
+            self._handback.bury(claim.job_id, claim.attempt, "refused", refusal)
         else:  # published since the claim
             await self._lease.release([Release(claim.job_id, claim.attempt)], self.config.max_lost)
 
     def _finished(self, sample: Run) -> None:
         self._keeper.it_works()
         self.vitals.finished(sample)
-        result = as_result(sample, self.worker_id, self._engine.info, self._tokenizer)
-        if isinstance(sample, SampleRun) and (text := text_with_calls(sample, self._tokenizer)) is not None:
-            self._outbox.put_later(sample.job.id, self._with_calls(sample, result, text))
-        else:
-            self._outbox.put(Finished(sample.job.id, sample.attempt, sample.index, result))
-
-    async def _with_calls(self, sample: SampleRun, result: Result, text: str) -> Finished | None:
-        try:
-            calls = await self._tools.calls_in(text, sample.job, sample.index)
-            result = result.model_copy(update={"tool_calls": calls}) if calls else result
-            return Finished(sample.job.id, sample.attempt, sample.index, result)
-        except Exception as error:  # with its calls it may be larger than a message may be
-            self._refused(sample, RequestRefused(f"unexpected {type(error).__name__}: {error}"))
-            return None
+        self._results.make(sample, self.worker_id)
 
     def _refused(self, sample: Run, error: RequestRefused) -> None:
         if self._held.get(sample.job.id, sample.attempt) is not None:
-            self._bury(sample.job.id, sample.attempt, "refused", error)
+            self._handback.bury(sample.job.id, sample.attempt, "refused", error)
 
     def _failed(self, sample: Run, error: EngineError) -> None:
         held = self._held.get(sample.job.id, sample.attempt)
@@ -279,7 +248,7 @@ class Worker:
 
     def _published(self, finished: Finished, state: str) -> None:
         if state == "fenced":
-            self._refused_publishes += 1
+            self._report.refused_publishes += 1
             self._fenced(finished.job_id, finished.attempt)
         else:
             self._held.published(finished.job_id, finished.attempt, finished.sample)
@@ -287,13 +256,7 @@ class Worker:
 
     def _unpublishable(self, finished: Finished, error: Exception) -> None:
         if self._held.get(finished.job_id, finished.attempt) is not None:
-            self._bury(finished.job_id, finished.attempt, "cannot be published", error)
-
-    def _bury(self, job_id: str, attempt: int, cause: str, error: Exception) -> None:
-        self._drop(job_id)
-        log.warning("job %s is %s: %s", job_id, cause, error)
-        assert self._lease is not None
-        self._handback.bury(self._lease, job_id, attempt, cause, error)
+            self._handback.bury(finished.job_id, finished.attempt, "cannot be published", error)
 
     def _fenced(self, job_id: str, attempt: int) -> None:
         if self._held.get(job_id, attempt) is not None:
@@ -362,30 +325,7 @@ class Worker:
             self._claims.poke()
 
     def _status(self) -> WorkerStatus:
-        info = self._engine.info
-        return WorkerStatus(
-            worker_id=self.worker_id,
-            host=self._host,
-            pid=os.getpid(),
-            state=self._current_state(),
-            version=self._generation.version,
-            model=info.model,
-            engine=f"{info.name} {info.version}",
-            device=info.device,
-            tp_size=info.tp_size,
-            ep_size=info.ep_size,
-            features=tuple(sorted(info.features)),
-            max_running=self.config.max_running,
-            running=self._generation.running,
-            held=self._held.unpublished,
-            generated_tokens=self._generation.generated_tokens,
-            tokens_per_s=self._pace.per_s(self._generation.generated_tokens),
-            finished_samples=self._generation.finished,
-            refused_publishes=self._refused_publishes,
-            engine_restarts=self._keeper.restarts,
-            staleness=self.vitals.staleness,
-            started_at=self._started_at,
-        )
+        return self._report.write(self.worker_id, self._current_state(), self._keeper.restarts)
 
     def _current_state(self) -> WorkerState:
         assert self._follower is not None

@@ -1,10 +1,22 @@
 """What a worker holds and for how long: heartbeats, claims, saving, publishing, handing back."""
 
+from .admission import Admission
 from .claims import ClaimLoop
 from .deadlines import Deadlines
 from .handback import Handback
-from .heartbeat import Membership, Pace
+from .heartbeat import Membership
 from .outbox import Outbox
+from .results import Results
 from .saving import Checkpoints, Streaming
 
-__all__ = ["Checkpoints", "ClaimLoop", "Deadlines", "Handback", "Membership", "Outbox", "Pace", "Streaming"]
+__all__ = [
+    "Admission",
+    "Checkpoints",
+    "ClaimLoop",
+    "Deadlines",
+    "Handback",
+    "Membership",
+    "Outbox",
+    "Results",
+    "Streaming",
+]

@@ -113,9 +113,12 @@ class Handback:
             self._drop(held.id)
             await self._insist(lease, lambda: lease.release([release], self._max_lost))
 
-    def bury(self, lease: Lease, job_id: str, attempt: int, cause: str, error: Exception) -> None:
-        """Dead-letter a job that no worker can run."""
-        text = f"{type(error).__name__}: {error}"
+    def bury(self, job_id: str, attempt: int, cause: str, error: Exception) -> None:
+        """Forget a job that no worker can run, and dead-letter it."""
+        self._drop(job_id)
+        log.warning("job %s is %s: %s", job_id, cause, error)
+        lease, text = self._current(), f"{type(error).__name__}: {error}"
+        assert lease is not None
         self._aside(self._insist(lease, lambda: lease.bury(job_id, attempt, cause, self._host, text)))
 
     async def _insist(self, lease: Lease, tell: Callable[[], Awaitable[object]]) -> None:

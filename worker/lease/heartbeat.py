@@ -6,7 +6,6 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 
 from ...messages.broker import Beat, Lease
@@ -18,24 +17,6 @@ BEATS_PER_S = 300
 """Above so many heartbeats a second, of all workers together, each worker sends fewer."""
 LONGEST_S = 2.0
 """But one in so many seconds, and four in a lease."""
-PACE_S = 10.0
-"""Seconds over which a heartbeat's rate is counted."""
-
-
-class Pace:
-    """How fast a total grows, over the last PACE_S seconds."""
-
-    def __init__(self) -> None:
-        self._seen = deque([(time.monotonic(), 0)])
-
-    def per_s(self, total: int) -> float:
-        """The rate, given what the total is now."""
-        now = time.monotonic()
-        self._seen.append((now, total))
-        while self._seen[1][0] <= now - PACE_S:
-            self._seen.popleft()
-        since, before = self._seen[0]
-        return round((total - before) / max(1.0, now - since), 1)
 
 
 class Membership:

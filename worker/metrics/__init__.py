@@ -1,6 +1,6 @@
 """A worker's metrics and probes over HTTP, and the HTTP server of the exporter too.
 
-`Histogram`, `MeteredEngine` and `Vitals` load nothing; the rest needs prometheus_client.
+`Histogram`, `MeteredEngine`, `StatusReport` and `Vitals` load nothing; the rest needs prometheus_client.
 """
 
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .kinds import counter, counters, distribution, gauge, gauges
     from .metered import MeteredEngine
     from .server import MetricsServer
+    from .status import StatusReport
     from .vitals import Vitals
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Histogram",
     "MeteredEngine",
     "MetricsServer",
+    "StatusReport",
     "Vitals",
     "counter",
     "counters",
@@ -29,4 +31,6 @@ __all__ = [
     "gauges",
     "worker_families",
 ]
-__getattr__, __dir__ = lazy(__name__, __all__, ".histogram", ".vitals", ".metered", ".kinds", ".server", ".families")
+__getattr__, __dir__ = lazy(
+    __name__, __all__, ".histogram", ".vitals", ".status", ".metered", ".kinds", ".server", ".families"
+)

@@ -11,7 +11,7 @@ from support.specimens.messages import job
 
 from rolloutmq.messages import Broker, LeaseLost, Release
 from rolloutmq.messages.broker import Beat
-from rolloutmq.worker.lease import Membership, Pace
+from rolloutmq.worker.lease import Membership
 
 
 async def test_of_a_crowd_a_few_reap(broker: Broker, joined: Any) -> None:
@@ -106,13 +106,3 @@ async def test_a_token_that_was_lost_with_its_taker_is_put_back(
     await db.delete(broker.keys.wake)
     await lease.reap(3)
     assert await db.llen(broker.keys.wake) == 0, "nothing waits: nobody is woken"
-
-
-def test_a_rate_is_over_the_last_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr("rolloutmq.worker.lease.heartbeat.time.monotonic", lambda: now)
-    pace, rates = Pace(), []
-    for beat in range(40):
-        now += 1.0
-        rates.append(pace.per_s(100 * min(beat, 20)))  # it stops after 20 s
-    assert (rates[0], rates[19], rates[25], rates[39]) == (0.0, 100.0, 50.0, 0.0)

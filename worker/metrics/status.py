@@ -1,0 +1,68 @@
+"""What a worker says about itself with every heartbeat."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+
+from ...messages.model import WorkerState, WorkerStatus
+from ..engine import Engine
+from ..jobs import HeldJobs
+from .vitals import Vitals
+
+PACE_S = 10.0
+"""Seconds over which a heartbeat's rate is counted."""
+
+
+class Pace:
+    """How fast a total grows, over the last PACE_S seconds."""
+
+    def __init__(self) -> None:
+        self._seen = deque([(time.monotonic(), 0)])
+
+    def per_s(self, total: int) -> float:
+        """The rate, given what the total is now."""
+        now = time.monotonic()
+        self._seen.append((now, total))
+        while self._seen[1][0] <= now - PACE_S:
+            self._seen.popleft()
+        since, before = self._seen[0]
+        return round((total - before) / max(1.0, now - since), 1)
+
+
+class StatusReport:
+    """Writes the status of one worker. refused_publishes: samples that Redis refused, because another has the job."""
+
+    def __init__(self, host: str, engine: Engine, held: HeldJobs, vitals: Vitals, max_running: int) -> None:
+        self.refused_publishes = 0
+        self._host, self._engine, self._held, self._vitals, self._max_running = host, engine, held, vitals, max_running
+        self._pace = Pace()
+        self._started_at = time.time()
+
+    def write(self, worker_id: str, state: WorkerState, engine_restarts: int) -> WorkerStatus:
+        """The status of this moment."""
+        info, generation = self._engine.info, self._vitals.generation
+        return WorkerStatus(
+            worker_id=worker_id,
+            host=self._host,
+            pid=os.getpid(),
+            state=state,
+            version=generation.version,
+            model=info.model,
+            engine=f"{info.name} {info.version}",
+            device=info.device,
+            tp_size=info.tp_size,
+            ep_size=info.ep_size,
+            features=tuple(sorted(info.features)),
+            max_running=self._max_running,
+            running=generation.running,
+            held=self._held.unpublished,
+            generated_tokens=generation.generated_tokens,
+            tokens_per_s=self._pace.per_s(generation.generated_tokens),
+            finished_samples=generation.finished,
+            refused_publishes=self.refused_publishes,
+            engine_restarts=engine_restarts,
+            staleness=self._vitals.staleness,
+            started_at=self._started_at,
+        )
