@@ -21,6 +21,8 @@ class WorkerStatus(Message):
     generated_tokens, finished_samples, refused_publishes: totals since the worker joined.
     tokens_per_s: generated over the last 10 s. A sample's tokens count when the engine hands them over, at its end or
     when it is interrupted.
+    unfinished_tokens: what its unfinished samples have generated, as of their last save. If it leaves, others compute
+    the KV cache of these tokens again.
     staleness: finished samples by how many versions their oldest token was behind the pool's newest when they ended.
     One count for each of STALENESS_BOUNDS, for at most so many, and one for more.
     features: optional features of jobs that its engine honours, see GenerateJob.unsupported.
@@ -47,6 +49,7 @@ class WorkerStatus(Message):
     tokens_per_s: Float = Field(default=0.0, ge=0)
     finished_samples: StrictInt = Field(default=0, ge=0)
     refused_publishes: StrictInt = Field(default=0, ge=0)
+    unfinished_tokens: StrictInt = Field(default=0, ge=0)
     engine_restarts: StrictInt = Field(default=0, ge=0)
     started_at: Float = 0.0
     staleness: Items[Annotated[StrictInt, Field(ge=0)]] = Field(default=(), max_length=16)

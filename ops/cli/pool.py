@@ -54,6 +54,9 @@ def exporter(
     every: Annotated[
         float, typer.Option(min=1.0, max=300.0, callback=finite, help="Seconds between two looks at the pool.")
     ] = 5.0,
+    deletion_costs: Annotated[
+        bool, typer.Option("--deletion-costs", help="In a pod: tell Kubernetes which workers cost least to delete.")
+    ] = False,
     log_level: LogLevel = "info",
 ) -> None:
     """Serve the pool's metrics for Prometheus. One exporter for each pool, until SIGTERM or Ctrl-C.
@@ -71,7 +74,7 @@ def exporter(
 
         raise ConfigError("metrics need prometheus_client: pip install 'rolloutmq[metrics]'") from None
     log_to_stderr(log_level)
-    run_exporter(redis, pool, host, port, every)
+    run_exporter(redis, pool, host, port, every, deletion_costs=deletion_costs)
 
 
 def doctor(

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client import Metric
 
+from ...messages.model import WorkerStatus
 from ...messages.redis import connect
 from ...worker.metrics import MetricsServer, counter, gauge
+from .deletion_costs import EVERY_S, DeletionCosts, PodPatches
 from .families import pool_families
 from .reading import PoolReader
 from .totals import Totals
@@ -35,6 +37,7 @@ class Exporter:
         self._shown: list[Metric] = []
         self._up, self._looks, self._failed, self._took_s = False, 0, 0, 0.0
         self._said = ""
+        self._workers: tuple[WorkerStatus, ...] = ()
 
     def collect(self) -> Iterable[Metric]:
         """What the last look found. Any thread may ask."""
@@ -44,6 +47,11 @@ class Exporter:
     def up(self) -> bool:
         """Whether the last look succeeded."""
         return self._up
+
+    @property
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        """The living workers, as of the last look that succeeded."""
+        return self._workers
 
     def _own(self) -> Iterator[Metric]:
         yield gauge("rolloutmq_up", "1 if the last look at the pool's Redis succeeded.", float(self._up))
@@ -78,18 +86,32 @@ class Exporter:
                 self._said = said
         else:
             self._up, self._shown, self._said = True, shown, ""
+            self._workers = tuple(worker for worker in reading.workers if worker.worker_id in reading.alive)
 
 
-async def _until_stopped(exporter: Exporter) -> None:
-    loop, looking = asyncio.get_running_loop(), asyncio.create_task(exporter.run())
+async def _tell(costs: DeletionCosts, exporter: Exporter) -> None:
+    while True:
+        await asyncio.sleep(EVERY_S)
+        await asyncio.to_thread(costs.tell, exporter.workers)
+
+
+async def _until_stopped(exporter: Exporter, costs: DeletionCosts | None) -> None:
+    loop = asyncio.get_running_loop()
+    looking = asyncio.gather(exporter.run(), *([_tell(costs, exporter)] if costs is not None else []))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, looking.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await looking
 
 
-def run_exporter(redis_url: str, pool: str, host: str, port: int, every_s: float) -> None:
-    """Serve a pool's metrics until SIGTERM or SIGINT. Raises ConfigError, InvalidField."""
+def run_exporter(
+    redis_url: str, pool: str, host: str, port: int, every_s: float, *, deletion_costs: bool = False
+) -> None:
+    """Serve a pool's metrics until SIGTERM or SIGINT. Raises ConfigError, InvalidField.
+
+    deletion_costs: also tell Kubernetes what deleting each worker's pod would cost.
+    """
+    costs = DeletionCosts(PodPatches()) if deletion_costs else None
     exporter = Exporter(redis_url, pool, every_s)
     with MetricsServer(host, port, exporter.collect, {"/live": lambda: True, "/ready": lambda: exporter.up}):
-        asyncio.run(_until_stopped(exporter))
+        asyncio.run(_until_stopped(exporter, costs))

@@ -73,6 +73,11 @@ class SampleRun(JobRun[GenerateJob]):
         """(n,) int32: what the legs that have ended generated."""
         return self.done.token_ids
 
+    @property
+    def known_tokens(self) -> int:
+        """Tokens generated so far, as of the last leg that ended or was saved; a running leg may have more."""
+        return max(len(self.done), self._saved)
+
     def resume_from(self, pieces: Sequence[Partial]) -> None:
         """Go on where another worker, or an earlier attempt, stopped. `pieces` are in order."""
         if not pieces:

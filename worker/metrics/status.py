@@ -8,7 +8,7 @@ from collections import deque
 
 from ...messages.model import WorkerState, WorkerStatus
 from ..engine import Engine
-from ..jobs import HeldJobs
+from ..jobs import HeldJobs, SampleRun
 from .vitals import Vitals
 
 PACE_S = 10.0
@@ -62,7 +62,12 @@ class StatusReport:
             tokens_per_s=self._pace.per_s(generation.generated_tokens),
             finished_samples=generation.finished,
             refused_publishes=self.refused_publishes,
+            unfinished_tokens=self._unfinished_tokens(),
             engine_restarts=engine_restarts,
             staleness=self._vitals.staleness,
             started_at=self._started_at,
         )
+
+    def _unfinished_tokens(self) -> int:
+        samples = (sample for held in self._held for sample in held.samples.values())
+        return sum(sample.known_tokens for sample in samples if isinstance(sample, SampleRun))

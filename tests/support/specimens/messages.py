@@ -229,6 +229,9 @@ def specimens() -> dict[str, Message]:
         ),
         "busy-status": WorkerStatus(worker_id="w", host="h", pid=9, state="serving", version=3, tokens_per_s=1203.5),
         "stale-status": WorkerStatus(worker_id="w", host="h", pid=9, state="serving", version=3, staleness=(5, 0, 1)),
+        "unfinished-status": WorkerStatus(
+            worker_id="w", host="h", pid=9, state="serving", version=3, unfinished_tokens=70000
+        ),
         "command": Command(id=ID, action="pause", worker_id="w", params={"mode": "abort"}, timeout_s=5.0),
         "command-reply": CommandReply(id=ID, worker_id="w", ok=False, result={"x": 1}, kind="E", error="e"),
         "session-job": GenerateJob(
