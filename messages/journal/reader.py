@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..errors import ConfigError, InvalidField, MessageError
+from ..remote import without_secrets
 from .entry import EVENTS, Entry, Event
 from .remote import RemotePath, place_of
 from .segment import MERGED, SUFFIX, SegmentReader
@@ -48,9 +49,9 @@ def read(
         if kind not in EVENTS:
             raise InvalidField("events", kind, f"some of {', '.join(EVENTS)}")
     if not place.is_dir():
-        raise ConfigError(f"journal {str(folder)!r}: there is no such folder")
+        raise ConfigError(f"journal {without_secrets(str(folder))!r}: there is no such folder")
     if isinstance(place, Path) and not os.access(place, os.R_OK | os.X_OK, effective_ids=True):
-        raise ConfigError(f"journal {str(folder)!r}: this user may not read the folder")
+        raise ConfigError(f"journal {without_secrets(str(folder))!r}: this user may not read the folder")
     wanted = _Wanted(_several(job), client, group, version, kinds, since, until)
     writers = _writers(place, on_problem).values()
     found = [_of_writer(segments, wanted, on_problem) for segments in writers]

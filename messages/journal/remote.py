@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..remote import open_url
 from .segment import SUFFIX, Index, is_left
 
 log = logging.getLogger(__name__)
@@ -54,19 +54,10 @@ def is_url(folder: Path | str) -> bool:
 
 
 def place_of(folder: Path | str) -> Path | RemotePath:
-    """A folder here or elsewhere. Raises ConfigError for a URL that fsspec does not know, or without fsspec."""
+    """A folder here or elsewhere. Raises ConfigError for a URL that fsspec cannot open."""
     if not is_url(folder):
         return Path(folder)
-    try:
-        from fsspec.core import url_to_fs  # noqa: PLC0415 – an optional dependency
-    except ImportError:
-        raise ConfigError(
-            f"journal {folder!r}: the package fsspec is missing: pip install 'rolloutmq[remote]'"
-        ) from None
-    try:
-        filesystem, path = url_to_fs(folder)
-    except (ImportError, ValueError) as error:  # s3:// needs s3fs, and so on
-        raise ConfigError(f"journal {folder!r}: {error}") from None
+    filesystem, path = open_url(str(folder), "journal")
     return RemotePath(filesystem, path.rstrip("/"))
 
 

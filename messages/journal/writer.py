@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Self
 from ..codec import Job, Result, encode
 from ..errors import ConfigError, InvalidField
 from ..model import JobFailure
+from ..remote import without_secrets
 from .entry import Entry, Record, note, of_consumed, of_jobs, of_outcomes
 from .remote import Uploader, is_url, spool_for
 from .segment import SUFFIX, Header, Packed, SegmentWriter
@@ -105,7 +106,7 @@ class Journal:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._begin()
         except OSError as error:
-            raise ConfigError(f"journal {str(folder)!r}: {error}") from error
+            raise ConfigError(f"journal {without_secrets(str(folder))!r}: {error}") from error
         self._thread = threading.Thread(target=self._run, name="rolloutmq-journal", daemon=True)
         self._thread.start()
 

@@ -1,7 +1,7 @@
 """Weights versions on disk. A version is written whole or not at all, and verified when it is read."""
 
 from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
-from .export import export_version, open_url
+from .export import export_version
 from .folder import folder_name
 from .read import DiskVersion
 from .store import SnapshotStore
@@ -14,5 +14,4 @@ __all__ = [
     "disk_errors",
     "export_version",
     "folder_name",
-    "open_url",
 ]

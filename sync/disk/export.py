@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...messages.errors import ConfigError
+from ...messages.remote import open_url
 from .errors import SnapshotConflict, SnapshotError, disk_errors
 from .folder import INDEX, VersionFolder, folder_name
 from .index import WEIGHT_MAP
@@ -33,20 +34,6 @@ def export_version(version: DiskVersion, destination: str, check: Callable[[], N
     return _to_folder(version, [*names, WEIGHT_MAP], VersionFolder(Path(destination)), check)
 
 
-def open_url(url: str) -> tuple[Any, str]:
-    """The filesystem for a URL, and the place in it. Raises ConfigError naming the package that is missing."""
-    scheme = url.partition("://")[0]
-    try:
-        from fsspec.core import url_to_fs  # noqa: PLC0415 – an optional dependency
-    except ImportError:
-        raise ConfigError("upload: the package fsspec is missing: pip install 'rolloutmq[remote]'") from None
-    try:
-        filesystem, root = url_to_fs(url)
-    except (ImportError, ValueError) as error:  # the URL may have secrets in it: only its kind is told
-        raise ConfigError(f"upload to {scheme}://: {error}") from error
-    return filesystem, str(root)
-
-
 def _to_folder(version: DiskVersion, names: list[str], folder: VersionFolder, check: Callable[[], None]) -> bool:
     target = folder.path / folder_name(version.version)
     content = _content(version)
@@ -66,7 +53,7 @@ def _to_folder(version: DiskVersion, names: list[str], folder: VersionFolder, ch
 
 
 def _to_url(version: DiskVersion, names: list[str], url: str, check: Callable[[], None]) -> bool:
-    filesystem, root = open_url(url)
+    filesystem, root = open_url(url, "upload to")
     target = f"{root.rstrip('/')}/{folder_name(version.version)}"
     content = _content(version)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...messages.errors import RolloutMQError
 from ...messages.model import StartProfileParams, StopProfileParams
-from ...sync.disk import open_url
+from ...messages.remote import open_url
 from ..engine import Engine
 from .queue import Handler
 
@@ -29,7 +29,7 @@ class ProfileCommands:
 
     async def _stop(self, params: StopProfileParams, deadline: float) -> Mapping[str, Any]:
         if params.upload:
-            await asyncio.to_thread(open_url, params.upload)  # before anything is written
+            await asyncio.to_thread(open_url, params.upload, "upload to")  # before anything is written
         result = dict(await self._engine.operate("stop_profile", {}))
         folder = Path(str(result["folder"]))
         if params.fetch_bytes:
@@ -59,7 +59,7 @@ def upload(path: Path, url: str) -> dict[str, Any]:
 
     The size of every file is compared with what arrived. Raises ConfigError, UploadFailed.
     """
-    filesystem, root = open_url(url)
+    filesystem, root = open_url(url, "upload to")
     target, nbytes, count = f"{root.rstrip('/')}/{path.name}", 0, 0
     try:
         for file in _files(path):

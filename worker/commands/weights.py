@@ -11,7 +11,7 @@ from typing import Any
 
 from ...messages.errors import EngineError, InvalidField, RequestRefused
 from ...messages.model import AuditParams, LoadParams, SaveParams, SetVersionParams
-from ...sync.disk import open_url
+from ...messages.remote import open_url
 from ...sync.transfer import Ledger
 from ..engine import Engine
 from ..generation import Generation
@@ -57,7 +57,7 @@ class WeightCommands:
 
     async def _save(self, params: SaveParams, deadline: float) -> Mapping[str, Any]:
         if params.upload:
-            await asyncio.to_thread(open_url, params.upload)  # before anything is written
+            await asyncio.to_thread(open_url, params.upload, "upload to")  # before anything is written
         async with self._whole("save", deadline) as version:
             if params.format == "safetensors":
                 saved = await self._engine.operate("export", {"path": params.path, "version": version})

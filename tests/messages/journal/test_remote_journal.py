@@ -123,3 +123,13 @@ def test_what_cannot_be_is_said_at_once(url: str, tmp_path: Path) -> None:
             read(bad)
     with pytest.raises(InvalidField, match="keep_bytes"):
         Journal(url, keep_bytes=1000)
+
+
+def test_no_error_shows_a_password(tmp_path: Path) -> None:
+    for bad in ("smell://me:hunter2@host/run?token=hunter3", "memory://me:hunter2@host/run?token=hunter3"):
+        with pytest.raises(ConfigError, match=r"journal '?(smell|memory)://host/run") as caught:
+            read(bad)
+        assert "hunter" not in str(caught.value)
+    with pytest.raises(ConfigError, match="journal smell://host/run") as caught:
+        Journal("smell://me:hunter2@host/run")
+    assert "hunter" not in str(caught.value)

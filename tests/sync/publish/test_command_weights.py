@@ -20,10 +20,10 @@ from support.specimens.messages import SHORT, job
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.messages.redis.connection import connect
+from rolloutmq.messages.remote import open_url
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync.disk.checkpoint import Checkpoint, checkpoint_format
 from rolloutmq.sync.disk.errors import NoSuchSnapshot
-from rolloutmq.sync.disk.export import open_url
 from rolloutmq.sync.disk.store import SnapshotStore
 from rolloutmq.worker.commands.files import UploadFailed, upload
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -289,7 +289,7 @@ def test_uploads_say_what_is_missing(tmp_path: Path) -> None:
     told = upload(tmp_path / "x", f"file://{target}")
     assert (told["uploaded_nbytes"], (target / "x").read_bytes()) == (3, b"abc")
     with pytest.raises(ConfigError, match="upload to nonsense://"):
-        open_url("nonsense://where:secret@here")
+        open_url("nonsense://where:secret@here", "upload to")
     (tmp_path / "blocked").write_bytes(b"")
     with pytest.raises(UploadFailed):
         upload(tmp_path / "x", f"file://{tmp_path}/blocked/deeper")
