@@ -15,7 +15,14 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError, TimeoutError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    ConnectionError,
+    NoPermissionError,
+    RedisError,
+    TimeoutError,
+)
 
 from ..defaults import DEFAULT_URL
 from ..errors import ConfigError, RedisRefused, RedisUnavailable, WrongLoop, WrongProcess
@@ -76,6 +83,9 @@ class OwnPool(BlockingConnectionPool):
     """A connection pool of one process and one event loop. Raises WrongProcess in a forked child, which shares the
     sockets, and WrongLoop on another loop while connections of the first one are open.
 
+    When all connections are in use, a call waits for one as long as it takes: each call that has one is bounded itself.
+    If Redis answers none of them, nobody waits for the next turn; this is looked at every `timeout` seconds.
+
     Whenever a connection comes back to it, it closes those that nobody has used for IDLE_S seconds: a server has room
     for a limited number.
     """
@@ -85,6 +95,7 @@ class OwnPool(BlockingConnectionPool):
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unused: dict[Any, float] = {}  # when each connection came back last, the longest ago first
+        self._answered = self._failed = 0  # connections that came back open, and closed after a failure
 
     async def get_connection(self, *args: Any, **options: Any) -> Any:
         if os.getpid() != self._pid:
@@ -95,9 +106,19 @@ class OwnPool(BlockingConnectionPool):
             ):
                 raise WrongLoop("the connection to Redis", self._loop.is_closed())
             self._loop = running
-        return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
+        answered, failed = self._answered, self._failed
+        while True:
+            try:
+                return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
+            except ConnectionError as error:
+                if not isinstance(error.__cause__, builtins.TimeoutError):  # not the wait for a free connection
+                    raise
+                if self._failed > failed and self._answered == answered:
+                    raise ConnectionError(f"none of {self.max_connections} earlier calls was answered") from None
 
     async def release(self, connection: Any) -> None:
+        self._answered += connection.is_connected
+        self._failed += not connection.is_connected
         await super().release(connection)
         now = time.monotonic()
         self._unused.pop(connection, None)
@@ -120,7 +141,8 @@ def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> Poo
 
     The client sends a command again after a connection error, and when Redis is not ready (it loads, was demoted, a
     failover is under way, the slot has moved). So send only idempotent commands, as the broker's scripts are. Every
-    wait for a reply, a connection or a free pooled connection is bounded. RedisUnavailable comes within about 10 s.
+    wait for a reply or a connection is bounded. RedisUnavailable comes within about 10 s. Of more than MAX_CONNECTIONS
+    calls at once the others wait for their turn.
 
     `blocking=True` returns a client for blocking reads only. It waits for a reply as long as the command says (at most
     MAX_BLOCK_S seconds) and a little longer. It never re-sends, because a re-sent XREADGROUP returns the entry *after*
@@ -144,7 +166,7 @@ def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> Poo
         # A connection that was idle this long is tested with PING, because NATs and load balancers drop it silently.
         "health_check_interval": 15,
         "retry": BoundedRetry(),
-        "timeout": REPLY_TIMEOUT_S,  # for a free connection, when all are in use
+        "timeout": REPLY_TIMEOUT_S,  # see OwnPool
     }
     client = cast("PoolRedis", PoolRedis.from_pool(OwnPool(**settings)))
     client.where, client.durability, client.clustered = target.where, target.durability, target.kind == "cluster"

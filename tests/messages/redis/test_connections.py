@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from support.pools.pool import eventually, pauses
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages.errors import RedisUnavailable
 from rolloutmq.messages.redis import connect, connection, ping
-from rolloutmq.messages.redis.retry import within
+from rolloutmq.messages.redis.retry import BoundedRetry, within
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 ROOM = 20
@@ -82,3 +84,52 @@ async def test_a_read_over_shared_connections_is_not_sent_again(
         assert made == []
         await reader.aclose()
         await client.ping()  # closed with its owner, not before
+
+
+@pytest.fixture
+def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client has two connections. Calls that wait for one look every 50 ms whether Redis answers anybody."""
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.05)
+
+
+@pytest.mark.usefixtures("two_at_once")
+async def test_a_call_waits_for_its_turn_as_long_as_it_takes(
+    redis_db: str, db: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, client = 0, connect(redis_db)
+    really = BlockingConnectionPool.get_connection
+
+    async def counted(pool: BlockingConnectionPool, *args: Any, **options: Any) -> Any:
+        nonlocal looks
+        looks += pool is client.connection_pool
+        return await really(pool, *args, **options)
+
+    monkeypatch.setattr(BlockingConnectionPool, "get_connection", counted)
+    await db.set("k", "v")
+    async with client:
+        slow = [asyncio.create_task(client.blpop(["list"], timeout=20)) for _ in range(2)]
+        await eventually(lambda: looks == 2)
+        waiting = [asyncio.create_task(client.get("k")) for _ in range(5)]
+        await eventually(lambda: looks > 2 + 2 * 5 or any(call.done() for call in waiting))
+        await db.rpush("list", "a", "b")
+        assert await asyncio.gather(*waiting) == [b"v"] * 5
+        assert len(await asyncio.gather(*slow)) == 2
+
+
+@pytest.mark.usefixtures("two_at_once")
+async def test_nobody_waits_for_a_turn_at_a_server_that_answers_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "BoundedRetry", partial(BoundedRetry, 0.2, 0.2))
+    tried = 0
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal tried
+        tried += 1
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    async with server, connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0") as client:
+        answers = await asyncio.gather(*(client.get("k") for _ in range(100)), return_exceptions=True)
+    assert {type(answer) for answer in answers} == {RedisUnavailable}
+    assert tried < 50  # one turn after the other, each of the 100 would try

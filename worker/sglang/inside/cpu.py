@@ -29,7 +29,13 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):  # type: ignore[misc]
     model that loop takes most of the time. This one gathers the keys and values of many sequences into one padded array
     and calls the operator once: 5 times faster at 64 to 256 sequences of 100 tokens. Cases that it does not support
     (cross attention, sliding windows, a KV cache of another dtype) go to the original, and so does prefill.
+
+    block: a multiple of this many keys is gathered of each sequence. any_dtype: whether `_attended` takes a cache of
+    another dtype.
     """
+
+    block = 1
+    any_dtype = False
 
     def _run_sdpa_forward_decode(  # noqa: PLR0917  (the signature is SGLang's)
         self,
@@ -48,7 +54,8 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):  # type: ignore[misc]
 
         query (num_seqs, heads, key size); caches (slots, kv heads, size); req_to_token (requests, positions) slots.
         """
-        if _unusual(encoder_lens, others) or not query.dtype == k_cache.dtype == v_cache.dtype:
+        fits = self.any_dtype or query.dtype == k_cache.dtype == v_cache.dtype
+        if not fits or _unusual(encoder_lens, others):
             return super()._run_sdpa_forward_decode(
                 query,
                 output,
@@ -61,13 +68,20 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):  # type: ignore[misc]
                 scaling=scaling,
                 **others,
             )
-        longest = int(seq_lens.max())
+        longest = _whole_blocks(int(seq_lens.max()), self.block)
         rows = max(1, MAX_GATHERED_ELEMENTS // (longest * k_cache[0].numel()))
         for start in range(0, seq_lens.shape[0], rows):
             part = slice(start, start + rows)
-            slots, mask = _slots(req_to_token, req_pool_indices[part], seq_lens[part])
-            output[part] = _attend(query[part], _gather(k_cache, slots), _gather(v_cache, slots), mask, scaling)
+            slots = _slots(req_to_token, req_pool_indices[part], seq_lens[part], self.block)
+            output[part] = self._attended(query[part], (k_cache, v_cache), slots, seq_lens[part], scaling)
         return output
+
+    def _attended(self, query: Any, caches: tuple[Any, Any], slots: Any, lengths: Any, scaling: float | None) -> Any:
+        """Attention (sequences, heads, value size) of each sequence's last token. slots (sequences, longest) are those
+        of its keys, of which the first `lengths` count."""
+        mask = torch.arange(slots.shape[1]) < lengths[:, None]
+        keys, values = (_gather(cache, slots) for cache in caches)
+        return _attend(query, keys, values, mask, scaling)
 
 
 def _unusual(encoder_lens: Any, others: dict[str, Any]) -> bool:
@@ -76,14 +90,17 @@ def _unusual(encoder_lens: Any, others: dict[str, Any]) -> bool:
     return encoder_lens is not None or bool(others.get("is_cross_attn")) or window is not None
 
 
-def _slots(req_to_token: Any, requests: Any, lengths: Any) -> tuple[Any, Any]:
-    """Return cache slots (sequences, longest), and which of them count. Padding repeats the sequence's own last token.
+def _whole_blocks(length: int, block: int) -> int:
+    return -(-length // block) * block
+
+
+def _slots(req_to_token: Any, requests: Any, lengths: Any, block: int) -> Any:
+    """Return cache slots (sequences, longest), a whole number of blocks. Padding repeats the sequence's last token.
 
     A slot of another sequence could hold a NaN, and a NaN times a weight of zero is a NaN.
     """
-    positions = torch.arange(int(lengths.max()))
-    inside = torch.minimum(positions, lengths[:, None] - 1)
-    return req_to_token[requests[:, None], inside], positions < lengths[:, None]
+    positions = torch.arange(_whole_blocks(int(lengths.max()), block))
+    return req_to_token[requests[:, None], torch.minimum(positions, lengths[:, None] - 1)]
 
 
 def _gather(cache: Any, slots: Any) -> Any:
@@ -116,44 +133,15 @@ class InvariantBackend(BatchedDecodeBackend):
     prefix from the cache, in a prompt or after one. `scaled_dot_product_attention` rounds differently in each case,
     because it sums in an order that depends on the shapes. Here every token is a matrix of its own in a batched
     product. Its keys are taken in blocks of a fixed size, in order. A block behind its own place changes nothing: its
-    weights are exactly 0. Cases that BatchedDecodeBackend leaves to SGLang's class are left to it here too.
+    weights are exactly 0. Cross attention and sliding windows are left to SGLang's class here, too.
     """
 
-    def _run_sdpa_forward_decode(  # noqa: PLR0917  (the signature is SGLang's)
-        self,
-        query: Any,
-        output: Any,
-        k_cache: Any,
-        v_cache: Any,
-        req_to_token: Any,
-        req_pool_indices: Any,
-        seq_lens: Any,
-        encoder_lens: Any = None,
-        scaling: float | None = None,
-        **others: Any,
-    ) -> Any:
-        """Fill `output` as BatchedDecodeBackend does."""
-        if _unusual(encoder_lens, others):
-            return super()._run_sdpa_forward_decode(
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                encoder_lens=encoder_lens,
-                scaling=scaling,
-                **others,
-            )
-        longest = _whole_blocks(int(seq_lens.max()))
-        rows = max(1, MAX_GATHERED_ELEMENTS // (longest * k_cache[0].numel()))
-        for start in range(0, seq_lens.shape[0], rows):
-            part = slice(start, start + rows)
-            inside = torch.minimum(torch.arange(longest), seq_lens[part, None] - 1)
-            slots = req_to_token[req_pool_indices[part, None], inside]
-            output[part] = _attend_in_blocks(query[part], k_cache[slots], v_cache[slots], seq_lens[part], scaling)
-        return output
+    block = BLOCK
+    any_dtype = True
+
+    def _attended(self, query: Any, caches: tuple[Any, Any], slots: Any, lengths: Any, scaling: float | None) -> Any:
+        keys, values = (cache[slots] for cache in caches)
+        return _attend_in_blocks(query, keys, values, lengths, scaling)
 
     def _run_sdpa_forward_extend(  # noqa: PLR0917  (the signature is SGLang's)
         self,
@@ -193,15 +181,11 @@ class InvariantBackend(BatchedDecodeBackend):
             req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), strict=True
         ):
             part = slice(start, start + count)
-            slots = req_to_token[request, torch.arange(_whole_blocks(length)).clamp(max=length - 1)]
+            slots = req_to_token[request, torch.arange(_whole_blocks(length, BLOCK)).clamp(max=length - 1)]
             seen = torch.arange(length - count + 1, length + 1)
             output[part] = _attend_in_blocks(query[part], k_cache[slots][None], v_cache[slots][None], seen, scaling)
             start += count
         return output
-
-
-def _whole_blocks(length: int) -> int:
-    return -(-length // BLOCK) * BLOCK
 
 
 def _attend_in_blocks(query: Any, keys: Any, values: Any, seen: Any, scaling: float | None) -> Any:
