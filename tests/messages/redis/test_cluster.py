@@ -127,7 +127,7 @@ async def test_a_slot_that_moves_under_load(own: Cluster, monkeypatch: pytest.Mo
             assert sorted(one.job_id for one in results) == sorted(one.id for one in jobs)
             assert client.repeats == 0
             assert (await client.load()).open_jobs == 0
-        assert running.worker._refused_publishes == 0
+        assert running.worker._report.refused_publishes == 0
     with plain(target) as node:
         assert node.dbsize() > 0
 

@@ -109,7 +109,7 @@ async def test_a_pool_goes_on_at_the_replica_that_was_promoted(pair: Pair, addre
         for one in results:
             assert isinstance(one, RolloutResult)
             check_scripted(one, 3)
-        assert running.worker._refused_publishes == 0
+        assert running.worker._report.refused_publishes == 0
 
 
 def _caught_up(primary: object) -> bool:

@@ -69,7 +69,7 @@ async def test_accepted_jobs_and_results_outlive_a_crash_and_a_slow_start(lastin
         assert len(results) == 81
         assert {one.job_id for one in results} >= {one.id for one in jobs}
         assert client.repeats == 0
-        assert running.worker._refused_publishes == 0  # the lease outlived it
+        assert running.worker._report.refused_publishes == 0  # the lease outlived it
         await starting
 
 
@@ -158,7 +158,7 @@ async def test_a_pool_on_a_full_server_works_its_jobs_off(redis_server: Embedded
         with pytest.raises(PoolBusy, match="memory limit"):
             await client.submit(tokens())
         assert len([one async for one in client.results(10)]) == 20
-        assert running.worker._refused_publishes == 0
+        assert running.worker._report.refused_publishes == 0
         await fill(full, False)
         await client.submit(tokens())
         assert len([one async for one in client.results(10)]) == 1
