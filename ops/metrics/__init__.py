@@ -1,5 +1,16 @@
-"""`rolloutmq exporter`: a pool's metrics for Prometheus, read from Redis on a timer and not when somebody asks."""
+"""A pool's metrics for Prometheus (`rolloutmq exporter`), and what it needs, for who scales it.
 
-from .exporter import run_exporter
+Both read Redis on a timer, and not when somebody asks. `PoolWatch` needs no library; the exporter needs
+prometheus_client.
+"""
 
-__all__ = ["run_exporter"]
+from typing import TYPE_CHECKING
+
+from ..._lazy import lazy
+
+if TYPE_CHECKING:
+    from .demand import PoolWatch
+    from .exporter import run_exporter
+
+__all__ = ["PoolWatch", "run_exporter"]
+__getattr__, __dir__ = lazy(__name__, __all__, ".demand", ".exporter")

@@ -14,14 +14,16 @@ from prometheus_client import Metric
 from ...messages.model import WorkerStatus
 from ...messages.redis import connect
 from ...worker.metrics import MetricsServer, counter, gauge
+from ..scale import History, ScaleSettings, decide
 from .deletion_costs import EVERY_S, DeletionCosts, PodPatches
-from .families import pool_families
+from .demand import PATIENCE_S, Demand
+from .families import pool_families, scale_families
 from .reading import PoolReader
 from .totals import Totals
 
 log = logging.getLogger(__name__)
-PATIENCE_S = 10.0
-"""A look that takes longer counts as failed."""
+UNBOUNDED = ScaleSettings(most=1_000_000)
+"""Whoever scales by the metric has bounds of its own."""
 
 
 class Exporter:
@@ -31,8 +33,9 @@ class Exporter:
     look that failed only `rolloutmq_up` 0 and the exporter's own metrics are shown: others would look like new ones.
     """
 
-    def __init__(self, redis_url: str, pool: str, every_s: float) -> None:
-        self._redis_url, self._pool, self._every_s = redis_url, pool, every_s
+    def __init__(self, redis_url: str, pool: str, every_s: float, scale: ScaleSettings = UNBOUNDED) -> None:
+        self._redis_url, self._pool, self._every_s, self._scale = redis_url, pool, every_s, scale
+        self._demand, self._history = Demand(), History()
         self._totals = Totals()
         self._shown: list[Metric] = []
         self._up, self._looks, self._failed, self._took_s = False, 0, 0, 0.0
@@ -77,8 +80,11 @@ class Exporter:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 reading = await reader.read()
-            self._totals.take_in(reading, time.monotonic())
-            shown = list(pool_families(reading, self._totals))
+            now = time.monotonic()
+            self._totals.take_in(reading, now)
+            view = self._demand.view(reading, self._totals, now)
+            decision, self._history = decide(view, self._scale, self._history)
+            shown = [*pool_families(reading, self._totals), *scale_families(decision)]
         except Exception as error:  # Redis is away, or has something that nobody foresaw: the next look may succeed
             self._up, self._shown, self._failed = False, [], self._failed + 1
             if (said := f"{type(error).__name__}: {error}") != self._said:
@@ -105,13 +111,21 @@ async def _until_stopped(exporter: Exporter, costs: DeletionCosts | None) -> Non
 
 
 def run_exporter(
-    redis_url: str, pool: str, host: str, port: int, every_s: float, *, deletion_costs: bool = False
+    redis_url: str,
+    pool: str,
+    host: str,
+    port: int,
+    every_s: float,
+    *,
+    deletion_costs: bool = False,
+    scale: ScaleSettings = UNBOUNDED,
 ) -> None:
     """Serve a pool's metrics until SIGTERM or SIGINT. Raises ConfigError, InvalidField.
 
-    deletion_costs: also tell Kubernetes what deleting each worker's pod would cost.
+    deletion_costs: also tell Kubernetes what deleting each worker's pod would cost. scale: what
+    `rolloutmq_wanted_workers` follows.
     """
     costs = DeletionCosts(PodPatches()) if deletion_costs else None
-    exporter = Exporter(redis_url, pool, every_s)
+    exporter = Exporter(redis_url, pool, every_s, scale)
     with MetricsServer(host, port, exporter.collect, {"/live": lambda: True, "/ready": lambda: exporter.up}):
         asyncio.run(_until_stopped(exporter, costs))

@@ -10,6 +10,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from ...messages.model import PRIORITIES
 from ...worker.metrics import counter, counters, distribution, gauge, gauges
+from ..scale import STATES, Decision
 from .reading import Reading
 from .totals import MOST_PER_S, Totals
 
@@ -34,8 +35,7 @@ def _queue(reading: Reading, totals: Totals) -> Iterable[Metric]:
     yield gauge(P + "suspect_jobs", "Jobs on their last chance, which run one at a time.", load.suspects)
     running = max(0, load.open_jobs - sum(load.queued) - load.suspects)
     yield gauge(P + "running_jobs", "Jobs that workers hold.", running)
-    per_job = zip(load.queued, reading.samples_per_job, strict=True)
-    samples = sum(count * mean for count, mean in per_job) + load.suspects
+    samples = reading.queued_samples
     yield gauge(P + "queued_samples", "Samples that wait: queued jobs, times the samples of those in front.", samples)
     if totals.tokens_per_sample is not None:
         yield gauge(P + "tokens_per_sample", "Mean tokens of the workers' finished samples.", totals.tokens_per_sample)
@@ -44,6 +44,14 @@ def _queue(reading: Reading, totals: Totals) -> Iterable[Metric]:
         yield gauge(P + "measured_tokens_per_second", about, totals.rate)
     if (seconds := work_seconds(samples, totals)) is not None:
         yield gauge(P + "queued_work_seconds", "Seconds in which the pool would generate what waits.", seconds)
+
+
+def scale_families(decision: Decision) -> Iterator[Metric]:
+    """How many workers the pool needs, and in which state it is."""
+    about = "Workers that the pool needs; it falls when fewer were enough for a while."
+    yield gauge(P + "wanted_workers", about, decision.wanted)
+    states = {state: float(state == decision.state) for state in STATES}
+    yield gauges(P + "scale_state", "1 for the state in which the pool is, as to its size.", "state", states)
 
 
 def work_seconds(samples: float, totals: Totals) -> float | None:

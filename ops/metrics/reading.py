@@ -17,6 +17,8 @@ HEADS = 16
 """Jobs at the front of each queue, and of each set of jobs that wait, whose samples are counted."""
 TRANSFERS = 16
 """Transfers that one look is about at most, the newest."""
+ADAPTERS = 1 << 40
+"""From this score on, jobs in `later` wait for an adapter; below, for a version of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class Reading:
 
     samples_per_job: unpublished samples of a queued job, by class; the mean of those at the front. memory: None if the
     user may not ask. ended: transfers of weights and adapters that have ended since the look before.
+    held_back: jobs, by class, that wait for weights which nobody has published yet. max_staleness: the largest that the
+    jobs at the front allow; None if none of them says so.
     """
 
     load: PoolLoad
@@ -45,6 +49,19 @@ class Reading:
     waiting_for_weights: int
     memory: Memory | None
     ended: tuple[Epoch, ...]
+    held_back: tuple[int, ...] = ()
+    max_staleness: int | None = None
+
+    @property
+    def queued_samples(self) -> float:
+        """Samples that wait: queued jobs, times the samples of those in front."""
+        per_class = zip(self.load.queued, self.samples_per_job, strict=True)
+        return sum(count * mean for count, mean in per_class) + self.load.suspects
+
+    @property
+    def held_back_samples(self) -> float:
+        """Those of them that wait for weights which nobody has published yet."""
+        return sum(count * mean for count, mean in zip(self.held_back, self.samples_per_job, strict=False))
 
 
 class PoolReader:
@@ -69,9 +86,10 @@ class PoolReader:
                 pipe.zrange(later, 0, HEADS - 1)
             dead, unread, wanted, weights, *heads = await pipe.execute()
         committed, newest, under_way = map(whole, weights)
+        samples, max_staleness = await self._heads([heads[i] + heads[i + 1] for i in range(0, len(heads), 2)])
         return Reading(
             load=load,
-            samples_per_job=await self._samples([heads[i] + heads[i + 1] for i in range(0, len(heads), 2)]),
+            samples_per_job=samples,
             workers=tuple(await self._broker.workers()),
             alive=frozenset(await living_workers(self._redis, self._keys)),
             dead_letters=int(dead),
@@ -80,21 +98,32 @@ class PoolReader:
             waiting_for_weights=int(wanted),
             memory=await self._memory(),
             ended=await self._ended(newest, under_way),
+            held_back=await self._held_back(committed),
+            max_staleness=max_staleness,
         )
 
-    async def _samples(self, heads: list[list[bytes]]) -> tuple[float, ...]:
+    async def _held_back(self, committed: int) -> tuple[int, ...]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for later in self._keys.later:
+                pipe.zcount(later, committed + 1, ADAPTERS - 1)
+            counts = await pipe.execute(raise_on_error=False)
+        return tuple(count if isinstance(count, int) else 0 for count in counts)  # a user without +zcount
+
+    async def _heads(self, heads: list[list[bytes]]) -> tuple[tuple[float, ...], int | None]:
+        """Of jobs by class: their mean number of unpublished samples by class, and the largest staleness they allow."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for job in (job for ids in heads for job in ids):
-                pipe.hmget(self._keys.job(text(job)), "n", "d")
+                pipe.hmget(self._keys.job(text(job)), "n", "d", "g")
             rows = iter(await pipe.execute(raise_on_error=False))
-        means = []
+        means, bounds = list[float](), list[int]()
         for ids in heads:
             found = [next(rows) for _ in ids]
             known = [row for row in found if isinstance(row, list) and row[0]]
-            counts = [min(whole(n), MAX_SAMPLES) - whole(published) for n, published in known]
+            counts = [min(whole(n), MAX_SAMPLES) - whole(published) for n, published, _ in known]
+            bounds += [whole(bound) for _, _, bound in known if bound is not None]
             means.append(sum(max(0, count) for count in counts) / len(counts) if counts else 1.0)
         assert len(means) == len(PRIORITIES)
-        return tuple(means)
+        return tuple(means), max(bounds, default=None)
 
     async def _memory(self) -> Memory | None:
         try:

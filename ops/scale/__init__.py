@@ -3,6 +3,6 @@
 Few files: the policy is what others use, and stands alone.
 """
 
-from .policy import STATES, Decision, History, PoolView, ScaleSettings, State, decide
+from .policy import FULL, STATES, Decision, History, PoolView, ScaleSettings, State, decide
 
-__all__ = ["STATES", "Decision", "History", "PoolView", "ScaleSettings", "State", "decide"]
+__all__ = ["FULL", "STATES", "Decision", "History", "PoolView", "ScaleSettings", "State", "decide"]

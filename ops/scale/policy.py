@@ -77,6 +77,11 @@ class PoolView:
         return self.serving + self.starting + self.paused
 
     @property
+    def is_full(self) -> bool:
+        """Whether workers serve, and their slots are taken but for a few."""
+        return self.serving > 0 and self.running >= FULL * self.slots
+
+    @property
     def work_s(self) -> float | None:
         """Seconds that one worker would take for what waits; None if nothing was measured yet."""
         if self.queued <= 0:
@@ -148,7 +153,7 @@ def decide(view: PoolView | None, settings: ScaleSettings, history: History) -> 
         return Decision(wanted, "unknown", "The pool cannot be read, so nothing is changed."), history
     passed = 0.0 if history.at is None else min(max(0.0, view.at - history.at), LONGEST_GAP_S)
     clock = history.clock + passed
-    waits = view.queued > 0 and view.serving > 0 and not _is_full(view)
+    waits = view.queued > 0 and view.serving > 0 and not view.is_full
     unclaimed_s = history.unclaimed_s + passed if waits else 0.0
     need, state, why = _need(view, settings, unclaimed_s)
     window_s = settings.window_s(view)
@@ -175,10 +180,6 @@ def _workers(count: float) -> int:
 
 def _bounded(count: int, settings: ScaleSettings) -> int:
     return max(settings.least, min(settings.most, count))
-
-
-def _is_full(view: PoolView) -> bool:
-    return view.running >= FULL * view.slots
 
 
 def _need(view: PoolView, settings: ScaleSettings, unclaimed_s: float) -> tuple[int, State, str]:
@@ -212,7 +213,7 @@ def _for_running(view: PoolView) -> tuple[int, State, str]:
     if view.running <= 0:
         return 0, "idle", "Nothing waits and nothing runs."
     used = f"{view.running:.0f} of {view.slots:.0f} slots are taken, and nothing waits"
-    if view.eta is not None and not _is_full(view):
+    if view.eta is not None and not view.is_full:
         return kept, "bound by staleness", f"{used}: with a staleness of {view.eta} the trainer lets in no more."
     return kept, "balanced", f"{used}."
 
@@ -221,7 +222,7 @@ def _for_queue(view: PoolView, settings: ScaleSettings, unclaimed_s: float) -> t
     """Samples wait that a worker could start."""
     kept, present, work_s = _kept(view), view.present, view.work_s
     waits = f"{view.queued:.0f} samples wait"
-    if view.serving and not _is_full(view):
+    if view.serving and not view.is_full:
         if unclaimed_s < UNCLAIMED_S:
             return max(1, kept, present), "balanced", f"{waits}, and slots are free."
         told = f"{waits}, and slots have been free for {unclaimed_s:.0f} s: no worker can run them."

@@ -9,9 +9,10 @@ from support.pools.pool import status
 
 from rolloutmq.messages.broker import PoolLoad
 from rolloutmq.ops.metrics.exporter import Exporter
-from rolloutmq.ops.metrics.families import pool_families
+from rolloutmq.ops.metrics.families import pool_families, scale_families
 from rolloutmq.ops.metrics.reading import Memory, Reading
 from rolloutmq.ops.metrics.totals import Totals
+from rolloutmq.ops.scale import Decision
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.metrics import MeteredEngine, worker_families
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -27,7 +28,8 @@ def exporter_metrics() -> list[Metric]:
     reading = Reading(load, (1.0,) * 3, (status("w"),), frozenset("w"), 0, 0, 0, 0, Memory(1, 0), ())
     totals = Totals()
     totals.rate = totals.tokens_per_sample = 1.0
-    return [*Exporter(NOWHERE, "default", 1.0).collect(), *pool_families(reading, totals)]
+    scale = scale_families(Decision(0, "idle", ""))
+    return [*Exporter(NOWHERE, "default", 1.0).collect(), *pool_families(reading, totals), *scale]
 
 
 def worker_metrics() -> list[Metric]:

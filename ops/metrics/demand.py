@@ -1,0 +1,138 @@
+"""What a pool needs, measured from one look to the next, for the policy of `ops/scale`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+
+from ...messages.model import WorkerStatus
+from ...messages.redis import PoolRedis
+from ..scale import FULL, PoolView
+from .reading import PoolReader, Reading
+from .totals import Totals
+
+log = logging.getLogger(__name__)
+PATIENCE_S = 10.0
+"""A look that takes longer counts as failed."""
+WINDOW_S = 60.0
+"""Seconds over which what the pool does now is measured."""
+WORKER_S = 1200.0
+"""What a full worker generates is measured over so many seconds of full workers; what was earlier counts less."""
+VERSIONS = 8
+"""Newest versions whose times say how often the trainer publishes."""
+SERVING, STARTING = ("serving", "updating"), ("starting", "syncing", "quarantined")
+
+
+class Demand:
+    """Turns readings of one pool into views of it. Needs no library, and no clock of its own."""
+
+    def __init__(self) -> None:
+        self._last: PoolView | None = None
+        self._window: deque[tuple[float, int, int, float]] = deque()  # seconds, tokens, samples, running x seconds
+        self._before = (0, 0)
+        self._full_s = self._full_tokens = 0.0
+        self._versions: deque[tuple[float, int]] = deque(maxlen=VERSIONS)
+        self._eta: int | None = None
+        self._sample_s: float | None = None
+
+    def view(self, reading: Reading, totals: Totals, now: float) -> PoolView:
+        """The pool now. totals: with this reading taken in. now: on a monotonic clock."""
+        alive = [worker for worker in reading.workers if worker.worker_id in reading.alive]
+        serving = [worker for worker in alive if worker.state in SERVING]
+        running, slots = sum(one.running for one in serving), sum(one.max_running for one in serving)
+        self._measure(totals, now, PoolView(at=now, running=running, slots=slots, serving=len(serving)))
+        if not self._versions or reading.committed != self._versions[-1][1]:
+            self._versions.append((now, reading.committed))
+        held_back = min(reading.queued_samples, reading.held_back_samples)
+        if reading.queued_samples > 0:
+            self._eta = reading.max_staleness
+        elif not reading.load.open_jobs and not self._trains(now):
+            self._eta = None
+        seconds = sum(it[0] for it in self._window)
+        view = PoolView(
+            at=now,
+            queued=reading.queued_samples - held_back,
+            held_back=held_back,
+            running=float(running),
+            slots=float(slots),
+            serving=len(serving),
+            starting=sum(worker.state in STARTING for worker in alive),
+            draining=sum(worker.state == "draining" for worker in alive),
+            paused=sum(worker.state == "paused" for worker in alive),
+            tokens_per_s=sum(it[1] for it in self._window) / seconds if seconds else _told(serving),
+            worker_tokens_per_s=self._worker_rate(serving),
+            tokens_per_sample=totals.tokens_per_sample,
+            sample_s=self._sample_s,
+            version_s=self._version_s(),
+            eta=self._eta,
+        )
+        self._last = view
+        return view
+
+    def _measure(self, totals: Totals, now: float, pool: PoolView) -> None:
+        last, (tokens, samples) = self._last, self._before
+        self._before = totals.tokens, totals.samples
+        if last is None or (seconds := now - last.at) <= 0:
+            return
+        running_s = seconds * (last.running + pool.running) / 2
+        self._window.append((seconds, totals.tokens - tokens, totals.samples - samples, running_s))
+        while len(self._window) > 1 and sum(it[0] for it in self._window) - self._window[0][0] >= WINDOW_S:
+            self._window.popleft()
+        if ended := sum(it[2] for it in self._window):
+            self._sample_s = sum(it[3] for it in self._window) / ended  # Little's law
+        if last.is_full and pool.is_full:
+            worker_s = seconds * (pool.serving + last.serving) / 2
+            fades = 0.5 ** (worker_s / WORKER_S)
+            self._full_s = self._full_s * fades + worker_s
+            self._full_tokens = self._full_tokens * fades + totals.tokens - tokens
+
+    def _worker_rate(self, serving: list[WorkerStatus]) -> float | None:
+        if self._full_tokens > 0:
+            return self._full_tokens / self._full_s
+        full = [one for one in serving if one.running >= FULL * one.max_running]
+        if full and (told := _told(full)) > 0:
+            return told / len(full)
+        return None
+
+    def _version_s(self) -> float | None:
+        """Seconds between two versions. The first one seen may be old, so two changes are needed."""
+        if len(self._versions) < 3:
+            return None
+        (first, low), (last, high) = self._versions[1], self._versions[-1]
+        return (last - first) / (high - low) if high > low else None
+
+    def _trains(self, now: float) -> bool:
+        """Whether the trainer published lately, by its own measure."""
+        return (pace := self._version_s()) is not None and now - self._versions[-1][0] <= 4 * pace
+
+
+def _told(workers: list[WorkerStatus]) -> float:
+    """Tokens a second, as the heartbeats say it."""
+    return sum(min(worker.tokens_per_s, 1e7) for worker in workers)
+
+
+class PoolWatch:
+    """Looks at a pool again and again, for who scales it.
+
+    workers: the living workers as of the last look that succeeded.
+    """
+
+    def __init__(self, redis: PoolRedis, pool: str) -> None:
+        self._reader, self._totals, self._demand = PoolReader(redis, pool), Totals(), Demand()
+        self.workers: tuple[WorkerStatus, ...] = ()
+
+    async def look(self) -> PoolView | None:
+        """The pool now; None if it could not be read, which the log says."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                reading = await self._reader.read()
+            now = time.monotonic()
+            self._totals.take_in(reading, now)
+            view = self._demand.view(reading, self._totals, now)
+        except Exception as error:  # whatever it is: who scales waits for the next look
+            log.warning("the pool cannot be read: %s: %s", type(error).__name__, error)
+            return None
+        self.workers = tuple(worker for worker in reading.workers if worker.worker_id in reading.alive)
+        return view
