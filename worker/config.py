@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..messages.model import Float, Int
+from .spot import Cloud
 
 
 class WorkerConfig(BaseModel):
@@ -32,6 +33,11 @@ class WorkerConfig(BaseModel):
     """Seconds after which a running sample is saved again; a worker's death costs about this much."""
     drain_s: Float = Field(default=30.0, ge=0.0)
     """Seconds that running samples have to end before the rest is handed back."""
+    spot: Cloud | None = None
+    """Cloud (aws, gcp or azure) whose notices to heed: when this machine will be taken away, everything is handed back
+    within 4 s. Default: none."""
+    spot_endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/]+/?$")
+    """URL of the metadata service, if it is not http://169.254.169.254."""
     snapshots: str | None = Field(default=None, min_length=1)
     """Folder where the publisher saves versions; a worker that is behind looks there first."""
     journal: str | None = Field(default=None, min_length=1)

@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import socket
-import time
 from functools import partial
 
 from redis.asyncio import Redis
@@ -27,9 +26,10 @@ from .generation import Generation
 from .jobs import HeldJob, HeldJobs, Run
 from .journaling import WorkerJournal
 from .lease import Admission, Checkpoints, ClaimLoop, Deadlines, Handback, Membership, Outbox, Results, Streaming
-from .leaving import LEAVE_S, Leaving, left
+from .leaving import PREEMPTED_S, Leaving
 from .loops import Loop, undisturbed
 from .metrics import StatusReport, Vitals
+from .spot import notices_of, wait_for_notice
 from .text import Tokenizer, ToolReader
 from .weights import Peer, Snapshots, WeightFollower
 
@@ -77,6 +77,7 @@ class Worker:
             begin=self._begin,
             lacks=self._refuse_or_release,
         )
+        self._notices = None if config.spot is None else notices_of(config.spot)
         self._journal = WorkerJournal(config.journal)
         self._follower: WeightFollower | None = None
         self._peer: Peer | None = None
@@ -92,16 +93,20 @@ class Worker:
             handback=self._handback,
             most=config.engine_restarts,
         )
-        self._leaving = Leaving(self._generation, self._held, self._outbox, self._handback)
+        self._leaving = Leaving(engine, self._generation, self._held, self._outbox, self._handback)
         self._service = Service(engine, self._generation, self._handback, self._outbox, poke=self._poke)
         self._commands: Commands | None = None
         self._box: CommandBox | None = None
-        self._drain_s = config.drain_s
 
     # --- life ------------------------------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Claim nothing more, finish what fits into the budget, hand the rest back, leave. SIGTERM calls it."""
+    def drain(self, within_s: float | None = None) -> None:
+        """Claim nothing more, finish what fits into the budget, hand the rest back, leave. SIGTERM calls it.
+
+        within_s: the budget, 2 s at least; None is `drain_s` of the settings. A later call can only bring the end
+        nearer.
+        """
+        self._leaving.by.within(self.config.drain_s if within_s is None else within_s)
         self._draining.set()
         self._poke()
 
@@ -120,22 +125,31 @@ class Worker:
             self._follower,
             self._service,
             ledger,
-            drain=self._drain_within,
+            drain=self.drain,
             state=self._current_state,
             on_done=self._journal.command,
         )
         try:
-            await ping(redis)
-            await self._keeper.start(self._draining)
-            async with beside(undisturbed(self._commands.run)):
-                while not self._draining.is_set():
-                    await self._incarnation(redis, listener, waker)
+            async with beside(self._heed_notices()):
+                await ping(redis)
+                await self._keeper.start(self._draining)
+                async with beside(undisturbed(self._commands.run)):
+                    while not self._draining.is_set():
+                        await self._incarnation(redis, listener, waker)
         finally:
             await self._tools.close()
             await self._engine.close()
             await asyncio.to_thread(self._journal.close)
             for client in (redis, listener, waker):
                 await client.aclose()
+
+    async def _heed_notices(self) -> None:
+        """Hand everything back as soon as the cloud says that it will take this machine away."""
+        if self._notices is not None:
+            said = await wait_for_notice(self._notices, self.config.spot_endpoint)
+            log.warning("this machine will be taken away (%s): leaving within %g s", said, PREEMPTED_S)
+            self._journal.worker("pre-empted", notice=said)
+            self.drain(PREEMPTED_S)
 
     async def _incarnation(self, redis: Redis, listener: Redis, waker: Redis) -> None:
         """Serve under one lease, until it is lost or the worker is drained."""
@@ -175,14 +189,13 @@ class Worker:
                 ]
                 running = [tasks.create_task(undisturbed(loop)) for loop in [*taking, *giving]]
                 await self._draining.wait()
-                deadline = time.monotonic() + max(LEAVE_S, self._drain_s)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(left(deadline) / 2):
+                    async with self._leaving.by.limit(1 / 2):
                         await self._claims.settled(slow=False)
                 slow = self._claims.aside
                 for task in running[: len(taking)]:
                     task.cancel()
-                await self._leaving.leave(lease, deadline, slow, self._service.lift)
+                await self._leaving.leave(lease, slow, self._service.lift)
                 for task in running:
                     task.cancel()
         except BaseExceptionGroup as group:
@@ -314,11 +327,6 @@ class Worker:
         if self._keeper.died() and self._follower is not None:
             self._journal.worker("engine died")
             self._follower.halt()
-
-    def _drain_within(self, drain_s: float | None) -> None:
-        if drain_s is not None:
-            self._drain_s = drain_s
-        self.drain()
 
     def _poke(self) -> None:
         if self._claims is not None:

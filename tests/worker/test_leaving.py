@@ -7,12 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.pools.pool import eventually, worker
+from redis.asyncio import Redis
+from support.pools.pool import check_scripted, eventually, wait_replies, worker
 from support.specimens.messages import job
 
-from rolloutmq.messages import Broker, Lease, SamplingParams
+from rolloutmq.messages import Broker, Lease, RolloutResult, SamplingParams
 from rolloutmq.worker.gate import Gate
-from rolloutmq.worker.leaving import Leaving
+from rolloutmq.worker.leaving import LEAVE_S, LeaveBy, Leaving
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 
@@ -43,7 +44,7 @@ async def test_a_drain_ends_within_its_budget(drain_s: float, part: float, monke
     slow = Slow(part * drain_s)
     monkeypatch.setattr("rolloutmq.worker.leaving.time", slow)
 
-    async def at_most(*_: Any) -> None:
+    async def at_most(*_: Any, **__: Any) -> None:
         """Redis answers just before the time is over, or not at all."""
         if slow.now + slow.call_s > drain_s:
             slow.now = max(slow.now, drain_s)
@@ -51,8 +52,10 @@ async def test_a_drain_ends_within_its_budget(drain_s: float, part: float, monke
         slow.now += slow.call_s
 
     names = dict.fromkeys(("release", "release_claims", "flushed", "settled", "leave"), at_most)
-    parts: Any = SimpleNamespace(**names, jobs=set)
-    await Leaving(slow.generation, slow.held, parts, parts).leave(parts, drain_s, [], at_most)  # type: ignore[arg-type]
+    parts: Any = SimpleNamespace(**names, jobs=set, progress=None)
+    leaving = Leaving(parts, slow.generation, slow.held, parts, parts)  # type: ignore[arg-type]
+    leaving.by.within(drain_s)
+    await leaving.leave(parts, [], at_most)
     assert slow.now <= drain_s
     assert slow.generation.gate.reasons == ["drain"]
 
@@ -70,3 +73,66 @@ async def test_a_worker_leaves_though_redis_answers_nothing(
             monkeypatch.setattr(Lease, call, silent)
         running.worker.drain()
         await running.task
+
+
+def test_the_end_of_a_drain_only_comes_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, by = Slow(0.0), LeaveBy()
+    monkeypatch.setattr("rolloutmq.worker.leaving.time", slow)
+    by.within(30.0)
+    slow.now = 10.0
+    by.within(30.0)  # a second SIGTERM
+    assert by.left() == 20.0
+    by.within(4.0)
+    by.within(600.0)
+    assert by.left() == 4.0
+    by.within(0.0)
+    assert by.left() == LEAVE_S
+
+
+async def test_a_limit_under_way_is_shortened() -> None:
+    by = LeaveBy()
+    by.within(600.0)
+
+    async def wait() -> None:
+        async with by.limit():
+            by.within(LEAVE_S)
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await wait()
+
+
+class Deaf(ScriptedEngine):
+    """Does not let go of what it runs; or breaks when it is asked to."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(tokens_per_s=200.0)
+        self.how = how
+
+    def abort_all(self) -> None:
+        if self.how == "raises":
+            raise OSError("the pipe is broken")
+
+
+@pytest.mark.parametrize("how", ["hangs", "raises"])
+async def test_what_an_engine_has_that_does_not_let_go_is_handed_over(
+    redis_db: str, broker: Broker, db: Redis, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr("rolloutmq.worker.leaving.LEAVE_S", 0.5)
+    one = job(sampling=SamplingParams(max_new_tokens=1000))
+    async with worker(redis_db, engine=Deaf(how), drain_s=0.0, checkpoint_s=600.0, max_lost=1) as running:
+        await broker.enqueue([one])
+        await eventually(lambda: running.worker._generation.generated_tokens or _sampled(running.engine) >= 20)
+        await running.stop()
+    assert await db.hget(broker.keys.job(one.id), "c") is None, "it counts as a loss"
+    async with worker(redis_db, max_lost=1) as second:
+        (reply,) = await wait_replies(broker, 1)
+    found = reply.outcome
+    assert isinstance(found, RolloutResult)
+    assert (found.worker_id, found.attempt, len(found.token_ids)) == (second.id, 2, 1000)
+    assert found.legs[0] >= 20, "the second worker did not begin again"
+    check_scripted(found, len(one.token_ids))
+
+
+def _sampled(engine: ScriptedEngine) -> int:
+    return max((engine._sampled(request) for request in engine._running), default=0)

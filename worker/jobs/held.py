@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ...messages.broker import Claim, Release
 from ...messages.codec import Job, Result
-from ..engine import EngineInfo
+from ..engine import EngineInfo, Progress
 from ..text import Tokenizer
 from .sample import SampleRun
 from .task import Run, TaskRun
@@ -27,10 +27,13 @@ class HeldJob:
     def id(self) -> str:
         return self.job.id
 
-    def release(self, lost: bool = False) -> Release:
-        """How to give the job back: with what its unfinished samples have generated so far."""
+    def release(self, lost: bool = False, progress: Callable[[str, int], Progress | None] | None = None) -> Release:
+        """How to give the job back: with what its unfinished samples have generated so far.
+
+        progress(request id, start): what the engine has of a sample that still runs; None leaves that out.
+        """
         unfinished = [sample for sample in self.samples.values() if sample.finish_reason is None]
-        pieces = tuple(piece for sample in unfinished if (piece := sample.unsaved()) is not None)
+        pieces = tuple(piece for sample in unfinished if (piece := sample.unsaved(progress)) is not None)
         return Release(self.id, self.claim.attempt, pieces, lost)
 
 

@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 
 from ...messages.broker import Broker, Claim, Lease, Release
 from ...messages.redis import name_once
+from ..engine import Progress
 from ..jobs import HeldJob, HeldJobs
 from .batches import batches, each, is_about_data
 
@@ -43,10 +44,19 @@ class Handback:
         """Return when Redis has been told of everything so far."""
         await asyncio.gather(*self._telling)
 
-    async def release(self, lease: Lease, jobs: list[HeldJob], lost: bool = False) -> None:
-        """Give jobs back now. Raises RedisError or OSError; jobs that Redis was not told of it takes with the lease."""
+    async def release(
+        self,
+        lease: Lease,
+        jobs: list[HeldJob],
+        lost: bool = False,
+        progress: Callable[[str, int], Progress | None] | None = None,
+    ) -> None:
+        """Give jobs back now. Raises RedisError or OSError; jobs that Redis was not told of it takes with the lease.
+
+        progress: of samples that still run, see HeldJob.release.
+        """
         # The oldest last, because each goes to the front of its queue.
-        releases = [held.release(lost) for held in sorted(jobs, key=lambda held: held.id, reverse=True)]
+        releases = [held.release(lost, progress) for held in sorted(jobs, key=lambda held: held.id, reverse=True)]
         ids = {held.id for held in jobs}
         self._leaving |= ids
         try:
