@@ -2,6 +2,6 @@
 
 from . import calls
 from .runner import Scripts
-from .source import script_source
+from .source import script_names, script_source
 
-__all__ = ["Scripts", "calls", "script_source"]
+__all__ = ["Scripts", "calls", "script_names", "script_source"]

@@ -34,6 +34,11 @@ def _shared_parts() -> list[str]:
     return re.split(r"^(?=local )", re.sub(r"^ *--.*\n", "", shared, flags=re.MULTILINE), flags=re.MULTILINE)[1:]
 
 
+def script_names() -> list[str]:
+    """The names of all scripts."""
+    return sorted(path.stem for path in FOLDER.rglob("*.lua") if path.stem not in LIBRARIES)
+
+
 @cache
 def script_path(name: str) -> Path:
     """Where the script of that name is: each kind has a folder of its own. Raises KeyError."""

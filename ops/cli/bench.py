@@ -1,4 +1,4 @@
-"""`rolloutmq bench`: the benchmarks of the queue, the engine, episodes and weight sync."""
+"""`rolloutmq bench`: the benchmarks of the queue, the engine, episodes, weight sync and large fleets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from ...messages.errors import ConfigError
 from .options import Json, group, log_to_stderr
 
-app = group("Measure queue, engine or weight sync; prints JSON last.")
+app = group("Measure queue, engine, weight sync or a large fleet; prints JSON last.")
 
 
 @app.command("queue")
@@ -153,3 +153,33 @@ def bench_episodes(
 
     log_to_stderr("error")
     run_episodes_bench(EpisodesPlan(episodes, turns, concurrency, lease, stream, out), quiet=json)
+
+
+@app.command("scale")
+def bench_scale(
+    scenario: Annotated[
+        Path | None, typer.Argument(help="TOML, YAML or JSON file with what is simulated. Default: a day.")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="Simulated minutes of load, in place of the file's.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Most workers, in place of the file's. With --kill: all.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same load.")] = 0,
+    partials: Annotated[
+        str, typer.Option(help="Unfinished samples are continued: on, off, or both one after the other.")
+    ] = "both",
+    kill: Annotated[
+        int | None, typer.Option(help="Instead, in real time: so many of 500 real workers die at once.")
+    ] = None,
+    lease: Annotated[float, typer.Option(help="Lease of these workers in seconds.", min=0.2, max=3600)] = 10.0,
+    out: Annotated[Path | None, typer.Option(help="Write the result here, too.")] = None,
+    json: Json = False,
+) -> None:
+    """A fleet of simulated engines on a real broker: queue seconds, GPU hours, wasted tokens and Redis' CPU."""
+    from ..bench.scale import Deaths, ScalePlan, read_scenario, run_scale_bench
+
+    log_to_stderr("error")
+    if partials not in {"both", "on", "off"}:
+        raise ConfigError(f"--partials {partials!r}: on, off or both")
+    given = {"minutes": minutes, "max_workers": workers if kill is None else None}
+    read = read_scenario(scenario, **{name: value for name, value in given.items() if value is not None})
+    deaths = None if kill is None else Deaths(500 if workers is None else workers, kill, lease, 6 * lease)
+    run_scale_bench(ScalePlan(read, seed, partials, deaths, out), quiet=json)
