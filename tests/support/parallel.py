@@ -22,6 +22,8 @@ DOCUMENTATION = "tests/house/test_docs_blocks.py"
 """Has a pool, too."""
 TRAINERS = "tests/producer/trl/"
 """They share one."""
+SCORES = "tests/ops/replay/checks/test_score_engine.py"
+"""Asks the engine with a tokenizer, which those of pools share."""
 LONG = (
     "test_state_machine", "test_kills", "test_operations", "test_commands_serving", "test_cluster", "test_restart",
     "test_publish_faults", "test_skyrl_weights", "test_disk_crash", "test_torchrun",
@@ -68,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def rank(nodeid: str) -> int:
     """Of a test's file; the lowest begins first."""
-    if nodeid.startswith((DOCUMENTATION, TRAINERS)):
+    if nodeid.startswith((DOCUMENTATION, TRAINERS, SCORES)):
         return 1
     if nodeid.startswith(ENGINES):
         return 1 if nodeid.startswith(POOLS) else 0

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
+from support.lazily import Lazily
 from support.specimens.messages import result
 from typer.testing import CliRunner
 
@@ -23,6 +21,7 @@ from rolloutmq.messages.journal import Entry, Journal
 from rolloutmq.ops.cli.main import app
 from rolloutmq.ops.journal import as_reader, table
 
+pandas, pa, parquet = Lazily("pandas"), Lazily("pyarrow"), Lazily("pyarrow.parquet")
 JOB = GenerateJob(
     id="a" * 32, token_ids=[5, 6], n=3, reply_to="me", group_id="g", seed=7, sampling=SamplingParams(temperature=0.5)
 )
@@ -75,7 +74,7 @@ def test_pandas_reads_samples_with_their_notes(folder: Path, tmp_path: Path) -> 
 
 def test_columns_have_types(folder: Path, tmp_path: Path) -> None:
     run("journal", "export", folder, tmp_path / "s.parquet")
-    schema = pyarrow.parquet.read_schema(tmp_path / "s.parquet")
+    schema = parquet.read_schema(tmp_path / "s.parquet")
     kinds = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32()), "versions": pa.list_(pa.int64())}
     kinds |= {"note_reward": pa.float64(), "note_trained": pa.int64(), "note_mask": pa.list_(pa.float32())}
     kinds |= {"note_ok": pa.bool_(), "note_run": pa.string(), "time": pa.timestamp("us", "UTC")}
@@ -87,7 +86,7 @@ def test_columns_have_types(folder: Path, tmp_path: Path) -> None:
 
 def test_events_are_every_entry(folder: Path, tmp_path: Path) -> None:
     assert run("journal", "export", folder, tmp_path / "e.parquet", "--table", "events", "--json")[0] == 0
-    rows = pyarrow.parquet.read_table(tmp_path / "e.parquet").to_pylist()
+    rows = parquet.read_table(tmp_path / "e.parquet").to_pylist()
     assert [row["event"] for row in rows] == ["job"] + ["result"] * 4 + ["note"] * 4
     assert json.loads(rows[-1]["data"]) == {"reward": -1.0, "odd": "text", "trained": None}
     assert rows[1]["versions"] == [3, 4]

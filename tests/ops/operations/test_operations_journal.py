@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyarrow import parquet
 from support.journals import segments
+from support.lazily import Lazily
 from support.specimens.messages import result
 
 from rolloutmq.messages import GenerateJob, InvalidField, new_id
 from rolloutmq.messages.journal import Journal, Merged, merge, read
 from rolloutmq.ops.operations import run_operation
 from rolloutmq.ops.operations.catalog import Check, Context, checked, journal_compact
+
+parquet = Lazily("pyarrow.parquet")
 
 
 async def test_small_segments_are_merged(redis_db: str, tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 from support.pools.pool import eventually
-from support.specimens import mcp_tools
 
 from rolloutmq.messages.errors import ConfigError
 from rolloutmq.messages.model.tools import ToolCall
 from rolloutmq.producer.data import ToolRegistry, run_tool_calls
 
-PROGRAM = {"command": sys.executable, "args": [mcp_tools.__file__]}
+SERVER = str(Path(__file__).parents[2] / "support" / "specimens" / "mcp_tools.py")
+PROGRAM = {"command": sys.executable, "args": [SERVER]}
 NAMES = {"add", "environment", "broken", "picture", "hang", "pid", "die"}
 
 
@@ -43,7 +43,7 @@ def url() -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, mcp_tools.__file__, str(port)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
         while socket.socket().connect_ex(("127.0.0.1", port)):

@@ -7,8 +7,7 @@ import logging
 from typing import Any
 
 import pytest
-from openai.types import completion_create_params
-from openai.types.chat import completion_create_params as chat_create_params
+from support.lazily import Lazily
 
 from rolloutmq.messages import InvalidField, LogprobOptions
 from rolloutmq.producer.openai import chat_request, completion_request, error_of
@@ -115,7 +114,7 @@ TEXTS |= {"service_tier", "user", "verbosity"}
 
 @pytest.mark.parametrize("chats", [True, False])
 def test_every_field_of_openais_own_client_is_read(chats: bool) -> None:
-    params: Any = chat_create_params if chats else completion_create_params
+    params = Lazily(f"openai.types.{'chat.' if chats else ''}completion_create_params")
     names = set(params.CompletionCreateParamsBase.__annotations__)
     special = OF_BOTH | (OF_CHATS if chats else OF_COMPLETIONS)
     body = {name: special.get(name, "a" if name in TEXTS else 1) for name in names} | {"stream": True}

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from support.lazily import Lazily
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rolloutmq.messages import (
@@ -34,6 +33,8 @@ from rolloutmq.producer.openai import (
     response,
     stream_chunks,
 )
+
+types, chats = Lazily("openai.types"), Lazily("openai.types.chat")
 
 BYTES = "aé€😀".encode()
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -147,7 +148,7 @@ def test_bytes_of_parts_of_characters_are_the_real_ones(tokenizer: Tokenizer) ->
     made = {"token_ids": ids, "logprobs": [0.0] * len(ids), "segments": (Segment(3, len(ids)),), "token_arrays": top}
     result = sample(request, **made)
     answer = response(request, [[result]], tokenizer.decode, bytes_reader(tokenizer))
-    content = ChatCompletion.model_validate(answer).choices[0].logprobs.content  # type: ignore[union-attr]
+    content = chats.ChatCompletion.model_validate(answer).choices[0].logprobs.content
     assert content is not None
     assert bytes(byte for entry in content for byte in entry.bytes or ()) == BYTES
     assert [entry.top_logprobs[0].bytes for entry in content] == [entry.bytes for entry in content]
@@ -160,7 +161,7 @@ def test_tokens_of_one_text_have_their_own_logprobs() -> None:
     top = {"top_ids": np.array([[0xE2, 300, 0x82]], np.int32), "top_logprobs": np.array([[-1, -2, -3]], np.float32)}
     result = sample(request, token_ids=[0xE2], logprobs=[-1.0], segments=(Segment(3, 1),), token_arrays=top)
     answer = response(request, [[result]], decode)
-    (found,) = Completion.model_validate(answer).choices[0].logprobs.top_logprobs  # type: ignore[union-attr, misc]
+    (found,) = types.Completion.model_validate(answer).choices[0].logprobs.top_logprobs
     assert found == {"\ufffd": -1.0, "": -2.0, "token_id:130": -3.0}
 
 
@@ -206,13 +207,13 @@ async def test_a_text_that_only_begins_like_a_stop_is_shown() -> None:
 async def test_a_call_of_a_function_in_the_older_form() -> None:
     request = chat(functions=[TOOL["function"]], stream=True)
     end = sample(request, tool_calls=(ToolCall(id="c1", name="add", arguments={"a": 1}),))
-    answer = ChatCompletion.model_validate(response(request, [[end]]))
+    answer = chats.ChatCompletion.model_validate(response(request, [[end]]))
     choice = answer.choices[0]
     assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("function_call", None, None)
     assert choice.message.function_call is not None
     assert choice.message.function_call.model_dump() == {"name": "add", "arguments": '{"a": 1}'}
     found = await chunks(request, delta(request, 0, [104, 105, 300], result=end, text="hi"))
-    last = ChatCompletionChunk.model_validate(found[-1]).choices[0]
+    last = chats.ChatCompletionChunk.model_validate(found[-1]).choices[0]
     assert last.finish_reason == "function_call"
     assert last.delta.function_call is not None
     assert last.delta.function_call.name == "add"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 
 OPTIONS = ("--dtype", "float32", "--max-running", "32", "--cpu-threads", "1")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def prepared() -> None:
+    """transformers is imported after its preparation."""
+    import_module("support.trainers.trl")
 
 
 @pytest.fixture(scope="package")

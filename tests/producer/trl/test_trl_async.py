@@ -9,40 +9,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.lazily import Lazily
 from support.pools.worker_process import WorkerProcess
-from support.trainers.trl import Account, Library, async_trainer, calling_tokenizer, fourths
-from transformers import TrainerCallback
 
 from rolloutmq.messages.errors import ConfigError, InvalidField, JobFailed, RolloutMQError
 from rolloutmq.messages.model import JobFailure
 from rolloutmq.producer.training import Staleness
-from rolloutmq.producer.trl import worker as trl_worker_module
-from rolloutmq.producer.trl.turns import Turns
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), pytest.mark.usefixtures("trl_worker")]
+made, turns = Lazily("support.trainers.trl"), Lazily("rolloutmq.producer.trl.turns")
 GAP = 1e-4
 """Of a log-probability in float32."""
-
-
-class At(TrainerCallback):
-    """Does something once, after a step."""
-
-    def __init__(self, step: int, act: Any) -> None:
-        self._step, self._act = step, act
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
-        if state.global_step == self._step:
-            self._act()
 
 
 @pytest.mark.slow
 def test_a_killed_worker_costs_no_sample(
     tiny: Path, trl_redis: str, second_worker: WorkerProcess, tmp_path: Path
 ) -> None:
-    account = Account()
-    trainer, worker, weights = async_trainer(
+    account = made.Account()
+    trainer, worker, weights = made.async_trainer(
         tiny, tmp_path, trl_redis, max_steps=6, gradient_accumulation_steps=2, max_staleness=1, join_timeout_s=2.0,
-        callbacks=[At(2, second_worker.kill)],
+        callbacks=[made.At(2, second_worker.kill)],
     )  # fmt: skip
     account.watch(weights, worker)
     trainer.train()
@@ -66,10 +53,10 @@ def test_a_killed_worker_costs_no_sample(
 
 def test_tools_and_environments_are_trls_own(tiny: Path, trl_redis: str, tmp_path: Path) -> None:
     """Each conversation has two turns: a random model calls nothing, so its tokenizer says that it did."""
-    account = Account()
-    trainer, worker, weights = async_trainer(
-        tiny, tmp_path, trl_redis, max_steps=2, environment_factory=Library, max_tool_calling_iterations=1,
-        tokenizer=calling_tokenizer(tiny),
+    account = made.Account()
+    trainer, worker, weights = made.async_trainer(
+        tiny, tmp_path, trl_redis, max_steps=2, environment_factory=made.Library, max_tool_calling_iterations=1,
+        tokenizer=made.calling_tokenizer(tiny),
     )  # fmt: skip
     account.watch(weights, worker)
     trainer.train()
@@ -83,9 +70,9 @@ def test_tools_and_environments_are_trls_own(tiny: Path, trl_redis: str, tmp_pat
 
 
 def test_what_is_wrong_is_said(tiny: Path, trl_redis: str, tmp_path: Path) -> None:
-    trainer, worker, weights = async_trainer(tiny, tmp_path, trl_redis)
+    trainer, worker, weights = made.async_trainer(tiny, tmp_path, trl_redis)
     with pytest.raises(InvalidField, match="staleness"):
-        type(worker)(weights, str(tiny), trainer.args, [], fourths, staleness=Staleness(9, 8))
+        type(worker)(weights, str(tiny), trainer.args, [], made.fourths, staleness=Staleness(9, 8))
     with pytest.raises(ConfigError, match=r"callbacks=\[worker\]"):
         worker.start()
     with pytest.raises(RolloutMQError, match="does not run"):
@@ -96,7 +83,7 @@ def test_a_reward_function_that_raises_ends_training_with_its_error(tiny: Path, 
     def broken(**_columns: Any) -> list[float]:
         raise ZeroDivisionError("no reward")
 
-    trainer, worker, _ = async_trainer(tiny, tmp_path, trl_redis, rewards=broken)
+    trainer, worker, _ = made.async_trainer(tiny, tmp_path, trl_redis, rewards=broken)
     poll_soon(trainer)
     with pytest.raises(RolloutMQError, match="no reward") as caught:
         trainer.train()
@@ -120,23 +107,23 @@ def poll_soon(trainer: Any) -> None:
 def test_one_failed_sample_costs_that_sample(
     tiny: Path, trl_redis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = Turns.ask
+    ask = turns.Turns.ask
 
-    async def ask_but_one(self: Turns, conversation: Any, prompt_ids: Any, **bounds: Any) -> Any:
+    async def ask_but_one(self: Any, conversation: Any, prompt_ids: Any, **bounds: Any) -> Any:
         if (conversation.number, conversation.sample) == (1, 2):
             raise JobFailed(JobFailure(job_id="0" * 32, outcome="dead", cause="poison"))
         return await ask(self, conversation, prompt_ids, **bounds)
 
-    monkeypatch.setattr(Turns, "ask", ask_but_one)
+    monkeypatch.setattr(turns.Turns, "ask", ask_but_one)
     seen: list[int] = []
 
     def rewards(completion_ids: list[list[int]], place: list[int], **_columns: Any) -> list[float]:
         assert len(completion_ids) == len(place)
         seen.append(len(place))
-        return fourths(completion_ids)
+        return made.fourths(completion_ids)
 
-    account = Account()
-    trainer, worker, weights = async_trainer(tiny, tmp_path, trl_redis, rewards=rewards, max_steps=2)
+    account = made.Account()
+    trainer, worker, weights = made.async_trainer(tiny, tmp_path, trl_redis, rewards=rewards, max_steps=2)
     account.watch(weights, worker)
     trainer.train()
     assert sorted(set(seen)) == [3, 4]
@@ -149,7 +136,7 @@ def test_stop_waits_for_no_conversation(
     tiny: Path, trl_redis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training ends while a tool of the user's hangs."""
-    monkeypatch.setattr(trl_worker_module, "STOP_S", 0.1)
+    monkeypatch.setattr("rolloutmq.producer.trl.worker.STOP_S", 0.1)
     hanging, go_on = threading.Event(), threading.Event()
 
     class Slow:
@@ -168,8 +155,8 @@ def test_stop_waits_for_no_conversation(
         def get_reward(self) -> float:
             return 1.0
 
-    trainer, worker, weights = async_trainer(
-        tiny, tmp_path, trl_redis, environment_factory=Slow, tokenizer=calling_tokenizer(tiny)
+    trainer, worker, weights = made.async_trainer(
+        tiny, tmp_path, trl_redis, environment_factory=Slow, tokenizer=made.calling_tokenizer(tiny)
     )
     worker.on_train_begin(trainer.args, trainer.state, trainer.control)
     weights.init_weight_transfer()

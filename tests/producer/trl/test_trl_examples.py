@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.trainers.trl import trl  # noqa: F401 – transformers is imported after its preparation
 
 from rolloutmq.ops.books import read_books
 

@@ -7,26 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from peft import LoraConfig
+from support.lazily import Lazily
 from support.pools.worker_process import WorkerProcess
-from support.trainers.trl import SMALL, Library, calling_tokenizer, fourths, grpo_trainer
-from transformers import TrainerCallback
 
 from rolloutmq.messages.errors import InvalidField
-from rolloutmq.producer.trl import PoolRollouts
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), pytest.mark.usefixtures("trl_worker")]
+made, peft = Lazily("support.trainers.trl"), Lazily("peft")
 GAP = 1e-4
 """Of a log-probability in float32."""
 TRUNCATED = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
-
-
-class KillAfter(TrainerCallback):
-    def __init__(self, worker: WorkerProcess) -> None:
-        self._worker = worker
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
-        self._worker.kill()
 
 
 def logged(trainer: Any, name: str) -> list[float]:
@@ -49,22 +39,22 @@ def test_every_step_samples_with_its_own_weights(
 
     def rewards(completion_ids: list[list[int]], **columns: Any) -> list[float]:
         scored.append(len(completion_ids))
-        return fourths(completion_ids)
+        return made.fourths(completion_ids)
 
-    trainer, rollouts = grpo_trainer(
-        tiny, tmp_path, trl_redis, rewards=rewards, given={"callbacks": [KillAfter(second_worker)]}, **TRUNCATED
+    trainer, rollouts = made.grpo_trainer(
+        tiny, tmp_path, trl_redis, rewards=rewards, given={"callbacks": [made.At(1, second_worker.kill)]}, **TRUNCATED
     )
     trainer.train()
     assert rollouts.weights.version - rollouts.weights.first_version == 2, "a version for each of three steps"
     rollouts.close()
     check_correction(trainer, 3)
-    assert scored == [SMALL["per_device_train_batch_size"]] * 3
+    assert scored == [made.BATCH] * 3
 
 
 def test_a_trainer_that_takes_several_steps_with_its_samples_is_corrected(
     tiny: Path, trl_redis: str, tmp_path: Path
 ) -> None:
-    trainer, rollouts = grpo_trainer(tiny, tmp_path, trl_redis, num_iterations=2, max_steps=4, **TRUNCATED)
+    trainer, rollouts = made.grpo_trainer(tiny, tmp_path, trl_redis, num_iterations=2, max_steps=4, **TRUNCATED)
     trainer.train()
     rollouts.close()
     ratios = logged(trainer, "sampling/importance_sampling_ratio/mean")
@@ -77,10 +67,10 @@ def test_tools_and_environments_go_through_the_pool(tiny: Path, trl_redis: str, 
 
     def rewards(completions: list[Any], completion_ids: list[list[int]], **_columns: Any) -> list[float]:
         seen.extend(completions)
-        return fourths(completion_ids)
+        return made.fourths(completion_ids)
 
-    given = {"environment_factory": Library, "processing_class": calling_tokenizer(tiny)}
-    trainer, rollouts = grpo_trainer(
+    given = {"environment_factory": made.Library, "processing_class": made.calling_tokenizer(tiny)}
+    trainer, rollouts = made.grpo_trainer(
         tiny, tmp_path, trl_redis, rewards=rewards, given=given, max_steps=1, max_completion_length=64,
         max_tool_calling_iterations=1, generation_kwargs={"max_new_tokens": 6}, **TRUNCATED,
     )  # fmt: skip
@@ -93,8 +83,8 @@ def test_tools_and_environments_go_through_the_pool(tiny: Path, trl_redis: str, 
 
 def test_an_adapter_is_merged_for_the_copy_and_trained_alone(tiny: Path, trl_redis: str, tmp_path: Path) -> None:
     modules = ["q_proj", "v_proj", "up_proj"]
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=modules, task_type="CAUSAL_LM")
-    trainer, rollouts = grpo_trainer(
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=modules, task_type="CAUSAL_LM")
+    trainer, rollouts = made.grpo_trainer(
         tiny, tmp_path, trl_redis, given={"peft_config": config}, learning_rate=5e-2, **TRUNCATED
     )
     trainer.train()
@@ -106,7 +96,7 @@ def test_an_adapter_is_merged_for_the_copy_and_trained_alone(tiny: Path, trl_red
 
 
 def test_images_and_vllm_are_refused() -> None:
-    rollouts = PoolRollouts("redis://127.0.0.1:1")
+    rollouts = made.PoolRollouts("redis://127.0.0.1:1")
     with pytest.raises(InvalidField, match="use_vllm"):
         rollouts([], SimpleNamespace(args=SimpleNamespace(use_vllm=True)))
     with pytest.raises(InvalidField, match="images"):

@@ -8,55 +8,22 @@ from typing import Any
 
 import pytest
 import redis
-from support.trainers.trl import Account, async_trainer
-from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from support.lazily import Lazily
 
 from rolloutmq.messages.redis import Keys
-from rolloutmq.producer.trl.turns import Turns
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), pytest.mark.usefixtures("trl_worker")]
-CLIENT, BATCH = "resumed", 8
+made, turns = Lazily("support.trainers.trl"), Lazily("rolloutmq.producer.trl.turns")
+saving = Lazily("transformers.trainer_utils")
+CLIENT = "resumed"
 
 
 class Crash(Exception):
     """Ends a trainer between two steps."""
 
 
-class CrashAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
-        if state.global_step == self._step:
-            raise Crash
-
-
-class Trained(TrainerCallback):
-    """Which samples each step trained on, by what the worker's queue handed over: the trainer takes 8 for each step, in
-    order."""
-
-    def __init__(self, account: Account) -> None:
-        self._account, self.steps = account, dict[int, list[tuple[int, int]]]()
-
-    def kept(self, worker: Any) -> None:
-        """Look on at what TRL is given to train on."""
-        take = worker.rollout_buffer._judge
-        self._given: list[tuple[int, int]] = []
-
-        def taken(sample: Any) -> bool:
-            if ok := take(sample):
-                self._given.append(sample.key)
-            return bool(ok)
-
-        worker.rollout_buffer._judge = taken
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
-        self._began = state.global_step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
-        done = sum(len(keys) for keys in self.steps.values())
-        self.steps[state.global_step] = self._given[done : done + BATCH]
+def crash() -> None:
+    raise Crash
 
 
 @pytest.mark.slow
@@ -66,28 +33,28 @@ def test_three_crashes_train_every_sample_once(
     """Saved after every second step; it crashes after steps 3, 4 and 7, each time before it saves."""
     history: dict[int, list[tuple[int, int]]] = {}
     attempts = Counter[int]()
-    make = Turns._job
+    make = turns.Turns._job
 
-    def job(self: Turns, conversation: Any, prompt_ids: Any, attempt: int, bounds: Any) -> Any:
+    def job(self: Any, conversation: Any, prompt_ids: Any, attempt: int, bounds: Any) -> Any:
         attempts[attempt] += 1
         return make(self, conversation, prompt_ids, attempt, bounds)
 
-    monkeypatch.setattr(Turns, "_job", job)
+    monkeypatch.setattr(turns.Turns, "_job", job)
     books, asked = None, Counter[str]()
-    for crash in (3, 4, 7, None):
-        account = Account()
-        trained = Trained(account)
-        callbacks = [trained] if crash is None else [trained, CrashAt(crash)]
-        trainer, worker, _ = async_trainer(
+    for crash_at in (3, 4, 7, None):
+        account = made.Account()
+        trained = made.Trained(account)
+        callbacks = [trained] if crash_at is None else [trained, made.At(crash_at, crash)]
+        trainer, worker, _ = made.async_trainer(
             tiny, tmp_path, trl_redis, client_id=CLIENT, max_steps=10, max_staleness=2, save_strategy="steps",
             save_steps=2, callbacks=callbacks,
         )  # fmt: skip
         trained.kept(worker)
         try:
-            trainer.train(resume_from_checkpoint=get_last_checkpoint(tmp_path))
+            trainer.train(resume_from_checkpoint=saving.get_last_checkpoint(tmp_path))
         except Crash:
             pass
-        saved = get_last_checkpoint(tmp_path)
+        saved = saving.get_last_checkpoint(tmp_path)
         assert saved is not None
         upto = int(saved.rpartition("-")[2])
         # what was trained after the checkpoint is undone with the weights
@@ -101,7 +68,7 @@ def test_three_crashes_train_every_sample_once(
     assert sorted(history) == list(range(1, 11))
     mine = Counter(key for keys in history.values() for key in keys)
     assert max(mine.values()) == 1, "trained twice"
-    assert books.trained == len(mine) == 10 * BATCH
+    assert books.trained == len(mine) == 10 * made.BATCH
     assert books.accepted == books.trained + books.dropped.total() + books.in_flight
     for number in range(books.numbers):  # nothing is skipped: each sample has a fate, and the two accounts agree
         for sample in range(4):
@@ -117,10 +84,10 @@ def test_a_trainer_that_begins_anew_wants_nothing_of_its_predecessor(
     tiny: Path, trl_redis: str, tmp_path: Path
 ) -> None:
     for place in ("first", "second"):
-        account = Account()
-        trainer, worker, weights = async_trainer(tiny, tmp_path / place, trl_redis, client_id="anew", max_steps=2)
+        account = made.Account()
+        trainer, worker, weights = made.async_trainer(tiny, tmp_path / place, trl_redis, client_id="anew", max_steps=2)
         account.watch(weights, worker)
         trainer.train()
-        assert worker.books.trained == 2 * BATCH
+        assert worker.books.trained == 2 * made.BATCH
         oldest = min(version for it in account.samples for version in it.versions if version >= 0)  # type: ignore[union-attr]
         assert oldest >= weights.first_version

@@ -9,24 +9,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from peft import LoraConfig, get_peft_model
-from support.trainers.trl import torch
+import torch
+from support.lazily import Lazily
 
 from rolloutmq import WeightPublisher
 from rolloutmq.messages.errors import InvalidField, WeightSyncError
-from rolloutmq.producer import trl
-from rolloutmq.producer.trl import PoolWeightTransfer
-from rolloutmq.producer.trl.cpu import _Kernel
-from rolloutmq.producer.trl.turns import sampling_of
-from rolloutmq.producer.trl.weights import base_weights
+
+made, peft = Lazily("support.trainers.trl"), Lazily("peft")
+turns, base = Lazily("rolloutmq.producer.trl.turns"), Lazily("rolloutmq.producer.trl.weights")
 
 
 @pytest.fixture
 def peft_model(tiny: Path) -> Any:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
-    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = made.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
 
 
 def pairs(value: float = 1.0) -> Any:
@@ -36,7 +34,7 @@ def pairs(value: float = 1.0) -> Any:
 def test_versions_are_above_the_pools_and_above_the_trainers_own(redis_db: str) -> None:
     with WeightPublisher(redis_db) as other:
         other.publish(7, pairs()).wait()
-    weights = PoolWeightTransfer(redis_db)
+    weights = made.PoolWeightTransfer(redis_db)
     weights.init_weight_transfer()
     weights.send_weights(pairs())
     assert (weights.first_version, weights.version) == (8, 8)
@@ -45,7 +43,7 @@ def test_versions_are_above_the_pools_and_above_the_trainers_own(redis_db: str) 
     weights.destroy()
     with pytest.raises(WeightSyncError, match="not open"):
         weights.send_weights(pairs())
-    restored = PoolWeightTransfer(redis_db)
+    restored = made.PoolWeightTransfer(redis_db)
     restored.above = 20
     restored.init_weight_transfer()
     restored.send_weights(pairs())
@@ -54,7 +52,7 @@ def test_versions_are_above_the_pools_and_above_the_trainers_own(redis_db: str) 
 
 
 def test_weights_that_are_no_numbers_end_training(redis_db: str) -> None:
-    weights = PoolWeightTransfer(redis_db)
+    weights = made.PoolWeightTransfer(redis_db)
     weights.init_weight_transfer()
     with pytest.raises(WeightSyncError, match="NaN"):
         weights.send_weights(pairs(float("nan")))
@@ -62,7 +60,7 @@ def test_weights_that_are_no_numbers_end_training(redis_db: str) -> None:
 
 
 def test_an_adapter_travels_alone_after_its_base(redis_db: str, peft_model: Any) -> None:
-    weights = PoolWeightTransfer(redis_db, adapter="policy")
+    weights = made.PoolWeightTransfer(redis_db, adapter="policy")
     weights.init_weight_transfer()
     with pytest.raises(InvalidField, match="adapter"):
         weights.send_weights(pairs())
@@ -83,7 +81,7 @@ def test_a_base_is_without_its_adapter_and_under_the_checkpoints_names(tiny: Pat
         if "lora_B" in name:
             torch.nn.init.ones_(parameter)
     peft_model.merge_adapter()  # as TRL does around `send_weights`
-    found = {name: tensor.clone() for name, tensor in base_weights(peft_model)}
+    found = {name: tensor.clone() for name, tensor in base.base_weights(peft_model)}
     assert set(found) == set(stored) - {"lm_head.weight"}
     assert all(torch.allclose(tensor, stored[name].float(), atol=1e-5) for name, tensor in found.items())
 
@@ -93,7 +91,7 @@ def test_segments_attend_to_their_own_keys() -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(5, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
     starts_q, starts_k = torch.tensor([0, 3, 5]), torch.tensor([0, 3, 7])
-    found = _Kernel.flash_attn_varlen_func(
+    found = importlib.import_module("rolloutmq.producer.trl.cpu")._Kernel.flash_attn_varlen_func(
         query, key, value, starts_q, starts_k, 3, 4, softmax_scale=0.5, causal=True, window_size=(-1, -1)
     )
     for at, (first, k0, upto) in {0: (0, 0, 1), 2: (2, 0, 3), 3: (3, 3, 6), 4: (4, 3, 7)}.items():
@@ -108,7 +106,7 @@ def test_settings_of_generation_become_fields_of_a_job() -> None:
         max_completion_length=7, temperature=0.7, top_p=0.9, top_k=0, min_p=None, repetition_penalty=1.1,
         generation_kwargs={"frequency_penalty": 0.5},
     )  # fmt: skip
-    fields = sampling_of(args, [3, 4])
+    fields = turns.sampling_of(args, [3, 4])
     assert fields["logprobs"] == {"kind": "scaled"}
     assert fields["sampling"] == {
         "max_new_tokens": 7, "temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.1,
@@ -116,7 +114,7 @@ def test_settings_of_generation_become_fields_of_a_job() -> None:
     }  # fmt: skip
     args.generation_kwargs = {"n": 3}
     with pytest.raises(InvalidField, match="generation_kwargs"):
-        sampling_of(args, [])
+        turns.sampling_of(args, [])
 
 
 @pytest.mark.parametrize("installed", [None, "1.15.2"])
@@ -128,4 +126,4 @@ def test_whoever_has_no_trl_is_told_what_to_install(installed: str | None, monke
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(ImportError, match=r"pip install 'rolloutmq\[trl\]'"):
-        importlib.reload(trl)
+        importlib.reload(importlib.import_module("rolloutmq.producer.trl"))

@@ -34,6 +34,7 @@ CALLS = {
 """A response template that reads a call of `look_up` into every completion: a random model makes none of its own."""
 
 
+BATCH = SMALL["per_device_train_batch_size"]
 WITH_CALLS = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "{% for call in message['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
@@ -127,6 +128,44 @@ class Account(TrainerCallback):
                 gap = (found - torch.tensor(sample.old_log_probs)[1:])[mine[1:]].abs().max()
                 gaps[version] = max(gaps.get(version, 0.0), float(gap))
         return gaps
+
+
+class At(TrainerCallback):
+    """Does something once, after a step."""
+
+    def __init__(self, step: int, act: Any) -> None:
+        self._step, self._act = step, act
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
+        if state.global_step == self._step:
+            self._act()
+
+
+class Trained(TrainerCallback):
+    """Which samples each step trained on, by what the worker's queue handed over: the trainer takes 8 for each step, in
+    order."""
+
+    def __init__(self, account: Account) -> None:
+        self._account, self.steps = account, dict[int, list[tuple[int, int]]]()
+
+    def kept(self, worker: Any) -> None:
+        """Look on at what TRL is given to train on."""
+        take = worker.rollout_buffer._judge
+        self._given: list[tuple[int, int]] = []
+
+        def taken(sample: Any) -> bool:
+            if ok := take(sample):
+                self._given.append(sample.key)
+            return bool(ok)
+
+        worker.rollout_buffer._judge = taken
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
+        self._began = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
+        done = sum(len(keys) for keys in self.steps.values())
+        self.steps[state.global_step] = self._given[done : done + BATCH]
 
 
 def async_trainer(
