@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from ..flags import as_config
 from ..redis import EmbeddedRedis
 from ..tiny_model import write_tiny_model
 from .sync import one_shape
+from .watched import Switched, Watching, watching
 from .workload import Workload
 
 
@@ -48,10 +50,12 @@ def run_engine_bench(
     extra: dict[str, Any],
     quiet: bool,
     journals: bool = False,
+    watched: bool = False,
 ) -> dict[str, Any]:
     """Run it and print the last line. Returns the line's content.
 
-    journals: the pool takes each round once more, with a client that writes a journal.
+    journals: the pool takes each round once more, with a client that writes a journal. watched: and twice more, with
+    metrics and with traces, and CPU time is counted.
     model: a directory or hub name. shape: name of a shape in sync/shapes.py, with random weights. Without both it is
     the tiny model. Raises ConfigError if both are given, for an unknown shape, and for a model that is nowhere.
     """
@@ -77,20 +81,31 @@ def run_engine_bench(
         worker_config = as_config(WorkerConfig, redis_url=server.url, pool="bench", max_running=max_running)
         folder = str(Path(scratch, "journal")) if journals else ""
         workload = Workload(prompts, max_new_tokens, vocab_size=32000, journal=folder)
-        figures = asyncio.run(_compare(config, worker_config, workload, rounds, console)) | {"model": label}
+        redis_pid = server.pid if watched else None
+        compared = _compare(config, worker_config, workload, rounds, console, redis_pid=redis_pid)
+        figures = asyncio.run(compared) | {"model": label}
     print(json.dumps(figures))
     return figures
 
 
 async def _compare(
-    config: SGLangConfig, worker_config: WorkerConfig, base: Workload, rounds: int, console: Console
+    config: SGLangConfig,
+    worker_config: WorkerConfig,
+    base: Workload,
+    rounds: int,
+    console: Console,
+    *,
+    redis_pid: int | None,
 ) -> dict[str, Any]:
+    """redis_pid: given if there are turns with metrics and with traces."""
     from ...worker.sglang.engine import SGLangEngine  # noqa: PLC0415 – imports SGLang
 
     engine = SGLangEngine(config)
-    worker = Worker(worker_config, engine, NoTokenizer())
+    switched = Switched(engine)
+    worker = Worker(worker_config, switched.as_engine(), NoTokenizer())
     console.print("starting the engine")
     serving = asyncio.create_task(worker.run())
+    stack = AsyncExitStack()
     try:
         joined = asyncio.create_task(worker.joined.wait())
         await asyncio.wait({joined, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -103,6 +118,11 @@ async def _compare(
         await _direct(engine, warm_up)  # warms up kernels, caches and Python itself
         tokens: list[int] = []
         sides = ["direct", "pool", *(["journal"] if base.journal else [])]
+        watch: Watching | None = None
+        if redis_pid is not None:
+            opened = watching(switched, worker.vitals, worker_config.redis_url, worker_config.pool, redis_pid)
+            watch = await stack.enter_async_context(opened)
+            sides += watch.SIDES
         rates: dict[str, list[float]] = {side: [] for side in sides}
         for number in range(rounds):
             # Every round has other prompts, so no cache has them. The order of the sides changes, so that a host that
@@ -114,20 +134,24 @@ async def _compare(
                 if side == "direct":
                     seconds = await _direct(engine, workload)
                 else:
-                    told = replace(workload, journal=base.journal if side == "journal" else "")
-                    seconds = await _through_pool(worker_config, told, count)
+                    journal = base.journal if side == "journal" else ""
+                    told = replace(workload, journal=journal, traces=side == "traces")
+                    async with watch.turn(side) if watch else nullcontext(dict[str, float]()) as spent:
+                        seconds, spent["client"] = await _through_pool(worker_config, told, count)
                     await engine.operate("flush_cache", {})  # for the other side, which has the same prompts
                 rates[side].append(count / seconds)
             shown = (f"{side} {found[-1]:,.0f} tok/s" for side, found in rates.items())
             console.print(f"round {number + 1}: {', '.join(shown)}")
     finally:
+        await stack.aclose()
         worker.drain()
         await serving
     info = engine.info
     median = {side: statistics.median(found) for side, found in rates.items()}
     return {
         "ratio": round(median["pool"] / median["direct"], 4),
-        **({"journal_ratio": round(median["journal"] / median["pool"], 4)} if base.journal else {}),
+        **{f"{side}_ratio": round(median[side] / median["pool"], 4) for side in sides[2:]},
+        **(watch.figures(base.count) if watch else {}),
         "pool_tok_s": round(median["pool"], 1),
         "direct_tok_s": round(median["direct"], 1),
         "ratios": [round(ours / theirs, 4) for ours, theirs in zip(rates["pool"], rates["direct"], strict=True)],
@@ -161,8 +185,11 @@ async def _direct(engine: Engine, workload: Workload) -> float:
     return time.perf_counter() - began
 
 
-async def _through_pool(config: WorkerConfig, workload: Workload, tokens: int) -> float:
-    """Return a client process's seconds for all prompts. Raises RuntimeError unless `tokens` tokens come back."""
+async def _through_pool(config: WorkerConfig, workload: Workload, tokens: int) -> tuple[float, float]:
+    """Return a client process's seconds, and its CPU seconds, for all prompts.
+
+    Raises RuntimeError unless `tokens` tokens come back.
+    """
     command = [sys.executable, "-m", f"{__package__}.workload", config.redis_url, config.pool]
     process = await asyncio.create_subprocess_exec(
         *command, json.dumps(asdict(workload)), stdout=asyncio.subprocess.PIPE
@@ -173,4 +200,4 @@ async def _through_pool(config: WorkerConfig, workload: Workload, tokens: int) -
     answer = json.loads(output)
     if answer["tokens"] != tokens:
         raise RuntimeError(f"{answer['tokens']} tokens came back, {tokens} were asked for")
-    return float(answer["seconds"])
+    return float(answer["seconds"]), float(answer["cpu"])

@@ -7,10 +7,12 @@ import json
 import random
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ...messages.model import GenerateJob, RolloutResult, SamplingParams
 from ...producer.client import RolloutClient
+from .traces import traces_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,8 @@ class Workload:
     """Prompts of a benchmark: `count` of them, each with 16 to 64 random tokens.
 
     Each answer has a fixed length between half of max_new_tokens and all of it, and ignores the end of sequence. So
-    both sides generate the same number of tokens. journal: a folder for the client's journal, "" for none.
+    both sides generate the same number of tokens. journal: a folder for the client's journal, "" for none. traces:
+    whether the client makes spans.
     """
 
     count: int
@@ -26,6 +29,7 @@ class Workload:
     vocab_size: int
     seed: int = 0
     journal: str = ""
+    traces: bool = False
 
     def jobs(self) -> list[GenerateJob]:
         """Return the workload as jobs, in order."""
@@ -48,22 +52,24 @@ class Workload:
 async def run_client(url: str, pool: str, workload: Workload) -> dict[str, float]:
     """Submit all jobs and take all results.
 
-    Returns tokens, and seconds from the first submission to the last result.
+    Returns tokens, and seconds and CPU seconds from the first submission to the last result.
     """
     jobs = workload.jobs()
     tokens = samples = 0
     async with RolloutClient(url, pool, journal=workload.journal or None) as client:
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         await client.submit_many(jobs)
         async for outcome in client.results(timeout=120):
             if not isinstance(outcome, RolloutResult):
                 raise SystemExit(str(outcome))
             tokens += len(outcome.token_ids)
             samples += 1
-        seconds = time.perf_counter() - began
-    return {"tokens": tokens, "samples": samples, "seconds": seconds}
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    return {"tokens": tokens, "samples": samples, "seconds": seconds, "cpu": cpu}
 
 
 if __name__ == "__main__":
     url, pool, spec = sys.argv[1:]
-    print(json.dumps(asyncio.run(run_client(url, pool, Workload(**json.loads(spec))))))
+    given = Workload(**json.loads(spec))
+    with traces_on() if given.traces else nullcontext():
+        print(json.dumps(asyncio.run(run_client(url, pool, given))))

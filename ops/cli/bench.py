@@ -116,6 +116,9 @@ def bench_engine(
     journals: Annotated[
         bool, typer.Option("--journals", help="Also with journals, in turns with turns without: what they cost.")
     ] = False,
+    watched: Annotated[
+        bool, typer.Option("--watched", help="Also with metrics, and with traces: what they cost, in CPU time, too.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Tokens/s through the pool divided by tokens/s of the same engine given the same prompts directly."""
@@ -135,6 +138,7 @@ def bench_engine(
         extra=parse_extra(sglang or []),
         quiet=json,
         journals=journals,
+        watched=watched,
     )
 
 

@@ -23,7 +23,7 @@ def test_a_small_run_on_a_cpu() -> None:
         pytest.skip("SGLang is not installed")
     options = {"shape": "tiny", "prompts": 24, "max-running": 8, "max-new-tokens": 16, "rounds": 2}
     command = [sys.executable, "-m", "rolloutmq.ops.entry", "bench", "engine"]
-    command += [*(f"--{name}={value}" for name, value in options.items()), "--journals"]
+    command += [*(f"--{name}={value}" for name, value in options.items()), "--journals", "--watched"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "round 2: direct" in done.stderr
@@ -33,7 +33,12 @@ def test_a_small_run_on_a_cpu() -> None:
     assert found["tokens_per_round"] == round(statistics.mean(tokens))
     assert tokens[0] != tokens[1]
     assert len(found["ratios"]) == 2
-    assert found["journal_ratio"] > 0
+    assert min(found[f"{side}_ratio"] for side in ("journal", "metrics", "traces")) > 0
+    spent = found["cpu_us_per_job"]
+    assert set(spent) == {"pool", "journal", "metrics", "traces"}
+    assert min(spent[side][name] for side in spent for name in ("client", "worker", "engine", "redis")) > 0
+    assert [side for side in spent if spent[side]["exporter"]] in (["metrics"], [])  # it may be too quick to be seen
+    assert set(found["added_cpu"]) == {"metrics", "traces"}
     assert min(found["ratios"]) > 0
     assert found["ratio"] == pytest.approx(found["pool_tok_s"] / found["direct_tok_s"], abs=1e-3)
 

@@ -35,7 +35,6 @@ from rolloutmq.producer.openai import (
 )
 
 types, chats = Lazily("openai.types"), Lazily("openai.types.chat")
-
 BYTES = "aé€😀".encode()
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
