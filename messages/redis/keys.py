@@ -132,6 +132,8 @@ class Keys:
     """STREAM of dead letters."""
     letters = _Key()
     """ZSET '<entry id> <bytes>' of each dead letter -> the id's time. `load` has the sum of the bytes."""
+    scaler = _Key()
+    """STRING with a TTL: the process that scales the pool, so that no second one does."""
     mark = _Key()
     """STRING with a TTL, written before WAIT; see scripts/runner.py."""
     weights = _Key()

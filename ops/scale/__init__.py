@@ -1,8 +1,23 @@
-"""How many workers a pool needs, and a scaler of worker processes on one host.
+"""How many workers a pool needs: a pure policy; and a scaler of worker processes on one host."""
 
-Few files: the policy is what others use, and stands alone.
-"""
-
+from .places import Place, places
 from .policy import FULL, STATES, Decision, History, PoolView, ScaleSettings, State, decide
+from .scaler import CrashLoop, LocalScaler, Means
+from .turn import Turn
 
-__all__ = ["FULL", "STATES", "Decision", "History", "PoolView", "ScaleSettings", "State", "decide"]
+__all__ = [
+    "FULL",
+    "STATES",
+    "CrashLoop",
+    "Decision",
+    "History",
+    "LocalScaler",
+    "Means",
+    "Place",
+    "PoolView",
+    "ScaleSettings",
+    "State",
+    "Turn",
+    "decide",
+    "places",
+]

@@ -47,6 +47,7 @@ KINDS = (
     Kind("worker:", "hash", "worker"),
     Kind("ward", "string", "ttl"),
     Kind("mark", "string", "ttl"),
+    Kind("scaler", "string", "ttl"),
     Kind("wake", "list", "ttl"),
     Kind("token:", "list", "ttl"),
     Kind("news:", "stream", "ttl"),

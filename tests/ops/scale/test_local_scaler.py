@@ -1,0 +1,271 @@
+"""The local autoscaler with real worker processes: 0 -> 3 -> 0, and what may go wrong on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from redis.asyncio import Redis
+from support.pools import scripted_worker
+from support.pools.pool import check_scripted, eventually, replies, status
+from support.specimens.messages import job
+
+from rolloutmq.messages import Broker, RolloutResult, SamplingParams, WorkerStatus
+from rolloutmq.messages.errors import ConfigError, InvalidField
+from rolloutmq.ops.metrics import PoolWatch
+from rolloutmq.ops.scale import CrashLoop, LocalScaler, Means, PoolView, ScaleSettings, Turn, places
+
+QUICK = ScaleSettings(least=0, most=3, target_s=0.2, stabilise_s=0.3, startup_s=0.0)
+SLEEPS = [sys.executable, "-c", "import signal; signal.sigwait({signal.SIGTERM})"]
+FAILS = [sys.executable, "-c", "import sys; print('no such model', file=sys.stderr); sys.exit(3)"]
+
+
+class Seen:
+    """A watch that says what a test says."""
+
+    def __init__(self, view: PoolView | None = None) -> None:
+        self.view, self.workers = view, tuple[WorkerStatus, ...]()
+
+    async def look(self) -> PoolView | None:
+        return self.view
+
+
+def means(folder: Path, command: list[str], **more: Any) -> Means:
+    given: dict[str, Any] = {"environment": {}, "every_s": 0.02, "pause_s": 0.01} | more
+    return Means(command, folder=folder, **given)
+
+
+@pytest.fixture
+def turn(db: Redis) -> Turn:
+    return Turn(db, "default", 5.0)
+
+
+@asynccontextmanager
+async def scaling(scaler: LocalScaler, turn: Turn) -> AsyncIterator[asyncio.Task[None]]:
+    """A scaler at work; afterwards it and its workers are gone."""
+    await turn.take()
+    task = asyncio.create_task(scaler.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, CrashLoop, ConfigError):
+            await asyncio.wait_for(task, 60)
+        scaler.kill_all()
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Whether it has ended; nobody may have asked yet how."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+class Feeder:
+    """Keeps a pool under load until it is told to stop."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker, self.ids = broker, list[str]()
+
+    async def feed(self, until: Any, what: str) -> None:
+        """More jobs whenever few wait, until the condition holds."""
+
+        async def enough() -> bool:
+            if sum((await self.broker.load()).queued) < 40:
+                jobs = [job(sampling=SamplingParams(max_new_tokens=20)) for _ in range(40)]
+                await self.broker.enqueue(jobs)
+                self.ids += [one.id for one in jobs]
+            return bool(until())
+
+        await eventually(enough, 60, what)
+
+
+async def test_from_nothing_to_three_and_back_with_a_kill_in_the_middle(
+    redis_db: str, db: Redis, broker: Broker, turn: Turn, tmp_path: Path
+) -> None:
+    command = scripted_worker.command(tokens_per_s=100, max_running=4, lease_s=2.0, drain_s=5.0)
+    how = means(tmp_path, command, environment=scripted_worker.environment(redis_db))
+    scaler = LocalScaler(QUICK, how, places(3), PoolWatch(db, "default"), turn)
+    feeder = Feeder(broker)
+    async with scaling(scaler, turn):
+        assert scaler.processes == []
+
+        def serving() -> list[int]:
+            return [one.pid for one in scaler.processes if one.served_at is not None and not one.leaving]
+
+        await feeder.feed(lambda: len(serving()) == 3, "three serve")
+        first = set(serving())
+        killed = serving()[0]
+        os.kill(killed, signal.SIGKILL)
+        await feeder.feed(lambda: len(serving()) == 3 and killed not in serving(), "another one serves in its place")
+        assert len(first - {killed}) == 2
+
+        async def all_there() -> bool:
+            return bool(await broker.redis.xlen(broker.keys.reply("client")) >= len(feeder.ids))
+
+        await eventually(all_there, 60, "all results")
+        await eventually(lambda: not scaler.processes, 60, "all workers have left")
+        found = await replies(broker)
+        assert sorted(one.outcome.job_id for one in found) == sorted(feeder.ids)  # each exactly once
+        for one in found:
+            assert isinstance(one.outcome, RolloutResult)
+            assert one.outcome.finish_reason == "length"  # none was aborted
+            check_scripted(one.outcome, 3)
+        load = await broker.load()
+        assert (load.done, load.dead) == (len(feeder.ids), 0)
+        assert load.leases_lost >= 1
+        assert await broker.workers() == []
+        assert scaler.decision.state == "idle"
+
+
+async def test_long_samples_are_handed_over_and_not_cut(
+    redis_db: str, db: Redis, broker: Broker, turn: Turn, tmp_path: Path
+) -> None:
+    """A worker leaves in the middle of samples that take longer than its drain: another one goes on with the tokens."""
+    command = scripted_worker.command(tokens_per_s=50, max_running=2, prefetch=0, lease_s=5.0, drain_s=0.0)
+    how = means(tmp_path, command, environment=scripted_worker.environment(redis_db))
+    watch = PoolWatch(db, "default")
+    scaler = LocalScaler(replace(QUICK, least=2), how, places(2), watch, turn)
+    async with scaling(scaler, turn):
+        await eventually(lambda: sum(one.served_at is not None for one in scaler.processes) == 2, 60, "both serve")
+        jobs = [job(sampling=SamplingParams(max_new_tokens=100)) for _ in range(4)]
+        await broker.enqueue(jobs)
+        await eventually(lambda: sum(one.running for one in watch.workers) == 4, what="all run")
+        scaler._settings = replace(QUICK, least=0, most=1)  # the operator wants one
+        await eventually(lambda: len(scaler.processes) == 1, what="one has left")
+
+        async def all_there() -> bool:
+            return len(await replies(broker)) == 4
+
+        await eventually(all_there, 60, "all results")
+        for one in await replies(broker):
+            assert isinstance(one.outcome, RolloutResult)
+            assert (one.outcome.finish_reason, len(one.outcome.token_ids)) == ("length", 100)
+            check_scripted(one.outcome, 3)
+        assert (await broker.load()).redelivered >= 2  # what the one that left had
+
+
+async def test_a_crash_loop_is_said_and_stopped(turn: Turn, tmp_path: Path) -> None:
+    scaler = LocalScaler(QUICK, means(tmp_path, FAILS), places(3), Seen(PoolView(0.0, queued=9)), turn)
+    async with scaling(scaler, turn) as task:
+        with pytest.raises(CrashLoop, match=r"(?s)5 workers in a row failed.*exit code 3.*no such model"):
+            await task
+    assert scaler.processes == []
+
+
+async def test_a_worker_that_never_serves_counts_as_failed(turn: Turn, tmp_path: Path) -> None:
+    how = means(tmp_path, SLEEPS, ready_s=0.05)
+    scaler = LocalScaler(QUICK, how, places(1), Seen(PoolView(0.0, queued=9)), turn)
+    async with scaling(scaler, turn) as task:
+        with pytest.raises(CrashLoop, match=r"did not serve within 0\.05 s"):
+            await task
+
+
+async def test_restarts_wait_twice_as_long_each_time() -> None:
+    (place,) = places(1)
+    assert [place.failed(100.0, 1.0) for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert place.not_before == 160.0
+    assert place.given_up
+
+
+async def test_without_an_answer_of_redis_nothing_starts_or_leaves(turn: Turn, tmp_path: Path) -> None:
+    seen = Seen(PoolView(0.0, queued=9))
+    scaler = LocalScaler(replace(QUICK, most=1), means(tmp_path, SLEEPS), places(1), seen, turn)
+    async with scaling(scaler, turn):
+        await eventually(lambda: len(scaler.processes) == 1, what="one was started")
+        (process,) = scaler.processes
+        seen.view = None
+        scaler._settings = replace(QUICK, most=0)
+        process.kill()
+        await eventually(lambda: not scaler.processes, what="it is forgotten")
+        assert (process.place.failures, scaler._crashes) == (0, 0)  # without Redis every worker ends
+        for _ in range(3):
+            await scaler.step()
+        assert scaler.processes == []
+
+
+async def test_the_worker_with_the_least_in_flight_leaves_first(turn: Turn, tmp_path: Path) -> None:
+    seen = Seen(PoolView(0.0, queued=9))
+    scaler = LocalScaler(replace(QUICK, least=3), means(tmp_path, SLEEPS), places(3), seen, turn)
+    async with scaling(scaler, turn):
+        await eventually(lambda: len(scaler.processes) == 3, what="three were started")
+        pids = [one.pid for one in scaler.processes]
+        seen.workers = tuple(
+            status(f"w{pid}", pid=pid, host=scaler._host, held=held)
+            for pid, held in zip(pids, (5, 1, 3), strict=True)
+        )  # fmt: skip
+        seen.view = PoolView(0.0, running=9, slots=12, serving=3)
+        scaler._settings = replace(QUICK, least=2, most=2)
+        await eventually(lambda: len(scaler.processes) == 2, what="one has left")
+        assert {one.pid for one in scaler.processes} == {pids[0], pids[2]}
+
+
+async def test_workers_of_others_count_and_are_left_alone(turn: Turn, tmp_path: Path) -> None:
+    seen = Seen(PoolView(0.0, queued=1, running=64, slots=64, serving=2, starting=1))
+    scaler = LocalScaler(replace(QUICK, least=1), means(tmp_path, SLEEPS), places(3), seen, turn)
+    await turn.take()
+    try:
+        for _ in range(3):
+            await scaler.step()
+        assert len(scaler.processes) == 1  # the least; three of others are there
+    finally:
+        await scaler._drain_all()
+
+
+async def test_a_pool_has_one_scaler(db: Redis, broker: Broker) -> None:
+    one, other = Turn(db, "default", 60.0), Turn(db, "default", 60.0, patience_s=0.1)
+    await one.take()
+    await one.keep()
+    with pytest.raises(ConfigError, match="scales this pool already"):
+        await other.take()
+    await db.delete(broker.keys.scaler)  # as when its time is over, after a kill
+    await other.take()
+    with pytest.raises(ConfigError, match="scales this pool already"):
+        await one.keep()
+    await other.release()
+    await one.keep()  # as when Redis had lost it
+    assert 0 < await db.pttl(broker.keys.scaler) <= 60_000
+
+
+async def test_a_scaler_that_is_killed_leaves_no_worker(redis_db: str, broker: Broker, tmp_path: Path) -> None:
+    environment = {**os.environ, **scripted_worker.environment(redis_db)}
+    scaler = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "support.pools.scaler_process", str(tmp_path), env=environment, start_new_session=True
+    )
+    try:
+        (worker,) = await eventually(broker.workers, 60, "its worker joins")
+        process = psutil.Process(worker.pid)
+        scaler.kill()
+        await scaler.wait()
+
+        async def left() -> bool:
+            return not await broker.workers()
+
+        await eventually(left, 60, "the worker has left")
+        await eventually(lambda: is_gone(process), 60, "its process has ended")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(scaler.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("most", "gpus", "found"),
+    [(2, (), ["", ""]), (2, ("0", "1", "2"), ["0", "1"]), (2, ("0+1", "2+3"), ["0,1", "2,3"])],
+)
+def test_places_have_their_gpus(most: int, gpus: tuple[str, ...], found: list[str]) -> None:
+    assert [one.gpus for one in places(most, gpus)] == found
+
+
+@pytest.mark.parametrize(
+    ("most", "gpus", "field"), [(3, ("0", "1"), "max"), (2, ("0", "0"), "gpus"), (1, ("",), "gpus")]
+)
+def test_places_without_a_gpu_are_refused(most: int, gpus: tuple[str, ...], field: str) -> None:
+    with pytest.raises(InvalidField, match=field):
+        places(most, gpus)

@@ -1,0 +1,26 @@
+"""A scaler of one scripted worker as a process, to be killed: `python -m support.pools.scaler_process FOLDER`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from support.pools import scripted_worker
+
+from rolloutmq.messages import connect
+from rolloutmq.ops.metrics import PoolWatch
+from rolloutmq.ops.scale import LocalScaler, Means, ScaleSettings, Turn, places
+
+
+async def scale(url: str, folder: Path) -> None:
+    means = Means(scripted_worker.command(lease_s=30.0), scripted_worker.environment(url), folder)
+    async with connect(url) as redis:
+        turn = Turn(redis, "default")
+        await turn.take()
+        await LocalScaler(ScaleSettings(least=1), means, places(1), PoolWatch(redis, "default"), turn).run()
+
+
+if __name__ == "__main__":
+    asyncio.run(scale(os.environ["ROLLOUTMQ_REDIS"], Path(sys.argv[1])))
