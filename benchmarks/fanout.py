@@ -1,8 +1,8 @@
 """What a publication of weights costs as the pool grows: python benchmarks/fanout.py RESULT.json 1,4,16,64
 
-Workers are the real ones with the scripted engine, IN_ONE_PROCESS at a time; the publisher is in this process. The weights
-are one tensor of 4 KB, so what is measured is everything but the bytes: the ledger in Redis, the rendezvous store, and a
-gloo group of all workers and the trainer. NCCL needs GPUs and is not measured.
+Workers are the real ones with the scripted engine, IN_ONE_PROCESS at a time; the publisher is in this process. The
+weights are one tensor of 4 KB, so what is measured is everything but the bytes: the ledger in Redis, the rendezvous
+store, and a gloo group of all workers and the trainer. NCCL needs GPUs and is not measured.
 """
 
 from __future__ import annotations
