@@ -25,6 +25,7 @@ import typer
 from chaos import __main__ as chaos_run
 from chaos import scenario
 from chaos.context import Chaos
+from support.command_line import parse
 from support.engines.remote import RemoteEngine
 from support.pools.pool import worker
 from support.specimens.byte_tokenizer import Bytes
@@ -91,16 +92,6 @@ def commands(code: str) -> Iterator[list[str]]:
             elif words:
                 yield words
                 words = []
-
-
-def parse(arguments: list[str]) -> None:
-    """Let the command line read a command, to the last flag, and do nothing. Raises typer's UsageError."""
-    command: Any = typer.main.get_command(app)
-    name, rest, context = "rolloutmq", list(arguments), None
-    while hasattr(command, "commands"):
-        context = command.make_context(name, rest, parent=context)
-        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
-    command.make_context(name, rest, parent=context)
 
 
 def is_ours(words: list[str]) -> bool:

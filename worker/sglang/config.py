@@ -66,6 +66,11 @@ DP_REASON = (
     "worker for each replica"
 )
 
+NODES_REASON = (
+    "only 1: the worker reaches its engine's processes through sockets of its own host; split the model over the GPUs "
+    "of one host by tp_size"
+)
+
 
 class SGLangConfig(BaseModel):
     """Settings of one SGLang engine. Each field is a key of a configuration file and, by `ops.flags`, a flag of the
@@ -153,11 +158,13 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
     weight_loader: dotted path of the function that receives weights inside the engine.
 
     Raises ConfigError if `extra` names an argument that this package sets itself, or a setting needs a GPU and there is
-    none. Raises InvalidField for sizes that weight sync does not support.
+    none. Raises InvalidField for sizes that weight sync does not support, and for an engine over several hosts.
     """
     check_parallelism(tp=config.tp_size, pp=config.pp_size, dp=config.dp_size, ep=config.ep_size)
     if owned := sorted(OWNED_ARGUMENTS & config.extra.keys()):
         raise ConfigError(f"extra={owned}: RolloutMQ sets these arguments itself")
+    if (nodes := config.extra.get("nnodes", 1)) != 1:
+        raise InvalidField("extra.nnodes", nodes, NODES_REASON)
     arguments: dict[str, Any] = {
         **config.model_dump(include=SAME_NAMES),
         "model_path": config.model,

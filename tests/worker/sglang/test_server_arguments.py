@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.messages.errors import ConfigError
+from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.worker.cpu_support import prepare_engine
 from rolloutmq.worker.sglang.config import SGLangConfig, server_arguments
 from rolloutmq.worker.sglang.engine import SGLangEngine
@@ -29,6 +29,14 @@ def test_without_a_word_about_requests_at_once_or_on_a_cpu_sglang_decides_about_
 
 def test_the_operators_own_size_of_graphs_wins() -> None:
     assert told(max_running=512, extra={"cuda_graph_max_bs_decode": 96})["cuda_graph_max_bs_decode"] == 96
+
+
+def test_an_engine_over_several_hosts_is_refused_with_the_reason() -> None:
+    """It would start, and no version of the weights would ever reach the other hosts."""
+    with pytest.raises(InvalidField, match=r"extra\.nnodes.*sockets of its own host") as caught:
+        told(tp_size=16, extra={"nnodes": 2, "node_rank": 0})
+    assert caught.value.field == "extra.nnodes"
+    assert told(extra={"nnodes": 1})["nnodes"] == 1
 
 
 @pytest.mark.sglang
