@@ -24,11 +24,15 @@ from .simulation import Simulation
 PARTIALS: dict[str, tuple[bool, ...]] = {"both": (True, False), "on": (True,), "off": (False,)}
 BEATS_PER_S = 667.0
 """Heartbeats a second of 1,000 real workers: a crowd sends fewer, see worker/lease/heartbeat.py."""
+ENOUGH_BEATS = 1000
+"""From so many heartbeats on, what one costs is told."""
 SIMULATED = (
     "Engines are rates: nothing is generated, and a token in Redis stands for a block of tokens.",
     "The clock is simulated and stands still while Redis answers: no queue second is this host's.",
     "Leases end by the simulated clock. Real heartbeats are sent every 15 real seconds, not every second or two.",
     "Of checkpoints only the last one before each death is written.",
+    "Prefills cost nothing, also those of samples that are continued.",
+    "The turn of a job that runs alone, after the deaths of its workers, is by Redis' clock.",
 )
 
 
@@ -101,7 +105,7 @@ async def _figures(run: Simulation, real_s: float) -> dict[str, Any]:
     oracle, block = run.oracle, run.scenario.block
     cpu_s = await run.watch.spent_s()
     sample_us = 1e6 * (cpu_s - run.beat_cpu_s) / max(1, oracle.samples)
-    beat_us = 1e6 * run.beat_cpu_s / max(1, run.beats)
+    beat_us = round(1e6 * run.beat_cpu_s / run.beats, 1) if run.beats >= ENOUGH_BEATS else None
     return {
         "simulated_s": round(run.now, 1),
         "real_s": round(real_s, 1),
@@ -125,9 +129,10 @@ async def _figures(run: Simulation, real_s: float) -> dict[str, Any]:
             "cpu_s": round(cpu_s, 2),
             "cpu_share_of_real_time": round(cpu_s / real_s, 4),
             "cpu_us_per_sample": round(sample_us, 1),
-            "cpu_us_per_heartbeat": round(beat_us, 1),
+            "heartbeats": run.beats,
+            "cpu_us_per_heartbeat": beat_us,
             "cpu_share_of_simulated_time_without_heartbeats": round((cpu_s - run.beat_cpu_s) / run.now, 6),
-            "cpu_share_of_heartbeats_of_1000_workers": round(beat_us * BEATS_PER_S / 1e6, 4),
+            "cpu_share_of_heartbeats_of_1000_workers": beat_us and round(beat_us * BEATS_PER_S / 1e6, 4),
             **await run.watch.figures(),
         },
         "timeline": run.timeline.rows,

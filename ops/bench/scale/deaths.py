@@ -14,7 +14,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ IN_ONE_PROCESS = 250
 AT_A_TIME = 32
 """So many of a process start at the same time."""
 SLOTS = 8
+MAX_LOST = 20
+"""A busy host may cost living workers a lease, too, which says nothing about a job."""
 TOKENS_PER_S = 10.0
 LOOK_S = 0.05
 
@@ -69,27 +71,27 @@ async def measure_deaths(url: str, plan: Deaths, say: Callable[[str], None]) -> 
         await watch.begin()
         try:
             began = time.monotonic()
-            doomed = [await _part(url, count, plan) for count in _shares(plan.killed)]
-            parts += doomed
-            for count in _shares(plan.workers - plan.killed):
+            doomed = len(_shares(plan.killed))
+            for count in (*_shares(plan.killed), *_shares(plan.workers - plan.killed)):
                 parts.append(await _part(url, count, plan))
             for part in parts:
                 await _joined(part)
             all_joined_s = time.monotonic() - began
             say(f"{plan.workers} workers have joined after {all_joined_s:.1f} s")
             handles = await client.submit_many(_job(plan) for _ in range(plan.jobs))
-            owners = await _until_claimed(redis, [handle.job_id for handle in handles])
-            dead = {str(part.pid) for part in doomed}
-            lost = [job_id for job_id, owner in owners.items() if _process(owner) in dead]
+            job_ids = [handle.job_id for handle in handles]
+            await _until_held(redis, job_ids, set())
+            dead = {str(part.pid) for part in parts[:doomed]}
+            lost = await _not_held(redis, job_ids, dead)
             say(f"{plan.jobs} jobs run; {len(lost)} of them are with the {plan.killed} workers that die now")
-            for part in doomed:
+            for part in parts[:doomed]:
                 part.kill()
-            recovery = spread(await _recovered(redis, lost, dead))
+            recovery = spread(await _until_held(redis, lost, dead))
             say(f"the last one runs again after {recovery.get('max', 0.0):.1f} s; the lease is {plan.lease_s:g} s")
             results = Counter[str]()
             async for outcome in client.results(timeout=4 * plan.sample_s + 60.0):
                 results[outcome.job_id] += outcome.ok
-            if set(results) != set(owners) or set(results.values()) != {1}:
+            if set(results) != set(job_ids) or set(results.values()) != {1}:
                 raise BenchFailed(f"{len(results)} of {plan.jobs} jobs have results, at most {max(results.values())}")
             cpu_s, figures = await watch.spent_s(), await watch.figures()
         finally:
@@ -100,6 +102,7 @@ async def measure_deaths(url: str, plan: Deaths, say: Callable[[str], None]) -> 
         "jobs_of_the_dead": len(lost),
         "recovery_s": recovery,
         "results": len(results),
+        "results_twice": client.repeats,
         "all_joined_s": round(all_joined_s, 2),
         "redis": {"cpu_s": round(cpu_s, 3), **figures},
     }
@@ -114,29 +117,23 @@ def _process(worker_id: str) -> str:
     return worker_id.rsplit("-", 2)[-2] if worker_id.count("-") >= 2 else ""
 
 
-async def _owners(redis: Any, job_ids: Sequence[str]) -> dict[str, str]:
-    """Who has each job; "" for nobody."""
+async def _not_held(redis: Any, job_ids: Sequence[str], dead: Set[str]) -> list[str]:
+    """Those of these jobs that are in the queue, or with a worker of a dead process."""
     keys = Keys(POOL)
     async with redis.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
-            pipe.hget(keys.job(job_id), "w")
-        return {job_id: text(owner) for job_id, owner in zip(job_ids, await pipe.execute(), strict=True)}
+            pipe.hmget(keys.job(job_id), "st", "w")
+        found = zip(job_ids, await pipe.execute(), strict=True)
+    return [
+        job_id for job_id, (state, owner) in found if state == b"q" or (state == b"r" and _process(text(owner)) in dead)
+    ]
 
 
-async def _until_claimed(redis: Any, job_ids: Sequence[str]) -> dict[str, str]:
-    while True:
-        owners = await _owners(redis, job_ids)
-        if all(owners.values()):
-            return owners
-        await asyncio.sleep(LOOK_S)
-
-
-async def _recovered(redis: Any, lost: Sequence[str], dead: set[str]) -> list[float]:
-    """Seconds from now until each of these jobs is with a worker that lives."""
-    began, left, took = time.monotonic(), list(lost), list[float]()
+async def _until_held(redis: Any, job_ids: Sequence[str], dead: Set[str]) -> list[float]:
+    """Seconds from now until each of these jobs is with a worker that lives, or has ended."""
+    began, left, took = time.monotonic(), list(job_ids), list[float]()
     while left:
-        owners = await _owners(redis, left)
-        still = [job_id for job_id, owner in owners.items() if not owner or _process(owner) in dead]
+        still = await _not_held(redis, left, dead)
         took += [time.monotonic() - began] * (len(left) - len(still))
         left = still
         await asyncio.sleep(LOOK_S if left else 0)
@@ -169,7 +166,7 @@ async def _end(part: Process) -> None:
 async def _serve(url: str, count: int, lease_s: float) -> None:
     ended, starting = asyncio.Event(), asyncio.Semaphore(AT_A_TIME)
     asyncio.get_running_loop().add_reader(sys.stdin, ended.set)
-    config = WorkerConfig(redis_url=url, pool=POOL, max_running=SLOTS, prefetch=0, lease_s=lease_s)
+    config = WorkerConfig(redis_url=url, pool=POOL, max_running=SLOTS, prefetch=0, lease_s=lease_s, max_lost=MAX_LOST)
     serving: list[asyncio.Task[None]] = []
 
     async def one() -> None:
