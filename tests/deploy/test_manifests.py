@@ -214,6 +214,10 @@ def test_commands_and_variables_are_real(manifests: Manifests, ours: list[Pod], 
     arguments = manifests.pods["exporter"].container["args"]
     assert int(arguments[arguments.index("--port") + 1]) == manifests.pods["exporter"].ports["metrics"]
     pools = {manifests.environment(pod)["ROLLOUTMQ_POOL"] for pod in ours}
+    pools |= set(re.findall(r'pool="(\w+)"', trigger(manifests)["metadata"]["query"]))
+    (config,) = [name for name in manifests.of("ConfigMap") if name.startswith("prometheus-")]
+    told = manifests.values("ConfigMap", config)["prometheus.yml"]
+    pools |= set(re.findall(r"(?:pool:|label: pool, replacement:) (\w+)", told))
     assert pools == {settings.worker().pool}
 
 
@@ -319,6 +323,8 @@ def test_prometheus_reads_the_rules_and_finds_everybody(manifests: Manifests, tm
     headless = manifests.of("Service")[service]["spec"]
     assert headless["clusterIP"] == "None"
     assert found["port"] == headless["ports"][0]["port"]
+    for name in ("exporter", "workers"):  # just when they are not ready their metrics matter
+        assert manifests.of("Service")[name]["spec"]["publishNotReadyAddresses"]
     assert {"job_name: rolloutmq-exporter", "job_name: rolloutmq-workers"} <= set(
         re.findall(r"job_name: \S+", (DEPLOY / "monitoring" / "prometheus.yml").read_text())
     ), "the rules know the jobs by these names"
