@@ -10,6 +10,7 @@ from typing import Any
 from ..messages.broker import Broker, DeadLetters
 from ..messages.model import PRIORITIES
 from ..sync.transfer import Ledger
+from ..worker.metrics import PHASES
 from .redis import connected
 from .terminal import printable
 
@@ -58,12 +59,17 @@ def status_lines(state: dict[str, Any]) -> Iterator[str]:
     if state["set_aside"]:
         yield f"keys set aside, as nobody could use them: {state['set_aside']}; see  rolloutmq ops run audit-broker"
     yield f"ended: {ended}"
+    yield from workers_lines(state)
+    for letter in state["dead_letters"]:
+        yield from _wrapped(f"dead {letter['job_id']}: {letter['cause']}: {letter['error']}")
+
+
+def workers_lines(state: dict[str, Any]) -> Iterator[str]:
+    """The workers of a pool for people."""
     for worker in state["workers"]:
         yield from _worker(worker)
     if not state["workers"]:
         yield "no workers: start one with  rolloutmq worker --model …"
-    for letter in state["dead_letters"]:
-        yield from _wrapped(f"dead {letter['job_id']}: {letter['cause']}: {letter['error']}")
 
 
 def _worker(worker: dict[str, Any]) -> Iterator[str]:
@@ -81,6 +87,21 @@ def _worker(worker: dict[str, Any]) -> Iterator[str]:
         f"{worker['generated_tokens']:,} tokens",
     )
     yield from _wrapped(f"    {worker['engine']} on {worker['device']}", worker["model"])
+
+
+def startup_lines(state: dict[str, Any]) -> Iterator[str]:
+    """How long the start of each worker took, by phase, for people."""
+    for worker in state["workers"]:
+        phases = dict(worker["startup"])
+        served = f"served after {_until_served(phases):.1f} s" if "weights" in phases else "does not serve yet"
+        yield from _wrapped(f"worker {worker['worker_id']}", served)
+        named = [f"{phase} {phases[phase]:.1f} s" for phase in PHASES if phase in phases]
+        if named:
+            yield from _wrapped(f"    {named[0]}", *named[1:])
+
+
+def _until_served(phases: dict[str, float]) -> float:
+    return sum(seconds for phase, seconds in phases.items() if phase in PHASES and phase != PHASES[-1])
 
 
 def _wrapped(*parts: str) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..messages.model import Float, Int
@@ -40,6 +42,9 @@ class WorkerConfig(BaseModel):
     """URL of the metadata service, if it is not http://169.254.169.254."""
     snapshots: str | None = Field(default=None, min_length=1)
     """Folder where the publisher saves versions; a worker that is behind looks there first."""
+    first_weights: Literal["checkpoint", "newest"] = "checkpoint"
+    """What an engine begins with: checkpoint; or newest, if the pool has a version: then it does not read its
+    checkpoint, and serves when that version has come."""
     journal: str | None = Field(default=None, min_length=1)
     """Folder or URL (s3://…) for a journal of what this worker claims, saves, publishes and loads; several may share
     one."""

@@ -45,9 +45,12 @@ class EngineKeeper:
         self._engine, self._generation, self._held = engine, generation, held
         self._outbox, self._handback, self._most = outbox, handback, most
 
-    async def start(self, drained: asyncio.Event) -> None:
-        """Start it the first time, which can take minutes; setting `drained` ends that. Raises EngineError."""
-        starting = asyncio.create_task(self._engine.start())
+    async def start(self, drained: asyncio.Event, *, empty: bool = False) -> None:
+        """Start it the first time, which can take minutes; setting `drained` ends that. Raises EngineError.
+
+        empty: see `Engine.start`.
+        """
+        starting = asyncio.create_task(self._engine.start(empty=True) if empty else self._engine.start())
         leaving = asyncio.create_task(drained.wait())
         try:
             await asyncio.wait({starting, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,7 @@ from .config import WorkerConfig
 from .engine import Engine
 from .garbage import settle
 from .metrics import MeteredEngine
-from .sglang import SGLangConfig
+from .sglang import EarlySchedulers, SGLangConfig
 from .text import ModelTokenizer, Tokenizer
 from .worker import Worker
 
@@ -29,13 +30,29 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 log = logging.getLogger(__name__)
+COMPILED = {
+    "SGLANG_CACHE_DIR": "sglang",
+    "SGLANG_DG_CACHE_DIR": "deep_gemm",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TVM_FFI_CACHE_DIR": "tvm_ffi",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "CUDA_CACHE_PATH": "cuda",
+}
+"""Variables that say where something is kept that was compiled, and its folder's name below `cache_dir`."""
 
 
 def run_worker(config: WorkerConfig, engine: SGLangConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain. A second SIGINT ends it at once. Raises what Worker.run and
     check_model raise."""
-    check_model(engine.model)
-    asyncio.run(_run(config, engine))
+    keep_compiled(engine.cache_dir)
+    early = EarlySchedulers(engine.tp_size if engine.early_imports else 0)
+    try:
+        check_model(engine.model)
+        asyncio.run(_run(config, engine, early))
+    finally:
+        early.close()
 
 
 def check_model(model: str) -> None:
@@ -54,6 +71,24 @@ def check_model(model: str) -> None:
         f"model={model!r}: there is no such folder or file, and {why}. Give a folder with the model, or its name on "
         "the hub; `rolloutmq tiny-model DIRECTORY` writes one for a trial"
     )
+
+
+def keep_compiled(folder: str | None) -> None:
+    """Have torch, SGLang and others keep what they compile below `folder`. A variable that is set already wins.
+
+    Raises ConfigError if the folder cannot be made or written.
+    """
+    if folder is None:
+        return
+    at = Path(folder).expanduser().absolute()
+    try:
+        at.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=at):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cache_dir={folder!r}: it must be a folder that can be written: {error}") from None
+    for variable, name in COMPILED.items():
+        os.environ.setdefault(variable, str(at / name))
 
 
 def exit_at_once() -> NoReturn:
@@ -78,13 +113,10 @@ def with_metrics(
     if config.metrics_port is None:
         return Worker(config, engine, tokenizer), nullcontext()
     try:
-        import psutil  # noqa: PLC0415 – extras, both
-
-        from .metrics import MetricsServer, worker_families  # noqa: PLC0415
+        from .metrics import MetricsServer, worker_families  # noqa: PLC0415 – an extra
     except ModuleNotFoundError as error:
         raise ConfigError(f"metrics_port needs {error.name}: pip install 'rolloutmq[worker,metrics]'") from None
-    began = time.monotonic() - (time.time() - psutil.Process().create_time())
-    meter = MeteredEngine(engine, began)
+    meter = MeteredEngine(engine)
     worker = Worker(config, cast(Engine, meter), tokenizer)
     vitals = worker.vitals
     probes = {"/live": lambda: vitals.live, "/ready": lambda: vitals.ready}
@@ -101,10 +133,10 @@ async def settled_once_up(worker: Worker) -> None:
     settle()
 
 
-async def _run(config: WorkerConfig, engine: SGLangConfig) -> None:
+async def _run(config: WorkerConfig, engine: SGLangConfig, early: EarlySchedulers) -> None:
     from .sglang.engine import SGLangEngine  # noqa: PLC0415 – seconds of imports, after the settings were checked
 
-    worker, metrics = with_metrics(config, SGLangEngine(engine), ModelTokenizer(engine.model))
+    worker, metrics = with_metrics(config, SGLangEngine(engine, early), ModelTokenizer(engine.model))
     loop = asyncio.get_running_loop()
 
     def stop(number: int) -> None:

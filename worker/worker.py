@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ..messages.broker import Beat, Claim, CommandBox, Finished, Lease, Release, Witness
-from ..messages.errors import EngineError, LeaseLost, RequestRefused
+from ..messages.errors import EngineError, LeaseLost, MessageError, RequestRefused
 from ..messages.model import WorkerState, WorkerStatus
 from ..messages.redis import Bell, Ring, connect, ping
 from ..sync.transfer import Ledger
@@ -132,7 +132,7 @@ class Worker:
         try:
             async with beside(self._heed_notices()):
                 await ping(redis)
-                await self._keeper.start(self._draining)
+                await self._start_engine(ledger)
                 async with beside(undisturbed(self._commands.run)):
                     while not self._draining.is_set():
                         await self._incarnation(redis, listener, waker)
@@ -150,6 +150,21 @@ class Worker:
             log.warning("this machine will be taken away (%s): leaving within %g s", said, PREEMPTED_S)
             self._journal.worker("pre-empted", notice=said)
             self.drain(PREEMPTED_S)
+
+    async def _start_engine(self, ledger: Ledger) -> None:
+        assert self._follower is not None
+        newest = False
+        if self.config.first_weights == "newest":
+            with contextlib.suppress(RedisError, OSError, MessageError):
+                newest = await ledger.committed() > 0
+        self.vitals.startup.engine_starts()
+        await self._keeper.start(self._draining, empty=newest)
+        if self._draining.is_set():
+            return
+        self.vitals.startup.engine_is_up(self._engine.info.startup)
+        if self._engine.info.empty:
+            log.info("the checkpoint was not read: the pool's newest version comes first")
+            self._follower.mend()  # without one in time the engine starts again, with the checkpoint
 
     async def _incarnation(self, redis: Redis, listener: Redis, waker: Redis) -> None:
         """Serve under one lease, until it is lost or the worker is drained."""
@@ -175,7 +190,7 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 taking: list[Loop] = [
                     self._claims.run,
-                    partial(self._follower.run, self.worker_id, self._poke),
+                    partial(self._follower.run, self.worker_id, self._weights_changed),
                     partial(self._keeper.run, lease, self._follower, self._claims, self._service.restarted),
                     partial(self._peer.run, self.worker_id),
                 ]
@@ -327,6 +342,11 @@ class Worker:
         if self._keeper.died() and self._follower is not None:
             self._journal.worker("engine died")
             self._follower.halt()
+
+    def _weights_changed(self) -> None:
+        if self._follower is not None and self._follower.in_service:
+            self.vitals.startup.serves()
+        self._poke()
 
     def _poke(self) -> None:
         if self._claims is not None:

@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "worker": ("worker", "worker", "Serve a pool with one SGLang engine until SIGTERM or Ctrl-C."),
     "submit": ("pool", "submit", "Answer every line of a file exactly once."),
     "status": ("pool", "status", "Show the queue, the workers and the weights they serve."),
+    "workers": ("pool", "workers", "Show the workers, or how long their starts took."),
     "top": ("pool", "top", "Watch a pool live: its queue, workers, versions and speed."),
     "exporter": ("pool", "exporter", "Serve the pool's metrics for Prometheus."),
     "doctor": ("pool", "doctor", "Check Redis and this host, and say what to do."),

@@ -25,6 +25,21 @@ def status(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", json: Json = F
     say(state, status_lines(state), json)
 
 
+def workers(
+    redis: RedisUrl = DEFAULT_URL,
+    pool: Pool = "default",
+    startup: Annotated[bool, typer.Option("--startup", help="How long the start of each took, by phase.")] = False,
+    json: Json = False,
+) -> None:
+    """Show the workers, or how long their starts took."""
+    from ..status import pool_state, startup_lines, workers_lines
+
+    state = asyncio.run(pool_state(redis, pool))
+    found = state["workers"]
+    told = [{"worker_id": w["worker_id"], "host": w["host"], "startup": w["startup"]} for w in found]
+    say(told if startup else found, startup_lines(state) if startup else workers_lines(state), json)
+
+
 def top(
     redis: RedisUrl = DEFAULT_URL,
     pool: Pool = "default",

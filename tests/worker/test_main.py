@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from rolloutmq.messages.errors import ConfigError
+from rolloutmq.worker.main import COMPILED, keep_compiled
+
 
 def told(folder: Path, *command: str, hub: int = 1, **more: str) -> str:
     """What this command says where the hub is at this port of this machine. Nobody listens at port 1."""
@@ -69,3 +72,22 @@ def test_what_there_is_or_may_be_is_left_to_the_engine(tmp_path: Path) -> None:
     models = ["org/model", str(tmp_path), "s3://bucket/model"]
     check = f"from rolloutmq.worker.main import check_model\nfor model in {models}: check_model(model)"
     assert told(tmp_path, "-c", check) == ""
+
+
+def test_what_is_compiled_is_kept_below_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in COMPILED:
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    keep_compiled(None)
+    assert not (COMPILED.keys() - {"TRITON_CACHE_DIR"}) & os.environ.keys()
+    keep_compiled(str(tmp_path / "new"))
+    found = {variable: os.environ[variable] for variable in COMPILED}
+    assert found.pop("TRITON_CACHE_DIR") == "/mine"
+    assert set(found.values()) == {str(tmp_path / "new" / name) for name in COMPILED.values() if name != "triton"}
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cache_dir='.*file'"):
+        keep_compiled(str(tmp_path / "file"))

@@ -126,6 +126,8 @@ class EngineInfo:
     features: optional job fields that this engine supports. A job that uses another one is refused by name.
     deterministic: whether it samples by seeds, and a token does not depend on its batch.
     adapters: the LoRA adapters in it. The worker keeps this up to date. Empty after a start.
+    empty: its weights are random until a version is loaded. It must not generate before.
+    startup: seconds that the start took inside the engine, by phase: model, graphs, engine.
     """
 
     name: str
@@ -141,6 +143,8 @@ class EngineInfo:
     features: frozenset[str] = field(default_factory=frozenset)
     deterministic: bool = False
     adapters: LoadedAdapters = field(default_factory=LoadedAdapters, compare=False, repr=False)
+    empty: bool = False
+    startup: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
 
     def fingerprint(self) -> Mapping[str, str]:
         """Return what a replay needs to know. It is small, because it travels with every result."""
@@ -166,9 +170,11 @@ class Engine(Protocol):
         """Valid after `start`."""
         ...
 
-    async def start(self) -> None:
+    async def start(self, *, empty: bool = False) -> None:
         """Start the engine with its base weights. It may be called again after `close` or `EngineDead`.
 
+        empty: the base weights are not needed, because a whole version comes before the first request. An engine that
+        then has not read them says so (`EngineInfo.empty`).
         It must not block the event loop, because the lease is renewed while an engine restarts. Raises EngineError.
         """
         ...

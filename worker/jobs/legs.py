@@ -109,6 +109,11 @@ class JobRun(Generic[J]):
     _engine_s: float = 0.0
     _born: float = field(default_factory=time.monotonic)
 
+    @property
+    def engine_s(self) -> float:
+        """Seconds in the engine so far, of all legs that have ended."""
+        return self._engine_s
+
     def begin_leg(self, version: int) -> str:
         """Set `leg`, and return its request id: 44 digits for job (32), sample (4), attempt (4) and leg (4)."""
         self._legs += 1

@@ -1,6 +1,6 @@
 """A worker's metrics and probes over HTTP, and the HTTP server of the exporter too.
 
-`Histogram`, `MeteredEngine`, `StatusReport` and `Vitals` load nothing; the rest needs prometheus_client.
+`Histogram`, `MeteredEngine`, `Startup`, `StatusReport` and `Vitals` load nothing; the rest needs prometheus_client.
 """
 
 from typing import TYPE_CHECKING
@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from .kinds import counter, counters, distribution, gauge, gauges
     from .metered import MeteredEngine
     from .server import MetricsServer
+    from .startup import PHASES, Startup
     from .status import StatusReport
     from .vitals import Vitals
 
 __all__ = [
+    "PHASES",
     "SYNC_BOUNDS",
     "Histogram",
     "MeteredEngine",
     "MetricsServer",
+    "Startup",
     "StatusReport",
     "Vitals",
     "counter",
@@ -32,5 +35,5 @@ __all__ = [
     "worker_families",
 ]
 __getattr__, __dir__ = lazy(
-    __name__, __all__, ".histogram", ".vitals", ".status", ".metered", ".kinds", ".server", ".families"
+    __name__, __all__, ".histogram", ".startup", ".vitals", ".status", ".metered", ".kinds", ".server", ".families"
 )

@@ -17,7 +17,8 @@ def worker_families(vitals: Vitals, engine: MeteredEngine, now: float) -> Iterat
     """Everything that a worker shows. now: on time.monotonic."""
     yield gauge(P + "ready", "1 if the worker serves weights that were verified.", float(vitals.ready))
     yield gauge(P + "live", "1 if the worker still tries to send heartbeats.", float(vitals.live))
-    yield from _startup(vitals, engine)
+    phases = vitals.startup.seconds.copy()
+    yield gauges(P + "startup_seconds", "Seconds of each phase of the start.", "phase", phases)
     yield from _load(vitals, engine, now)
     yield from _weights(vitals, engine)
     if (status := vitals.status) is not None:
@@ -26,13 +27,6 @@ def worker_families(vitals: Vitals, engine: MeteredEngine, now: float) -> Iterat
         yield counter(
             P + "refused_publishes_total", "Samples that were published too late: others had the job.", refused
         )
-
-
-def _startup(vitals: Vitals, engine: MeteredEngine) -> Iterable[Metric]:
-    phases = dict(engine.startup_s)
-    if vitals.served_at:
-        phases["weights"] = max(0.0, vitals.served_at - engine.up)
-    yield gauges(P + "startup_seconds", "Seconds of each phase of the start.", "phase", phases)
 
 
 def _load(vitals: Vitals, engine: MeteredEngine, now: float) -> Iterable[Metric]:

@@ -11,40 +11,27 @@ from ...sync.transfer import TransferOrder, TransferReport
 from ..engine import Engine, EngineOutput, EngineRequest, TaskOutput, TaskRequest
 from .histogram import SYNC_BOUNDS, Histogram, finite
 
-STARTED = time.monotonic()
-
 
 class MeteredEngine:
     """Implements `Engine` by another one. Whatever is not counted goes straight to that one.
 
     prompt_tokens, cached_tokens: of requests that generate; the second had their keys and values in the cache.
-    errors: what requests ended with: refused, failed, dead. startup_s: seconds of the phases process, engine and
-    first_answer, each known when it ends. up: when the engine was up first, on time.monotonic; 0 before.
+    errors: what requests ended with: refused, failed, dead.
     syncs: seconds of successful transfers. sync_bytes: what they brought. last_bytes_per_s: of the last one.
     failed_syncs: transfers that failed. busy_since: when a request last began or ended, while some run; else 0.
     """
 
-    def __init__(self, engine: Engine, began: float = STARTED) -> None:
-        """began: when the process began, on time.monotonic."""
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._began, self.up = began, 0.0
         self.prompt_tokens = self.cached_tokens = self.running = 0
         self.busy_since = 0.0
         self.errors: Counter[str] = Counter(refused=0, failed=0, dead=0)
-        self.startup_s: dict[str, float] = {}
         self.syncs = Histogram(SYNC_BOUNDS)
         self.sync_bytes = self.failed_syncs = 0
         self.last_bytes_per_s = 0.0
 
     def __getattr__(self, name: str) -> Any:  # only asked for what is not here
         return getattr(self._engine, name)
-
-    async def start(self) -> None:
-        began = time.monotonic()
-        await self._engine.start()
-        if not self.up:
-            self.up = time.monotonic()
-            self.startup_s |= {"process": began - self._began, "engine": self.up - began}
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         output: EngineOutput = await self._counted(self._engine.generate, request)
@@ -57,7 +44,7 @@ class MeteredEngine:
         return output
 
     async def _counted(self, call: Any, request: Any) -> Any:
-        began = self.busy_since = time.monotonic()
+        self.busy_since = time.monotonic()
         self.running += 1
         try:
             output = await call(request)
@@ -70,7 +57,6 @@ class MeteredEngine:
         finally:
             self.running -= 1
             self.busy_since = time.monotonic() if self.running else 0.0
-        self.startup_s.setdefault("first_answer", time.monotonic() - began)
         return output
 
     async def prepare_weights(self, order: TransferOrder) -> TransferReport:

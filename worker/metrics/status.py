@@ -66,6 +66,7 @@ class StatusReport:
             engine_restarts=engine_restarts,
             staleness=self._vitals.staleness,
             started_at=self._started_at,
+            startup=self._vitals.startup.seconds.copy(),
         )
 
     def _unfinished_tokens(self) -> int:

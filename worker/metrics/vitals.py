@@ -8,6 +8,7 @@ from ...messages.model import STALENESS_BOUNDS, WorkerStatus
 from ..generation import Generation
 from ..jobs import Run, SampleRun
 from .histogram import Histogram
+from .startup import Startup
 
 SILENT_S = 60.0
 """A worker that has not even tried a heartbeat for so long, or for three leases, is stuck."""
@@ -17,14 +18,14 @@ class Vitals:
     """What one worker shows. It belongs to the worker's event loop; other threads only read it.
 
     committed: the pool's newest version, as the last heartbeat's answer had it. status: of the last heartbeat, None
-    before the first. served_at: when a heartbeat first said that it serves, on time.monotonic; 0 before.
+    before the first. startup: how long its start took.
     """
 
     def __init__(self, generation: Generation, lease_s: float) -> None:
         self.generation = generation
         self.committed = 0
         self.status: WorkerStatus | None = None
-        self.served_at = 0.0
+        self.startup = Startup()
         self._samples = Histogram(STALENESS_BOUNDS)
         self._silent_s = max(SILENT_S, 3 * lease_s)
         self._beat_at = 0.0
@@ -51,12 +52,13 @@ class Vitals:
     def beat(self, status: WorkerStatus) -> WorkerStatus:
         """Note the heartbeat that is about to be sent."""
         self.status, self._beat_at = status, time.monotonic()
-        if self.ready and not self.served_at:
-            self.served_at = self._beat_at
+        if self.ready:
+            self.startup.serves()
         return status
 
     def finished(self, sample: Run) -> None:
         """Count a sample that has ended, by how many versions its oldest token is behind the pool's newest."""
+        self.startup.answered(sample.engine_s)
         if isinstance(sample, SampleRun) and sample.segments:
             newest = max(self.committed, self.generation.version)
             self._samples.observe(newest - sample.segments[0].version)

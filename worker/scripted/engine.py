@@ -105,6 +105,7 @@ class ScriptedEngine:
         self.start_s = start_s
         self.weights: Mapping[str, Any] = {}
         self.starts = 0
+        self.empty = False
         self._alive = False
         self._aborts: dict[str, asyncio.Event] = {}
         self._running: dict[str, tuple[EngineRequest, float, Switches]] = {}
@@ -130,9 +131,11 @@ class ScriptedEngine:
             context_length=CONTEXT,
             features=frozenset({"stream", *self.tasks, *({FEATURE} if self.lora else ())}),
             adapters=self._adapters,
+            empty=self.empty,
         )
 
-    async def start(self) -> None:
+    async def start(self, *, empty: bool = False) -> None:
+        self.empty = empty
         if self.start_s:
             await asyncio.sleep(self.start_s)
         self.starts += 1

@@ -4,5 +4,6 @@
 """
 
 from .config import DP_REASON, OWNED_ARGUMENTS, PP_REASON, SGLangConfig, check_parallelism
+from .processes import EarlySchedulers
 
-__all__ = ["DP_REASON", "OWNED_ARGUMENTS", "PP_REASON", "SGLangConfig", "check_parallelism"]
+__all__ = ["DP_REASON", "OWNED_ARGUMENTS", "PP_REASON", "EarlySchedulers", "SGLangConfig", "check_parallelism"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -146,6 +148,11 @@ class SGLangConfig(BaseModel):
     tokenizer: Literal["auto", "on", "off"] = "auto"
     """Give the engine the model's tokenizer, which stop texts, stop_regex and grammars need: auto (if it has one), on
     (insist) or off."""
+    cache_dir: str | None = Field(default=None, min_length=1)
+    """Folder that keeps what a start compiles (kernels and graphs of torch, Triton, FlashInfer, SGLang) for the next
+    one; several workers may share it."""
+    early_imports: bool = True
+    """Start the engine's processes at once, so that they import while the worker imports."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "error"
     """Log level of the processes that SGLang starts."""
     extra: dict[str, Any] = Field(default_factory=dict)
@@ -219,6 +226,24 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
         never = {"disable_cuda_graph": True, "disable_prefill_cuda_graph": True}
         arguments = CPU_DEFAULTS | limit | arguments | never
     return arguments | config.extra
+
+
+def may_begin_empty(config: SGLangConfig) -> bool:
+    """Whether a whole version replaces all that the checkpoint would have brought into this engine.
+
+    Not so for models whose loader does more than copying, for a second model (speculative decoding), for heads that a
+    version may lack, and for a model that is not in a folder here, of which that is not known.
+    """
+    if config.task != "generate" or config.load_format != "auto":
+        return False
+    if {"quantization", "load_format", "speculative_algorithm", "model_loader_extra_config"} & config.extra.keys():
+        return False
+    try:
+        told = json.loads((Path(config.model) / "config.json").read_bytes())
+        texts = [told, told.get("text_config") or {}]
+        return not any({"quantization_config", "compression_config"} & one.keys() for one in texts)
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def check_parallelism(*, tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,11 +26,14 @@ from ..engine import (
 from ..logit_processors import Registry
 from . import lora, operations
 from .calls import Shapes, check_request, engine_output, generated_so_far, grammar_refusal, progress_of
-from .config import SGLangConfig
+from .config import SGLangConfig, may_begin_empty
 from .features import features
+from .processes import EarlySchedulers
 from .run import SGLangRun
 from .weights import clear_head, commit_weights, prepare_weights, send_weights
 from .wire import COMMIT_LOADER
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from ...sync.adapters import Adapter  # torch
@@ -46,8 +50,10 @@ class SGLangEngine:
 
     _weight_loader: ClassVar[str] = COMMIT_LOADER
 
-    def __init__(self, config: SGLangConfig) -> None:
+    def __init__(self, config: SGLangConfig, early: EarlySchedulers | None = None) -> None:
+        """early: processes for its schedulers, started before this could be imported."""
         self.config = config
+        self._early = early
         self._info: EngineInfo | None = None
         self._run: SGLangRun | None = None
         self._processors = Registry(config.logit_processors)
@@ -61,18 +67,25 @@ class SGLangEngine:
             raise EngineError("the engine has not been started")
         return self._info
 
-    async def start(self) -> None:
+    async def start(self, *, empty: bool = False) -> None:
         """See the protocol. It takes seconds for a tiny model and minutes for a large one. Raises ConfigError too."""
+        empty = empty and may_begin_empty(self.config)
         if self._run is not None:
             if self._run.alive:
                 raise EngineError("the engine is already running")
             await self.close()
         self._processors.load_own()
-        run = SGLangRun(self.config, self._weight_loader)
+        config = self.config.model_copy(update={"load_format": "dummy"}) if empty else self.config
+        run = SGLangRun(config, self._weight_loader, self._early)
         info = await run.open()  # leaves nothing behind if it fails
+        if empty and (lost := await operations.floating_buffers(run)):
+            logger.warning("the checkpoint is read after all: no version has the buffers %s", ", ".join(lost[:3]))
+            await run.close()
+            empty, run = False, SGLangRun(self.config, self._weight_loader)
+            info = await run.open()
         self._run = run
         try:
-            self._info = replace(info, features=features(self.config, run.manager, info.device))
+            self._info = replace(info, empty=empty, features=features(self.config, run.manager, info.device))
             self._shapes = run.engine.shapes()
             if self.config.task == "reward":
                 await clear_head(run.manager, self.config.model, self.config.tp_size)

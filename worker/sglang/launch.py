@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import inspect
 import logging
+import multiprocessing
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,6 +25,7 @@ from . import patches
 from .calls.answer import INPUT_LOGPROBS, LOGPROBS, STATE, Shapes
 from .config import SGLangConfig
 from .inside import ChildSetup, run_scheduler
+from .processes import EarlySchedulers
 
 prepare_engine()
 _policy = asyncio.get_event_loop_policy()
@@ -110,7 +112,16 @@ class Launched:
             ep_size=config.ep_size,
             gpu=gpu,
             deterministic=config.deterministic,
+            startup=self._startup(),
         )
+
+    def _startup(self) -> dict[str, float]:
+        """Return the phases of the schedulers' start, in seconds of the slowest rank, as SGLang counts them."""
+        told = [info.get("startup_time") or {} for info in self._engine._scheduler_init_result.scheduler_infos]
+        model = max((float(one.get("load_weight", 0.0)) for one in told), default=0.0)
+        graphs = max((sum(map(float, one.get("cuda_graph", {}).values())) for one in told), default=0.0)
+        whole = max((float(one.get("scheduler_e2e", 0.0)) for one in told), default=0.0)
+        return {"model": model, "graphs": graphs, "engine": max(0.0, whole - model - graphs)}
 
     def _token_limit(self) -> int:
         """Return the most tokens of prompt and output together that the scheduler neither cuts off nor leaves waiting.
@@ -170,11 +181,14 @@ class Launched:
                 Path(name).unlink()
 
 
-def launch(arguments: dict[str, Any], setup: ChildSetup, on_lost: Callable[[str], None]) -> Launched:
+def launch(
+    arguments: dict[str, Any], setup: ChildSetup, on_lost: Callable[[str], None], early: EarlySchedulers | None = None
+) -> Launched:
     """Start an engine. Blocks until its model is loaded, so call it outside the event loop.
 
     No detokenizer process is started. It would do nothing, because without a tokenizer in the engine the scheduler
-    answers the manager directly. Raises EngineError if this release of SGLang is not as expected.
+    answers the manager directly. early: where to take the scheduler's processes from. Raises EngineError if this
+    release of SGLang is not as expected.
     """
     patches.check("worker")
 
@@ -203,11 +217,28 @@ def launch(arguments: dict[str, Any], setup: ChildSetup, on_lost: Callable[[str]
     # call it.
     patches.replace("entrypoints.engine:configure_logger", lambda *_args, **_kwargs: None)
     logging.getLogger("sglang").setLevel(arguments["log_level"].upper())
+    if early is not None:
+        patches.replace("entrypoints.engine:mp", _Multiprocessing(early))
     engine = _Engine(**arguments)
     atexit.unregister(engine.shutdown)  # keeps the engine in memory
     # SGLang's watchdog sends SIGQUIT to this process when a child ends. This package watches them itself.
     engine.tokenizer_manager._subprocess_watchdog.stop()
     return Launched(engine)
+
+
+class _Multiprocessing:
+    """The module `multiprocessing`, but schedulers come from `early`."""
+
+    def __init__(self, early: EarlySchedulers) -> None:
+        self._early = early
+
+    def Process(self, *, target: Callable[..., Any], args: tuple[Any, ...] = (), **more: Any) -> Any:
+        if isinstance(target, partial) and target.func is run_scheduler and not more:
+            return self._early.process(target=target, args=args)
+        return multiprocessing.Process(target=target, args=args, **more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(multiprocessing, name)
 
 
 def _allow_deterministic(attention_backend: str) -> None:

@@ -159,6 +159,12 @@ async def _every_rank(run: SGLangRun, operation: str, **params: Any) -> list[dic
     return list(await asyncio.gather(*asked))
 
 
+async def floating_buffers(run: SGLangRun) -> list[str]:
+    """Name the model's persistent buffers of floats: a checkpoint has them, and no version is checked for them."""
+    ranks = await _every_rank(run, "buffers")
+    return sorted({name for rank in ranks for name in rank["names"]})
+
+
 async def _audit(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
     ranks = await _every_rank(run, "audit", **params)
     merged = dict(ranks[0])

@@ -19,7 +19,7 @@ from .channel import Channel
 from .config import SGLangConfig, server_arguments
 from .features import engine_tokenizer
 from .inside import ChildSetup, restore_environment
-from .processes import EngineProcesses
+from .processes import EarlySchedulers, EngineProcesses
 
 if TYPE_CHECKING:
     from .launch import Launched  # imports SGLang
@@ -36,13 +36,15 @@ class SGLangRun:
     when one of them fails. SGLang would then end the whole program. While a run is open, SIGQUIT makes it lost instead.
     No other signal is touched.
 
-    lost: why the engine is gone, or None. channel: to its scheduler processes. Only this user can enter its folder.
+    early: where its schedulers come from, if they were started before. lost: why the engine is gone, or None.
+    channel: to its scheduler processes. Only this user can enter its folder.
     """
 
     _open: ClassVar[SGLangRun | None] = None
 
-    def __init__(self, config: SGLangConfig, weight_loader: str) -> None:
+    def __init__(self, config: SGLangConfig, weight_loader: str, early: EarlySchedulers | None = None) -> None:
         self.config = config
+        self._early = early
         self.weight_loader = weight_loader
         self.lost: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="rolloutmq-", ignore_cleanup_errors=True)
@@ -170,7 +172,7 @@ class SGLangRun:
             share_cores(self.config.tp_size)
         arguments = server_arguments(self.config, device, self.weight_loader)
         try:
-            engine = sglang.launch(arguments, setup, self._lose)
+            engine = sglang.launch(arguments, setup, self._lose, self._early)
         finally:
             restore_environment(setup.environment)
         self._processes.remember()

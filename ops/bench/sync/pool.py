@@ -25,7 +25,7 @@ class _Adopted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def start(self) -> None:
+    async def start(self, *, empty: bool = False) -> None:
         """Do nothing, because it runs."""
 
     async def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from support.pools.pool import eventually, status, worker
 from typer.testing import CliRunner
 
 from rolloutmq import RolloutClient
-from rolloutmq.messages import Broker, connect
+from rolloutmq.messages import Broker, Lease, connect
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.ops.cli.main import COMMANDS, app, load
 from rolloutmq.ops.flags import as_config, parse_extra
@@ -141,6 +142,26 @@ async def test_status_tells_queue_workers_and_dead_letters(redis_db: str) -> Non
             json.dumps(state)
 
 
+async def test_workers_and_how_long_their_start_took(redis_db: str) -> None:
+    async def shown(*options: str) -> str:
+        done = await asyncio.to_thread(run, "workers", "--redis", redis_db, *options)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    phases = {"process": 2.0, "imports": 7.5, "weights": 0.5, "first_answer": 9.0}
+    assert "no workers" in await shown()
+    async with connect(redis_db) as redis:
+        await Lease(redis, "default", "w1", 10.0).join(status("w1", startup=phases))
+        await Lease(redis, "default", "w2", 10.0).join(status("w2"))
+    assert "worker w1" in await shown()
+    first, second, third = (line.split("   ") for line in (await shown("--startup")).splitlines())
+    assert first == ["worker w1", "served after 10.0 s"]
+    assert second[-4:] == [" process 2.0 s", "imports 7.5 s", "weights 0.5 s", "first_answer 9.0 s"]
+    assert third == ["worker w2", "does not serve yet"]
+    one, _ = json.loads(await shown("--startup", "--json"))
+    assert one == {"worker_id": "w1", "host": "h", "startup": phases}
+
+
 def test_status_prints_for_people_and_for_scripts(redis_db: str) -> None:
     people = run("status", "--redis", redis_db)
     assert people.exit_code == 0
@@ -152,6 +173,7 @@ def test_status_prints_for_people_and_for_scripts(redis_db: str) -> None:
     "arguments",
     [
         ("status",),
+        ("workers", "--startup"),
         ("cancel", "0" * 32),
         ("control", "version"),
         ("dead", "list"),

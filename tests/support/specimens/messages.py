@@ -232,6 +232,9 @@ def specimens() -> dict[str, Message]:
         "unfinished-status": WorkerStatus(
             worker_id="w", host="h", pid=9, state="serving", version=3, unfinished_tokens=70000
         ),
+        "started-status": WorkerStatus(
+            worker_id="w", host="h", pid=9, state="serving", version=3, startup={"process": 1.5, "engine": 0.25}
+        ),
         "command": Command(id=ID, action="pause", worker_id="w", params={"mode": "abort"}, timeout_s=5.0),
         "command-reply": CommandReply(id=ID, worker_id="w", ok=False, result={"x": 1}, kind="E", error="e"),
         "session-job": GenerateJob(

@@ -61,8 +61,9 @@ async def test_it_shows_what_it_does(redis_db: str, broker: Broker) -> None:
         assert seen[W + "slots"] == running.worker.config.capacity
         assert seen[W + 'sample_staleness_versions_bucket{le="0.0"}'] == 6
         assert seen[W + 'engine_errors_total{kind="failed"}'] == 0
-        for phase in ("process", "engine", "first_answer"):
+        for phase in ("process", "imports", "first_answer"):
             assert seen[f'{W}startup_seconds{{phase="{phase}"}}'] >= 0
+        assert seen[W + 'startup_seconds{phase="process"}'] > 0.2  # of this process, which has imported torch
         running.worker.vitals.beat(running.worker._status())  # the next heartbeat
         seen = await asyncio.to_thread(scraped, port)
         assert seen[W + 'startup_seconds{phase="weights"}'] >= 0

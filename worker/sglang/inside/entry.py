@@ -7,19 +7,25 @@ it starts its threads. This module must not import SGLang at module level.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
+import logging
 import os
+import signal
+import socket
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing import spawn
 from typing import Any
 
 import torch
 
 from ....messages.model import StagingPolicy
 from ...cpu_support import prepare_engine
+from ..wire import EARLY_CUDA, EARLY_GO, EARLY_READY
 
 prepare_engine()
 
@@ -68,12 +74,50 @@ def restore_environment(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
+def begin_early(control: int, pipe: int, tracker: int, others: Sequence[str], own: Sequence[str]) -> None:
+    """Import what a scheduler needs, then become the process that the worker sends through `pipe`.
+
+    control: a socket to `processes._Early`. others: modules to import. own: SGLang's own. Where there may be a GPU
+    these wait: importing them initialises CUDA, before SGLang's launch has set the variables that CUDA reads then.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's
+    _before_imports()
+    logging.disable()  # SGLang warns of every kernel and model that this host cannot have
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in others if torch.backends.cuda.is_built() else (*others, *own):
+            with contextlib.suppress(Exception):  # what lacks is said where it is needed
+                importlib.import_module(name)
+    logging.disable(logging.NOTSET)
+    with socket.socket(fileno=control) as worker:
+        worker.send(EARLY_CUDA if torch.cuda.is_initialized() else EARLY_READY)
+        while True:
+            told, descriptors, _, _ = socket.recv_fds(worker, 64, 1)
+            if told == EARLY_GO:
+                break
+            if not descriptors:
+                os._exit(0)  # the worker is gone
+            worker.send(str(descriptors[0]).encode())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    spawn.spawn_main(pipe_handle=pipe, tracker_fd=tracker)
+
+
+def set_environment(variables: dict[str, str]) -> None:
+    """Replace all variables of this process."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def _before_imports() -> None:
+    # Logprobs of the model's own distribution, before temperature and truncation. SGLang's sampler reads it at import.
+    os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
+
+
 def _set_up(fields: dict[str, Any]) -> ChildSetup:
     setup = ChildSetup(**fields)
     restore_environment(setup.environment)
     os.environ.update(setup.inside)
-    # Logprobs of the model's own distribution, before temperature and truncation. SGLang's sampler reads it at import.
-    os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
+    _before_imports()
     if setup.quiet:
         os.environ.setdefault("TQDM_DISABLE", "1")
         warnings.simplefilter("ignore")

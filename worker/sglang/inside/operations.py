@@ -49,6 +49,7 @@ class Inside:
             "idle": self._idle,
             "synchronize": self._synchronize,
             "paused": self._paused,
+            "buffers": self._buffers,
         }
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -173,6 +174,12 @@ class Inside:
             for name, shape in shapes.items()
         ]
         return CopyPlan.trace(model, specs).export()
+
+    def _buffers(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Name buffers that a checkpoint has, and that are floats."""
+        model = _model()
+        stored, own = model.state_dict(keep_vars=True), dict(model.named_parameters(remove_duplicate=False))
+        return {"names": [name for name, one in stored.items() if name not in own and one.is_floating_point()]}
 
     def _save_sharded(self, question: dict[str, Any]) -> dict[str, Any]:
         return sharded.save(_model(), Path(question["path"]), self._receiver.rank, int(question["version"]))

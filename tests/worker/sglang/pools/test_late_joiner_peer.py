@@ -59,9 +59,9 @@ def states(client: BlockingRolloutClient) -> dict[str, tuple[int, str]]:
     return {worker.worker_id: (worker.version, worker.state) for worker in client.workers()}
 
 
-@pytest.mark.parametrize("source", ["peer", "snapshot"])
+@pytest.mark.parametrize(("source", "begins"), [("peer", "checkpoint"), ("snapshot", "checkpoint"), ("peer", "newest")])
 def test_the_late_ones_greedy_tokens_are_the_first_ones(
-    redis_url: str, tmp_path: Path, started: list[WorkerProcess], source: str
+    redis_url: str, tmp_path: Path, started: list[WorkerProcess], source: str, begins: str
 ) -> None:
     model_dir, folder = tmp_path / "model", tmp_path / "snapshots"
     write_tiny_model(model_dir, context=1024, dtype="float32")
@@ -77,7 +77,7 @@ def test_the_late_ones_greedy_tokens_are_the_first_ones(
         expected = greedy(client)
         if source == "snapshot":
             first.kill()  # nobody else has it
-        started.append(WorkerProcess(model_dir, redis_url, tmp_path / "late.log", *options))
+        started.append(WorkerProcess(model_dir, redis_url, tmp_path / "late.log", *options, "--first-weights", begins))
         late = started[1]
         late.wait_joined()
         while states(client).get(late.worker_id) != (1, "serving"):
@@ -88,6 +88,7 @@ def test_the_late_ones_greedy_tokens_are_the_first_ones(
             first.kill()
         else:
             assert "version 1 was read from" in late.text()
+        assert ("the checkpoint was not read" in late.text()) == (begins == "newest")
         after = greedy(client)
     for old, known, now in zip(before, expected, after, strict=True):
         assert (old.versions, known.versions, now.versions) == ((0,), (1,), (1,))

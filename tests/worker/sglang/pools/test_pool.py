@@ -285,6 +285,7 @@ def test_a_worker_as_operators_start_it(model_dir: Path, tmp_path: Path) -> None
         worker.wait_joined()
         client = stack.enter_context(BlockingRolloutClient(server.url))
         assert [result.versions for result in client.wait(client.submit(greedy(4, n=2)), 60)] == [(0,)] * 2
+        assert "imports were made early" in worker.text()
         family = worker.family()
         assert worker.terminate(20) == 0
         assert psutil.wait_procs(family, timeout=5)[1] == []
