@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import ssl
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from support.redis.deployments import Certificates, NoTls
 from rolloutmq import RolloutClient
 from rolloutmq.messages import SamplingParams
 from rolloutmq.messages.errors import ConfigError
+from rolloutmq.messages.model import WorkerStatus
 from rolloutmq.ops.metrics.deletion_costs import ANNOTATION, DeletionCosts, PodPatches, deletion_cost
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -108,28 +110,29 @@ def inside(server: Kubernetes, account: Path) -> PodPatches:
 
 
 async def test_a_worker_that_generates_costs_more_than_an_idle_one(
-    redis_db: str, kubernetes: Kubernetes, account: Path
+    redis_db: str, kubernetes: Kubernetes, account: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "worker-5f7c9-x2k4p")  # in a pod that is the pod's name
     costs = DeletionCosts(inside(kubernetes, account))
-    engine = ScriptedEngine(tokens_per_s=2000)
-    async with worker(redis_db, engine=engine, checkpoint_s=0.1, lease_s=1.0) as running:
-        pod = running.worker._status().host
-        kubernetes.pods = {pod: "", "idle": "", "other-pool": ""}
-        async with RolloutClient(redis_db) as client:
-            handle = await client.submit(token_ids=[1], sampling=SamplingParams(max_new_tokens=100_000))
+    engine, pod = ScriptedEngine(tokens_per_s=2000), socket.gethostname()
+    kubernetes.pods = {pod: "", "idle": "", "other-pool": ""}
+    async with worker(redis_db, engine=engine, checkpoint_s=0.1), RolloutClient(redis_db) as client:
+        handle = await client.submit(token_ids=[1], sampling=SamplingParams(max_new_tokens=100_000))
 
-            async def busy() -> bool:
-                (seen,) = await client.broker.workers()
-                return seen.unfinished_tokens >= 100
+        async def busy() -> WorkerStatus | None:
+            return next((one for one in await client.broker.workers() if one.unfinished_tokens >= 100), None)
 
-            await eventually(busy, what="a heartbeat that tells of saved tokens")
-            (seen,) = await client.broker.workers()
-            costs.tell([seen, status("w", host="idle")])
-            assert 64 <= int(kubernetes.pods[pod]) <= seen.unfinished_tokens
-            assert kubernetes.pods["idle"] == "0"
-            assert kubernetes.pods["other-pool"] == ""
-            await client.cancel([handle.job_id])
-            await eventually(lambda: running.worker._status().unfinished_tokens == 0)
+        seen = await eventually(busy, what="a heartbeat that tells of saved tokens")
+        costs.tell([seen, status("w", host="idle")])
+        assert 64 <= int(kubernetes.pods[pod]) <= seen.unfinished_tokens
+        assert kubernetes.pods["idle"] == "0"
+        assert kubernetes.pods["other-pool"] == ""
+        await client.cancel([handle.job_id])
+
+        async def idle() -> bool:
+            return all(one.unfinished_tokens == 0 for one in await client.broker.workers())
+
+        await eventually(idle, what="a heartbeat without unfinished samples")
 
 
 def test_only_changes_are_told_and_a_new_token_is_used(kubernetes: Kubernetes, account: Path) -> None:
