@@ -15,6 +15,6 @@ RUN python3.12 -m venv /opt/rolloutmq \
 RUN useradd --uid 10001 --home-dir /cache --create-home rolloutmq
 USER 10001:10001
 WORKDIR /cache
-ENV PATH=/opt/rolloutmq/bin:$PATH PYTHONUNBUFFERED=1 HOME=/cache TORCHINDUCTOR_CACHE_DIR=/cache/inductor
+ENV PATH=/opt/rolloutmq/bin:$PATH PYTHONUNBUFFERED=1 HOME=/cache ROLLOUTMQ_ENGINE_CACHE_DIR=/cache/compiled
 ENTRYPOINT ["tini", "--", "rolloutmq"]
 CMD ["worker"]

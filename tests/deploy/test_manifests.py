@@ -254,9 +254,11 @@ def test_a_worker_has_the_time_it_needs(manifests: Manifests) -> None:
 
 def test_a_worker_can_write_where_it_has_to(manifests: Manifests) -> None:
     text = (DEPLOY / "containers" / "worker.Dockerfile").read_text()
-    folders = re.findall(r"\b(?:HOME|\w+_DIR)=(\S+)", text)
-    assert folders == ["/cache", "/cache/inductor"]
-    for folder in (*folders, "/tmp", "/dev/shm"):
+    said = dict(re.findall(r"\b(HOME|ROLLOUTMQ_\w+)=(\S+)", text))
+    home = said.pop("HOME")
+    compiled = load_settings(environment=said | {"ROLLOUTMQ_ENGINE_MODEL": "m"}).engine().cache_dir
+    assert (home, compiled) == ("/cache", "/cache/compiled")
+    for folder in (home, compiled, "/tmp", "/dev/shm"):
         assert manifests.pods["worker"].writable(folder), folder
     assert manifests.pods["exporter"].writable("/tmp")
     assert not manifests.pods["worker"].writable("/etc/rolloutmq")
