@@ -254,6 +254,8 @@ class Engine(Protocol):
         "check_sharded", "load_sharded": {path} reads that format. For the latter no request may run, and an error of it
             leaves weights that are no version.
         "start_profile": {folder, activities, steps}, "stop_profile": {}.
+        "kv_use": {} returns {tokens, used}: the size of the KV cache, and what requests hold of it. Prefixes that
+            could be forgotten do not count. Requests may run.
 
         Raises RequestRefused, with the reason, for an operation that this engine does not support as configured.
         """

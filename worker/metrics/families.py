@@ -11,6 +11,8 @@ from .metered import MeteredEngine
 from .vitals import Vitals
 
 P = "rolloutmq_worker_"
+REASONS = ("asleep", "dead", "drain", "memory", "pause", "quarantine", "quiet", "switch", "update")
+"""Why a gate is shut. A counter has to begin with 0: of one that appears with a value, Prometheus takes no increase."""
 
 
 def worker_families(vitals: Vitals, engine: MeteredEngine, now: float) -> Iterator[Metric]:
@@ -36,6 +38,8 @@ def _load(vitals: Vitals, engine: MeteredEngine, now: float) -> Iterable[Metric]
     yield gauge(P + "waiting_samples", "Samples that wait on the worker for a slot.", len(slots.waiting))
     yield gauge(P + "slots", "Samples that may be in the engine at once; fewer after it ran out of memory.", limit)
     yield gauge(P + "batch_occupancy_ratio", "Samples in the engine, divided by slots.", running / limit)
+    if engine.kv_use is not None:
+        yield gauge(P + "kv_cache_use_ratio", "Share of the KV cache that requests hold.", engine.kv_use)
     yield counter(P + "generated_tokens_total", "Tokens of samples whose leg has ended.", generation.generated_tokens)
     yield counter(P + "finished_samples_total", "Samples that have ended.", generation.finished)
     about = "Tokens in front of what requests generated: prompts, and what earlier legs had generated."
@@ -46,7 +50,7 @@ def _load(vitals: Vitals, engine: MeteredEngine, now: float) -> Iterable[Metric]
     yield counter(P + "memory_retries_total", "Samples tried again because memory was short.", slots.retried)
     stalled = max(0.0, now - since) if since else 0.0
     yield gauge(P + "stalled_seconds", "Seconds since a request began or ended, while some run.", stalled)
-    shut = generation.gate.held_s(now)
+    shut = dict.fromkeys(REASONS, 0.0) | generation.gate.held_s(now)
     yield counters(P + "gate_closed_seconds_total", "Seconds in which no sample could start.", "reason", shut)
 
 

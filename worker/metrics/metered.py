@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from typing import Any
 
-from ...messages.errors import EngineDead, EngineError, RequestRefused
+from ...messages.errors import EngineDead, EngineError, RequestRefused, RolloutMQError
 from ...sync.transfer import TransferOrder, TransferReport
 from ..engine import Engine, EngineOutput, EngineRequest, TaskOutput, TaskRequest
 from .histogram import SYNC_BOUNDS, Histogram, finite
 
+<<<<<<< HEAD
+=======
+STARTED = time.monotonic()
+KV_S = 5.0
+"""Between two looks at the KV cache."""
+
+>>>>>>> f9f0c34 (A worker shows how full its KV cache is; every query of the dashboard finds a series in a real Prometheus)
 
 class MeteredEngine:
     """Implements `Engine` by another one. Whatever is not counted goes straight to that one.
@@ -19,6 +27,7 @@ class MeteredEngine:
     errors: what requests ended with: refused, failed, dead.
     syncs: seconds of successful transfers. sync_bytes: what they brought. last_bytes_per_s: of the last one.
     failed_syncs: transfers that failed. busy_since: when a request last began or ended, while some run; else 0.
+    kv_use: share of the KV cache that requests hold, 0 to 1, asked every KV_S seconds; None if the engine does not say.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -29,10 +38,39 @@ class MeteredEngine:
         self.syncs = Histogram(SYNC_BOUNDS)
         self.sync_bytes = self.failed_syncs = 0
         self.last_bytes_per_s = 0.0
+        self.kv_use: float | None = None
+        self._asking: asyncio.Task[None] | None = None
 
     def __getattr__(self, name: str) -> Any:  # only asked for what is not here
         return getattr(self._engine, name)
 
+<<<<<<< HEAD
+=======
+    async def start(self) -> None:
+        began = time.monotonic()
+        await self._engine.start()
+        if not self.up:
+            self.up = time.monotonic()
+            self.startup_s |= {"process": began - self._began, "engine": self.up - began}
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask_for_kv_use())
+
+    async def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+        await self._engine.close()
+
+    async def _ask_for_kv_use(self) -> None:
+        while True:
+            try:
+                told = await self._engine.operate("kv_use", {})
+                self.kv_use = min(1.0, int(told["used"]) / max(1, int(told["tokens"])))
+            except (RolloutMQError, KeyError, TypeError, ValueError):  # it is away, or cannot tell
+                self.kv_use = None
+            await asyncio.sleep(KV_S)
+
+>>>>>>> f9f0c34 (A worker shows how full its KV cache is; every query of the dashboard finds a series in a real Prometheus)
     async def generate(self, request: EngineRequest) -> EngineOutput:
         output: EngineOutput = await self._counted(self._engine.generate, request)
         self.prompt_tokens += len(request.token_ids)

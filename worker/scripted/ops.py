@@ -85,6 +85,7 @@ class ScriptedOps:
             "wake": self._wake,
             "start_profile": self._start_profile,
             "stop_profile": self._stop_profile,
+            "kv_use": lambda _: {"tokens": 8192, "used": 64 * self._running()},
         }
         await asyncio.sleep(0)
         if operation in known:

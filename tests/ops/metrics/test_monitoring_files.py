@@ -14,7 +14,10 @@ import yaml
 from support.pools.metric_names import exporter_metrics, names, worker_metrics
 from support.pools.pool import Running, eventually
 from support.prometheus import needs_prometheus, needs_promtool, prometheus, promtool
+from support.specimens.messages import SHORT
+from support.specimens.messages import job as new_job
 
+from rolloutmq.messages import Broker
 from rolloutmq.ops.metrics.exporter import Exporter
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.main import with_metrics
@@ -77,7 +80,9 @@ def test_promtool_finds_the_rules_right_and_each_alert_fires(tmp_path: Path) -> 
 
 
 @needs_prometheus
-async def test_a_real_prometheus_reads_a_pool_and_evaluates_the_rules(redis_db: str, tmp_path: Path) -> None:
+async def test_a_real_prometheus_reads_a_pool_and_evaluates_the_rules(
+    redis_db: str, broker: Broker, tmp_path: Path
+) -> None:
     exporter, engine = Exporter(redis_db, "default", 0.1), ScriptedEngine()
     config = WorkerConfig(redis_url=redis_db, drain_s=0.0, lease_s=1.0, metrics_port=0, metrics_host="127.0.0.1")
     worker, worker_server = with_metrics(config, engine, NoTokenizer())
@@ -107,6 +112,14 @@ async def test_a_real_prometheus_reads_a_pool_and_evaluates_the_rules(redis_db: 
 
                 await eventually(evaluated, what="each rule was evaluated")
                 assert (await asyncio.to_thread(watching.rules)).keys() == RULES.keys()
+                empty = set(queries())
+
+                async def all_have_series() -> bool:
+                    await broker.enqueue([new_job(sampling=SHORT)])  # rates of some need a pool that works
+                    empty.difference_update([one for one in empty if await asyncio.to_thread(watching.query, one)])
+                    return not empty
+
+                await eventually(all_have_series, what="a series for each query of the dashboard")
     finally:
         looking.cancel()
         with suppress(asyncio.CancelledError):

@@ -71,6 +71,27 @@ async def test_it_shows_what_it_does(redis_db: str, broker: Broker) -> None:
         assert running.worker._status().staleness == (6, 0, 0, 0, 0, 0, 0)
 
 
+async def test_it_shows_how_full_the_kv_cache_is(
+    redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolloutmq.worker.metrics.metered.KV_S", 0.01)
+    engine, name = ScriptedEngine(tokens_per_s=1.0), W + "kv_cache_use_ratio"
+    async with watched(redis_db, engine) as (_, port):
+
+        async def shown(value: float | None) -> bool:
+            return (await asyncio.to_thread(scraped, port)).get(name) == value
+
+        await eventually(lambda: shown(0.0))
+        await broker.enqueue([job(n=2, sampling=SamplingParams(max_new_tokens=1000))])
+        await eventually(lambda: shown(2 * 64 / 8192))
+        monkeypatch.setattr(engine.ops, "operate", raising)
+        await eventually(lambda: shown(None))
+
+
+async def raising(operation: str, params: Any) -> Any:
+    raise EngineError("it does not say")
+
+
 async def test_ready_once_it_serves_and_live_all_the_time(redis_db: str) -> None:
     engine = ScriptedEngine(start_s=3600.0)
     async with watched(redis_db, engine) as (running, port):
@@ -110,6 +131,7 @@ async def test_an_error_of_the_engine_is_counted_by_kind() -> None:
     assert metered.errors == {"refused": 0, "failed": 1, "dead": 1}
     assert metered.info == engine.info  # what is not counted is the engine's own
     assert (metered.running, metered.busy_since) == (0, 0.0)
+    await metered.close()
 
 
 async def test_it_shows_the_weights_that_it_received(redis_db: str) -> None:

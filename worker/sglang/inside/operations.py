@@ -50,6 +50,7 @@ class Inside:
             "synchronize": self._synchronize,
             "paused": self._paused,
             "buffers": self._buffers,
+            "kv_use": self._kv_use,
         }
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -125,6 +126,15 @@ class Inside:
 
     def _paused(self, question: dict[str, Any]) -> dict[str, Any]:
         return {"paused": bool(getattr(current(), "_engine_paused", False))}
+
+    def _kv_use(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Read three counters of the thread that runs the model; they may be a step apart."""
+        scheduler = current()
+        if hasattr(scheduler.token_to_kv_pool_allocator, "full_available_size"):
+            raise EngineError("an engine with caches of several kinds")
+        tokens = int(scheduler.max_total_num_tokens)
+        free = int(scheduler.token_to_kv_pool_allocator.available_size())
+        return {"tokens": tokens, "used": max(0, tokens - free - int(scheduler.tree_cache.evictable_size()))}
 
     # --- saving ----------------------------------------------------------------------------------------------------
 

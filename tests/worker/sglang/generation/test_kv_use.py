@@ -1,0 +1,41 @@
+"""How much of its KV cache an engine says that requests hold."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from support.engines.fixtures import KV_TOKENS
+from support.pools.pool import eventually
+
+from rolloutmq.messages import SamplingParams
+from rolloutmq.worker.engine import EngineRequest
+from rolloutmq.worker.sglang.engine import SGLangEngine
+
+pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="session")]
+
+
+async def test_what_requests_hold_counts_and_what_the_prefix_cache_keeps_does_not(engine: SGLangEngine) -> None:
+    prompt = np.arange(300, 350, dtype=np.int32)
+    request = EngineRequest("e" * 44, prompt, SamplingParams(ignore_eos=True), 900, "kv-use")
+    running = asyncio.create_task(engine.generate(request))
+
+    async def used() -> int:
+        told = await engine.operate("kv_use", {})
+        assert told["tokens"] == KV_TOKENS
+        return int(told["used"])
+
+    async def held() -> bool:
+        return running.done() or await used() >= len(prompt)
+
+    async def released() -> bool:
+        return await used() == 0
+
+    await eventually(held)
+    assert not running.done()
+    engine.abort(request.request_id)
+    assert (await running).token_ids.size < 900
+    await eventually(released)
+    again = await engine.generate(EngineRequest("f" * 44, prompt, SamplingParams(), 1, "kv-use"))
+    assert again.cached_tokens > 0
