@@ -71,10 +71,15 @@ class PoolBusy(RolloutMQError):
     reason: the limit that was reached: "jobs" (open jobs), "bytes" (payloads of open jobs and unread results), "unread"
         (this client's unread results), or "memory" (Redis' maxmemory).
     states: the states of the accepted jobs, as Broker.enqueue returns them.
+    beyond: places of further jobs of this call that are in all the same. Only a pool with several shards has them: one
+        of them was full, and others were not. Submit those that were not accepted again, with their ids.
     """
 
-    def __init__(self, message: str, states: list[str], reason: str = "jobs") -> None:
+    def __init__(
+        self, message: str, states: list[str], reason: str = "jobs", beyond: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__(message)
+        self.beyond = beyond
         self.accepted = len(states)
         self.states = states
         self.reason = reason
@@ -155,6 +160,10 @@ class TransferTimeout(WeightSyncError):
 
 class ConfigError(RolloutMQError):
     """A setting is missing, unknown or contradictory."""
+
+
+class LayoutMismatch(ConfigError):
+    """The pool's servers have other shards than the Redis URL names. Nothing was read or written."""
 
 
 # The errors about Redis are also redis-py's errors, so `except RedisError` around a retry loop catches them all.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ..messages.broker import Broker, DeadLetters
+from ..messages.broker import Broker, DeadLetters, broker_of
 from ..messages.model import PRIORITIES
 from ..sync.transfer import Ledger
 from ..worker.metrics import PHASES
@@ -19,14 +19,15 @@ WIDTH = 80
 
 async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
     """Queue, workers, weights and dead letters as plain data. Raises RedisUnavailable, ConfigError, InvalidField."""
-    async with connected(redis_url, pool) as redis:
-        return await read_state(Broker(redis, pool), Ledger(redis, pool))
+    async with connected(redis_url, pool, all_shards=True) as redis:
+        return await read_state(broker_of(redis, pool), Ledger(redis, pool))
 
 
 async def read_state(broker: Broker, ledger: Ledger) -> dict[str, Any]:
     """The same over a connection that there is."""
     load, workers = await broker.load(), await broker.workers()
-    alive, letters = await ledger.live_workers(), DeadLetters(broker)
+    alive, boxes = await ledger.live_workers(), [DeadLetters(part) for part in broker.parts]
+    letters = [letter for box in boxes for letter in await box.page(count=5)]
     return {
         "pool": broker.keys.pool,
         "queued": dict(zip(PRIORITIES, load.queued, strict=True)),
@@ -42,9 +43,9 @@ async def read_state(broker: Broker, ledger: Ledger) -> dict[str, Any]:
         "workers": [w.model_dump() | {"alive": w.worker_id in alive} for w in workers],
         "dead_letters": [
             {"job_id": d.job_id, "cause": d.cause, "error": d.error, "host": d.host, "at": d.at}
-            for d in await letters.page(count=5)
+            for d in sorted(letters, key=lambda letter: letter.at, reverse=True)[:5]
         ],
-        "dead_letters_kept": await letters.count(),
+        "dead_letters_kept": sum([await box.count() for box in boxes]),
     }
 
 

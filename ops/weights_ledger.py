@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from ..messages.broker import Broker
+from ..messages.broker import broker_of
 from ..sync.transfer import Ledger, LedgerView, TransferRecord, VersionRecord
 from .redis import connected
 from .terminal import printable, when
@@ -16,7 +16,7 @@ Plain = dict[str, Any]
 
 async def ledger_state(redis_url: str, pool: str, limit: int) -> Plain:
     """Newest versions, newest first, of adapters the newest alone, and who serves what. Raises as `connected` does."""
-    async with connected(redis_url, pool) as redis:
+    async with connected(redis_url, pool, all_shards=True) as redis:
         ledger = Ledger(redis, pool)
         alive = await ledger.live_workers()
         return {
@@ -27,7 +27,7 @@ async def ledger_state(redis_url: str, pool: str, limit: int) -> Plain:
             "workers": [
                 {"worker_id": w.worker_id, "host": w.host, "state": w.state, "version": w.version}
                 | {"alive": w.worker_id in alive}
-                for w in await Broker(redis, pool).workers()
+                for w in await broker_of(redis, pool).workers()
             ],
             "versions": [_plain(record) for record in await LedgerView(ledger).versions(limit)],
             "adapters": dict(sorted((await ledger.adapters()).items())),
@@ -36,7 +36,7 @@ async def ledger_state(redis_url: str, pool: str, limit: int) -> Plain:
 
 async def version_state(redis_url: str, pool: str, version: int) -> Plain:
     """One version and all that is remembered of its transfers. Raises WeightSyncError for one that is not known."""
-    async with connected(redis_url, pool) as redis:
+    async with connected(redis_url, pool, all_shards=True) as redis:
         return _plain(await LedgerView(Ledger(redis, pool)).version(version))
 
 

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 
 from ..messages import tracing
 from ..messages.arguments import each_is
-from ..messages.broker import Broker, Caps, Frames, Reply
+from ..messages.broker import Caps, Frames, Reply, broker_of
 from ..messages.errors import ClientBusy, InvalidField, JobFailed, PoolBusy, RolloutMQError, WaitTimeout
 from ..messages.ids import check_client_id
 from ..messages.journal import Journal
@@ -31,10 +31,10 @@ from .inbox import (
     Inboxes,
     JobHandle,
     LeftLoops,
-    ReplyReader,
     as_failure,
     as_group,
     own_context,
+    reader_of,
     under_way,
 )
 
@@ -70,13 +70,13 @@ class ClientCore:
         url = redis_url or default_url()
         self._redis = connect(url, pool=pool)
         self.blocking = self._redis.reader(BLOCKING_READS)
-        self.broker = Broker(self._redis, pool, caps)
+        self.broker = broker_of(self._redis, pool, caps)
         self.features = FeatureCheck(self.broker)
         self.inbox = Inbox()
         self.inboxes = Inboxes(self.inbox)
         self._owns_journal = isinstance(journal, str | Path)
         self.journal = Journal(journal) if isinstance(journal, str | Path) else journal
-        self.reader = ReplyReader(
+        self.reader = reader_of(
             self.broker, self.blocking, self.client_id, self.inboxes, before_ack, journal=self.journal
         )
         self.inbox.freed = self.reader.wake
@@ -169,12 +169,14 @@ class ClientCore:
         places = [place for place, state in enumerate(states) if not state]
         sent = [jobs[place] for place in places]
         frames: Frames | None = None if self.journal is None else []
-        accepted = 0
+        accepted, beyond = 0, set[str]()
         try:
             for place, state in zip(places, await self.broker.enqueue(sent, frames=frames), strict=True):
                 states[place] = state
             accepted = len(places)
         except PoolBusy as busy:
+            beyond = {sent[place].id for place in busy.beyond}
+            busy.beyond = frozenset(places[place] for place in busy.beyond)
             accepted, busy.accepted = busy.accepted, places[busy.accepted]  # counted over the caller's list
             for place, state in zip(places, busy.states, strict=False):
                 states[place] = state
@@ -184,7 +186,7 @@ class ClientCore:
             if self.journal is not None and frames is not None:
                 self.journal.jobs(sent[:accepted], frames[:accepted])
             if accepted < len(places):
-                self._forget(fresh - {jobs[place].id for place in places[:accepted]})
+                self._forget(fresh - beyond - {jobs[place].id for place in places[:accepted]})
         return states
 
     def _forget(self, job_ids: Iterable[str]) -> None:
@@ -327,6 +329,7 @@ async def _send_all(
         try:
             return states + await send(jobs[accepted:])
         except PoolBusy as busy:
+            busy.beyond = frozenset(accepted + place for place in busy.beyond)
             accepted += busy.accepted
             states += busy.states
             if deadline is not None and time.monotonic() + pause >= deadline:

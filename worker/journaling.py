@@ -12,7 +12,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from ..messages.broker import Beat, Claim, Finished, Lease, Piece, Release, Witness
+from ..messages.broker import Beat, Claim, Finished, Lease, Piece, Release, ShardedLease, Witness
 from ..messages.journal import Entry, Journal, Record, attempt_record, of_announcement, versions_of
 from ..messages.model import Command, CommandReply, WeightAnnouncement, WorkerStatus
 from ..sync.transfer import TransferReport
@@ -35,11 +35,19 @@ class WorkerJournal:
         if self._journal is not None:
             self._journal.close()
 
-    def lease(self, redis: Redis, config: WorkerConfig, worker_id: str, witness: Witness) -> Lease:
-        """The lease of a new incarnation, which writes down what is done under it."""
+    def lease(self, redis: Redis, config: WorkerConfig, worker_id: str, witnesses: Sequence[Witness]) -> Lease:
+        """The lease of a new incarnation, which writes down what is done under it. witnesses: one for each shard."""
         self.worker_id = worker_id
+        clients = getattr(redis, "shards", ()) or (redis,)
+        parts = [
+            self._lease(one, config, worker_id, witness, shard=shard, shards=len(clients))
+            for shard, (one, witness) in enumerate(zip(clients, witnesses, strict=True))
+        ]
+        return parts[0] if len(parts) == 1 else ShardedLease(parts)
+
+    def _lease(self, redis: Redis, config: WorkerConfig, worker_id: str, witness: Witness, **place: int) -> Lease:
         kind = Lease if self._journal is None else RecordedLease
-        lease = kind(redis, config.pool, worker_id, config.lease_s, witness)
+        lease = kind(redis, config.pool, worker_id, config.lease_s, witness, **place)
         if isinstance(lease, RecordedLease):
             lease.journal = self
         return lease

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from ..messages.broker import Beat, Claim, CommandBox, Finished, Lease, Release, Witness
 from ..messages.errors import EngineError, LeaseLost, MessageError, RequestRefused
 from ..messages.model import WorkerState, WorkerStatus
-from ..messages.redis import Bell, Ring, connect, ping
+from ..messages.redis import Bell, Ring, connect, parse_shards, ping
 from ..sync.transfer import Ledger
 from .commands import Commands, Service, beside, worker_commands
 from .config import WorkerConfig
@@ -25,7 +25,7 @@ from .engine_keeper import EngineKeeper
 from .generation import Generation
 from .jobs import HeldJob, HeldJobs, Run
 from .journaling import WorkerJournal
-from .lease import Admission, Checkpoints, ClaimLoop, Deadlines, Handback, Membership, Outbox, Results, Streaming
+from .lease import Admission, Checkpoints, ClaimLoop, Deadlines, Handback, Memberships, Outbox, Results, Streaming
 from .leaving import PREEMPTED_S, Leaving
 from .loops import Loop, undisturbed
 from .metrics import StatusReport, Vitals
@@ -49,7 +49,8 @@ class Worker:
         self._host = socket.gethostname()
         self._held = HeldJobs()
         self._tools = ToolReader()
-        self._outbox = Outbox(self._published, self._unpublishable)
+        shards = parse_shards(config.redis_url).count
+        self._outbox = Outbox(self._published, self._unpublishable, shards)
         self._results = Results(engine, tokenizer, self._tools, self._outbox, self._refused)
         self._generation = Generation(
             engine,
@@ -83,7 +84,7 @@ class Worker:
         self._peer: Peer | None = None
         self._claims: ClaimLoop | None = None
         self._lease: Lease | None = None
-        self._witness = Witness()
+        self._witnesses = [Witness() for _ in range(shards)]
         self._draining = asyncio.Event()
         self._keeper = EngineKeeper(
             engine,
@@ -171,15 +172,19 @@ class Worker:
         assert self._follower is not None
         self.worker_id = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
         self._box = CommandBox(redis, self.config.pool, self.worker_id)
-        self._lease = lease = self._journal.lease(redis, self.config, self.worker_id, self._witness)
+        self._lease = lease = self._journal.lease(redis, self.config, self.worker_id, self._witnesses)
         self._claims = ClaimLoop(lease, waker, self._room, self._serves, self._admission.admit)
         self._service.claims = self._admission.claims = self._claims
-        membership = Membership(lease, self.config.beat_s, self.config.max_lost)
-        bell = Bell(listener, self.config.pool)
+        memberships = Memberships(lease, self.config.beat_s, self.config.max_lost, self._forget, self._poke)
+        ears = getattr(listener, "shards", ()) or (listener,)
+        bell, *others = bells = [Bell(one, self.config.pool, shard) for shard, one in enumerate(ears)]
         self._peer = Peer(self._engine, Ledger(redis, self.config.pool), bell, self.config, self._follower)
         try:
             await bell.open()
-            await membership.join(self._status())
+            for other in others:  # one that is away is heard later, from its beginning
+                with contextlib.suppress(RedisError, OSError):
+                    await other.open()
+            await memberships.join(self._status())
         except (RedisError, OSError) as error:
             log.warning("cannot join, trying again: %s", error)
             await asyncio.sleep(RETRY_S)
@@ -195,12 +200,12 @@ class Worker:
                     partial(self._peer.run, self.worker_id),
                 ]
                 giving: list[Loop] = [
-                    partial(membership.run, lambda: self.vitals.beat(self._status()), self._on_beat),
+                    partial(memberships.run, lambda: self.vitals.beat(self._status()), self._on_beat),
                     partial(self._outbox.run, lease),
                     partial(self._checkpoints.run, lease),
                     partial(self._streaming.run, lease),
                     partial(self._deadlines.run, lease),
-                    partial(bell.listen, self._on_ring),
+                    *(partial(one.listen, self._on_ring) for one in bells),
                 ]
                 running = [tasks.create_task(undisturbed(loop)) for loop in [*taking, *giving]]
                 await self._draining.wait()
@@ -219,17 +224,26 @@ class Worker:
                 raise fatal.exceptions[0] from None
             log.warning("fenced: %s", group.exceptions[0])
             self._journal.worker("lease lost", error=str(group.exceptions[0]))
-            self._forget_everything()
+            self._forget_everything(lease)
             this = asyncio.current_task()
             if this is not None and this.cancelling() and not self._draining.is_set():
                 # Until Python 3.13 a TaskGroup drops a cancellation that comes as one of its tasks fails. One that it
                 # makes itself as its block is left stays counted: then the worker is draining, and ends anyway.
                 raise asyncio.CancelledError from None
 
-    def _forget_everything(self) -> None:
+    def _forget(self, lease: Lease) -> None:
+        """The lease in one shard of several is lost."""
+        self._journal.worker("lease lost", shard=lease.keys.shard)
+        self._outbox.clear(lease)
+        waiting = [claim.job_id for claim in self._claims.aside] if self._claims is not None else []
+        for job_id in [*waiting, *(held.id for held in self._held)]:
+            if lease.has(job_id):
+                self._drop(job_id)
+
+    def _forget_everything(self, lease: Lease) -> None:
         for held in self._held:
             self._held.drop(held.id)
-        self._outbox.clear()
+        self._outbox.clear(lease)
         self._generation.clear()
         self._generation.in_flight.abort_dropped()
 
@@ -256,7 +270,9 @@ class Worker:
         assert self._lease is not None
         if (refusal := await self._follower.adapters.refusal(lacks.adapter)) is not None:
             self._handback.bury(claim.job_id, claim.attempt, "refused", refusal)
-        else:  # published since the claim
+        else:  # published since the claim; the job's shard may not know
+            if len(self._lease.parts) > 1:
+                await self._lease.learn(0, await self._follower.adapters.committed())
             await self._lease.release([Release(claim.job_id, claim.attempt)], self.config.max_lost)
 
     def _finished(self, sample: Run) -> None:
@@ -299,19 +315,20 @@ class Worker:
 
     # --- what it hears ---------------------------------------------------------------------------------------------
 
-    async def _on_beat(self, beat: Beat) -> None:
-        assert self._lease is not None
+    async def _on_beat(self, lease: Lease, beat: Beat) -> None:
+        """lease: the one in the shard that answered."""
         assert self._follower is not None
-        self.vitals.committed = beat.committed
-        if beat.held < len(self._held):
+        held_here = {held.id for held in self._held if lease.has(held.id)}
+        if beat.held < len(held_here):
             # They were cancelled or expired, and the bell was missed. Jobs in the outbox are being published right now.
-            mine = {held.id for held in self._held} - self._outbox.jobs()
-            gone = mine - await self._lease.held()
+            gone = held_here - self._outbox.jobs() - await lease.held()
             # Given back, because Redis may have lost the list and not the jobs. What has ended is not taken again.
-            await self._handback.release(self._lease, [held for held in self._held if held.id in gone])
-        await self._handback.disown(self._lease, beat.held > len(self._held), self._known)
+            await self._handback.release(lease, [held for held in self._held if held.id in gone])
+        await self._handback.disown(lease, beat.held > len(held_here), self._known)
         self._generation.in_flight.abort_dropped()
-        self._generation.slots.grow()
+        if lease.keys.shard == 0:
+            self.vitals.committed = beat.committed
+            self._generation.slots.grow()
         if beat.epoch or beat.committed > self._generation.version:
             self._follower.poke()
         if not self._keeper.dead.is_set() and not await self._engine.healthy():

@@ -7,9 +7,12 @@ from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
 from .lease import MAX_CALL_TOKENS, Beat, Claim, Finished, Lease, Piece, Release
 from .pool_load import PoolLoad
 from .replies import ENTRY_BYTES, Frames, Receipt, Reply, as_replies
+from .sharded_broker import ShardedBroker, broker_of
+from .sharded_lease import AWAY, ShardedLease, tell_shards
 from .submissions import BATCH_BYTES
 
 __all__ = [
+    "AWAY",
     "BATCH_BYTES",
     "ENTRY_BYTES",
     "MAX_CALL_TOKENS",
@@ -31,8 +34,12 @@ __all__ = [
     "Receipt",
     "Release",
     "Reply",
+    "ShardedBroker",
+    "ShardedLease",
     "Witness",
     "as_replies",
+    "broker_of",
     "living_workers",
     "successor",
+    "tell_shards",
 ]

@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 from ..codec import MAX_MESSAGE_BYTES, Job, decode
 from ..errors import ClientReplaced, InvalidField, MessageError, PoolBusy, RedisRefused
 from ..model import GenerateJob, WorkerStatus
-from ..redis import Keys, is_wrong_type, text, whole
+from ..redis import Keys, is_wrong_type, shard_of, text, whole
 from ..scripts import Scripts, calls
 from .clock import Witness
 from .pool_load import PoolLoad, read_load
@@ -51,13 +51,24 @@ class Caps:
 class Broker:
     """What a producer or an operator does with a pool."""
 
-    def __init__(self, redis: Redis, pool: str, caps: Caps | None = None) -> None:
+    def __init__(self, redis: Redis, pool: str, caps: Caps | None = None, *, shard: int = 0, shards: int = 1) -> None:
+        """shard: the one of a pool with so many `shards` that this is the broker of; see also `broker_of`."""
         # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
         self.redis: Any = redis
-        self.keys = Keys(pool)
+        self.keys = Keys(pool, shard)
         self.caps = caps or Caps()
+        self.shards = shards
         self._scripts = Scripts(redis, self.keys)
         self._witness = Witness()
+
+    @property
+    def parts(self) -> tuple[Broker, ...]:
+        """The brokers of all shards of the pool."""
+        return (self,)
+
+    def has(self, job_id: str) -> bool:
+        """Whether this is the broker of the shard that has this job."""
+        return self.shards == 1 or shard_of(job_id, self.shards) == self.keys.shard
 
     async def enqueue(self, jobs: Sequence[Job], letter: str = "", frames: Frames | None = None) -> list[str]:
         """Accept `jobs` in order. Returns "new" for each, or the state of an earlier submission under the same id:
@@ -70,11 +81,15 @@ class Broker:
         for an id that is open for another client or as another job, or that was another job's which ended within the
         hour. Then nothing of its batch was accepted.
         """
-        states: list[str] = []
         # All jobs are encoded before the first is sent, so a refused job leaves none of the others in the pool.
         every = list(batches(jobs, self.caps.payload))
         if frames is not None:
             frames += [one.payload for batch in every for one in batch]
+        return await self.accept(every, letter)
+
+    async def accept(self, every: Iterable[list[calls.Submission]], letter: str = "") -> list[str]:
+        """`enqueue` for jobs that are encoded, in batches."""
+        states: list[str] = []
         for given in every:
             batch = given
             caps = (self.caps.jobs, self.caps.nbytes, self.caps.unread)

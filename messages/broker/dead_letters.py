@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..codec import MINOR, decode
-from ..errors import CannotRequeue, InvalidField, MessageError, NoSuchDeadLetter
+from ..errors import CannotRequeue, ConfigError, InvalidField, MessageError, NoSuchDeadLetter
 from ..ids import check_client_id, derived_id
 from ..model import DeadLetter, GenerateJob
 from ..redis import text, whole
@@ -69,6 +69,12 @@ class DeadLetters:
     """
 
     def __init__(self, broker: Broker) -> None:
+        """Raises ConfigError for a pool with several shards: each has letters of its own, see `Broker.parts`."""
+        if len(broker.parts) > 1:
+            raise ConfigError(
+                f"pool {broker.keys.pool}: each of its {len(broker.parts)} shards has dead letters of its own, and "
+                "this looks at one. `rolloutmq status` shows the newest of all shards"
+            )
         self._broker = broker
         self._scripts = Scripts(broker.redis, broker.keys)
 

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from ..codec import Result, encode
 from ..errors import LeaseLost
 from ..model import PRIORITIES, Partial, WorkerStatus
-from ..redis import Keys, name_once, text, whole
+from ..redis import Keys, name_once, shard_of, text, whole
 from ..scripts import Scripts, calls
 from .clock import Witness
 
@@ -107,17 +107,47 @@ class Lease:
     """One incarnation of a worker. It ends with LeaseLost: the worker joins again under a new id."""
 
     def __init__(
-        self, redis: Redis, pool: str, worker_id: str, lease_s: float = 10.0, witness: Witness | None = None
+        self,
+        redis: Redis,
+        pool: str,
+        worker_id: str,
+        lease_s: float = 10.0,
+        witness: Witness | None = None,
+        *,
+        shard: int = 0,
+        shards: int = 1,
     ) -> None:
-        """witness: of the process' earlier leases in the same pool."""
+        """witness: of the process' earlier leases in the same pool. shard: the one of a pool with so many `shards` that
+        this is a lease in; see also `ShardedLease`."""
         # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
         self.redis: Any = redis
-        self.keys = Keys(pool)
+        self.keys = Keys(pool, shard)
         self.worker_id = worker_id
         self.lease_s = lease_s
         self._scripts = Scripts(redis, self.keys)
         self._claims = 0
+        self._shards = shards
+        self.in_doubt = False
+        """Whether its shard did not answer, or the lease in it is lost, since the last heartbeat that got through."""
         self._witness = witness or Witness()
+
+    @property
+    def parts(self) -> tuple[Lease, ...]:
+        """The worker's leases in all shards of the pool."""
+        return (self,)
+
+    def begin_with(self, part: Lease) -> None:
+        """Claim from this shard next: whoever took its wake-up token has to look there."""
+
+    def has(self, job_id: str) -> bool:
+        """Whether this is the lease in the shard that has this job."""
+        return self._shards == 1 or shard_of(job_id, self._shards) == self.keys.shard
+
+    async def learn(self, committed: int, adapters: Mapping[str, int]) -> None:
+        """Tell this shard of a committed version and of adapters that the home of the pool has. The home knows them."""
+        if self.keys.shard:
+            known = (calls.AdapterVersion(*adapter) for adapter in adapters.items())
+            await self._scripts.run(calls.learn(committed, *known))
 
     async def join(self, status: WorkerStatus) -> Beat:
         """Register. From then on the worker may claim. Each beat renews the lease for `lease_s` seconds."""

@@ -6,9 +6,11 @@ from .bell import Bell, Ring
 from .connection import ONCE_S, PoolRedis, connect, default_url, ping
 from .disk import Flush, how_to_flush
 from .keys import Keys
+from .layout import remind
 from .raw import is_wrong_type, name_once, text, whole
 from .retry import RETRY_BUDGET_S
-from .url import Durability, first_node_url, parse, redacted
+from .shards import first_node_url, parse_one, parse_shards, shard_of
+from .url import Durability, redacted
 
 __all__ = [
     "DEFAULT_URL",
@@ -26,9 +28,12 @@ __all__ = [
     "how_to_flush",
     "is_wrong_type",
     "name_once",
-    "parse",
+    "parse_one",
+    "parse_shards",
     "ping",
     "redacted",
+    "remind",
+    "shard_of",
     "text",
     "told_as_ours",
     "whole",

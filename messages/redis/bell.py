@@ -27,11 +27,11 @@ class Bell:
     """Listens from the moment of `open` on. A ring's `kind`: weights, join, report, want, cancel, stop,
     control, command or worker."""
 
-    def __init__(self, redis: Redis, pool: str) -> None:
+    def __init__(self, redis: Redis, pool: str, shard: int = 0) -> None:
         """redis: a client for blocking reads."""
         # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
         self._redis: Any = redis
-        self._key = Keys(pool).bell
+        self._key = Keys(pool, shard).bell
         self._last = "0"
         self._rung = asyncio.Event()
 

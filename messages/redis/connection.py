@@ -28,9 +28,12 @@ from ..defaults import DEFAULT_URL
 from ..errors import ConfigError, RedisRefused, RedisUnavailable, WrongLoop, WrongProcess
 from .answers import FULL, SILENT, said, told_as_ours
 from .disk import how_to_flush
+from .keys import Keys
+from .layout import check_layout
 from .retry import REPLY_TIMEOUT_S, BoundedRetry, reply_within, within
+from .shards import parse_shards
 from .topology import link
-from .url import Durability, parse, redacted
+from .url import Durability, Target, redacted
 
 CONNECT_TIMEOUT_S = 3.0
 ONCE_S = 2.0
@@ -52,6 +55,8 @@ class PoolRedis(Redis):
     where: the address as text for people. durability: see url.Durability. clustered: whether the pool's slot can move.
     blocks: whether it is for blocking reads, see `connect`.
     single: whether the URL names one server, so that no others are asked where it is.
+    pool: whose Redis it is, None if nobody said. pool_id: which pool of that name, once `ping` has asked.
+    shards: of a pool with several, a client for each; the first is this one. Closing this one closes all.
     """
 
     where = "an unknown address"
@@ -59,6 +64,9 @@ class PoolRedis(Redis):
     clustered = False
     blocks = False
     single = False
+    pool: str | None = None
+    pool_id = ""
+    shards: tuple[PoolRedis, ...] = ()
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         reply_s = _reply_within(args) or (MAX_BLOCK_S + REPLY_TIMEOUT_S if self.blocks else None)
@@ -72,11 +80,22 @@ class PoolRedis(Redis):
     def reader(self, reads: int) -> PoolRedis:
         """A client for up to `reads` blocking reads at a time, as `connect(blocking=True)` returns, over the same
         connections. It is closed with this one."""
+        first = self._reader(reads)
+        first.shards = (first, *(one._reader(reads) for one in self.shards[1:])) if self.shards else ()
+        return first
+
+    def _reader(self, reads: int) -> PoolRedis:
         self.connection_pool.max_connections += reads
         reader = PoolRedis(connection_pool=self.connection_pool)
         reader.where, reader.durability, reader.clustered = self.where, self.durability, self.clustered
         reader.blocks = True
         return reader
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        for one in dict.fromkeys(self.shards[1:]):
+            if one is not self:
+                await one.aclose(close_connection_pool)
+        await super().aclose(close_connection_pool)
 
 
 class OwnPool(BlockingConnectionPool):
@@ -138,6 +157,7 @@ def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> Poo
         redis+sentinel://[USER:PASSWORD@]HOST[:PORT],…/SERVICE[/DB]       the primary that these sentinels know
         redis+cluster://[USER:PASSWORD@]HOST[:PORT],…       the node of this cluster that has the slot of `pool`
         rediss+sentinel://…, rediss+cluster://…       the same, everything through TLS
+        URL,URL,…[?shards=N]       a pool over several of these servers, see shards.py
 
     The client sends a command again after a connection error, and when Redis is not ready (it loads, was demoted, a
     failover is under way, the slot has moved). So send only idempotent commands, as the broker's scripts are. Every
@@ -152,13 +172,23 @@ def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> Poo
     Raises ConfigError for a URL that cannot be used, without showing its password. Every command raises WrongProcess in
     a forked child, and WrongLoop on another event loop than the one before.
     """
-    target = parse(url)
-    if target.kind == "cluster" and pool is None:
+    shards = parse_shards(url)
+    if pool is None and (shards.count > 1 or shards.targets[0].kind == "cluster"):
         raise ConfigError(f"Redis URL {redacted(url)!r}: connect() has to be told the pool, whose slot one node has")
+    if shards.count == 1:
+        return _client(shards.targets[0], pool, 0, blocking)
+    clustered = shards.targets[0].kind == "cluster"
+    servers = shards.count if clustered else len(shards.targets)
+    clients = [_client(shards.target(number), pool, number, blocking) for number in range(servers)]
+    clients[0].shards = tuple(clients[shard % servers] for shard in range(shards.count))
+    return clients[0]
+
+
+def _client(target: Target, pool: str | None, shard: int, blocking: bool) -> PoolRedis:
     settings: dict[str, Any] = {
         "max_connections": MAX_CONNECTIONS,
         **target.options,
-        **link(target, pool),
+        **link(target, None if pool is None else Keys(pool, shard)),
         "protocol": 2,
         "decode_responses": False,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
@@ -171,7 +201,7 @@ def connect(url: str, *, pool: str | None = None, blocking: bool = False) -> Poo
     client = cast("PoolRedis", PoolRedis.from_pool(OwnPool(**settings)))
     client.where, client.durability, client.clustered = target.where, target.durability, target.kind == "cluster"
     client.blocks = blocking
-    client.single = target.kind == "single"
+    client.single, client.pool = target.kind == "single", pool
     return client
 
 
@@ -181,12 +211,23 @@ def default_url() -> str:
 
 
 async def ping(client: Redis, *, once: bool = False) -> None:
-    """Return if Redis answers. Raises RedisUnavailable, which says the address, what happened and what to do.
+    """Return if Redis answers, and all of it for a pool with shards, whose layout is compared with the URL's.
+
+    Raises RedisUnavailable, which says the address, what happened and what to do, or LayoutMismatch.
 
     once: make a single attempt, of ONCE_S seconds at most, for a person at a terminal. Otherwise try for RETRY_BUDGET_S
     seconds.
     Raises RedisRefused if the URL has durable=disk and the server cannot promise that.
     """
+    if not isinstance(client, PoolRedis) or client.pool is None:
+        await _ping(client, once)
+        return
+    for server in dict.fromkeys(client.shards or (client,)):
+        await _ping(server, once)
+    client.pool_id = await check_layout(client, client.pool, client.shards, client.clustered)
+
+
+async def _ping(client: Redis, once: bool) -> None:
     where = getattr(client, "where", "its address")
     try:
         with within(0.0) if once else nullcontext():

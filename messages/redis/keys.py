@@ -27,9 +27,13 @@ class _Key:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The key names of one pool. Raises InvalidField for a pool name that could not be a hash tag."""
+    """The key names of one pool, or of one of its shards. The first shard has the names of a pool with one shard.
+
+    Raises InvalidField for a pool name that could not be a hash tag.
+    """
 
     pool: str
+    shard: int = 0
 
     def __post_init__(self) -> None:
         if not _POOL.fullmatch(self.pool):
@@ -37,8 +41,8 @@ class Keys:
 
     @property
     def prefix(self) -> str:
-        """Start of every key of the pool."""
-        return f"rmq:{{{self.pool}}}:"
+        """Start of every key of the pool's shard. No pool has such a name as further shards have: it contains a ':'."""
+        return f"rmq:{{{self.pool}:{self.shard}}}:" if self.shard else f"rmq:{{{self.pool}}}:"
 
     @property
     def queues(self) -> tuple[str, ...]:

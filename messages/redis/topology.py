@@ -85,11 +85,11 @@ class SentinelFinder(Finder):
 class ClusterFinder(Finder):
     """Asks the nodes of a cluster, given and discovered ones, which node has the pool's slot."""
 
-    def __init__(self, target: Target, pool: str) -> None:
+    def __init__(self, target: Target, keys: Keys) -> None:
         login = {name: value for name, value in target.options.items() if name in {"username", "password"}}
         super().__init__(target, login)
         self._seeds = target.nodes
-        self._slot = key_slot(Keys(pool).prefix.encode())
+        self._slot = key_slot(keys.prefix.encode())
 
     async def find(self) -> Node:
         failures: list[str] = []
@@ -223,11 +223,13 @@ class FoundTlsLink(_Plain, _Found, SSLConnection):
     """To wherever the Finder says, through TLS."""
 
 
-def link(target: Target, pool: str | None) -> dict[str, Any]:
-    """The connection class for `target`, and the arguments that only it needs."""
+def link(target: Target, keys: Keys | None) -> dict[str, Any]:
+    """The connection class for `target`, and the arguments that only it needs. keys: of the shard, for a cluster."""
     if target.kind == "single":
         if not target.nodes:
             return {"connection_class": SocketLink}
         return {"connection_class": TlsLink if target.tls else TcpLink}
-    finder = SentinelFinder(target) if target.kind == "sentinel" else ClusterFinder(target, pool or "")
+    finder: Finder = (
+        SentinelFinder(target) if keys is None or target.kind == "sentinel" else ClusterFinder(target, keys)
+    )
     return {"connection_class": FoundTlsLink if target.tls else FoundTcpLink, "finder": finder}

@@ -16,13 +16,14 @@ from ..errors import ConfigError
 
 MAX_REPLICA_TIMEOUT_MS = 3000
 """The longest time for one WAIT: together with its script it must fit into the time for one reply."""
+MAX_SHARDS = 64
 SHOWN = 200
 """An error shows at most so many characters of a URL."""
 _SENTINEL_PORT, _PORT = 26379, 6379
 # The options that a URL's query may have. redis-py does not know the others, and would complain only at the first
 # command, or they would change what this package relies on (protocol, decode_responses, timeouts).
 _QUERY = {"db", "username", "password", "client_name", "max_connections"}
-_OURS = {"durable", "min_replicas", "replica_timeout_ms"}
+_OURS = {"durable", "min_replicas", "replica_timeout_ms", "shards"}
 _LEVELS = ("memory", "disk")
 _SENTINELS = {"sentinel_username", "sentinel_password"}
 _TLS = {name for name in inspect.signature(SSLConnection.__init__).parameters if name.startswith("ssl_")}
@@ -56,7 +57,8 @@ class Durability:
 class Target:
     """A parsed URL. nodes: (host, port) of the server, the sentinels, or some nodes of the cluster; empty for a socket.
 
-    options: for redis-py's connections. sentinel_login: for the sentinels themselves.
+    options: for redis-py's connections. sentinel_login: for the sentinels themselves. shards: how many the URL names, 0
+    if it does not say, see shards.py.
     """
 
     kind: Kind
@@ -66,6 +68,7 @@ class Target:
     service: str = ""
     sentinel_login: dict[str, str] = field(default_factory=dict, repr=False)
     durability: Durability = Durability()
+    shards: int = 0
 
     @property
     def where(self) -> str:
@@ -77,7 +80,10 @@ class Target:
 
 
 def parse(url: str) -> Target:
-    """Parse a URL. Raises ConfigError, without showing a password, for a URL that cannot be used."""
+    """Parse the URL of one server, of its sentinels or of a cluster; see `shards.parse_shards` for those of several.
+
+    Raises ConfigError, without showing a password, for a URL that cannot be used.
+    """
     if not isinstance(url, str):
         raise ConfigError(f"Redis URL must be a string such as redis://127.0.0.1:6379/0, not {type(url).__name__}")
     try:
@@ -91,17 +97,8 @@ def parse(url: str) -> Target:
 
 def redacted(url: str) -> str:
     """`url` without the passwords anywhere in it, so it can be logged."""
-    hidden = re.sub(r"^([\w+]+://[^/@:]*:).*@", r"\1***@", url, flags=re.DOTALL)
+    hidden = re.sub(r"^([\w+]+://[^/@:]*:).*@", r"\1***@", url, flags=re.DOTALL)  # of several URLs all but the last
     return re.sub(r"([?&]\w*pas\w*=)[^&]*", r"\1***", hidden)  # misspelt ones, too
-
-
-def first_node_url(url: str) -> str:
-    """A plain URL of the first host in `url`, without credentials, to find the route to its Redis."""
-    target = parse(url)
-    if not target.nodes:
-        return "unix:///"
-    host, port = target.nodes[0]
-    return f"redis://[{host}]:{port}" if ":" in host else f"redis://{host}:{port}"
 
 
 class _Flaw(Exception):
@@ -115,7 +112,7 @@ def _single(url: str) -> Target:
     if parts.scheme == "unix":
         if not options.get("path"):
             raise _Flaw("the path of the socket is missing, as in unix:///run/redis.sock?db=0")
-        return Target("single", (), False, _plain(options), durability=_durability(options))
+        return Target("single", (), False, _plain(options), durability=_durability(options), shards=_shards(options))
     if not parts.hostname:
         raise _Flaw("the host is missing, as in redis://127.0.0.1:6379/0")
     if not re.fullmatch(r"/?[0-9]{0,9}", parts.path):
@@ -123,7 +120,14 @@ def _single(url: str) -> Target:
     if parts.port == 0:
         raise _Flaw("the port must be a number from 1 to 65535")
     node = (options["host"], options.get("port", _PORT))
-    return Target("single", (node,), parts.scheme == "rediss", _plain(options), durability=_durability(options))
+    return Target(
+        "single",
+        (node,),
+        parts.scheme == "rediss",
+        _plain(options),
+        durability=_durability(options),
+        shards=_shards(options),
+    )
 
 
 def _several(scheme: str, kind: Literal["sentinel", "cluster"], rest: str) -> Target:
@@ -144,10 +148,10 @@ def _several(scheme: str, kind: Literal["sentinel", "cluster"], rest: str) -> Ta
     options = _options(f"{scheme}://{login}{at}h:1/{db}?{parts.query}")
     _check_query(parts, (_QUERY | _OURS | _SENTINELS) if kind == "sentinel" else (_QUERY | _OURS) - {"db"})
     sentinel_login = {name.removeprefix("sentinel_"): options.pop(name) for name in _SENTINELS if name in options}
-    durability = _durability(options)
+    durability, shards = _durability(options), _shards(options)
     for name in ("host", "port"):
         options.pop(name)
-    return Target(kind, nodes, scheme == "rediss", _plain(options), service, sentinel_login, durability)
+    return Target(kind, nodes, scheme == "rediss", _plain(options), service, sentinel_login, durability, shards)
 
 
 def _node(text: str, kind: Literal["sentinel", "cluster"]) -> tuple[str, int]:
@@ -210,6 +214,10 @@ def _durability(options: dict[str, Any]) -> Durability:
         _number(options, "replica_timeout_ms", 1, MAX_REPLICA_TIMEOUT_MS, 1000),
         disk=level == "disk",
     )
+
+
+def _shards(options: dict[str, Any]) -> int:
+    return _number(options, "shards", 1, MAX_SHARDS, 1) if "shards" in options else 0
 
 
 def _number(options: dict[str, Any], name: str, low: int, high: int, default: int) -> int:

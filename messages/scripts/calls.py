@@ -176,6 +176,10 @@ def close(epoch: int, version: int | str, state: str, remember_s: int, digest: s
 def want(worker: str, version: int, adapter: str) -> None: ...
 
 
+@_call
+def learn(committed: int, *adapters: AdapterVersion) -> None: ...
+
+
 # commands
 
 

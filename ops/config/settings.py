@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from ...messages.errors import ConfigError, InvalidField
 from ...messages.model import GenerateJob, LogprobOptions, SamplingParams, as_invalid_field
 from ...messages.nearest import nearest
-from ...messages.redis import DEFAULT_URL, parse, redacted
+from ...messages.redis import DEFAULT_URL, parse_shards, redacted
 from ...sync.transfer import SyncSettings
 from ...worker.config import WorkerConfig
 from ...worker.sglang import OWNED_ARGUMENTS, SGLangConfig, check_parallelism
@@ -63,7 +63,7 @@ class Settings:
         """Raises InvalidField, ConfigError."""
         given = self._section("worker")
         given.setdefault("redis_url", DEFAULT_URL)
-        parse(given["redis_url"]) if isinstance(given["redis_url"], str) else None
+        parse_shards(given["redis_url"]) if isinstance(given["redis_url"], str) else None
         return self._model(WorkerConfig, "worker", given)
 
     def engine(self) -> SGLangConfig:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...messages.errors import InvalidField
-from ...messages.redis import parse
+from ...messages.redis import parse_shards
 from .finding import Finding, Level
 
 FILES_FEW, FILES_ENOUGH = 1024, 4096
@@ -111,7 +111,7 @@ def _disk(name: str, path: Path, low: int) -> Finding:
 
 def _listens(redis_url: str) -> Finding:
     """Whether a trainer here could offer weights: its rendezvous store listens on the address of the route to Redis."""
-    target = parse(redis_url)
+    target = parse_shards(redis_url).targets[0]
     address = _own_address(*target.nodes[0]) if target.nodes else "127.0.0.1"
     try:
         with contextlib.closing(socket.create_server((address, 0), family=_family(address))) as server:

@@ -10,7 +10,7 @@ from typing import Any
 from redis.exceptions import NoPermissionError, RedisError
 
 from ...messages.broker import Broker, Caps
-from ...messages.redis import PoolRedis, how_to_flush, parse
+from ...messages.redis import PoolRedis, how_to_flush, parse_one
 from ..redis import connected
 from .finding import Finding, Level
 
@@ -27,7 +27,7 @@ Facts = Mapping[str, Any]
 
 async def redis_findings(redis_url: str, pool: str) -> list[Finding]:
     """Raises ConfigError or InvalidField. A Redis that does not answer is a finding."""
-    target = parse(redis_url)
+    target = parse_one(redis_url, "doctor")
     try:
         async with connected(redis_url, pool) as redis:
             return [

@@ -81,6 +81,7 @@ class Live:
 
 async def live_of(broker: Broker, job_id: str) -> Live | None:
     """The job as the pool has it; None if Redis does not know it."""
+    broker = next(part for part in broker.parts if part.has(job_id))
     redis, keys = broker.redis, broker.keys
     found = dict(zip(_FIELDS, await redis.hmget(keys.job(job_id), _FIELDS), strict=True))
     if found["st"] is None:

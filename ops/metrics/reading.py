@@ -7,7 +7,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from ...messages.broker import Broker, PoolLoad, living_workers
+from ...messages.broker import Broker, PoolLoad, broker_of, living_workers
 from ...messages.errors import MessageError
 from ...messages.model import MAX_SAMPLES, PRIORITIES, WorkerStatus
 from ...messages.redis import PoolRedis, is_wrong_type, text, whole
@@ -69,7 +69,7 @@ class PoolReader:
 
     def __init__(self, redis: PoolRedis, pool: str) -> None:
         self._redis: Any = redis
-        self._broker, self._ledger = Broker(redis, pool), Ledger(redis, pool)
+        self._broker, self._ledger = broker_of(redis, pool), Ledger(redis, pool)
         self._keys = self._broker.keys
         self._seen: int | None = None  # the newest transfer that was there at the look before
         self._open: set[int] = set()
@@ -77,14 +77,13 @@ class PoolReader:
     async def read(self) -> Reading:
         load = await self._broker.load()
         async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.xlen(self._keys.dead)
-            pipe.hlen(self._keys.unread)
             pipe.hlen(self._keys.wanted)
             pipe.hmget(self._keys.weights, "committed", "epochs", "open")
             for queue, later in zip(self._keys.queues, self._keys.later, strict=True):
                 pipe.lrange(queue, 0, HEADS - 1)
                 pipe.zrange(later, 0, HEADS - 1)
-            dead, unread, wanted, weights, *heads = await pipe.execute()
+            wanted, weights, *heads = await pipe.execute()
+        counts = [await _counts(part) for part in self._broker.parts]
         committed, newest, under_way = map(whole, weights)
         samples, max_staleness = await self._heads([heads[i] + heads[i + 1] for i in range(0, len(heads), 2)])
         return Reading(
@@ -92,8 +91,8 @@ class PoolReader:
             samples_per_job=samples,
             workers=tuple(await self._broker.workers()),
             alive=frozenset(await living_workers(self._redis, self._keys)),
-            dead_letters=int(dead),
-            unread_clients=int(unread),
+            dead_letters=sum(dead for dead, _ in counts),
+            unread_clients=max(clients for _, clients in counts),
             committed=committed,
             waiting_for_weights=int(wanted),
             memory=await self._memory(),
@@ -126,12 +125,16 @@ class PoolReader:
         return tuple(means), max(bounds, default=None)
 
     async def _memory(self) -> Memory | None:
-        try:
-            said = await self._redis.info("memory")
-        except ResponseError:  # a user without +info
-            return None
-        used, limit = said.get("used_memory"), said.get("maxmemory")
-        return Memory(used if isinstance(used, int) else 0, limit if isinstance(limit, int) else 0)
+        """Of the fullest server that has a shard of the pool."""
+        found = []
+        for server in dict.fromkeys(part.redis for part in self._broker.parts):
+            try:
+                said = await server.info("memory")
+            except ResponseError:  # a user without +info
+                return None
+            used, limit = said.get("used_memory"), said.get("maxmemory")
+            found.append(Memory(used if isinstance(used, int) else 0, limit if isinstance(limit, int) else 0))
+        return max(found, key=lambda one: one.used / (one.limit or 1 << 60))
 
     async def _ended(self, newest: int, under_way: int) -> tuple[Epoch, ...]:
         if self._seen is None or newest < self._seen:  # the first look; or Redis has lost its data
@@ -158,3 +161,12 @@ class PoolReader:
             if epoch is not None:
                 ended.append(epoch)
         return tuple(ended)
+
+
+async def _counts(shard: Broker) -> tuple[int, int]:
+    """Dead letters, and clients that have not taken all results. A client has some in every shard."""
+    async with shard.redis.pipeline(transaction=False) as pipe:
+        pipe.xlen(shard.keys.dead)
+        pipe.hlen(shard.keys.unread)
+        dead, clients = await pipe.execute()
+    return int(dead), int(clients)

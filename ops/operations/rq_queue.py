@@ -29,7 +29,7 @@ from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegist
 from rq.worker_registration import get_keys
 
 from ...messages.errors import ConfigError, InvalidField, RedisUnavailable
-from ...messages.redis import ONCE_S, Keys, parse, redacted, told_as_ours
+from ...messages.redis import ONCE_S, Keys, parse_one, redacted, told_as_ours
 from .catalog import checked
 from .rq_job import CANCELLED, ENTRY, ForeignJob, MsgpackSerializer, OperationJob, Surroundings
 
@@ -202,7 +202,7 @@ def _connect(redis_url: str, reply_s: float, **settings: Any) -> Redis:
 
     A server that does not answer is an error after `reply_s`. RQ gives its worker's waits for a job more time.
     """
-    target = parse(redis_url)
+    target = parse_one(redis_url, "RQ, which runs operations,")
     if target.kind != "single":
         raise ConfigError(
             f"{redacted(redis_url)}: RQ, which runs operations, needs a plain redis://, rediss:// or unix:// URL; "

@@ -7,19 +7,28 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from ...messages.broker import Broker
-from ...messages.redis import Keys, PoolRedis, connect, ping, told_as_ours
+from ...messages.broker import Broker, broker_of
+from ...messages.errors import ConfigError
+from ...messages.redis import Keys, PoolRedis, connect, parse_shards, ping, redacted, told_as_ours
 
 T = TypeVar("T")
 
 
 @asynccontextmanager
-async def connected(redis_url: str, pool: str, *, patient: bool = False) -> AsyncIterator[PoolRedis]:
+async def connected(
+    redis_url: str, pool: str, *, patient: bool = False, all_shards: bool = False
+) -> AsyncIterator[PoolRedis]:
     """A Redis that answers. Raises InvalidField, ConfigError or RedisUnavailable.
 
     patient: try for as long as any other command does; a command at a terminal tries once.
+    all_shards: whether the caller looks at all shards of a pool with several. To others such a URL is a ConfigError.
     """
     Keys(pool)  # a name that cannot be one is refused before anything is connected to
+    if not all_shards and (count := parse_shards(redis_url).count) > 1:
+        raise ConfigError(
+            f"Redis URL {redacted(redis_url)!r}: this command looks at one shard, and the pool has {count}. Over all "
+            "of them work: status, jobs and replies, worker, control, generate, submit and the weights commands"
+        )
     redis = connect(redis_url, pool=pool)
     try:
         await ping(redis, once=not patient)
@@ -33,8 +42,8 @@ def ask(redis_url: str, pool: str, question: Callable[[Broker], Awaitable[T]]) -
     """The answer of `question`, which is asked with the pool's broker. For callers without an event loop."""
 
     async def run() -> T:
-        async with connected(redis_url, pool) as redis:
-            return await question(Broker(redis, pool))
+        async with connected(redis_url, pool, all_shards=True) as redis:
+            return await question(broker_of(redis, pool))
 
     return asyncio.run(run())
 

@@ -38,6 +38,8 @@ async def waiting(broker: Broker, limit: int) -> list[Claim]:
 
     It only reads. A job that a worker claims meanwhile is that worker's. What is no job's record is passed over.
     """
+    if len(broker.parts) > 1:
+        return [one for part in broker.parts for one in await waiting(part, limit)][:limit]
     redis, keys, found = broker.redis, broker.keys, list[Claim]()
     lists = [await redis.lrange(key, 0, limit - 1) for key in keys.queues]
     later = [await redis.zrange(key, 0, limit - 1) for key in keys.later]

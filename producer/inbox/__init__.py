@@ -7,6 +7,7 @@ from .inboxes import Inboxes
 from .news import News
 from .outcomes import OPEN_STATES, Group, Handle, JobHandle, Outcome, as_failure, as_group
 from .reader import ReplyReader
+from .sharded_reader import reader_of
 
 __all__ = [
     "OPEN_STATES",
@@ -26,5 +27,6 @@ __all__ = [
     "as_group",
     "calling_code",
     "own_context",
+    "reader_of",
     "under_way",
 ]

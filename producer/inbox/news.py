@@ -25,16 +25,19 @@ class News:
     """
 
     def __init__(self, broker: Broker, blocking: Redis, client_id: str, changed: Callable[[], None]) -> None:
-        self._broker, self._blocking, self._client_id, self._changed = broker, blocking, client_id, changed
+        self._client_id, self._changed = client_id, changed
+        clients = getattr(blocking, "shards", ()) or (blocking,)
+        self._shards = [(number, *its) for number, its in enumerate(zip(broker.parts, clients, strict=True))]
         self._followed: dict[str, bool] = {}  # job -> whether there is something new of it
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by shard
 
     @contextlib.contextmanager
     def follow(self, job_id: str) -> Iterator[None]:
         """Listen for news of this job while the block lasts. The job counts as new at first."""
         self._followed[job_id] = True
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._read())
+        shard, part, blocking = next(it for it in self._shards if it[1].has(job_id))
+        if (task := self._tasks.get(shard)) is None or task.done():
+            self._tasks[shard] = asyncio.create_task(self._read(part, blocking))
         try:
             yield
         finally:
@@ -50,23 +53,23 @@ class News:
 
     async def close(self) -> None:
         """Stop listening."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _read(self) -> None:
+    async def _read(self, broker: Broker, blocking: Redis) -> None:
         place = "0"
-        while self._followed:
+        while followed := {job_id for job_id in self._followed if broker.has(job_id)}:
             try:
-                news = await self._broker.read_news(self._client_id, place, block_ms=BLOCK_MS, redis=self._blocking)
+                news = await broker.read_news(self._client_id, place, block_ms=BLOCK_MS, redis=blocking)
             except (RedisError, OSError) as error:
                 log.warning("news of what is streamed cannot be read: %s", error)
                 await asyncio.sleep(RETRY_S)
-                place, heard = "0", set(self._followed)  # this may be another server after a failover
+                place, heard = "0", followed  # this may be another server after a failover
             else:
                 place = news.place
-                heard = set(self._followed) if news.more or not news.jobs else self._followed.keys() & news.jobs
-            for job_id in heard:
+                heard = followed if news.more or not news.jobs else followed & news.jobs
+            for job_id in heard & self._followed.keys():
                 self._followed[job_id] = True
             if heard:
                 self._changed()

@@ -16,7 +16,7 @@ from ...messages.broker import Broker, Frames, Receipt, Reply
 from ...messages.codec import Job, Result
 from ...messages.errors import ClientReplaced, RolloutMQError, WaitTimeout, WrongLoop, WrongProcess
 from ...messages.journal import Journal
-from ...messages.model import JobFailure
+from ...messages.model import GenerateJob, JobFailure
 from .handover import Crossing, HandOut
 from .inbox import place_of
 from .inboxes import Inboxes
@@ -60,8 +60,11 @@ class ReplyReader:
         before_ack: Callable[[bool], bool] | None = None,
         *,
         journal: Journal | None = None,
+        woken: Callable[[], None] = lambda: None,
     ) -> None:
-        """journal: gets each outcome when it is read for the first time, and when it has left the stream."""
+        """journal: gets each outcome when it is read for the first time, and when it has left the stream. woken: called
+        when whoever waits in `until` looks again."""
+        self._woken = woken
         self._before_ack, self._journal = before_ack, journal
         self._broker, self._blocking, self._client_id, self._inbox = broker, blocking, client_id, inbox
         self._pid = os.getpid()
@@ -93,6 +96,15 @@ class ReplyReader:
 
     async def open(self) -> None:
         """Read what an earlier client of this id had not acknowledged, then go on reading in the background."""
+        open_jobs, known = await self.begin()
+        # In this order: a job that had ended when `open_jobs` was asked has all its outcomes on the stream by now.
+        self._inbox.recover(open_jobs, known)
+        self.check_open()
+        self.start()
+
+    async def begin(self) -> tuple[dict[str, str], dict[str, GenerateJob]]:
+        """Take the stream over, and read what is on it. Returns the jobs that were open before that, with their groups,
+        and those of them that could be read."""
         self._loop = asyncio.get_running_loop()
         self._owner = await self._broker.own_replies(self._client_id)
         open_jobs = await self._broker.open_jobs(self._client_id)
@@ -101,9 +113,10 @@ class ReplyReader:
         while replies := await self._broker.read_replies(self._client_id, self._last, count=self._count, frames=frames):
             self._take_in(replies, frames)
             frames = self._frames()
-        # In this order: a job that had ended when `open_jobs` was asked has all its outcomes on the stream by now.
-        self._inbox.recover(open_jobs, known)
-        self.check_open()
+        return open_jobs, known
+
+    def start(self) -> None:
+        """Read on in the background."""
         self._task = asyncio.create_task(self._read())
         self._look_at_the_next_deadline()
 
@@ -148,6 +161,16 @@ class ReplyReader:
         """Have whoever waits in `until` look again."""
         self._changed.set()
         self._changed = asyncio.Event()
+        self._woken()
+
+    @property
+    def broken(self) -> BaseException | None:
+        """What ended the reading, if anything has."""
+        return self._broken
+
+    def has(self, job_id: str) -> bool:
+        """Whether the outcomes of this job come on this reader's stream."""
+        return self._broker.has(job_id)
 
     async def until(self, ready: Callable[[], bool], timeout: float | None) -> None:
         """Return once `ready()`, asked whenever something arrives. Raises WaitTimeout, or RolloutMQError if closed."""
@@ -158,8 +181,8 @@ class ReplyReader:
                     self.check_open()
                     if ready():
                         return
-                    if self._broken is not None:
-                        raise RolloutMQError(f"the reader of client {self._client_id} stopped") from self._broken
+                    if self.broken is not None:
+                        raise RolloutMQError(f"the reader of client {self._client_id} stopped") from self.broken
                     await self._changed.wait()
         except TimeoutError:
             raise WaitTimeout(f"nothing arrived for client {self._client_id} within {timeout:g} s") from None
@@ -290,7 +313,7 @@ class ReplyReader:
         # In a pool without workers nobody else watches the clock, nor ends jobs whose deadline has passed.
         self._looked_at = time.monotonic()
         newest, count = await self._broker.look_around(self._client_id)
-        waiting = self._inbox.open(LOOKS)
+        waiting = {it: group for it, group in self._inbox.open(LOOKS * self._broker.shards).items() if self.has(it)}
         states = await self._broker.states(list(waiting))
         # One that Redis does not know may be on its way there, unless it was there before.
         forgotten = {job_id for job_id, state in states.items() if not state and job_id in self._there}

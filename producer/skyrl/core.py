@@ -14,7 +14,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from ...messages.broker import Broker
+from ...messages.broker import broker_of
 from ...messages.errors import FeatureUnavailable, InvalidField, RolloutMQError
 from ...messages.model import WorkerStatus
 from ...messages.redis import Keys, connect, default_url
@@ -122,7 +122,7 @@ class EngineCore:
     async def _ask_apart(self) -> list[WorkerStatus]:
         """Ask over a connection of its own: the client's belongs to the caller's event loop."""
         async with asyncio.timeout(LOOK_S), connect(self.redis_url, pool=self.pool) as redis:
-            return await Broker(redis, self.pool).workers()
+            return await broker_of(redis, self.pool).workers()
 
     def _know(self, workers: list[WorkerStatus]) -> None:
         self._workers, self._asked_at = workers, time.monotonic()

@@ -18,7 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from ...messages.broker import living_workers
+from ...messages.broker import living_workers, tell_shards
 from ...messages.codec import decode, encode
 from ...messages.errors import InvalidField, MessageError, WeightSyncError
 from ...messages.model import NCCL_AGREED, NCCL_CTAS, WeightAnnouncement
@@ -186,6 +186,10 @@ class Ledger:
         """End the transfer. A committed version becomes the pool's, if it is the newest. digest: of its manifest."""
         state = "committed" if committed else "failed"
         await self._scripts.run(calls.close(announcement.epoch, _what(announcement), state, REMEMBER_S, digest))
+        if committed:
+            version, name = announcement.version, announcement.adapter
+            known = {name: version} if name else {}
+            await tell_shards(self.redis, self.keys.pool, 0 if name else version, known)
 
     async def adapters(self) -> dict[str, int]:
         """Return the pool's LoRA adapters: name -> newest committed version."""

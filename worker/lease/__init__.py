@@ -5,6 +5,7 @@ from .claims import ClaimLoop
 from .deadlines import Deadlines
 from .handback import Handback
 from .heartbeat import Membership
+from .memberships import Memberships
 from .outbox import Outbox
 from .results import Results
 from .saving import Checkpoints, Streaming
@@ -16,6 +17,7 @@ __all__ = [
     "Deadlines",
     "Handback",
     "Membership",
+    "Memberships",
     "Outbox",
     "Results",
     "Streaming",

@@ -35,9 +35,10 @@ class ClaimLoop:
         serves: Callable[[], tuple[int, Mapping[str, int]]],
         admit: Callable[[list[Claim]], Awaitable[None]],
     ) -> None:
-        self._lease, self._waker = lease, waker
+        self._lease = lease
         self._room, self._serves, self._admit = room, serves, admit
-        self._tokens = [lease.keys.token(lease.worker_id), lease.keys.wake]
+        wakers = getattr(waker, "shards", ()) or (waker,)
+        self._wakers: list[tuple[Any, Lease]] = list(zip(wakers, lease.parts, strict=True))
         self._changed = asyncio.Event()
         self._taking = asyncio.Lock()
         self._aside: dict[str, tuple[Claim, asyncio.Task[None]]] = {}
@@ -87,7 +88,7 @@ class ClaimLoop:
 
     async def run(self) -> None:
         """Claim until cancelled. Raises LeaseLost."""
-        wake: asyncio.Task[object] | None = None
+        wakes: dict[int, asyncio.Task[None]] = {}
         changed: asyncio.Task[object] | None = None
         try:
             while True:
@@ -108,19 +109,21 @@ class ClaimLoop:
                 if claims:
                     continue
                 # Not cancelled while it waits: that would cost the connection, and maybe the token.
-                wake = wake or asyncio.create_task(self._wake())
+                for shard, (waker, part) in enumerate(self._wakers):
+                    if shard not in wakes:
+                        wakes[shard] = asyncio.create_task(self._wake(waker, part))
                 changed = asyncio.create_task(self._changed.wait())
-                await asyncio.wait({wake, changed}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({*wakes.values(), changed}, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
-                if wake.done():
-                    wake = None
+                wakes = {shard: wake for shard, wake in wakes.items() if not wake.done()}
         finally:
-            for task in (wake, changed, *(task for _, task in self._aside.values())):
+            for task in (*wakes.values(), changed, *(task for _, task in self._aside.values())):
                 if task is not None:
                     task.cancel()
 
-    async def _wake(self) -> None:
+    async def _wake(self, waker: Any, part: Lease) -> None:
         try:
-            await self._waker.blpop(self._tokens, timeout=WAKE_S)
+            if await waker.blpop([part.keys.token(part.worker_id), part.keys.wake], timeout=WAKE_S):
+                self._lease.begin_with(part)
         except (RedisError, OSError):
             await asyncio.sleep(RETRY_S)

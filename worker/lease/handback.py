@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from ...messages.broker import Broker, Claim, Lease, Release
+from ...messages.broker import Claim, Lease, Release, broker_of
 from ...messages.redis import name_once
 from ..engine import Progress
 from ..jobs import HeldJob, HeldJobs
@@ -38,7 +38,7 @@ class Handback:
         self._current, self._drop = current, drop
         self._telling: set[asyncio.Task[None]] = set()
         self._leaving: set[str] = set()  # what a release under way is about
-        self._strays: frozenset[str] = frozenset()
+        self._strays: dict[int, frozenset[str]] = {}  # by shard
 
     async def settled(self) -> None:
         """Return when Redis has been told of everything so far."""
@@ -80,7 +80,7 @@ class Handback:
         if (lease := self._current()) is None:
             return 0
         ids = [held.id for held in self._held]
-        states = await Broker(lease.redis, lease.keys.pool).cancel(ids, cause)
+        states = await broker_of(lease.redis, lease.keys.pool).cancel(ids, cause)
         for job_id in ids:
             self._drop(job_id)
         return states.count("ok")
@@ -97,10 +97,11 @@ class Handback:
         found = await lease.held() if too_many else frozenset()
         mine = known()
         if not found or mine is None or self._telling:
-            self._strays = frozenset()
+            self._strays.pop(lease.keys.shard, None)
             return
-        before, self._strays = self._strays, found - mine - self._leaving
-        if strays := self._strays & before:
+        before, now = self._strays.get(lease.keys.shard, frozenset()), found - mine - self._leaving
+        self._strays[lease.keys.shard] = now
+        if strays := now & before:
             log.warning("%d jobs are held here that nobody works on: giving them back", len(strays))
             attempts = await lease.attempts(sorted(strays))
             await self._send(lease, [Release(job_id, attempt) for job_id, attempt in attempts.items()])

@@ -30,6 +30,7 @@ class Membership:
     def __init__(self, lease: Lease, beat_s: float, max_lost: int) -> None:
         self.lease = lease
         self._beat_s, self._max_lost = beat_s, max_lost
+        self.joined = False
         self._until = 0.0
         self._workers = 1
 
@@ -37,7 +38,7 @@ class Membership:
         """Register the worker."""
         sent = time.monotonic()
         beat = await self.lease.join(status)
-        self._until = sent + self.lease.lease_s
+        self._until, self.joined = sent + self.lease.lease_s, True
         return beat
 
     async def run(self, status: Callable[[], WorkerStatus], on_beat: Callable[[Beat], Awaitable[None]]) -> None:

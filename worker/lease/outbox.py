@@ -13,6 +13,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from ...messages.broker import Finished, Lease
+from ...messages.redis import shard_of
 from .batches import MAX_BATCH, each
 
 log = logging.getLogger(__name__)
@@ -20,25 +21,51 @@ MAX_BYTES = 4 << 20
 RETRY_S = 0.2
 
 
+class Lane:
+    """What waits to be published in one shard of the pool."""
+
+    def __init__(self) -> None:
+        self.ready: deque[Finished] = deque()
+        self.more = asyncio.Event()
+
+    def batch(self) -> list[Finished]:
+        batch: list[Finished] = []
+        nbytes = 0
+        for finished in islice(self.ready, MAX_BATCH):
+            nbytes += len(finished.payload)
+            if batch and nbytes > MAX_BYTES:
+                break
+            batch.append(finished)
+        return batch
+
+    def take_out(self, finished: Finished) -> None:
+        # clear() may have come between; then it is not at the head any more.
+        if self.ready and self.ready[0] is finished:
+            self.ready.popleft()
+
+
 class Outbox:
-    """Keeps finished samples until Redis has them or they are fenced.
+    """Keeps finished samples until Redis has them or they are fenced. A shard that is away holds up no other.
 
     on_published(finished, state): called once per sample with "ok", "again" or "fenced". on_failed(finished, error):
     called instead for a sample that Redis cannot take because of what it has of its job or client.
     """
 
     def __init__(
-        self, on_published: Callable[[Finished, str], None], on_failed: Callable[[Finished, Exception], None]
+        self,
+        on_published: Callable[[Finished, str], None],
+        on_failed: Callable[[Finished, Exception], None],
+        shards: int = 1,
     ) -> None:
         self._on_published, self._on_failed = on_published, on_failed
-        self._ready: deque[Finished] = deque()
+        self._lanes = [Lane() for _ in range(shards)]
         self._making: dict[asyncio.Task[Finished | None], str] = {}
-        self._more = asyncio.Event()
         self._published = asyncio.Event()
 
     def put(self, finished: Finished) -> None:
-        self._ready.append(finished)
-        self._more.set()
+        lane = self._lanes[shard_of(finished.job_id, len(self._lanes)) if len(self._lanes) > 1 else 0]
+        lane.ready.append(finished)
+        lane.more.set()
 
     def put_later(self, job_id: str, making: Coroutine[Any, Any, Finished | None]) -> None:
         """Put what `making` returns, if anything. Until then the job counts as one that has a sample here."""
@@ -57,14 +84,15 @@ class Outbox:
 
     def jobs(self) -> set[str]:
         """Ids of the jobs that have a sample waiting here."""
-        return {finished.job_id for finished in self._ready} | set(self._making.values())
+        return {finished.job_id for lane in self._lanes for finished in lane.ready} | set(self._making.values())
 
-    def clear(self) -> None:
-        """Forget what waits: the lease it belonged to is lost."""
-        self._ready.clear()
-        for task in self._making:
+    def clear(self, lease: Lease) -> None:
+        """Forget what waits to be published under this lease, because it is lost."""
+        for part in lease.parts:
+            self._lanes[part.keys.shard].ready.clear()
+        for task in [task for task, job_id in self._making.items() if lease.has(job_id)]:
             task.cancel()
-        self._making.clear()
+            del self._making[task]
         self._published.set()
 
     async def flushed(self, job_id: str | None = None) -> None:
@@ -75,40 +103,33 @@ class Outbox:
             self._published.clear()
             await self._published.wait()
 
-    def _batch(self) -> list[Finished]:
-        batch: list[Finished] = []
-        nbytes = 0
-        for finished in islice(self._ready, MAX_BATCH):
-            nbytes += len(finished.payload)
-            if batch and nbytes > MAX_BYTES:
-                break
-            batch.append(finished)
-        return batch
-
     async def run(self, lease: Lease) -> None:
         """Publish until cancelled. A Redis that does not answer is asked again; nothing is dropped meanwhile."""
+        if len(self._lanes) == 1:
+            await self._publish(self._lanes[0], lease)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for lane, part in zip(self._lanes, lease.parts, strict=True):
+                tasks.create_task(self._publish(lane, part))
+
+    async def _publish(self, lane: Lane, lease: Lease) -> None:
         while True:
-            await self._more.wait()
-            batch = self._batch()
+            await lane.more.wait()
+            batch = lane.batch()
             if not batch:
-                self._more.clear()
+                lane.more.clear()
                 continue
             try:
-                await each(batch, partial(self._send, lease), self._give_up)
+                await each(batch, partial(self._send, lane, lease), partial(self._give_up, lane))
             except (RedisError, OSError):
                 await asyncio.sleep(RETRY_S)
             self._published.set()
 
-    async def _send(self, lease: Lease, batch: list[Finished]) -> None:
+    async def _send(self, lane: Lane, lease: Lease, batch: list[Finished]) -> None:
         for finished, state in zip(batch, await lease.complete(batch), strict=True):
-            self._take_out(finished)
+            lane.take_out(finished)
             self._on_published(finished, state)
 
-    def _give_up(self, finished: Finished, error: Exception) -> None:
-        self._take_out(finished)
+    def _give_up(self, lane: Lane, finished: Finished, error: Exception) -> None:
+        lane.take_out(finished)
         self._on_failed(finished, error)
-
-    def _take_out(self, finished: Finished) -> None:
-        # clear() may have come between; then it is not at the head any more.
-        if self._ready and self._ready[0] is finished:
-            self._ready.popleft()

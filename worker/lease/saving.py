@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from redis.exceptions import RedisError
 
-from ...messages.broker import Lease, Piece
+from ...messages.broker import AWAY, Lease, Piece
 from ...messages.model import GenerateJob
 from ...messages.redis import name_once
 from ..engine import Progress
@@ -129,6 +129,8 @@ async def save(lease: Lease, batch: Sequence[tuple[Run, Piece]], on_fenced: Call
                 sample.keep_saved(piece)
             elif state == "gap":
                 sample.save_anew()
+            elif state == AWAY:
+                sample.saved_at = time.monotonic()  # its shard is away: the next time, with what comes until then
             elif state == "full":
                 sample.saved_at = time.monotonic()  # not tried again at once
                 name_once("the pool has no room for what unfinished samples have generated: a lost worker costs it")

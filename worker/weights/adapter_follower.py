@@ -35,6 +35,10 @@ class AdapterFollower:
         """Do not ask the pool for this version, nor for an older one, again."""
         self._refused[name] = max(version, self._refused.get(name, 0))
 
+    async def committed(self) -> dict[str, int]:
+        """The adapters of the pool, each with its newest version."""
+        return await self._ledger.adapters()
+
     async def refusal(self, name: str) -> RequestRefused | None:
         """Why no worker of the pool can run a job for this adapter, or None if one could, now or later."""
         known = await self._ledger.adapters()
