@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import redis
@@ -26,6 +27,8 @@ if BINARY_VARIABLE not in os.environ and (carried := wheel_server()):
     os.environ[BINARY_VARIABLE] = carried
 # Each test process has ports of its own: on the port of a server that was killed, no other test's server may answer.
 SHARES = 16
+SHARDS = int(os.environ.get("ROLLOUTMQ_TEST_SHARDS", "1"))
+"""With `make test-shards`: the tests' pools have so many shards, on two servers."""
 embedded.PORTS = embedded.PORTS[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % SHARES :: SHARES]
 
 
@@ -37,8 +40,8 @@ def redis_server() -> Iterator[EmbeddedRedis]:
 
 
 @pytest.fixture
-def redis_url(redis_server: EmbeddedRedis) -> str:
-    return redis_server.url
+def redis_url(redis_server: EmbeddedRedis, further_redis: list[EmbeddedRedis]) -> str:
+    return pool_url(redis_server, further_redis)
 
 
 @pytest.fixture(scope="session")
@@ -48,10 +51,26 @@ def shared_redis() -> Iterator[EmbeddedRedis]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def further_redis() -> Iterator[list[EmbeddedRedis]]:
+    """Servers of the other shards, if these tests run on a pool with several, see SHARDS."""
+    with ExitStack() as servers:
+        yield [servers.enter_context(EmbeddedRedis()) for _ in range(min(SHARDS, 2) - 1)]
+
+
+def pool_url(home: EmbeddedRedis, further: list[EmbeddedRedis]) -> str:
+    """URL of a pool with as many shards as SHARDS says, on these servers; the further ones are emptied."""
+    for server in further:
+        with redis.Redis.from_url(server.url) as client:
+            client.flushall()
+            client.script_flush()
+    return f"{','.join(server.url for server in [home, *further])}?shards={SHARDS}" if further else home.url
+
+
 @pytest.fixture
-def redis_db(shared_redis: EmbeddedRedis) -> str:
+def redis_db(shared_redis: EmbeddedRedis, further_redis: list[EmbeddedRedis]) -> str:
     """URL of the shared server, emptied: data and cached scripts."""
     with redis.Redis.from_url(shared_redis.url) as client:
         client.flushall()
         client.script_flush()
-    return shared_redis.url
+    return pool_url(shared_redis, further_redis)

@@ -20,8 +20,9 @@ from support.specimens.messages import job, tokens
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, NotOnDisk
 from rolloutmq.messages.errors import ConfigError, RedisRefused
-from rolloutmq.messages.redis import disk, parse
+from rolloutmq.messages.redis import disk
 from rolloutmq.messages.redis.connection import connect, ping
+from rolloutmq.messages.redis.url import parse
 from rolloutmq.messages.scripts import runner
 from rolloutmq.ops.redis.embedded import EmbeddedRedis, find_server, server_version
 

@@ -17,6 +17,7 @@ from support.pools.worker_process import WorkerProcess
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, Lease, connect
+from rolloutmq.messages.broker import ShardedLease, broker_of
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.worker.sglang.features import FILES
@@ -28,13 +29,13 @@ SMALL_RUNNING, SMALL_TOKENS = 12, 2000
 
 @pytest.fixture
 async def db(redis_db: str) -> AsyncIterator[Redis]:
-    async with connect(redis_db) as client:
+    async with connect(redis_db, pool="default") as client:
         yield client
 
 
 @pytest.fixture
 def broker(db: Redis) -> Broker:
-    return Broker(db, "default")
+    return broker_of(db, "default")
 
 
 @pytest.fixture
@@ -42,9 +43,14 @@ def joined(db: Redis) -> MakeLease:
     """Makes a lease that has joined."""
 
     async def make(worker_id: str = "w1", lease_s: float = 10.0, **fields: Any) -> Lease:
-        lease = Lease(db, "default", worker_id, lease_s)
-        await lease.join(status(worker_id, **fields))
-        return lease
+        clients = getattr(db, "shards", ()) or (db,)
+        parts = [
+            Lease(its, "default", worker_id, lease_s, shard=shard, shards=len(clients))
+            for shard, its in enumerate(clients)
+        ]
+        for part in parts:
+            await part.join(status(worker_id, **fields))
+        return parts[0] if len(parts) == 1 else ShardedLease(parts)
 
     return make
 
@@ -54,7 +60,8 @@ def expire_lease(db: Redis, broker: Broker) -> Callable[[Lease], Awaitable[None]
     """Makes a lease end now, as if its worker had been silent for that long."""
 
     async def expire(lease: Lease) -> None:
-        assert await db.zadd(broker.keys.workers, {lease.worker_id: 1}, xx=True, ch=True)
+        for part in broker.parts:
+            assert await part.redis.zadd(part.keys.workers, {lease.worker_id: 1}, xx=True, ch=True)
 
     return expire
 

@@ -63,8 +63,10 @@ def status(worker_id: str, **fields: Any) -> WorkerStatus:
 async def replies(broker: Broker, client_id: str = "client") -> list[Reply]:
     """Everything on a client's reply stream."""
     found: list[Reply] = []
-    while more := await broker.read_replies(client_id, found[-1].entry_id if found else "0", count=1000):
-        found += more
+    for part in broker.parts:
+        place = "0"
+        while more := await part.read_replies(client_id, place, count=1000):
+            found, place = found + more, more[-1].entry_id
     return found
 
 
@@ -72,7 +74,7 @@ async def wait_replies(broker: Broker, count: int, client_id: str = "client", ti
     """The reply stream once it has `count` entries; more would be a duplicate."""
 
     async def enough() -> bool:
-        return await broker.redis.xlen(broker.keys.reply(client_id)) >= count
+        return await broker.count_replies(client_id) >= count
 
     await eventually(enough, timeout, f"{count} replies")
     found = await replies(broker, client_id)
@@ -82,13 +84,13 @@ async def wait_replies(broker: Broker, count: int, client_id: str = "client", ti
 
 async def letters(broker: Broker) -> list[DeadLetter]:
     """The pool's dead letters, whole, newest first."""
-    found = DeadLetters(broker)
-    return [await found.get(head.entry_id) for head in await found.page()]
+    boxes = [DeadLetters(part) for part in broker.parts]
+    return [await found.get(head.entry_id) for found in boxes for head in await found.page()]
 
 
 async def stream_length(db: Redis, broker: Broker) -> int:
     """Entries on the reply stream of the client named "client": what it has not acknowledged."""
-    return int(await db.xlen(broker.keys.reply("client")))
+    return await broker.count_replies("client")
 
 
 def check_scripted(result: RolloutResult, prompt_len: int) -> None:
@@ -158,7 +160,8 @@ class Running:
         await self.crash()
         config = self.worker.config
         async with connect(config.redis_url, pool=config.pool) as db:
-            await db.zadd(Keys(config.pool).workers, {self.id: 1}, xx=True)
+            for shard, its in enumerate(db.shards or (db,)):
+                await its.zadd(Keys(config.pool, shard).workers, {self.id: 1}, xx=True)
 
 
 @asynccontextmanager
