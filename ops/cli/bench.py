@@ -47,6 +47,24 @@ def bench_queue(
     run_queue_bench(plan, quiet=json)
 
 
+@app.command("shards")
+def bench_shards(
+    layouts: Annotated[str, typer.Option(help="Shards x Redis processes, the first to compare with.")] = "1x1,4x2",
+    drivers: Annotated[
+        int | None, typer.Option(help="Processes that submit and work. Default: the cores beside Redis.", min=1)
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Turns of each layout; the median counts.", min=1)] = 3,
+    seconds: Annotated[float, typer.Option(help="Length of a turn.", min=0.1, max=3600)] = 5.0,
+    out: Annotated[Path | None, typer.Option(help="Write the result here, too.")] = None,
+    json: Json = False,
+) -> None:
+    """Jobs/s and Redis' CPU of a pool with its shards on one Redis process, and on several."""
+    from ..bench.broker import ShardsPlan, default_drivers, parse_layouts, run_shards_bench
+
+    parsed = parse_layouts(layouts)
+    run_shards_bench(ShardsPlan(parsed, drivers or default_drivers(parsed), rounds, seconds, out), quiet=json)
+
+
 @app.command("idle")
 def bench_idle(
     clients: Annotated[

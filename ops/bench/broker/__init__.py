@@ -1,8 +1,9 @@
-"""`rolloutmq bench queue`: lifecycles of jobs beside other queues; `rolloutmq bench idle`: what waiting costs Redis."""
+"""`rolloutmq bench queue`, `bench idle` and `bench shards`: other queues, what waiting costs, several Redis."""
 
 from .bench import LEVELS, Plan, parse_levels, run_queue_bench
 from .environments import describe_host, parse_peers
 from .idle import Crowd, run_idle_bench
+from .sharded import ShardsPlan, default_drivers, parse_layouts, run_shards_bench
 from .turn import BenchFailed
 
 __all__ = [
@@ -10,9 +11,13 @@ __all__ = [
     "BenchFailed",
     "Crowd",
     "Plan",
+    "ShardsPlan",
+    "default_drivers",
     "describe_host",
+    "parse_layouts",
     "parse_levels",
     "parse_peers",
     "run_idle_bench",
     "run_queue_bench",
+    "run_shards_bench",
 ]

@@ -211,7 +211,7 @@ class _Crowd:
             self._turn = (self._turn + 1) % len(self.leases)
             batch = [held.popleft() for _ in range(min(BATCH, lifecycles - done, len(held)))]
             await self._submit(len(batch))
-            await lease.complete([_finished(claim, lease.worker_id) for claim in batch])
+            await lease.complete([finished(claim, lease.worker_id) for claim in batch])
             held.extend(await lease.claim(len(batch), len(batch), 0))
             replies = await self._broker.read_replies(CLIENT, self._last, count=512)
             if len(replies) != len(batch):
@@ -225,7 +225,8 @@ _ANSWER = np.arange(TOKENS, dtype=np.int32)
 _LOGPROBS = np.full(TOKENS, -1.0, np.float32)
 
 
-def _finished(claim: Claim, worker_id: str) -> Finished:
+def finished(claim: Claim, worker_id: str) -> Finished:
+    """Return the job's one sample, as an engine would have made it."""
     result = RolloutResult(
         job_id=claim.job_id,
         sample=0,
