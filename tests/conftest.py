@@ -32,6 +32,12 @@ SHARDS = int(os.environ.get("ROLLOUTMQ_TEST_SHARDS", "1"))
 embedded.PORTS = embedded.PORTS[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % SHARES :: SHARES]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what is not about shards where pools have several."""
+    if SHARDS > 1:
+        items[:] = [item for item in items if item.get_closest_marker("one_shard") is None]
+
+
 @pytest.fixture
 def redis_server() -> Iterator[EmbeddedRedis]:
     """A server of the test's own, to kill, freeze or restart."""

@@ -40,6 +40,7 @@ def stream_length(url: str, client_id: str) -> int:
         return int(db.xlen(Keys("default").reply(client_id)))
 
 
+@pytest.mark.one_shard
 def test_the_whole_face(redis_db: str, serving: None) -> None:
     with BlockingRolloutClient(redis_db, client_id="blocking") as client:
         assert client.client_id == "blocking"
@@ -64,6 +65,7 @@ def test_the_whole_face(redis_db: str, serving: None) -> None:
     assert stream_length(redis_db, "blocking") == 0
 
 
+@pytest.mark.one_shard
 def test_a_loop_left_early_keeps_the_rest(redis_db: str, serving: None) -> None:
     with BlockingRolloutClient(redis_db, client_id="blocking") as client:
         client.submit_many([tokens() for _ in range(5)])
@@ -79,6 +81,7 @@ def test_a_loop_left_early_keeps_the_rest(redis_db: str, serving: None) -> None:
     assert stream_length(redis_db, "blocking") == 0  # each loop was followed by another one
 
 
+@pytest.mark.one_shard
 def test_closed_with_a_loop_still_open(redis_db: str, serving: None) -> None:
     client = BlockingRolloutClient(redis_db, client_id="blocking")
     client.submit_many([tokens() for _ in range(3)])

@@ -140,6 +140,7 @@ async def test_acknowledged_when_the_code_comes_back_for_the_next(
     assert await stream_length(db, broker) == 0
 
 
+@pytest.mark.one_shard
 async def test_closing_in_the_middle_of_an_acknowledgement(
     client: RolloutClient, broker: Broker, db: Redis, serving: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +181,7 @@ async def test_a_loop_ends_when_what_it_waits_for_is_refused(
     assert await asyncio.wait_for(loop, 5) is None
 
 
+@pytest.mark.one_shard
 async def test_a_crash_gives_what_was_not_acknowledged_again(
     redis_db: str, broker: Broker, db: Redis, serving: None
 ) -> None:
@@ -257,6 +259,7 @@ async def test_cancelling_stops_a_worker(redis_db: str, client: RolloutClient) -
         await eventually(lambda: not engine._aborts)
 
 
+@pytest.mark.one_shard
 async def test_pool_busy_keeps_what_was_accepted(redis_db: str, serving: None) -> None:
     async with RolloutClient(redis_db, caps=Caps(jobs=2)) as client:
         await client.submit(tokens(sampling=SamplingParams(max_new_tokens=2)))

@@ -71,6 +71,7 @@ async def test_a_group_is_whole_after_a_restart(redis_db: str, broker: Broker) -
     assert [(group.group_id, len(group.results), len(group.failures)) for group in groups] == [("g", 2, 1)]
 
 
+@pytest.mark.one_shard
 async def test_jobs_that_had_ended_are_not_waited_for_when_the_pool_is_busy(redis_db: str, broker: Broker) -> None:
     jobs = [job(sampling=SHORT) for _ in range(4)]
     async with worker(redis_db), RolloutClient(redis_db, client_id="client") as client:
@@ -106,6 +107,7 @@ async def test_no_group_is_not_every_group(redis_db: str, broker: Broker) -> Non
         assert await client.cancel_group(one.group) == 1
 
 
+@pytest.mark.one_shard
 async def test_a_read_that_was_too_much_is_made_smaller(redis_db: str, broker: Broker, joined) -> None:
     lease = await joined()
     async with RolloutClient(redis_db, client_id="client") as client:

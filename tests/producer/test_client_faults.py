@@ -107,6 +107,7 @@ async def test_what_a_loop_did_not_come_back_from_is_given_again(redis_db: str, 
             assert third.outstanding == 0
 
 
+@pytest.mark.one_shard
 async def test_first_calls_at_the_same_time_start_one_reader(redis_db: str, serving: None) -> None:
     before = asyncio.all_tasks()
     client = RolloutClient(redis_db)
@@ -131,6 +132,7 @@ async def test_closing_wakes_whoever_waits(client: RolloutClient) -> None:
 
 
 @pytest.mark.parametrize("by_map", [True, False])
+@pytest.mark.one_shard
 async def test_resuming_after_the_pool_has_forgotten(redis_db: str, broker: Broker, db: Redis, by_map: bool) -> None:
     """What ended and was not taken is given, not generated again."""
     jobs = [tokens(n=2) for _ in range(4)]
@@ -151,6 +153,7 @@ async def test_resuming_after_the_pool_has_forgotten(redis_db: str, broker: Brok
         assert running.worker._generation.finished == 8 + by_map
 
 
+@pytest.mark.one_shard
 async def test_pool_busy_counts_over_the_callers_list(redis_db: str, broker: Broker, db: Redis) -> None:
     old = [tokens(), tokens()]
     async with worker(redis_db):
@@ -280,6 +283,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("lost", ["stream", "everything"])
+@pytest.mark.one_shard
 async def test_a_client_whose_results_redis_has_lost_is_told(
     client: RolloutClient, db: Redis, broker: Broker, joined: Any, lost: str
 ) -> None:
@@ -312,6 +316,7 @@ async def test_a_client_whose_results_redis_has_lost_is_told(
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.one_shard
 async def test_a_client_whose_running_job_is_gone_is_told(
     redis_db: str, client: RolloutClient, db: Redis, broker: Broker
 ) -> None:

@@ -35,6 +35,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "FIRST_BLOCK_MS", 20_000)
 
 
+@pytest.mark.one_shard
 async def test_reads_wait_longer_and_longer_until_something_comes(
     redis_db: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +56,7 @@ async def test_reads_wait_longer_and_longer_until_something_comes(
 
 
 @pytest.mark.usefixtures("patient")
+@pytest.mark.one_shard
 async def test_one_connection(redis_db: str, db: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a client that has just opened, and again of one that has waited for a while."""
 
@@ -79,6 +81,7 @@ async def test_one_connection(redis_db: str, db: Redis, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("patient")
+@pytest.mark.one_shard
 async def test_one_connection_of_its_own_is_enough(redis_db: str) -> None:
     """Blocking reads come on top of what the URL allows."""
     async with RolloutClient(f"{redis_db}?max_connections=1") as client, worker(redis_db):
@@ -108,6 +111,7 @@ async def test_a_task_ends_at_its_deadline(client: RolloutClient) -> None:
         await client.embed([[1, 2, 3]], deadline_s=0.2, timeout=10)
 
 
+@pytest.mark.one_shard
 async def test_the_clock_is_witnessed_after_a_submission_that_comes_late(
     redis_db: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ async def acknowledged_but(count: int, client: RolloutClient, broker: Broker) ->
     return await stream_length(broker.redis, broker) == count
 
 
+@pytest.mark.one_shard
 async def test_other_code_that_begins_a_loop_leaves_it_to_the_code_that_has_it(
     client: RolloutClient, broker: Broker, db: Redis, serving: None
 ) -> None:

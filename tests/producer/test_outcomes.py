@@ -116,6 +116,7 @@ async def test_a_handle_that_is_not_answered(waiting: RolloutClient) -> None:
         await JobHandle(handle.job_id, "g", 1)
 
 
+@pytest.mark.one_shard
 async def test_a_wait_that_has_taken_its_results_cannot_be_cancelled_out_of_them(
     client: RolloutClient, serving: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -295,7 +295,7 @@ async def test_closing_the_client_ends_its_streams(redis_db: str, serving: None)
     await opened.open()
     handle = await opened.submit(job(reply_to="other", stream=True, min_version=9))
     waiting = asyncio.create_task(anext(opened.stream(handle)))
-    await eventually(lambda: not waiting.done() and opened._streams._news._task is not None)
+    await eventually(lambda: not waiting.done() and opened._streams._news._tasks)
     await opened.aclose()
     with pytest.raises(RolloutMQError, match="closed"):
         await waiting

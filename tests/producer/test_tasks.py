@@ -51,6 +51,7 @@ async def test_embeddings_are_an_array_and_rewards_a_list(redis_db: str) -> None
     assert scored.score == 2.0
 
 
+@pytest.mark.one_shard
 async def test_each_kind_of_worker_refuses_the_other_kind_of_job_by_name(redis_db: str, broker: Broker) -> None:
     async with worker(redis_db, engine=Pooling()), RolloutClient(redis_db) as client:
         with pytest.raises(JobFailed, match=r"does not generate.*task:embed"):
@@ -110,6 +111,7 @@ async def test_a_task_nobody_waits_for_any_more_is_cancelled_and_leaves_nothing(
     assert await Broker(db, "default").unread() == {}
 
 
+@pytest.mark.one_shard
 async def test_the_results_of_a_client_that_crashed_in_a_task_are_dropped_by_the_next(redis_db: str, db: Redis) -> None:
     broker = Broker(db, "default")
     await broker.enqueue([ScoreJob(reply_to="trainer", token_ids=[1], continuations=[[2], [3]])])

@@ -18,6 +18,7 @@ from support.pools.worker_process import WorkerProcess
 from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, Lease, connect
 from rolloutmq.messages.broker import ShardedLease, broker_of
+from rolloutmq.messages.redis import ping
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.worker.sglang.features import FILES
@@ -30,6 +31,8 @@ SMALL_RUNNING, SMALL_TOKENS = 12, 2000
 @pytest.fixture
 async def db(redis_db: str) -> AsyncIterator[Redis]:
     async with connect(redis_db, pool="default") as client:
+        if client.shards:
+            await ping(client)  # they know that they are shards before a test looks at one of them
         yield client
 
 

@@ -1,0 +1,52 @@
+"""A worker and a client over several shards: a shard that is lost costs its own jobs and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.pools.pool import check_scripted, eventually, worker
+from support.redis.deployments import cluster
+from support.specimens.messages import SHORT, tokens
+
+from rolloutmq import RolloutClient, RolloutResult
+from rolloutmq.messages.redis import shard_of
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.worker.scripted.engine import ScriptedEngine
+
+pytestmark = pytest.mark.one_shard
+
+
+async def test_a_cluster_spreads_the_shards_of_a_pool() -> None:
+    with cluster() as nodes:
+        async with RolloutClient(f"{nodes.url}?shards=4") as client, worker(f"{nodes.url}?shards=4"):
+            handles = await client.submit_many([tokens(n=2, sampling=SHORT) for _ in range(24)])
+            found = [one async for one in client.results(20)]
+    assert {(one.job_id, one.sample) for one in found} == {(it.job_id, n) for it in handles for n in range(2)}
+    assert len({nodes.node_of(name) for name in ("default", "default:1", "default:2", "default:3")}) > 1
+    for one in found:
+        assert isinstance(one, RolloutResult)
+        check_scripted(one, 3)
+
+
+async def test_the_loss_of_a_shard_stops_its_jobs_alone_until_it_is_back(
+    redis_db: str, redis_server: EmbeddedRedis
+) -> None:
+    url = f"{redis_db},{redis_server.url}"
+    engine = ScriptedEngine(tokens_per_s=100.0)
+    async with RolloutClient(url) as client, worker(url, engine=engine, lease_s=1.0, beat_s=0.1) as running:
+        lost = await client.submit_many([one for one in (tokens() for _ in range(40)) if shard_of(one.id, 2) == 1])
+        lease = running.worker._lease
+        assert lease is not None
+        await eventually(lambda: len(running.worker._held) == len(lost), what="all are held")
+        redis_server.kill()
+        await eventually(lambda: not len(running.worker._held), what="its jobs are forgotten")
+        assert [part.in_doubt for part in lease.parts] == [False, True]
+        engine.tokens_per_s = 1e9
+        for one in [one for one in (tokens() for _ in range(20)) if shard_of(one.id, 2) == 0]:
+            assert len(await client.wait(await client.submit(one), 20)) == 1
+        redis_server.restart()
+        await eventually(lambda: not lease.parts[1].in_doubt, what="the shard is joined again")
+        for one in [one for one in (tokens() for _ in range(20)) if shard_of(one.id, 2) == 1]:
+            assert len(await asyncio.wait_for(client.wait(await client.submit(one)), 20)) == 1
+        assert running.worker.worker_id == lease.worker_id, "it is the same worker all the time"
