@@ -34,7 +34,7 @@ async def test_the_loss_of_a_shard_stops_its_jobs_alone_until_it_is_back(
 ) -> None:
     url = f"{redis_db},{redis_server.url}"
     engine = ScriptedEngine(tokens_per_s=100.0)
-    async with RolloutClient(url) as client, worker(url, engine=engine, lease_s=1.0, beat_s=0.1) as running:
+    async with RolloutClient(url) as client, worker(url, engine=engine, lease_s=1.0) as running:
         lost = await client.submit_many([one for one in (tokens() for _ in range(40)) if shard_of(one.id, 2) == 1])
         lease = running.worker._lease
         assert lease is not None

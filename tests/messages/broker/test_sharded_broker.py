@@ -78,9 +78,10 @@ async def test_one_worker_takes_from_all_shards_and_publishes_into_each(wide: Re
         claims += await lease.claim(100, 100, 0)
     assert {claim.job_id for claim in claims} == {one.id for one in jobs}
     assert await lease.claim(100, 100, 0) == []
+    by_id = {one.id: one for one in jobs}
     given, kept = claims[:5], claims[5:]
     assert await lease.release([Release(one.job_id, one.attempt) for one in given], 3) == ["ok"] * 5
-    done = [Finished(one.job_id, one.attempt, 0, result(job_id=one.job_id)) for one in kept]
+    done = [Finished(one.job_id, one.attempt, 0, result(by_id[one.job_id])) for one in kept]
     assert await lease.complete(done) == ["ok"] * 35
     assert await lease.complete(done[::-1]) == ["again"] * 35
     assert {reply.outcome.job_id for reply in await replies(broker)} == {one.job_id for one in kept}

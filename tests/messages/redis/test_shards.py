@@ -93,7 +93,7 @@ async def test_parties_with_the_same_url_share_a_pool(pair: tuple[str, str]) -> 
     [
         ("{a}", "the URL names one shard, and its Redis has shard 0 of 2"),
         ("{a},{b}?shards=4", "the URL names 4 shards; .* has shard 0 of 2"),
-        ("{b},{a}", "with shard 0 at .*; it is at .* in the order"),
+        ("{b},{a}", "with shard 1 at .*; it is at .* in the order"),
         ("{a}?shards=2", "knows nothing of shard 1"),
     ],
 )
