@@ -86,6 +86,7 @@ async def lifecycle(  # noqa: PLR0915 – a life is one story
     assert [await ledger.reserve(number, "a folder") for number in (2, 3)] == [2, 0]
     assert await ledger.committed() == 1
     assert await ledger.wanted() == {}
+    await broker._scripts.run(calls.learn(2, calls.AdapterVersion("a", 1)))  # as a shard that is not the home
 
     letters = DeadLetters(broker)
     await letters.drop(str(await letters.newest_id()))

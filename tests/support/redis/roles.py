@@ -15,9 +15,9 @@ ROLES = {
     "producer": ("enqueue", "cancel", "cancel_client", "stop", "ack", "overdue"),
     "worker": (
         "claim", "complete", "checkpoint", "heartbeat", "release", "dead", "expire", "reap", "leave", "join", "report",
-        "want", "offer", "seal", "close", "take_command", "answer_command", "cancel",
+        "want", "offer", "seal", "close", "take_command", "answer_command", "cancel", "learn",
     ),
-    "publisher": ("announce", "seal", "close"),
+    "publisher": ("announce", "seal", "close", "learn"),
     "operator": (
         "enqueue", "dead_page", "drop_letter", "cancel", "cancel_client", "ack", "overdue", "command", "audit_jobs",
         "audit_keys", "audit_members", "audit_totals",
