@@ -12,13 +12,9 @@ from ...sync.transfer import TransferOrder, TransferReport
 from ..engine import Engine, EngineOutput, EngineRequest, TaskOutput, TaskRequest
 from .histogram import SYNC_BOUNDS, Histogram, finite
 
-<<<<<<< HEAD
-=======
-STARTED = time.monotonic()
 KV_S = 5.0
 """Between two looks at the KV cache."""
 
->>>>>>> f9f0c34 (A worker shows how full its KV cache is; every query of the dashboard finds a series in a real Prometheus)
 
 class MeteredEngine:
     """Implements `Engine` by another one. Whatever is not counted goes straight to that one.
@@ -44,14 +40,8 @@ class MeteredEngine:
     def __getattr__(self, name: str) -> Any:  # only asked for what is not here
         return getattr(self._engine, name)
 
-<<<<<<< HEAD
-=======
     async def start(self) -> None:
-        began = time.monotonic()
         await self._engine.start()
-        if not self.up:
-            self.up = time.monotonic()
-            self.startup_s |= {"process": began - self._began, "engine": self.up - began}
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask_for_kv_use())
 
@@ -70,7 +60,6 @@ class MeteredEngine:
                 self.kv_use = None
             await asyncio.sleep(KV_S)
 
->>>>>>> f9f0c34 (A worker shows how full its KV cache is; every query of the dashboard finds a series in a real Prometheus)
     async def generate(self, request: EngineRequest) -> EngineOutput:
         output: EngineOutput = await self._counted(self._engine.generate, request)
         self.prompt_tokens += len(request.token_ids)
