@@ -69,6 +69,15 @@ def exporter(
     every: Annotated[
         float, typer.Option(min=1.0, max=300.0, callback=finite, help="Seconds between two looks at the pool.")
     ] = 5.0,
+    target: Annotated[
+        float, typer.Option(min=1.0, callback=finite, help="Seconds in which workers that are wanted do what waits.")
+    ] = 60.0,
+    stabilise: Annotated[
+        float, typer.Option(min=0.0, callback=finite, help="Seconds until a worker that is not needed is not wanted.")
+    ] = 300.0,
+    startup: Annotated[
+        float, typer.Option(min=0.0, callback=finite, help="Seconds from a worker's start until it serves.")
+    ] = 60.0,
     deletion_costs: Annotated[
         bool, typer.Option("--deletion-costs", help="In a pod: tell Kubernetes which workers cost least to delete.")
     ] = False,
@@ -80,6 +89,8 @@ def exporter(
     rolloutmq exporter --pool default --port 9477
     curl http://127.0.0.1:9477/metrics
     """
+    from ..scale import ScaleSettings
+
     try:
         from ..metrics import run_exporter
     except ModuleNotFoundError as error:
@@ -89,7 +100,8 @@ def exporter(
 
         raise ConfigError("metrics need prometheus_client: pip install 'rolloutmq[metrics]'") from None
     log_to_stderr(log_level)
-    run_exporter(redis, pool, host, port, every, deletion_costs=deletion_costs)
+    scale = ScaleSettings(most=1_000_000, target_s=target, stabilise_s=stabilise, startup_s=startup)
+    run_exporter(redis, pool, host, port, every, deletion_costs=deletion_costs, scale=scale)
 
 
 def doctor(

@@ -19,10 +19,12 @@ from support.pools.pool import eventually, short_retries, status, wait_replies, 
 from support.pools.scraped import scraped
 from support.redis.roles import create
 from support.specimens.messages import job, specimens
+from typer.testing import CliRunner
 
 from rolloutmq.messages import Broker, SamplingParams, WeightAnnouncement, connect
 from rolloutmq.messages.codec import encode
 from rolloutmq.messages.model import WorkerStatus
+from rolloutmq.ops.cli import app
 from rolloutmq.ops.metrics.exporter import Exporter
 from rolloutmq.ops.metrics.families import pool_families
 from rolloutmq.ops.metrics.reading import PoolReader, Reading
@@ -229,6 +231,16 @@ async def test_the_command_serves_until_it_is_told_to_stop(redis_db: str) -> Non
             assert await asyncio.to_thread(process.wait, 60) == 0
         finally:
             process.kill()
+
+
+def test_the_command_says_what_the_wanted_workers_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("rolloutmq.ops.metrics.run_exporter", lambda *_, **named: given.update(named), raising=False)
+    flags = ["--target", "30", "--stabilise", "600", "--startup", "900"]
+    ran = CliRunner().invoke(app, ["exporter", *flags])
+    assert ran.exit_code == 0, ran.output
+    assert (given["scale"].target_s, given["scale"].stabilise_s, given["scale"].startup_s) == (30, 600, 900)
+    assert given["scale"].most >= 1_000_000, "bounds are those of whoever scales"
 
 
 async def test_a_transfer_is_counted_once_it_has_ended(reader: PoolReader, db: Redis, joined: MakeLease) -> None:
