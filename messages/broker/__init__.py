@@ -4,8 +4,7 @@ from .broker import PIECES_COUNT, Broker, Caps
 from .clock import Witness, living_workers
 from .command_channel import CommandBox, CommandSender
 from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
-from .lease import MAX_CALL_TOKENS, Beat, Claim, Finished, Lease, Piece, Release
-from .needs import can_of, kin_of
+from .lease import MAX_CALL_BYTES, Beat, Claim, Finished, Lease, Piece, Release
 from .pool_load import PoolLoad
 from .replies import ENTRY_BYTES, Frames, Receipt, Reply, as_replies
 from .sharded_broker import ShardedBroker, broker_of
@@ -16,7 +15,7 @@ __all__ = [
     "AWAY",
     "BATCH_BYTES",
     "ENTRY_BYTES",
-    "MAX_CALL_TOKENS",
+    "MAX_CALL_BYTES",
     "PIECES_COUNT",
     "Beat",
     "Broker",
@@ -40,8 +39,6 @@ __all__ = [
     "Witness",
     "as_replies",
     "broker_of",
-    "can_of",
-    "kin_of",
     "living_workers",
     "successor",
     "tell_shards",

@@ -17,15 +17,14 @@ from ..model import GenerateJob, WorkerStatus
 from ..redis import Keys, is_wrong_type, shard_of, text, whole
 from ..scripts import Scripts, calls
 from .clock import Witness
-from .needs import Waiting, read_waiting
 from .pool_load import PoolLoad, read_load
 from .replies import Frames, News, Receipt, Reply, as_replies
-from .submissions import BATCH_JOBS, batches, same_job
+from .submissions import BATCH_BYTES, BATCH_JOBS, batches, same_job
 
 SHORT_JOBS = 64
 SHORT_BYTES = 1 << 18
 """Jobs that are read back are read so many at once, and only if they are as short as this: no media."""
-OVERDUE = 256
+OVERDUE = 128
 NEWS_COUNT = 128
 PIECES_COUNT = 16
 READER_TTL_S = 86400
@@ -335,24 +334,22 @@ class Broker:
 
     async def unread(self) -> dict[str, int]:
         """Bytes of results that wait to be taken, by client."""
-        found = await self.redis.hgetall(self.keys.unread)
-        return {text(client): whole(nbytes) for client, nbytes in found.items()}
+        found = self.redis.hscan_iter(self.keys.unread, count=BATCH_JOBS)
+        return {text(client): whole(nbytes) async for client, nbytes in found}
 
     async def drop_replies(self, client_id: str) -> int:
         """Throw away the outcomes of a client that will not come back. Returns how many there were."""
-        dropped = 0
-        while replies := await self.read_replies(client_id, "0", count=BATCH_JOBS):
+        dropped, count = 0, 1  # then as many at a time as are short enough together
+        while replies := await self.read_replies(client_id, "0", count=count):
             await self.ack(client_id, replies)
             dropped += len(replies)
+            mean = sum(reply.nbytes for reply in replies) // len(replies) + 1
+            count = max(1, min(BATCH_JOBS, BATCH_BYTES // mean))
         return dropped
 
     async def load(self) -> PoolLoad:
         """How much is queued, open and finished."""
         return await read_load(self.redis, self.keys)
-
-    async def waiting(self) -> list[Waiting]:
-        """Jobs that only some workers' engines can do and that wait for these, by what they need."""
-        return await read_waiting(self.redis, self.keys)
 
     async def roster(self) -> int:
         """A number that changes whenever a worker joins or leaves; 0 if none ever has."""

@@ -8,6 +8,7 @@ nobody carries out a command that nobody waits for. Answers are fields of a seco
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
 from collections.abc import Sequence
@@ -74,6 +75,7 @@ class CommandSender:
         """Answers by worker. Returns when all have answered, at the deadline, or when the others have been gone for a
         while."""
         key, look_s, gone_since = self.keys.answers(sent.command.id), FIRST_LOOK_S, 0.0
+        found: dict[str, CommandReply] = {}
         looked = time.monotonic()
         while True:
             count, now = await self._redis.hlen(key), time.monotonic()
@@ -81,17 +83,26 @@ class CommandSender:
                 break
             if now - looked > LOOK_FOR_THEM_S:
                 looked = now
-                silent = set(sent.workers) - (await self._read(key, sent)).keys()
+                await self._read(key, sent, found)
+                silent = set(sent.workers) - found.keys()
                 gone_since = (gone_since or now) if silent == await self.gone(sorted(silent)) else 0.0
                 if gone_since and now - gone_since > GONE_S:
                     break
             await asyncio.sleep(min(look_s, sent.deadline - now))
             look_s = min(SLOWEST_LOOK_S, look_s * 1.5)
-        return await self._read(key, sent) if sent.workers else {}
+        await self._read(key, sent, found)
+        return {worker: found[worker] for worker in sent.workers if worker in found}
 
-    async def _read(self, key: str, sent: Sent) -> dict[str, CommandReply]:
-        raw = {text(worker): frame for worker, frame in (await self._redis.hgetall(key)).items()}
-        return {worker: _reply(sent.command.id, worker, raw[worker]) for worker in sent.workers if worker in raw}
+    async def _read(self, key: str, sent: Sent, found: dict[str, CommandReply]) -> None:
+        """Add the answers that have come since. They may be large, so each is read by itself."""
+        silent = [worker for worker in sent.workers if worker not in found]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for worker in silent:
+                pipe.hexists(key, worker)
+            there = await pipe.execute()
+        for worker in itertools.compress(silent, there):
+            if (frame := await self._redis.hget(key, worker)) is not None:
+                found[worker] = _reply(sent.command.id, worker, frame)
 
     async def gone(self, workers: Sequence[str]) -> set[str]:
         """Which of these workers have left or lost their lease."""

@@ -151,16 +151,24 @@ class DeadLetters:
             raise _missing(entry_id)
 
     async def _page(self, begin: str, end: str, *, newest_first: bool, count: int) -> list[LetterHead]:
-        raw = await self._scripts.run(calls.dead_page(int(newest_first), begin, end, count, HEAD_BYTES))
-        return [
-            LetterHead(
-                entry_id=raw[i].decode(),
-                size=raw[i + 1],
-                head=raw[i + 2],
-                **_told(dict(zip(raw[i + 3][::2], raw[i + 3][1::2], strict=True))),
-            )
-            for i in range(0, len(raw), 4)
-        ]
+        """`count` letters, fewer only if there are no more. One call gives fewer where payloads are large."""
+        found: list[LetterHead] = []
+        while len(found) < count:
+            call = calls.dead_page(int(newest_first), begin, end, count - len(found), HEAD_BYTES)
+            raw = await self._scripts.run(call)
+            if not raw:
+                break
+            found += [
+                LetterHead(
+                    entry_id=raw[i].decode(),
+                    size=raw[i + 1],
+                    head=raw[i + 2],
+                    **_told(dict(zip(raw[i + 3][::2], raw[i + 3][1::2], strict=True))),
+                )
+                for i in range(0, len(raw), 4)
+            ]
+            begin = f"({found[-1].entry_id}"
+        return found
 
 
 def successor(letter: DeadLetter, reply_to: str | None = None) -> GenerateJob:

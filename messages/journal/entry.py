@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgpack
 import numpy as np
@@ -97,6 +97,8 @@ class Entry:
 _MESSAGES = tuple(KINDS.values())
 MAX_DEPTH = 64
 """The deepest nesting of data, because readers walk through it recursively."""
+MAX_ELEMENTS = 1 << 20
+"""Of an entry's data. Readers bound those of a block."""
 _MOST = {"at": 6e10, "sample": 1 << 31, "attempt": 1 << 31}
 """What is below has a date, and a place in a table's column of 32 bits."""
 
@@ -124,16 +126,25 @@ def of_outcomes(
             }  # fmt: skip
 
 
-def of_consumed(outcomes: Sequence[Result | JobFailure], client_id: str, at: float) -> Iterable[Record]:
-    """Results and failures that their client has acknowledged."""
-    for outcome in outcomes:
+class Consumed(NamedTuple):
+    """Which outcome a client has acknowledged. sample, attempt: -1 of a failure."""
+
+    job_id: str
+    sample: int
+    attempt: int
+
+    @staticmethod
+    def of(outcome: Result | JobFailure) -> Consumed:
         if isinstance(outcome, JobFailure):
-            yield {"t": at, "e": "consumed", "j": outcome.job_id, "c": client_id}
-        else:
-            yield {
-                "t": at, "e": "consumed", "j": outcome.job_id, "c": client_id, "s": outcome.sample,
-                "a": outcome.attempt,
-            }  # fmt: skip
+            return Consumed(outcome.job_id, -1, -1)
+        return Consumed(outcome.job_id, outcome.sample, outcome.attempt)
+
+
+def of_consumed(outcomes: Sequence[Consumed], client_id: str, at: float) -> Iterable[Record]:
+    """Results and failures that their client has acknowledged."""
+    for one in outcomes:
+        record = {"t": at, "e": "consumed", "j": one.job_id, "c": client_id}
+        yield record if one.sample < 0 else record | {"s": one.sample, "a": one.attempt}
 
 
 def attempt_record(
@@ -183,7 +194,14 @@ def pack_data(data: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidField("data", data, f"plain data: {error}") from None
     if _is_deep(packed):
         raise InvalidField("data", data, f"plain data, nested at most {MAX_DEPTH} deep")
+    if _elements(packed) > MAX_ELEMENTS:
+        raise InvalidField("data", data, f"at most {MAX_ELEMENTS} elements of lists and maps, or an array")
     return packed
+
+
+def _elements(value: Any) -> int:
+    inside = value.values() if isinstance(value, dict) else value
+    return len(value) + sum(_elements(one) for one in inside if isinstance(one, dict | list | tuple))
 
 
 def _is_deep(value: Any, left: int = MAX_DEPTH) -> bool:

@@ -39,6 +39,9 @@ LEVEL = 1
 """zstd's fast one. Level 3 takes twice the time, and token ids with their log-probabilities become no smaller."""
 MAX_BLOCK = 256 << 20
 """Bytes of a block without compression that a reader accepts."""
+MAX_ELEMENTS = 1 << 21
+"""Elements of lists and maps in a block that a reader accepts. An empty list is one byte there and 72 in memory.
+Writers write less: one entry, which has entry.py's MAX_ELEMENTS at most, behind half a MiB of others."""
 TORN = "it ends in the midst of a block, as its writer died or still writes; all before that is whole"
 _INDEX_MAGIC = 0x184D2A5A  # one of the sixteen that zstd skips
 _INDEX_HEAD = struct.Struct("<II")  # magic, length
@@ -269,6 +272,27 @@ class SegmentWriter:
         self.nbytes += len(data)
 
 
+def _unpack(block: bytes) -> Any:
+    """What is in a block. Raises ValueError for more than MAX_ELEMENTS, and what msgpack raises."""
+    left = MAX_ELEMENTS
+
+    def counted(value: Any) -> Any:
+        nonlocal left
+        left -= len(value)
+        if left < 0:
+            raise ValueError(f"it has more than {MAX_ELEMENTS} elements")
+        return value
+
+    return msgpack.unpackb(
+        block,
+        max_ext_len=0,
+        max_array_len=MAX_ELEMENTS,
+        max_map_len=MAX_ELEMENTS,
+        list_hook=counted,
+        object_hook=counted,
+    )
+
+
 class SegmentReader:
     """Reads one segment, block by block. problem(text): is told what is damaged; reading goes on after it."""
 
@@ -327,7 +351,7 @@ class SegmentReader:
         self._file.seek(offset)
         while (frame := self._frame()) is not None:
             try:
-                yield msgpack.unpackb(self._zstd.decompress(frame), max_ext_len=0)
+                yield _unpack(self._zstd.decompress(frame))
             except (ValueError, TypeError, RecursionError, UnpackException, self._zstd.ZstdError) as error:
                 self._problem(f"{self._path}: a block is damaged and left out: {error or type(error).__name__}")
             if only_one:

@@ -20,7 +20,7 @@ from ..codec import Job, Result, encode
 from ..errors import ConfigError, InvalidField
 from ..model import JobFailure
 from ..remote import without_secrets
-from .entry import Entry, Record, note, of_consumed, of_jobs, of_outcomes
+from .entry import Consumed, Entry, Record, note, of_consumed, of_jobs, of_outcomes
 from .remote import Uploader, is_url, spool_for
 from .segment import SUFFIX, Header, Packed, SegmentWriter
 
@@ -128,7 +128,7 @@ class Journal:
         """Results and failures have arrived. frames: of each the encoded result, if it is there already."""
         self._add_all(of_outcomes, outcomes, frames, client_id, time.time())
 
-    def consumed(self, outcomes: Sequence[Result | JobFailure], client_id: str) -> None:
+    def consumed(self, outcomes: Sequence[Consumed], client_id: str) -> None:
         """Their client has acknowledged these: it will not get them again."""
         self.add_records(of_consumed(outcomes, client_id, time.time()))
 

@@ -46,7 +46,6 @@ class Submission(NamedTuple):
     adapter: str
     prefers: str
     digest: bytes
-    needs: str
 
 
 class AdapterVersion(NamedTuple):
@@ -127,14 +126,7 @@ def overdue(most: int, heard: int | str, passed: int, client: str) -> None: ...
 def ack(client: str, owner: str, *entries: Entry) -> None: ...
 @_call
 def claim(
-    worker: str,
-    claim: int,
-    max_jobs: int,
-    max_samples: int,
-    version: int,
-    classes: int,
-    can: str,
-    *adapters: AdapterVersion,
+    worker: str, claim: int, max_jobs: int, max_samples: int, version: int, classes: int, *adapters: AdapterVersion
 ) -> None: ...
 @_call
 def checkpoint(worker: str, *pieces: SavedPiece) -> None: ...
@@ -156,9 +148,7 @@ def dead_page(newest_first: int, begin: str, end: str, most: int, head_bytes: in
 
 
 @_call
-def heartbeat(
-    worker: str, lease_ms: int, status: bytes, join: int, heard: int | str, passed: int, can: str
-) -> None: ...
+def heartbeat(worker: str, lease_ms: int, status: bytes, join: int, heard: int | str, passed: int) -> None: ...
 @_call
 def leave(worker: str) -> None: ...
 @_call

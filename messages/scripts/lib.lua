@@ -1,10 +1,10 @@
--- This is put before every script, behind lib_base.lua: what they share about jobs, workers and dead letters.
+-- This is put before every script, behind lib_base.lua and before lib_pieces.lua: what they share about jobs, workers and
+-- dead letters.
 --
 -- A job's record, HASH <prefix>job:<id>:
 --   st  state: q queued, r running; after the end, with a TTL: done, cancelled, expired, dead
 --   p payload   n samples   q priority class   y client id   z payload bytes   t accepted (ms)   e deadline (ms)
 --   v min_version   g max_staleness   l adapter, <name>@<least version>   G group id, where one was given   w owner
---   N what it needs of an engine, '<tokens of context> <name> <name> …'; a plain job has none
 --   P worker it prefers, <ms>@<worker id>: no other worker takes it for so many ms after its acceptance
 --   c lost leases   x the next worker only ends it, with the tokens that it has, see stop   h digest of its content
 --   a attempt, the fencing token: +1 with every claim   d samples published   s<i> sample i is published
@@ -15,12 +15,11 @@ local TOMBSTONE_LEAST_S = 60   -- and how long if more jobs ended in the same ho
 local TOMBSTONE_BYTES = 256    -- about so many bytes each take
 local TOMBSTONES_SHARE = 4     -- this part of the pool's bytes, as the last submission said them;
 local TOMBSTONES_LEAST = 65536 -- but so many at least
-local PIECES_SHARE = 4         -- saved pieces have this part of the pool's bytes,
-local PIECES_LEAST = 1048576   -- or so many bytes at least; what does not fit is not saved
 local DEAD_LETTERS = 10000     -- the newest are kept; their clients have the outcome in any case
 local LETTERS_SHARE = 4        -- and only those that fit into this part of the pool's bytes, as the last submission
 local LETTERS_LEAST = 1048576  -- said them; but into so many bytes at least
-local TRIMMED = 64             -- letters that one new letter pushes out at most
+local TRIMMED = 2048           -- letters that one call pushes out at most, so many at a time:
+local TRIMMED_AT_ONCE = 64
 local REPLY_TTL_S = 604800     -- an absent client's results are kept a week after the last one
 local ENTRY_BYTES = 64         -- bytes that an entry of a reply stream counts for beside its content
 local CLASSES = 3              -- the number of priorities
@@ -131,12 +130,12 @@ local function bury_record(id, outcome, owner, f)
     redis.call('SREM', client_key(f.y), id)
   end
   if f.e then redis.call('ZREM', prefix .. 'deadlines', id) end
-  if f.v or f.g or f.l or f.P or f.N then
+  if f.v or f.g or f.l or f.P then
     attempt(function() redis.call('ZREM', later_key(f.q), id) end)
   end
   if f.P then redis.call('ZREM', prefers_key, id) end
   if f.kk then redis.call('HINCRBY', load_key, 'saved', 0 - (whole(f.kk) or 0)) end
-  redis.call('DEL', key)
+  redis.call('UNLINK', key)   -- its pieces may be thousands of fields
   if f.h then redis.call('HSET', key, 'st', outcome, 'h', f.h) else redis.call('HSET', key, 'st', outcome) end
   redis.call('EXPIRE', key, remembered_s())
 end
@@ -165,48 +164,64 @@ end
 -- record too; the client is told if the record says who it is and its reply stream can be written.
 local function fail(id, outcome, cause, host, err)
   local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g', 'G', 'l', 'P', 'h',
-                       'kk', 'N')
+                       'kk')
   if r[1] then
     attempt(reply_to, r[1], #cause + #host + #err, 'j', id, 'o', outcome, 'c', cause, 'h', host, 'e', err,
             'a', whole(r[2]) or 0, 'd', whole(r[3]) or 0, 'G', r[11] or id)
   end
   bury_record(id, outcome, r[4] or nil,
-              {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12], P = r[13], h = r[14], kk = r[15], N = r[16]})
+              {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12], P = r[13], h = r[14], kk = r[15]})
   jobs_ended(1, whole(r[6]) or 0, outcome)
 end
 
 -- ZSET '<entry id> <bytes>' of dead letters, by the first part of the id. `load` has the sum in `letters`.
 local letters_key = prefix .. 'letters'
--- Returns the letter's bytes.
-local function uncount_letter(entry)
-  local bytes = whole(string.match(entry, ' (%d+)$')) or 0
-  if redis.call('ZREM', letters_key, entry) == 1 then redis.call('HINCRBY', load_key, 'letters', 0 - bytes) end
-  return bytes
-end
-
 -- Delete a dead letter. Returns 1, or 0 if there is none.
 local function drop_letter(id)
   local at = string.match(id, '^(%d+)-') or '0'
   for _, entry in ipairs(redis.call('ZRANGEBYSCORE', letters_key, at, at)) do
-    if string.match(entry, '^%S+') == id then uncount_letter(entry) end
+    if match(entry, '^%S+') == id and redis.call('ZREM', letters_key, entry) == 1 then
+      redis.call('HINCRBY', load_key, 'letters', 0 - (whole(match(entry, ' (%d+)$')) or 0))
+    end
   end
   return redis.call('XDEL', prefix .. 'dead', id)
 end
 
--- Keep a job that is given up as a dead letter. Older letters make room for it. One that is too large by itself is kept
--- without its payload; `dropped` says how many bytes that had.
+-- Delete the oldest letters until `bytes` more fit into `room`, TRIMMED of them in a call at most. Returns whether they fit.
+local trimmed = 0
+local function make_room(bytes, room)
+  local kept, number = counted(redis.call('HGET', load_key, 'letters')), redis.call('ZCARD', letters_key)
+  while (kept + bytes > room or number >= DEAD_LETTERS) and number > 0 and trimmed < TRIMMED do
+    local entries, ids, freed = {}, {}, 0
+    for _, entry in ipairs(redis.call('ZRANGEBYSCORE', letters_key, '-inf', '+inf', 'LIMIT', 0, TRIMMED_AT_ONCE)) do
+      if kept + bytes - freed <= room and number - #entries < DEAD_LETTERS then break end
+      append(entries, entry)
+      append(ids, match(entry, '^%d+%-%d+') or '0-0')
+      freed = freed + (whole(match(entry, ' (%d+)$')) or 0)
+    end
+    redis.call('ZREM', letters_key, unpack(entries))
+    redis.call('XDEL', prefix .. 'dead', unpack(ids))
+    redis.call('HINCRBY', load_key, 'letters', -freed)
+    redis.call('HINCRBY', load_key, 'trimmed', #entries)
+    kept, number, trimmed = kept - freed, number - #entries, trimmed + #entries
+  end
+  if number == 0 and kept ~= 0 then   -- somebody has written into the counter
+    redis.call('HSET', load_key, 'letters', 0)
+    kept = 0
+  end
+  return kept + bytes <= room
+end
+
+-- Keep a job that is given up as a dead letter. Older letters make room for it. One that finds no room, or is too large by
+-- itself, is kept without its payload; `dropped` says how many bytes that had.
 local function dead_letter(id, cause, host, err)
-  local f, load = redis.call('HMGET', job_key(id), 'p', 'a'), redis.call('HMGET', load_key, 'cap', 'letters')
+  local f = redis.call('HMGET', job_key(id), 'p', 'a')
   local payload, dropped = f[1] or '', 0
-  local room = math.max(math.floor(counted(load[1]) / LETTERS_SHARE), LETTERS_LEAST)
+  local room = math.max(math.floor(counted(redis.call('HGET', load_key, 'cap')) / LETTERS_SHARE), LETTERS_LEAST)
   local rest = ENTRY_BYTES + #cause + #host + #err
-  if rest + #payload > room then payload, dropped = '', #payload end
-  local kept, number = counted(load[2]), redis.call('ZCARD', letters_key)
-  for _, entry in ipairs(redis.call('ZRANGEBYSCORE', letters_key, '-inf', '+inf', 'LIMIT', 0, TRIMMED)) do
-    if kept + rest + #payload <= room and number < DEAD_LETTERS then break end
-    kept, number = kept - uncount_letter(entry), number - 1
-    redis.call('XDEL', prefix .. 'dead', string.match(entry, '^%S+'))
-    redis.call('HINCRBY', load_key, 'trimmed', 1)
+  if rest + #payload > room or not make_room(rest + #payload, room) then
+    payload, dropped = '', #payload
+    make_room(rest, room)
   end
   local entry = redis.call('XADD', prefix .. 'dead', 'MAXLEN', '~', DEAD_LETTERS, '*', 'id', id, 'cause', cause, 'host', host,
                            'error', err, 'attempts', f[2] or '0', 'at', redis_ms(), 'payload', payload, 'dropped', dropped)
@@ -239,59 +254,6 @@ end
 -- Tell the workers that these jobs, which may be running, were cancelled.
 local function ring_cancelled(ids)
   if #ids > 0 then ring('kind', 'cancel', 'ids', table.concat(ids, ' ')) end
-end
-
--- The field of a job's record that holds piece `number` of a sample.
-local function piece_field(sample, number)
-  return tonumber(number) == 0 and 'k' .. sample or 'k' .. sample .. '.' .. number
-end
-
-local UNEVEN = 'd must be the number of its published samples'
--- Raises unless so many of a job's `n` samples are published as its record says: nobody could tell when it has ended.
-local function must_agree(key, said, n)
-  local found = 0
-  for _, field in ipairs(redis.call('HKEYS', key)) do
-    local sample = whole(string.match(field, '^s(%d+)$'))
-    if sample and sample < tonumber(n) then found = found + 1 end
-  end
-  if found ~= tonumber(said) then error(UNEVEN) end
-end
-
--- Count `bytes` of saved pieces, negative when they are dropped.
-local function count_saved(key, bytes)
-  redis.call('HINCRBY', key, 'kk', bytes)
-  redis.call('HINCRBY', load_key, 'saved', bytes)
-end
-
-local function drop_pieces_from(key, sample, piece)
-  local bytes = 0
-  while true do
-    local field = piece_field(sample, piece)
-    local size = redis.call('HSTRLEN', key, field)
-    if redis.call('HDEL', key, field) == 0 then break end
-    bytes, piece = bytes + size, piece + 1
-  end
-  if bytes > 0 then count_saved(key, -bytes) end
-end
-
--- Save the next piece of an unfinished sample; it takes the place of itself and all later ones, so piece 0 starts the
--- sample over. Within an attempt a worker starts over only to save the same tokens again, so a delayed copy of a piece
--- either fits or does not begin where the one before it ends, which the next worker looks at. Returns ok; gap if its
--- forerunner is missing (a delayed copy of an earlier piece took it away): it is not kept, whoever sent it starts over;
--- or full: it is not kept, and may be sent again.
-local function save_partial(key, sample, piece, bytes)
-  if redis.call('HEXISTS', key, 's' .. sample) == 1 then return 'ok' end
-  local number = tonumber(piece)
-  if number > 0 and redis.call('HEXISTS', key, piece_field(sample, number - 1)) == 0 then return 'gap' end
-  local more = #bytes - redis.call('HSTRLEN', key, piece_field(sample, number))
-  local load = redis.call('HMGET', load_key, 'cap', 'saved')
-  local most = math.max(math.floor(counted(load[1]) / PIECES_SHARE), PIECES_LEAST)
-  if more > 0 and counted(load[2]) + more > most then return 'full' end
-  -- Written before anything is deleted: a Redis at its memory limit refuses a script only at its first write.
-  redis.call('HSET', key, piece_field(sample, number), bytes)
-  count_saved(key, more)
-  drop_pieces_from(key, sample, number + 1)
-  return 'ok'
 end
 
 -- Jobs stop waiting for a worker that is gone at the next end_preferences. Returns how many.
@@ -342,6 +304,10 @@ end
 local function want_field(worker, adapter)
   return (adapter or '') ~= '' and adapter .. '@' .. worker or worker
 end
+
+-- The transfer that is forgotten when transfer `number` begins. Each has what every worker said of it.
+local TRANSFERS = 1024
+local function epoch_before(number) return prefix .. 'epoch:' .. number - TRANSFERS end
 
 -- A worker has joined or left. Whoever keeps a list of workers sees by `roster` that it is old. Only the sender of an open
 -- transfer waits for it: a ring wakes every worker, and a thousand that join at once would wake a million.

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-LIBRARIES = ("lib_base", "lib")
+LIBRARIES = ("lib_base", "lib", "lib_pieces")
 """Not scripts: they stand before each of them, in this order."""
 
 

@@ -13,9 +13,9 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from ...messages.broker import Broker, Frames, Receipt, Reply
-from ...messages.codec import Job, Result
+from ...messages.codec import Job
 from ...messages.errors import ClientReplaced, RolloutMQError, WaitTimeout, WrongLoop, WrongProcess
-from ...messages.journal import Journal
+from ...messages.journal import Consumed, Journal
 from ...messages.model import GenerateJob, JobFailure
 from .handover import Crossing, HandOut
 from .inbox import place_of
@@ -74,7 +74,7 @@ class ReplyReader:
         """How many calls wait in `until`."""
         self._task: asyncio.Task[None] | None = None
         self._acks: list[Receipt] = []
-        self._consumed: list[Result | JobFailure] = []  # what they acknowledge, for the journal
+        self._consumed: list[Consumed] = []  # what they acknowledge, for the journal
         self._crossing: list[tuple[Crossing, HandOut]] = []
         self._flushing: asyncio.Task[None] | None = None
         self._ack_timer: asyncio.TimerHandle | None = None
@@ -206,7 +206,7 @@ class ReplyReader:
             self._acks.append(Receipt(reply.entry_id, reply.nbytes))
             self._acks += self._held.pop(place_of(reply), ())
         if self._journal is not None:
-            self._consumed += [reply.outcome for reply in replies]
+            self._consumed += [Consumed.of(reply.outcome) for reply in replies]
         if len(self._acks) >= READ_COUNT:
             self._flush_now()
         else:

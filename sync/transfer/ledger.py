@@ -30,6 +30,7 @@ T = TypeVar("T")
 REDIS_RETRY_S = 0.2
 MAX_RANKS = 4096
 """Most processes of one engine. A join with more is ignored: a transfer with so many ranks could not be announced."""
+SCANNED = 256
 REMEMBER_S = 7 * 86400
 """Seconds that versions and epochs stay in the ledger."""
 
@@ -235,7 +236,7 @@ class Ledger:
 
     async def _wishes(self) -> dict[bytes, bytes]:
         try:
-            return dict(await self.redis.hgetall(self.keys.wanted))
+            return {worker: has async for worker, has in self.redis.hscan_iter(self.keys.wanted, count=SCANNED)}
         except ResponseError as error:  # something else under its name: the next worker that asks has it put aside
             if not is_wrong_type(error):
                 raise

@@ -25,7 +25,7 @@ class Sabotage:
 
 
 def _script(script: str, pattern: str, instead: str) -> Callable[[], None]:
-    """Another text in a Lua script ("lib" and "lib_base": in all that have it)."""
+    """Another text in a Lua script ("lib", "lib_pieces" and "lib_base": in all that have it)."""
 
     def take_out() -> None:
         from rolloutmq.messages.scripts import runner  # noqa: PLC0415
@@ -162,7 +162,7 @@ SABOTAGES: dict[str, Sabotage] = {
     ),
     "published samples are not counted": Sabotage(
         _all(
-            _script("lib", r"if found ~= tonumber\(said\) then error\(UNEVEN\) end", ""),
+            _script("lib_pieces", r"if found ~= tonumber\(said\) then error\(UNEVEN\) end", ""),
             _script("claim", r"if published ~= .* then error\(UNEVEN\) end", ""),
         ),
         "garbage_in_records",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from support.pools.pool import eventually, worker
@@ -11,6 +14,7 @@ from support.specimens.messages import SHORT, tokens
 
 from rolloutmq import Group, JobFailed, JobFailure, RolloutClient, RolloutMQError, RolloutResult, WaitTimeout
 from rolloutmq.messages import decode, encode
+from rolloutmq.messages.journal import read
 from rolloutmq.producer import JobHandle
 
 
@@ -153,3 +157,13 @@ async def test_an_acknowledgement_that_cannot_be_made_ends_the_client_and_says_w
         with pytest.raises(RolloutMQError, match="stopped") as caught:
             await later.result(10)
         assert "disk is full" in str(caught.value.__cause__)
+
+
+async def test_what_was_taken_is_not_kept_for_the_journal(redis_db: str, serving: None, tmp_path: Path) -> None:
+    async with RolloutClient(redis_db, before_ack=lambda closing: closing, journal=tmp_path) as client:
+        (result,) = await (await client.submit(tokens()))
+        job_id, kept = result.job_id, weakref.ref(result.token_ids)
+        del result
+        await eventually(lambda: gc.collect() >= 0 and kept() is None)  # though nothing has been acknowledged yet
+    consumed = [entry for entry in read(tmp_path) if entry.event == "consumed"]
+    assert [(entry.job_id, entry.sample, entry.attempt) for entry in consumed] == [(job_id, 0, 1)]

@@ -8,24 +8,25 @@ from typing import TypeVar
 
 from redis.exceptions import RedisError, ResponseError
 
-from ...messages.broker import MAX_CALL_TOKENS
+from ...messages.broker import MAX_CALL_BYTES
 from ...messages.redis import name_once
 
 T = TypeVar("T")
-MAX_BATCH = 256
+MAX_BATCH = 128
 _SCRIPT = re.compile(r"(?!BUSY).*(user_script|Error running script)", re.DOTALL)
 
 
-def batches(items: Iterable[T], tokens_of: Callable[[T], int]) -> Iterator[list[T]]:
+def batches(items: Iterable[T], bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
     """`items` in lists that are small enough for one call to Redis."""
     batch: list[T] = []
-    tokens = 0
+    nbytes = 0
     for item in items:
-        batch.append(item)
-        tokens += tokens_of(item)
-        if len(batch) >= MAX_BATCH or tokens >= MAX_CALL_TOKENS:
+        size = bytes_of(item)
+        if batch and (len(batch) >= MAX_BATCH or nbytes + size > MAX_CALL_BYTES):
             yield batch
-            batch, tokens = [], 0
+            batch, nbytes = [], 0
+        batch.append(item)
+        nbytes += size
     if batch:
         yield batch
 

@@ -11,10 +11,10 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from ...messages.broker import Claim, Lease, kin_of
+from ...messages.broker import Claim, Lease
 
 log = logging.getLogger(__name__)
-MAX_JOBS = 256
+MAX_JOBS = 128
 WAKE_S = 20
 """So often an idle worker looks for itself. If a wake-up token is lost with its taker, the next reap puts it back."""
 RETRY_S = 0.2
@@ -123,8 +123,7 @@ class ClaimLoop:
 
     async def _wake(self, waker: Any, part: Lease) -> None:
         try:
-            kin = [part.keys.token(kin_of(part.can))] if part.can else []
-            if await waker.blpop([part.keys.token(part.worker_id), *kin, part.keys.wake], timeout=WAKE_S):
+            if await waker.blpop([part.keys.token(part.worker_id), part.keys.wake], timeout=WAKE_S):
                 self._lease.begin_with(part)
         except (RedisError, OSError):
             await asyncio.sleep(RETRY_S)

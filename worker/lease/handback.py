@@ -110,7 +110,7 @@ class Handback:
         async def send(batch: list[Release]) -> None:
             await lease.release(batch, self._max_lost)
 
-        for batch in batches(releases, _tokens):
+        for batch in batches(releases, _bytes):
             await each(batch, send, _stays)
 
     def try_elsewhere(self, lease: Lease, held: HeldJob, ready: Callable[[str], Awaitable[None]]) -> None:
@@ -159,5 +159,5 @@ def _stays(release: Release, error: Exception) -> None:
     log.warning("job %s cannot be given back: %s", release.job_id, error)
 
 
-def _tokens(release: Release) -> int:
-    return sum(len(piece.partial.token_ids) for piece in release.pieces)
+def _bytes(release: Release) -> int:
+    return sum(len(piece.payload) for piece in release.pieces)

@@ -7,17 +7,15 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from redis.exceptions import RedisError
 
 from ...messages.broker import Finished, Lease
 from ...messages.redis import shard_of
-from .batches import MAX_BATCH, each
+from .batches import batches, each
 
 log = logging.getLogger(__name__)
-MAX_BYTES = 4 << 20
 RETRY_S = 0.2
 
 
@@ -29,14 +27,7 @@ class Lane:
         self.more = asyncio.Event()
 
     def batch(self) -> list[Finished]:
-        batch: list[Finished] = []
-        nbytes = 0
-        for finished in islice(self.ready, MAX_BATCH):
-            nbytes += len(finished.payload)
-            if batch and nbytes > MAX_BYTES:
-                break
-            batch.append(finished)
-        return batch
+        return next(batches(self.ready, lambda finished: len(finished.payload)), [])
 
     def take_out(self, finished: Finished) -> None:
         # clear() may have come between; then it is not at the head any more.

@@ -27,6 +27,8 @@ EVERY_S = 0.05
 """Seconds between two looks at what the engine has: the tokens that came meanwhile are one piece."""
 MOST_PIECES = 512
 """A sample of so many pieces is saved anew as one: many small pieces cost more to keep than to write again."""
+ANEW = 16
+"""So many samples are saved anew at a look: Redis deletes all their pieces in one call."""
 
 
 class Checkpoints:
@@ -52,7 +54,7 @@ class Checkpoints:
         """Save until cancelled. If Redis does not answer, the next round tries again."""
         while True:
             await asyncio.sleep(min(1.0, self._every_s / 4))
-            while batch := next(batches(self._due(), _tokens), None):
+            while batch := next(batches(self._due(), _bytes), None):
                 try:
                     await save(lease, batch, self._on_fenced)
                 except (RedisError, OSError) as error:
@@ -100,7 +102,7 @@ class Streaming:
                 self._some.clear()
                 continue
             try:
-                for batch in list(batches(self._pieces(), _tokens)):
+                for batch in list(batches(self._pieces(), _bytes)):
                     await save(lease, batch, self._on_fenced)
             except (RedisError, OSError) as error:
                 log.warning("what is streamed could not be saved: %s", error)
@@ -108,15 +110,17 @@ class Streaming:
             await asyncio.sleep(min(1.0, max(EVERY_S - spent, 2 * spent)))  # a third of this thread's time at most
 
     def _pieces(self) -> Iterator[tuple[SampleRun, Piece]]:
+        anew = 0
         for sample in self._samples:
-            if sample.pieces >= MOST_PIECES:
+            if sample.pieces >= MOST_PIECES and anew < ANEW:
+                anew += 1
                 sample.save_anew()
             if (piece := sample.unsaved(self._progress)) is not None:
                 yield sample, piece
 
 
-def _tokens(saved: tuple[Run, Piece]) -> int:
-    return len(saved[1].partial.token_ids)
+def _bytes(saved: tuple[Run, Piece]) -> int:
+    return len(saved[1].payload)
 
 
 async def save(lease: Lease, batch: Sequence[tuple[Run, Piece]], on_fenced: Callable[[str, int], None]) -> None:

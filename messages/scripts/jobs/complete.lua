@@ -6,6 +6,8 @@
 local worker = ARGV[2]
 local states, unread = {}, {}
 local done_jobs, done_bytes = 0, 0
+local DROPPED = 4096          -- pieces that one call deletes; what is left goes with the job's record
+local dropped, agreed = 0, {} -- agreed: job -> number of its samples that were counted in this call
 local function publish(i)
   local id, attempt, sample = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local key = job_key(id)
@@ -14,7 +16,10 @@ local function publish(i)
   local state = 'ok'
   if f[1] == 'done' or (f[7] and f[3] == attempt) then
     state = 'again'
-    if f[1] ~= 'done' then must_agree(key, f[4], f[5]) end
+    if f[1] ~= 'done' and agreed[id] ~= f[4] then
+      must_agree(key, f[4], f[5])
+      agreed[id] = f[4]
+    end
   elseif f[1] ~= 'r' or f[2] ~= worker or f[3] ~= attempt
     or not string.match(sample, '^%d+$') or tonumber(sample) >= tonumber(f[5]) then
     state = 'fenced'
@@ -32,7 +37,7 @@ local function publish(i)
       done_jobs, done_bytes = done_jobs + 1, done_bytes + nbytes
     else
       redis.call('HSET', key, 's' .. sample, 1, 'd', done)
-      if f[15] then drop_pieces_from(key, sample, 0) end
+      if f[15] and dropped < DROPPED then dropped = dropped + drop_pieces_from(key, sample, 0) end
     end
   end
   return state

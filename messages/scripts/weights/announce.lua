@@ -8,6 +8,7 @@ local version = prefix .. 'version:' .. ARGV[3]
 if redis.call('HGET', version, 'st') == 'given' then return 'given' end
 redis.call('HSET', key, 'm', ARGV[4], 'st', 'joining')
 redis.call('EXPIRE', key, ARGV[5])
+redis.call('UNLINK', epoch_before(ARGV[2]))
 redis.call('HSET', prefix .. 'weights', 'open', ARGV[2])
 if not redis.call('HGET', version, 'st') then redis.call('HSET', version, 'st', 'announced', 'at', redis_ms()) end
 redis.call('EXPIRE', version, ARGV[5])

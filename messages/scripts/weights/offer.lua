@@ -13,7 +13,11 @@ if redis.call('HGET', weights, 'committed') ~= ARGV[3] then return 'older' end
 local waiting = false
 local wanted = redis.call('HGETALL', prefix .. 'wanted')
 for i = 1, #wanted, 2 do
-  if tonumber(wanted[i + 1]) < tonumber(ARGV[3]) and alive(wanted[i]) then waiting = true end
+  if not string.find(wanted[i], '@', 1, true)   -- else it is about an adapter
+    and tonumber(wanted[i + 1]) < tonumber(ARGV[3]) and alive(wanted[i]) then
+    waiting = true
+    break
+  end
 end
 if not waiting then return 'nobody' end
 local open = redis.call('HGET', weights, 'open') or '0'
@@ -23,6 +27,7 @@ if open ~= '0' and open ~= ARGV[7] then
 end
 redis.call('HSET', key, 'm', ARGV[4], 'st', 'joining', 'by', ARGV[6])
 redis.call('EXPIRE', key, ARGV[5])
+redis.call('UNLINK', epoch_before(ARGV[2]))
 redis.call('HSET', weights, 'open', ARGV[2])
 redis.call('EXPIRE', prefix .. 'version:' .. ARGV[3], ARGV[5])
 ring('kind', 'weights', 'epoch', ARGV[2])

@@ -4,7 +4,7 @@
 -- what the caller witnessed, see tick.
 -- Returns {requeued, dead-lettered, expired, workers removed, 1 if there is more to do}
 local max_lost, most = tonumber(ARGV[2]), tonumber(ARGV[3])
-local MAX_BYTES = 8388608     -- of payloads of dead letters, after which one call takes back no further job
+local MAX_BYTES = 4194304     -- of payloads of dead letters, after which one call takes back no further job
 local now, left, bytes = tick(whole(ARGV[4]), whole(ARGV[5])), most, 0
 local requeued, dead, removed, gone = 0, 0, 0, {}
 
@@ -16,7 +16,7 @@ local function take_back(id, worker)
   elseif redis.call('HINCRBY', job_key(id), 'c', 1) >= max_lost then
     local lost = redis.call('HGET', job_key(id), 'c')
     dead_letter(id, 'its worker was lost ' .. lost .. ' times', worker, '')
-    dead, bytes = dead + 1, bytes + (whole(f[3]) or 0)
+    dead, bytes, left = dead + 1, bytes + (whole(f[3]) or 0), left - 2   -- a letter takes as long as three jobs
   else
     requeue(id, worker, max_lost)
     requeued = requeued + 1

@@ -7,11 +7,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ....messages.broker import MAX_CALL_TOKENS
 from ....messages.errors import ConfigError
 from ....messages.model import Float, Int
 from ...config import read_document
 
+MOST_BLOCKS = 1 << 19
+"""Of all samples of a worker. Each block is a token of a real message."""
 DAY: tuple[float, ...] = (
     *(0.25, 0.2, 0.2, 0.2, 0.2, 0.25, 0.35, 0.5, 0.65, 0.75, 0.8, 0.8),
     *(0.75, 0.8, 0.85, 0.85, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3),
@@ -84,8 +85,8 @@ class Scenario(BaseModel):
         if any(not 0 <= share <= 10 for share in self.load):
             raise ValueError(f"load={list(self.load)}: shares from 0 to 10")
         blocks = self.slots * max(1, round(self.most_tokens / self.block))
-        if blocks > MAX_CALL_TOKENS:
-            raise ValueError(f"block={self.block}: a worker's samples may have {MAX_CALL_TOKENS} blocks, not {blocks}")
+        if blocks > MOST_BLOCKS:
+            raise ValueError(f"block={self.block}: a worker's samples may have {MOST_BLOCKS} blocks, not {blocks}")
         return self
 
 

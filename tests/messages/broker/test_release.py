@@ -8,6 +8,7 @@ from support.pools.pool import dump, letters, replies, status
 from support.specimens.messages import job, result
 
 from rolloutmq.messages import Broker, Finished, GenerateJob, Partial, Piece, Release, Segment, decode, new_id
+from rolloutmq.messages.broker.lease import REAPED
 
 PARTIAL = Partial(token_ids=[7, 8], logprobs=[-0.5, -0.25], segments=(Segment(3, 2),))
 
@@ -149,7 +150,7 @@ async def test_reaping_goes_on_where_its_budget_ended(broker: Broker, db: Redis,
 async def test_one_survivor_takes_back_from_any_number_of_dead_workers(
     broker: Broker, db: Redis, joined, expire_lease
 ) -> None:
-    crowd, per_call = 300, 256
+    crowd, per_call = 300, REAPED
     await broker.enqueue([job() for _ in range(crowd)])
     for number in range(crowd):
         dead = await joined(f"dead-{number}")

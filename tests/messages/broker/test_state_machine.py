@@ -34,7 +34,11 @@ LIES = {
     "who loses a job still holds it": ("lib", "redis.call('SREM', held_key(owner), id)\n  if lost", "if lost"),
     "bytes of done jobs stay counted": ("complete", "jobs_ended(done_jobs, done_bytes,", "jobs_ended(done_jobs, 0,"),
     "saved bytes of ended jobs stay counted": ("lib", "if f.kk then", "if false then"),
-    "saved bytes of published samples stay counted": ("lib", "if bytes > 0 then count_saved(key, -bytes) end", ""),
+    "saved bytes of published samples stay counted": (
+        "lib_pieces",
+        "if bytes > 0 then count_saved(key, -bytes) end",
+        "",
+    ),
     "a published sample is forgotten": ("complete", "'s' .. sample, 1, 'd', done)", "'d', done)"),
     "a claim sent again gives the next jobs": ("claim", "last[1] == number", "false"),
     "an ended job keeps its deadline": (
@@ -44,7 +48,7 @@ LIES = {
     ),
     "what was saved of a published sample stays": (
         "complete",
-        "done)\n      if f[15] then drop_pieces_from(key, sample, 0) end",
+        "done)\n      if f[15] and dropped < DROPPED then dropped = dropped + drop_pieces_from(key, sample, 0) end",
         "done)",
     ),
     "handing back counts as a loss": (
@@ -65,11 +69,11 @@ LIES = {
     "all groups are one": ("cancel_client", "group == '' or", "true or"),
     "an old claim gets new jobs": ("claim", "(whole(last[1]) or 0) > tonumber(number)", "false"),
     "a piece is kept after a gap": (
-        "lib",
+        "lib_pieces",
         "number > 0 and redis.call('HEXISTS', key, piece_field(sample, number - 1)) == 0",
         "false",
     ),
-    "later pieces stay": ("lib", "drop_pieces_from(key, sample, number + 1)", ""),
+    "later pieces stay": ("lib_pieces", "drop_pieces_from(key, sample, number + 1)", ""),
     "a sample too many is published": ("complete", "or tonumber(sample) >= tonumber(f[5])", ""),
     "set-aside jobs wait for ever": (
         "claim",

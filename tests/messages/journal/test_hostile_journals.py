@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import struct
 import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 import zstandard
 from support.journals import Problems, segments
@@ -156,3 +158,25 @@ def test_a_disk_that_fails_in_the_middle_ends_one_segment(tmp_path: Path, monkey
     problems = Problems()
     assert [entry.job_id for entry in read(tmp_path, on_problem=problems)] == ["ours"]
     assert any("Input/output error; the rest of it is left out" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("inside", [[], {}, 0])
+def test_a_small_block_does_not_become_large_in_memory(tmp_path: Path, inside: Any) -> None:
+    put(tmp_path, ENTRY)
+    put(tmp_path, *[inside] * 3_000_000, name="00000000002000-foreign-000001")
+    problems = Problems()
+    tracemalloc.start()
+    try:
+        assert [entry.job_id for entry in read(tmp_path, on_problem=problems)] == ["good"]
+        assert tracemalloc.get_traced_memory()[1] < 150_000_000  # twice as much where all of it is read
+    finally:
+        tracemalloc.stop()
+    assert any("more than 2097152 elements" in told or "exceeds max_array_len" in told for told in problems)
+
+
+def test_a_note_of_more_than_a_reader_takes_is_refused(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        with pytest.raises(InvalidField, match="at most 1048576 elements"):
+            journal.note("job", x=[[0] * 1024] * 1024)
+        journal.note("job", x=np.zeros(1 << 21, np.uint8))
+    assert [entry.data["x"].size for entry in read(tmp_path)] == [1 << 21]

@@ -24,7 +24,7 @@ from rolloutmq.messages import (
     encode,
     new_id,
 )
-from rolloutmq.messages.journal import SUFFIX, Entry, Journal, read, segment
+from rolloutmq.messages.journal import SUFFIX, Consumed, Entry, Journal, read, segment
 from rolloutmq.messages.journal.segment import SegmentReader
 
 
@@ -70,7 +70,7 @@ def test_batches_are_written_in_their_order_however_large(tmp_path: Path) -> Non
             journal.jobs(jobs, [encode(one) for one in jobs])
             journal.jobs(few, [encode(one) if i % 7 else None for i, one in enumerate(few)])
             journal.outcomes([result(few[0]), failure], "client", [None, None])
-            journal.consumed([result(few[0]), failure], "client")
+            journal.consumed([Consumed.of(result(few[0])), Consumed.of(failure)], "client")
         entries = list(read(folder))
         assert [entry.message for entry in entries[:120]] == [*jobs, *few]
         assert [entry.event for entry in entries[120:]] == ["result", "failure", "consumed", "consumed"]

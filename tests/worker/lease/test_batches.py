@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, ReadOnlyError, RedisError, ResponseError
 from support.pools.pool import eventually, replies, wait_replies, worker
 from support.specimens.messages import SHORT, job, result
 
-from rolloutmq.messages import Broker, Finished, GenerateJob, JobFailure, Lease, RedisRefused, SamplingParams
+from rolloutmq.messages import (
+    Broker,
+    Finished,
+    GenerateJob,
+    JobFailure,
+    Lease,
+    Partial,
+    Piece,
+    RedisRefused,
+    Release,
+    SamplingParams,
+    Segment,
+)
 from rolloutmq.messages.errors import RedisUnavailable
-from rolloutmq.worker.lease.batches import each, is_about_data
+from rolloutmq.worker.lease.batches import batches, each, is_about_data
+from rolloutmq.worker.lease.handback import _bytes
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 IN_THE_WAY = "ERR The stream has exhausted the last possible ID script: 1f, on @user_script:40."
@@ -123,3 +137,12 @@ async def test_a_job_that_cannot_even_be_given_up_keeps_no_other(broker: Broker,
         await db.execute_command("ACL", "SETUSER", "default", "+rename")
     assert left == [mine.id]
     assert [reply.outcome.job_id for reply in await replies(broker, "other")] == [others.id]
+
+
+def test_a_batch_is_bounded_by_bytes_whatever_has_them() -> None:
+    arrays = {"hidden": np.zeros((1, 400_000), np.float32)}
+    partial = Partial(start=0, token_ids=[1], logprobs=[0], segments=(Segment(0, 1),), token_arrays=arrays)
+    large = [Piece("a" * 32, 1, sample, 0, partial) for sample in range(3)]
+    releases = [Release("a" * 32, 1, (piece,)) for piece in large]
+    assert [len(batch) for batch in batches(releases, _bytes)] == [1, 1, 1]
+    assert [len(batch) for batch in batches([Release("a" * 32, 1)] * 300, _bytes)] == [128, 128, 44]
