@@ -32,7 +32,12 @@ async def run(scenario: Scenario, seed: str, keep: bool, minutes: float = 0.0) -
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     began = time.monotonic()
-    settings = {"lease_s": scenario.lease_s, "config": scenario.config, "bent": scenario.bent}
+    settings = {
+        "lease_s": scenario.lease_s,
+        "config": scenario.config,
+        "bent": scenario.bent,
+        "shards": scenario.shards,
+    }
     chaos = Chaos(scenario.name, seed, directory, **settings)
     chaos.terms = Terms(lossless=scenario.lossless)
     chaos.minutes = minutes

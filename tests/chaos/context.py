@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -16,6 +17,7 @@ from support.pools.pool import eventually
 
 from rolloutmq import GenerateJob, RolloutClient, SamplingParams
 from rolloutmq.messages import Broker, Lease, connect
+from rolloutmq.messages.broker import broker_of
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 from . import aof, journal, ledger
@@ -42,6 +44,7 @@ class Chaos:
     """One scenario's world. Random choices come from `rng` alone, which the seed and the scenario's name determine.
 
     lease_s: of every worker here. recovered_s: how long it took, where that has a meaning; `budget_s` is what it may.
+    further: the servers of shards beyond the first.
     notes: more figures for out/chaos.json. minutes: how long a scenario that `lasts` goes on.
     """
 
@@ -54,12 +57,17 @@ class Chaos:
         lease_s: float,
         config: dict[str, str] | None = None,
         bent: bool = False,
+        shards: int = 1,
     ) -> None:
         self.name, self.directory, self.lease_s = name, directory, lease_s
         self.rng = random.Random(f"{seed}:{name}")
         self.data = directory / "redis"
         server = HostRedis if bent else EmbeddedRedis
         self.redis = server(appendonly=True, directory=self.data, config=aof.SETTINGS | (config or {}))
+        self.further = [
+            EmbeddedRedis(appendonly=True, directory=directory / f"redis-{shard}", config=aof.SETTINGS | (config or {}))
+            for shard in range(1, shards)
+        ]
         self.terms = Terms()
         self.verdict = Verdict()
         self.workers: list[WorkerProcess] = []
@@ -76,6 +84,11 @@ class Chaos:
         self._ids = 0
         self._deaths: list[tuple[str, int]] = []
         self._before: Rest = Rest({}, {})
+
+    @property
+    def url(self) -> str:
+        """Of the pool, with all of its shards."""
+        return ",".join(server.url for server in (self.redis, *self.further))
 
     # --- making things ---------------------------------------------------------------------------------------------
 
@@ -107,7 +120,7 @@ class Chaos:
         started = []
         for _ in range(count):
             log = self.directory / f"worker-{len(self.workers)}.log"
-            process = await WorkerProcess.launch(url or self.redis.url, log, Options(config=config, **habits))
+            process = await WorkerProcess.launch(url or self.url, log, Options(config=config, **habits))
             self.workers.append(process)
             started.append(process)
         for process in started:
@@ -119,7 +132,7 @@ class Chaos:
         self, url: str | None = None, client_id: str = "trainer", patience: float = 30.0, **more: Any
     ) -> AsyncIterator[Trainer]:
         """A client in this process whose submissions and outcomes are written down. patience: the longest it waits."""
-        async with RolloutClient(url or self.redis.url, POOL, client_id=client_id, **more) as client:
+        async with RolloutClient(url or self.url, POOL, client_id=client_id, **more) as client:
             yield Trainer(client, self.journal, patience)
 
     async def client_process(
@@ -132,7 +145,7 @@ class Chaos:
     ) -> ClientProcess:
         """A client in a process of its own, under way. run: its name in the journal, another one each time."""
         file = self._jobs_file(jobs, run)
-        where = (url or self.redis.url, client_id, str(file), str(self.directory / "journal"), run)
+        where = (url or self.url, client_id, str(file), str(self.directory / "journal"), run)
         process = await ClientProcess.launch(self.directory / f"client-{run}.log", *where, options=options)
         self.clients.append(process)
         return process
@@ -174,8 +187,8 @@ class Chaos:
     @asynccontextmanager
     async def broker(self, url: str | None = None) -> AsyncIterator[Broker]:
         """For looking at the pool from outside."""
-        async with connect(url or self.redis.url) as redis:
-            yield Broker(redis, POOL)
+        async with connect(url or self.url, pool=POOL) as redis:
+            yield broker_of(redis, POOL)
 
     # --- judging ---------------------------------------------------------------------------------------------------
 
@@ -196,6 +209,9 @@ class Chaos:
     async def __aenter__(self) -> Chaos:
         self.redis.start()
         self._stack.callback(self.redis.stop)
+        for server in self.further:
+            server.start()
+            self._stack.callback(server.stop)
         async with self.broker() as broker:
             self._before = await look(broker.redis, broker.keys.prefix)
         return self
@@ -205,19 +221,27 @@ class Chaos:
         codes = await asyncio.gather(*(worker.drain(20) for worker in self.workers))
         self.expect(set(codes) <= {0, -signal.SIGKILL}, f"exit codes of the workers: {codes}")
         await self._rest()
-        self.redis.stop()
+        for server in (self.redis, *self.further):
+            server.stop()
 
     async def _rest(self) -> None:
+        folders = [self.data, *(self.directory / f"redis-{number + 1}" for number in range(len(self.further)))]
+        shards: list[tuple[Rest, list[ledger.Event]]] = []
         async with self.broker() as broker:
-            await reap(broker)
-            after = await look(broker.redis, broker.keys.prefix)
-            prefix = broker.keys.prefix
-        self.events = ledger.tell(aof.read_commands(self.data), prefix, round(self.lease_s * 1000))
+            for part, folder in zip(broker.parts, folders, strict=True):
+                await reap(part)
+                after, prefix = await look(part.redis, part.keys.prefix), part.keys.prefix
+                events = ledger.tell(aof.read_commands(folder), prefix, round(self.lease_s * 1000))
+                if part.keys.shard:  # two servers may give the same id to two entries
+                    events = [replace(event, entry=f"{event.entry} in shard {part.keys.shard}") for event in events]
+                shards.append((after, events))
+        self.events = [event for _, events in shards for event in events]
         submitted, self.received = journal.read(self.directory / "journal")
         violations = self.verdict.violations
         self.verdict = judge(self.events, submitted, self.received, self.terms)
         self.verdict.violations[:0] = violations
-        judge_rest(self._before, after, self.events, self.verdict, self.terms)
+        for after, events in shards:
+            judge_rest(self._before, after, events, self.verdict, self.terms)
         self._measure()
 
     def _measure(self) -> None:
@@ -311,7 +335,7 @@ async def until(condition: Callable[[], Any], timeout: float = 15.0, what: str =
 
 async def reap(broker: Broker) -> None:
     """What the next worker's heartbeat would do about workers that are gone: wait for their leases to end, clean up."""
-    janitor = Lease(broker.redis, POOL, "janitor")
+    janitor = Lease(broker.redis, POOL, "janitor", shard=broker.keys.shard)
 
     async def clean() -> bool:
         await janitor.reap(max_lost=1000)

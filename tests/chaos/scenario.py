@@ -16,6 +16,7 @@ class Scenario:
 
     lease_s: of its workers. config: more settings of its Redis. lossless: no worker dies in it, no lease ends.
     slow: needs SGLang, or minutes. timeout_s: at most. finish_s: at most, for draining and judging.
+    shards: of its pool, each on a Redis of its own.
     bent: its Redis is a HostRedis. lasts: its body goes on for as many minutes as the command line says.
     """
 
@@ -27,6 +28,7 @@ class Scenario:
     slow: bool = False
     timeout_s: float = 60.0
     finish_s: float = 60.0
+    shards: int = 1
     bent: bool = False
     lasts: bool = False
 

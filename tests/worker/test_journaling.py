@@ -133,4 +133,6 @@ async def test_a_lease_that_was_lost(redis_db: str, db: Redis, broker: Broker, t
 def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file"):
-        Worker(WorkerConfig(redis_url="redis://", journal=str(tmp_path / "file")), ScriptedEngine(), NoTokenizer())
+        Worker(
+            WorkerConfig(redis_url="redis://nowhere", journal=str(tmp_path / "file")), ScriptedEngine(), NoTokenizer()
+        )

@@ -6,6 +6,7 @@ from importlib import import_module
 
 FILES = (
     "deaths",
+    "shards",
     "crowds",
     "garbage",
     "network",
