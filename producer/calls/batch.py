@@ -51,16 +51,20 @@ def as_jobs(prompts: Iterable[Any], **fields: Any) -> list[GenerateJob]:
 
 async def generate(core: ClientCore, jobs: Sequence[GenerateJob], timeout: float | None) -> list[Group]:
     """See RolloutClient.generate. A job with more samples than may be outstanding is submitted alone."""
-    inbox, caps = core.inbox, core.broker.caps
+    inbox, shards = core.inbox, core.broker.parts
     waiting, under_way = deque(jobs), deque[GenerateJob]()
     groups: list[Group] = []
     taken: list[Reply] = []
-    held = 0  # bytes in `taken`
+    held = dict.fromkeys(shards, 0)  # bytes in `taken`, by shard: each has caps of its own
     came = time.monotonic()
     try:
         while waiting or under_way:
             busy = await _submit(core, waiting, under_way)
-            if busy is not None and not under_way and held > min(caps.unread, caps.nbytes):
+            if (
+                busy is not None
+                and not under_way
+                and any(held[it] > min(it.caps.unread, it.caps.nbytes) for it in shards)
+            ):
                 raise busy  # the pool is full of what this call holds: waiting changes nothing
             left = None if timeout is None else max(0.0, came + timeout - time.monotonic())
             pause = left if busy is None else RETRY_S if left is None else min(left, RETRY_S)
@@ -75,7 +79,7 @@ async def generate(core: ClientCore, jobs: Sequence[GenerateJob], timeout: float
             inbox.release(job.id)
             groups.append(as_group(job.group, replies))
             taken += replies
-            held += sum(reply.nbytes for reply in replies)
+            held[next(it for it in shards if it.has(job.id))] += sum(reply.nbytes for reply in replies)
             came = time.monotonic()
     except BaseException:
         core.hand_out(taken).give_back()

@@ -25,6 +25,7 @@ async def test_the_last_sample_is_one_that_came_again(redis_db: str, broker: Bro
         assert client.outstanding == 0
 
 
+@pytest.mark.one_shard
 async def test_an_outcome_that_came_again_stays_as_long_as_the_first_one(
     redis_db: str, broker: Broker, db: Redis
 ) -> None:
