@@ -34,19 +34,21 @@ IMPORTS = (
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.tensor",
-    "transformers.modeling_utils",
-    "transformers.models.auto",
-    "torchvision",
     "scipy.optimize",
     "openai.types.responses",
     "fastapi",
     "aiohttp",
     "zmq",
+)
+IMPORTS_WITHOUT_GPU = (
+    "transformers.modeling_utils",
+    "torchvision",
     "xgrammar",
     "compressed_tensors",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.registry",
 )
-OWN_IMPORTS = ("sglang.srt.managers.scheduler", "sglang.srt.models.registry")
-"""The slowest of what a scheduler imports: of others, and of SGLang's own."""
+"""The slowest of what a scheduler imports. Importing the second part may initialise CUDA where there is a GPU."""
 T = TypeVar("T")
 
 
@@ -126,14 +128,16 @@ class EarlySchedulers:
     that it is not needed.
     """
 
-    def __init__(self, count: int, others: Sequence[str] = IMPORTS, own: Sequence[str] = OWN_IMPORTS) -> None:
-        """Start `count` of them, which import `others` and, where that cannot initialise CUDA, `own`.
+    def __init__(
+        self, count: int, always: Sequence[str] = IMPORTS, without_gpu: Sequence[str] = IMPORTS_WITHOUT_GPU
+    ) -> None:
+        """Start `count` of them, which import `always` and, with a torch that has no CUDA, `without_gpu`.
 
         Call it before anything slow, on a thread that outlives the engine: the scheduler dies with it.
 
         A process that has SGLang imported has nothing to do meanwhile, and starts none.
         """
-        self._waiting = [] if "sglang" in sys.modules else [_Early(others, own) for _ in range(count)]
+        self._waiting = [] if "sglang" in sys.modules else [_Early(always, without_gpu) for _ in range(count)]
 
     def process(self, *, target: Callable[..., Any], args: tuple[Any, ...]) -> BaseProcess:
         """Make the process that runs `target`: an early one if one is left, otherwise as `multiprocessing` makes it."""
@@ -150,7 +154,7 @@ class EarlySchedulers:
 class _Early:
     """One interpreter that imports, and waits. Its end of `control` is read by `inside.entry.begin_early`."""
 
-    def __init__(self, others: Sequence[str], own: Sequence[str]) -> None:
+    def __init__(self, always: Sequence[str], without_gpu: Sequence[str]) -> None:
         self.executable, self.preloaded = os.fsencode(spawn.get_executable()), _preloaded()
         self.control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sentinel, alive = os.pipe()
@@ -158,7 +162,7 @@ class _Early:
         tracker: int = resource_tracker.getfd()  # type: ignore[assignment]
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from {__package__}.inside.entry import begin_early; "
-            f"begin_early({control.fileno()}, {pipe}, {tracker}, {others!r}, {own!r})"
+            f"begin_early({control.fileno()}, {pipe}, {tracker}, {always!r}, {without_gpu!r})"
         )
         options = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
         command: list[Any] = [self.executable, *options, "-c", code, "--multiprocessing-fork"]

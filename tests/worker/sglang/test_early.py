@@ -54,7 +54,7 @@ def run(early: EarlySchedulers) -> tuple[int, str | None, bool, object]:
 def early(monkeypatch: pytest.MonkeyPatch, children: set[int]) -> Iterator[EarlySchedulers]:
     """One interpreter, in a process that has not imported SGLang."""
     monkeypatch.delitem(sys.modules, "sglang", raising=False)
-    found = EarlySchedulers(1, others=("textwrap", "no_such_module"), own=())
+    found = EarlySchedulers(1, always=("textwrap", "no_such_module"), without_gpu=())
     yield found
     found.close()
 

@@ -74,20 +74,22 @@ def restore_environment(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def begin_early(control: int, pipe: int, tracker: int, others: Sequence[str], own: Sequence[str]) -> None:
+def begin_early(control: int, pipe: int, tracker: int, always: Sequence[str], without_gpu: Sequence[str]) -> None:
     """Import what a scheduler needs, then become the process that the worker sends through `pipe`.
 
-    control: a socket to `processes._Early`. others: modules to import. own: SGLang's own. Where there may be a GPU
-    these wait: importing them initialises CUDA, before SGLang's launch has set the variables that CUDA reads then.
+    control: a socket to `processes._Early`. always, without_gpu: names of modules. With a torch for GPUs the second
+    ones wait: importing them initialises CUDA, before SGLang's launch has set the variables that CUDA reads then.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's
     _before_imports()
     logging.disable()  # SGLang warns of every kernel and model that this host cannot have
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in others if torch.backends.cuda.is_built() else (*others, *own):
+        for name in always if torch.backends.cuda.is_built() else (*always, *without_gpu):
             with contextlib.suppress(Exception):  # what lacks is said where it is needed
                 importlib.import_module(name)
+            if torch.cuda.is_initialized():  # nobody can use this interpreter any more
+                break
     logging.disable(logging.NOTSET)
     with socket.socket(fileno=control) as worker:
         worker.send(EARLY_CUDA if torch.cuda.is_initialized() else EARLY_READY)
