@@ -96,17 +96,19 @@ def replay(
     from ...messages.errors import ConfigError
     from ..flags import parse_extra
     from ..replay import Limits, Where, as_data, as_line, summary
-    from .replay_checks import Property, Scoring, follow, look, schedule_from
+    from ..replay.checks import Losses
+    from .replay_checks import Property, Scoring, follow, look
 
     if html is not None:
         check_out("--html", html)
     text_of = _texts(tokenizer, model) if json or html is not None else None
 
-    _check(depth, loss, journal, queued)
     kinds = {"--queued": queued, "--score-every": score_every is not None, "--bisect": bisect, "--score": score}
-    _check_kinds(
-        [name for name, given in (kinds | {f"--depth {depth}": depth != "tokens"}).items() if given], pool, html
-    )
+    chosen_by = {
+        "ID": ids, "--since": since, "--until": until, "--where": where, "--version": version is not None,
+        "--group": group, "--client": client, "--limit": limit,
+    }  # fmt: skip
+    _check(depth, kinds, chosen_by, loss, journal, pool, html)
     largest = logprob_limit if logprob_limit is not None else 1e-4 if score or score_every else 1e-5
     scoring = Scoring(score, largest, mean_limit, dtype, device)
     settings = Settings(
@@ -122,9 +124,7 @@ def replay(
     assert journal is not None
     begin, end = _between(since, until)
     if depth == "schedule":
-        schedule = schedule_from(journal, ids, begin, end, _complain)
-        say(schedule.as_data(), schedule.lines(), json)
-        raise typer.Exit(int(bool(schedule.violations)))
+        raise typer.Exit(_schedule(journal, ids, begin, end, json))
     if score_every is not None:
         follow(journal, score_every, settings, scoring)
     unread: list[str] = []
@@ -151,7 +151,7 @@ def replay(
     asked = Property(metric, below, check, each, ends) if bisect else None
     if (looked := look(chosen, settings, scoring, asked, loss if depth == "loss" else None)) is not None:
         say(looked.as_data(), looked.lines(), json)
-        return
+        raise typer.Exit(2 if isinstance(looked, Losses) and not looked.samples else 0)
     verdicts = scoring.verdicts(chosen, settings) if score else _verdicts(chosen, settings, depth, redis, pool)
     for verdict in verdicts:
         say(as_data(verdict), [as_line(verdict)], json)
@@ -180,28 +180,55 @@ def _between(since: str | None, until: str | None) -> tuple[float, float]:
     return begin, math.inf if until is None else moment("--until", until)
 
 
-def _check(depth: str, loss: str | None, journal: str | None, queued: bool) -> None:
-    """Raise InvalidField or ConfigError for options that do not fit together."""
+def _schedule(journal: str, ids: list[str] | None, begin: float, end: float, json: bool) -> int:
+    """The exit code: 1 if a promise was broken."""
+    from .replay_checks import schedule_from
+
+    schedule = schedule_from(journal, ids, begin, end, _complain)
+    say(schedule.as_data(), schedule.lines(), json)
+    return int(bool(schedule.violations))
+
+
+TAKEN = {
+    "--queued": {"--version", "--limit"},
+    "--score-every": set[str](),
+    "--depth schedule": {"ID", "--since", "--until"},
+}
+"""Of the options that choose samples, those that a kind of replay takes; other kinds take all."""
+
+
+def _check(
+    depth: str,
+    kinds: dict[str, bool],
+    chosen_by: dict[str, Any],
+    loss: str | None,
+    journal: str | None,
+    pool: str | None,
+    html: Path | None,
+) -> None:
+    """Raise InvalidField or ConfigError for options that do not fit together, and for one that would be passed over.
+
+    kinds: of replay, and whether each was asked for. chosen_by: values of the options that choose samples.
+    """
     from ...messages.errors import ConfigError, InvalidField
 
-    if depth not in (*DEPTHS, "loss", "schedule"):
-        raise InvalidField("--depth", depth, f"one of {', '.join((*DEPTHS, 'loss', 'schedule'))}")
-    if (depth == "loss") is (loss is None):
+    if depth not in (depths := (*DEPTHS, "loss", "schedule")):
+        raise InvalidField("--depth", depth, f"one of {', '.join(depths)}")
+    asked = [kind for kind, given in (kinds | {f"--depth {depth}": depth != "tokens"}).items() if given]
+    together = " and ".join(asked)
+    if ("--depth loss" in asked) is (loss is None):
         raise ConfigError("--depth loss and --loss: give both, or neither")
-    if journal is None and not queued:
+    if journal is None and "--queued" not in asked:
         raise ConfigError("--journal: give the folder of a journal")
-
-
-def _check_kinds(kinds: list[str], pool: str | None, html: Path | None) -> None:
-    """Raise ConfigError for kinds of replay that are no one kind, and for an option that this one would pass over."""
-    from ...messages.errors import ConfigError
-
-    if len(kinds) > 1 and kinds != ["--bisect", "--score"]:
-        raise ConfigError(f"{' and '.join(kinds)}: give one of them")
-    if pool is not None and kinds not in ([], ["--queued"]):
-        raise ConfigError(f"--pool: nothing is generated in a pool with {' and '.join(kinds)}")
-    if html is not None and kinds not in ([], ["--score"]):
-        raise ConfigError(f"--html: there is no report with {' and '.join(kinds)}")
+    if len(asked) > 1 and asked != ["--bisect", "--score"]:
+        raise ConfigError(f"{together}: give one of them")
+    if pool is not None and asked not in ([], ["--queued"]):
+        raise ConfigError(f"--pool: nothing is generated in a pool with {together}")
+    if html is not None and asked not in ([], ["--score"]):
+        raise ConfigError(f"--html: there is no report with {together}")
+    for option, value in chosen_by.items():
+        if value and together in TAKEN and option not in TAKEN[together]:
+            raise ConfigError(f"{option}: {together} takes no such choice")
 
 
 def _copies(redis: str, pool: str, limit: int | None, settings: Settings, version: int | None, json: bool) -> int:

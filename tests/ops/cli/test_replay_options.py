@@ -20,6 +20,11 @@ from rolloutmq.ops.cli.main import app
         ("--bisect --score --pool default", "--pool: nothing is generated in a pool with --bisect and --score"),
         ("--depth schedule --html page.html", "--html: there is no report with --depth schedule"),
         ("--queued --html page.html", "--html: there is no report with --queued"),
+        ("--queued --where reward<0", "--where: --queued takes no such choice"),
+        (f"--queued {'a' * 32}", "ID: --queued takes no such choice"),
+        ("--queued --since 90m", "--since: --queued takes no such choice"),
+        ("--score-every 5 --limit 10", "--limit: --score-every takes no such choice"),
+        ("--depth schedule --version 0", "--version: --depth schedule takes no such choice"),
     ],
 )
 def test_options_that_do_not_fit_together(

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 from support.specimens.messages import result
+from typer.testing import CliRunner
 
 from rolloutmq.messages import GenerateJob, InvalidField
+from rolloutmq.messages.journal import Journal
+from rolloutmq.ops.cli.main import app
 from rolloutmq.ops.replay import Recorded
 from rolloutmq.ops.replay.checks import losses_of
 
@@ -109,3 +112,14 @@ def test_samples_without_logprobs_or_prompt_are_left_out() -> None:
 def test_errors_of_the_function_name_the_sample(name: str, error: str) -> None:
     with pytest.raises(InvalidField, match=f"--loss.*{error}"):
         losses_of([sample("a", 0.0)], name)
+
+
+def test_a_loss_of_no_sample_is_no_success(tmp_path: Path) -> None:
+    """The only one has no log-probabilities."""
+    with Journal(tmp_path / "journal") as journal:
+        one = sample("a", 1.0, logprobs=None)
+        journal.job(one.job)
+        journal.outcome(one.result, "me")
+    options = ["--journal", str(tmp_path / "journal"), "--depth", "loss", "--loss", "ourlosses:scalar"]
+    shown = CliRunner().invoke(app, ["replay", *options])
+    assert (shown.exit_code, "0 samples" in shown.output) == (2, True), shown.output
