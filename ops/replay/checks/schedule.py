@@ -148,6 +148,7 @@ def _time_of(worker: str, attempts: list[Held]) -> WorkerTime:
         busy += max(0.0, one.end - until)
         until = max(until, one.end)
     total, span = sum(one.end - one.start for one in attempts), until - start
+    busy = min(busy, span)  # a sum of differences of times since 1970 is rounded to a quarter of a microsecond each
     gaps = sorted((gap for gap in gaps if gap[1] >= GAP_S), key=lambda gap: -gap[1])
     return WorkerTime(worker, start, span, busy, total / span if span else 0.0, len(attempts), tuple(gaps))
 
