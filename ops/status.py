@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from ..messages.broker import Broker, DeadLetters, broker_of
@@ -36,6 +37,7 @@ async def read_state(broker: Broker, ledger: Ledger) -> dict[str, Any]:
         "open_bytes": load.open_bytes,
         "unread_bytes": load.unread_bytes,
         "set_aside": load.set_aside,
+        "waiting_for_engines": [asdict(one) for one in await broker.waiting()],
         "ended": {"done": load.done, "cancelled": load.cancelled, "expired": load.expired, "dead": load.dead},
         "committed_version": await ledger.committed(),
         "transfer_under_way": await ledger.open_epoch(),
@@ -59,6 +61,9 @@ def status_lines(state: dict[str, Any]) -> Iterator[str]:
         yield f"results that wait for their clients: {state['unread_bytes']:,} bytes"
     if state["set_aside"]:
         yield f"keys set aside, as nobody could use them: {state['set_aside']}; see  rolloutmq ops run audit-broker"
+    for waiting in state["waiting_for_engines"]:
+        who = "busy or short of context" if waiting["possible"] else "no worker has it"
+        yield from _wrapped(f"jobs that wait for {', '.join(waiting['names'])}: {waiting['jobs']} ({who})")
     yield f"ended: {ended}"
     yield from workers_lines(state)
     for letter in state["dead_letters"]:

@@ -25,8 +25,9 @@ class WorkerConfig(BaseModel):
     max_running: Int = Field(default=256, ge=1, le=65536)
     """Samples decoded at the same time."""
     prefetch: Int | None = Field(default=None, ge=0)
-    """Samples that wait in the engine's own queue, so that it never idles for a round trip; default: max-running / 8.
-    An idle neighbour cannot run them."""
+    """Most samples that wait in the engine's own queue, so that it never idles for a round trip; default:
+    max-running / 8. A slow worker has fewer: no more than it can start within a second, by the rate at which its
+    samples end. An idle neighbour cannot run them."""
     lease_s: Float = Field(default=10.0, ge=0.2, le=3600.0)
     """Seconds of silence after which others get this worker's jobs."""
     max_lost: Int = Field(default=3, ge=1)

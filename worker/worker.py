@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
@@ -13,14 +14,14 @@ from functools import partial
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from ..messages.broker import Beat, Claim, CommandBox, Finished, Lease, Release, Witness
+from ..messages.broker import Beat, Claim, CommandBox, Finished, Lease, Release, Witness, can_of
 from ..messages.errors import EngineError, LeaseLost, MessageError, RequestRefused
 from ..messages.model import WorkerState, WorkerStatus
 from ..messages.redis import Bell, Ring, connect, parse_shards, ping
 from ..sync.transfer import Ledger
 from .commands import Commands, Service, beside, worker_commands
 from .config import WorkerConfig
-from .engine import AdapterMissing, Engine
+from .engine import POOLING_FEATURES, AdapterMissing, Engine
 from .engine_keeper import EngineKeeper
 from .generation import Generation
 from .jobs import HeldJob, HeldJobs, Run
@@ -28,13 +29,15 @@ from .journaling import WorkerJournal
 from .lease import Admission, Checkpoints, ClaimLoop, Deadlines, Handback, Memberships, Outbox, Results, Streaming
 from .leaving import PREEMPTED_S, Leaving
 from .loops import Loop, undisturbed
-from .metrics import StatusReport, Vitals
+from .metrics import Pace, StatusReport, Vitals
 from .spot import notices_of, wait_for_notice
 from .text import Tokenizer, ToolReader
 from .weights import Peer, Snapshots, WeightFollower
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.2
+AHEAD_S = 1.0
+"""Beyond what runs, a worker claims what it can start within so many seconds by the rate at which its samples end."""
 
 
 class Worker:
@@ -86,6 +89,7 @@ class Worker:
         self._lease: Lease | None = None
         self._witnesses = [Witness() for _ in range(shards)]
         self._draining = asyncio.Event()
+        self._finished_pace, self._finishes_per_s = Pace(), 0.0
         self._keeper = EngineKeeper(
             engine,
             self._generation,
@@ -173,6 +177,10 @@ class Worker:
         self.worker_id = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
         self._box = CommandBox(redis, self.config.pool, self.worker_id)
         self._lease = lease = self._journal.lease(redis, self.config, self.worker_id, self._witnesses)
+        info = self._engine.info
+        can = can_of(info.context_length, info.features, not info.features & POOLING_FEATURES)
+        for part in lease.parts:
+            part.can = can
         self._claims = ClaimLoop(lease, waker, self._room, self._serves, self._admission.admit)
         self._service.claims = self._admission.claims = self._claims
         memberships = Memberships(lease, self.config.beat_s, self.config.max_lost, self._forget, self._poke)
@@ -256,7 +264,8 @@ class Worker:
             return 0
         # Slow media of some jobs keep no others from being claimed, as long as they are fewer than a full worker.
         slow = sum(claim.n - len(claim.published) for claim in self._claims.aside) if self._claims is not None else 0
-        full = min(self.config.capacity, self._generation.slots.limit)
+        ahead = min(self.config.capacity - self.config.max_running, math.ceil(self._finishes_per_s * AHEAD_S))
+        full = min(self.config.max_running + ahead, self._generation.slots.limit)
         return full - self._held.unpublished - max(0, slow - self.config.capacity)
 
     def _serves(self) -> tuple[int, dict[str, int]]:
@@ -329,6 +338,7 @@ class Worker:
         if lease.keys.shard == 0:
             self.vitals.committed = beat.committed
             self._generation.slots.grow()
+            self._finishes_per_s = self._finished_pace.per_s(self._generation.finished)
         if beat.epoch or beat.committed > self._generation.version:
             self._follower.poke()
         if not self._keeper.dead.is_set() and not await self._engine.healthy():

@@ -5,6 +5,7 @@ from .clock import Witness, living_workers
 from .command_channel import CommandBox, CommandSender
 from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
 from .lease import MAX_CALL_BYTES, Beat, Claim, Finished, Lease, Piece, Release
+from .needs import can_of, kin_of
 from .pool_load import PoolLoad
 from .replies import ENTRY_BYTES, Frames, Receipt, Reply, as_replies
 from .sharded_broker import ShardedBroker, broker_of
@@ -39,6 +40,8 @@ __all__ = [
     "Witness",
     "as_replies",
     "broker_of",
+    "can_of",
+    "kin_of",
     "living_workers",
     "successor",
     "tell_shards",

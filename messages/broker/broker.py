@@ -17,6 +17,7 @@ from ..model import GenerateJob, WorkerStatus
 from ..redis import Keys, is_wrong_type, shard_of, text, whole
 from ..scripts import Scripts, calls
 from .clock import Witness
+from .needs import Waiting, read_waiting
 from .pool_load import PoolLoad, read_load
 from .replies import Frames, News, Receipt, Reply, as_replies
 from .submissions import BATCH_BYTES, BATCH_JOBS, batches, same_job
@@ -350,6 +351,10 @@ class Broker:
     async def load(self) -> PoolLoad:
         """How much is queued, open and finished."""
         return await read_load(self.redis, self.keys)
+
+    async def waiting(self) -> list[Waiting]:
+        """Jobs that only some workers' engines can do and that wait for these, by what they need."""
+        return await read_waiting(self.redis, self.keys)
 
     async def roster(self) -> int:
         """A number that changes whenever a worker joins or leaves; 0 if none ever has."""

@@ -125,6 +125,8 @@ class Lease:
         self.worker_id = worker_id
         self.lease_s = lease_s
         self._scripts = Scripts(redis, self.keys)
+        self.can = ""
+        """What the worker's engine can do, see `can_of`; "" for one that gets every job. Set before it joins."""
         self._claims = 0
         self._shards = shards
         self.in_doubt = False
@@ -159,7 +161,7 @@ class Lease:
 
     async def _beat(self, status: WorkerStatus, join: bool) -> Beat:
         lease_ms, asked_at, witnessed = round(self.lease_s * 1000), self._witness.now(), self._witness.says()
-        call = calls.heartbeat(self.worker_id, lease_ms, encode(status), int(join), *witnessed)
+        call = calls.heartbeat(self.worker_id, lease_ms, encode(status), int(join), *witnessed, self.can)
         answer = await self._scripts.run(call)
         if answer[0] == b"FENCED":
             raise LeaseLost(f"worker {self.worker_id} was not heard of for {self.lease_s} s")
@@ -173,12 +175,13 @@ class Lease:
         """Take queued jobs, highest class first, of about `max_samples` samples together. The last job may go over.
 
         Gives jobs that can run on weights `version` with these adapters, and jobs for adapters that the pool does not
-        have at all. If the reply to a claim was lost, the next call returns the same jobs. Raises LeaseLost.
+        have at all. Jobs that another worker's engine can do and this one's cannot (`can`) wait for that one. If the
+        reply to a claim was lost, the next call returns the same jobs. Raises LeaseLost.
         """
         number = self._claims + 1
         has = (calls.AdapterVersion(*adapter) for adapter in (adapters or {}).items())
         answer = await self._scripts.run(
-            calls.claim(self.worker_id, number, max_jobs, max_samples, version, len(PRIORITIES), *has)
+            calls.claim(self.worker_id, number, max_jobs, max_samples, version, len(PRIORITIES), self.can, *has)
         )
         if answer and answer[0] == b"NOLEASE":
             raise LeaseLost(f"worker {self.worker_id} holds no lease")

@@ -14,6 +14,7 @@ from ..errors import PoolBusy
 from ..model import GenerateJob
 from ..redis import shard_of
 from .broker import Broker, Caps
+from .needs import Waiting, total_of
 from .pool_load import PoolLoad
 from .replies import Frames
 from .submissions import batches
@@ -131,6 +132,9 @@ class ShardedBroker(Broker):
 
     async def drop_replies(self, client_id: str) -> int:
         return sum(await every(part.drop_replies(client_id) for part in self._parts))
+
+    async def waiting(self) -> list[Waiting]:
+        return total_of(await every(part.waiting() for part in self._parts))
 
     async def load(self) -> PoolLoad:
         return sum_of(await every(part.load() for part in self._parts))

@@ -14,6 +14,7 @@ from ..codec import HEADER, JOBS, Job, decode_one_of, encode
 from ..errors import InvalidField, MessageError
 from ..model import PRIORITIES
 from ..scripts import calls
+from .needs import needs_of
 
 BATCH_JOBS = 256
 NOT_ITS_OWN = ("stream", "trace_id")
@@ -51,6 +52,7 @@ def batches(jobs: Sequence[Job], most: int) -> Iterator[list[calls.Submission]]:
                 adapter="" if job.lora is None else f"{job.lora}@{job.min_adapter_version}",
                 prefers=_preference(job),
                 digest=digest(job, payload),
+                needs=needs_of(job),
             )
         )
         size += len(payload)

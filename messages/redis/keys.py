@@ -51,7 +51,8 @@ class Keys:
 
     @property
     def later(self) -> tuple[str, ...]:
-        """ZSET, per priority class, of job ids that wait for newer weights, for an adapter or for a preferred worker.
+        """ZSET, per priority class, of job ids that wait for newer weights, for an adapter, for a preferred worker, or
+        for one whose engine can do more (see claim.lua).
 
         Score: the version that the job needs. For an adapter, its number in the pool times 2^40 is added. If the job
         waits for the worker it prefers, the score is minus that worker's number in the pool.
@@ -127,8 +128,12 @@ class Keys:
     """LIST with at most one token: there is work for a worker that blocks on it."""
 
     def token(self, worker_id: str) -> str:
-        """LIST with at most one token: there is work that only this worker takes."""
+        """LIST with at most one token: there is work that only this worker takes, or all of its `kin_of`."""
         return f"{self.prefix}token:{worker_id}"
+
+    needs = _Key()
+    """HASH of what workers can do and until when their leases last, and of the slots of jobs that wait for some of
+    them. See claim.lua."""
 
     bell = _Key()
     """STREAM (bounded) that announces changes: weights, cancellations, controls. See Ring."""

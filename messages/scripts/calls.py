@@ -46,6 +46,7 @@ class Submission(NamedTuple):
     adapter: str
     prefers: str
     digest: bytes
+    needs: str
 
 
 class AdapterVersion(NamedTuple):
@@ -126,7 +127,14 @@ def overdue(most: int, heard: int | str, passed: int, client: str) -> None: ...
 def ack(client: str, owner: str, *entries: Entry) -> None: ...
 @_call
 def claim(
-    worker: str, claim: int, max_jobs: int, max_samples: int, version: int, classes: int, *adapters: AdapterVersion
+    worker: str,
+    claim: int,
+    max_jobs: int,
+    max_samples: int,
+    version: int,
+    classes: int,
+    can: str,
+    *adapters: AdapterVersion,
 ) -> None: ...
 @_call
 def checkpoint(worker: str, *pieces: SavedPiece) -> None: ...
@@ -148,7 +156,9 @@ def dead_page(newest_first: int, begin: str, end: str, most: int, head_bytes: in
 
 
 @_call
-def heartbeat(worker: str, lease_ms: int, status: bytes, join: int, heard: int | str, passed: int) -> None: ...
+def heartbeat(
+    worker: str, lease_ms: int, status: bytes, join: int, heard: int | str, passed: int, can: str
+) -> None: ...
 @_call
 def leave(worker: str) -> None: ...
 @_call

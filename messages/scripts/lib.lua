@@ -5,6 +5,7 @@
 --   st  state: q queued, r running; after the end, with a TTL: done, cancelled, expired, dead
 --   p payload   n samples   q priority class   y client id   z payload bytes   t accepted (ms)   e deadline (ms)
 --   v min_version   g max_staleness   l adapter, <name>@<least version>   G group id, where one was given   w owner
+--   N what it needs of an engine, '<tokens of context> <name> <name> …'; a plain job has none
 --   P worker it prefers, <ms>@<worker id>: no other worker takes it for so many ms after its acceptance
 --   c lost leases   x the next worker only ends it, with the tokens that it has, see stop   h digest of its content
 --   a attempt, the fencing token: +1 with every claim   d samples published   s<i> sample i is published
@@ -130,7 +131,7 @@ local function bury_record(id, outcome, owner, f)
     redis.call('SREM', client_key(f.y), id)
   end
   if f.e then redis.call('ZREM', prefix .. 'deadlines', id) end
-  if f.v or f.g or f.l or f.P then
+  if f.v or f.g or f.l or f.P or f.N then
     attempt(function() redis.call('ZREM', later_key(f.q), id) end)
   end
   if f.P then redis.call('ZREM', prefers_key, id) end
@@ -164,13 +165,13 @@ end
 -- record too; the client is told if the record says who it is and its reply stream can be written.
 local function fail(id, outcome, cause, host, err)
   local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g', 'G', 'l', 'P', 'h',
-                       'kk')
+                       'kk', 'N')
   if r[1] then
     attempt(reply_to, r[1], #cause + #host + #err, 'j', id, 'o', outcome, 'c', cause, 'h', host, 'e', err,
             'a', whole(r[2]) or 0, 'd', whole(r[3]) or 0, 'G', r[11] or id)
   end
   bury_record(id, outcome, r[4] or nil,
-              {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12], P = r[13], h = r[14], kk = r[15]})
+              {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12], P = r[13], h = r[14], kk = r[15], N = r[16]})
   jobs_ended(1, whole(r[6]) or 0, outcome)
 end
 

@@ -10,7 +10,7 @@ import typer
 from ...messages.errors import ConfigError
 from .options import Json, group, log_to_stderr
 
-app = group("Measure queue, engine, weight sync or a large fleet; prints JSON last.")
+app = group("Measure queue, engine, sync or a fleet; prints JSON last.")
 
 
 @app.command("queue")
@@ -20,7 +20,9 @@ def bench_queue(
     seconds: Annotated[
         float, typer.Option(help="Length of a turn, after a quarter of it to warm up.", min=0.1, max=3600)
     ] = 5.0,
-    workers: Annotated[str, typer.Option(help="Simulated workers for the growth of Redis' costs.")] = "1,10,100,1000",
+    workers: Annotated[
+        str, typer.Option("--growth-workers", help="Simulated workers for the growth of Redis' costs.")
+    ] = "1,10,100,1000",
     lifecycles: Annotated[int, typer.Option(help="Jobs measured at each number of workers.", min=16)] = 8192,
     durable: Annotated[
         str, typer.Option(help="Levels: some of memory,everysec,always,disk_everysec,disk; or none.")
@@ -39,9 +41,9 @@ def bench_queue(
     try:
         counts = tuple(int(count) for count in workers.split(","))
     except ValueError:
-        raise ConfigError(f"--workers {workers!r}: numbers with commas between them, such as 1,10,100") from None
+        raise ConfigError(f"--growth-workers {workers!r}: numbers with commas between them, such as 1,10,100") from None
     if min(counts) < 1:
-        raise ConfigError(f"--workers {workers!r}: at least 1 each")
+        raise ConfigError(f"--growth-workers {workers!r}: at least 1 each")
     levels = parse_levels(durable)
     plan = Plan(parse_peers(peers), rounds, seconds, counts, lifecycles, cache, out, levels, journal)
     run_queue_bench(plan, quiet=json)

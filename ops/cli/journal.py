@@ -131,7 +131,9 @@ def record(
     log_to_stderr(log_level)
     told = record_pool(redis, pool, folder)
     line = f"recorded {told.jobs:,} jobs, {told.results:,} results and {told.failures:,} failures"
-    missed = f"{told.missed:,} more were acknowledged before they could be read, {told.before:,} before it began"
+    least = "at least " if told.at_least else ""
+    missed = f"{least}{told.missed:,} more were acknowledged before they could be read"
+    missed = f"{missed}, {least}{told.before:,} before it began"
     say(asdict(told), [f"{line}; {missed}"], json)
 
 

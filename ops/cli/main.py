@@ -16,6 +16,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "status": ("pool", "status", "Show the queue, the workers and the weights they serve."),
     "workers": ("pool", "workers", "Show the workers, or how long their starts took."),
     "top": ("pool", "top", "Watch a pool live: its queue, workers, versions and speed."),
+    "scale": ("scale", "scale", "Start and drain workers here, as many as the pool needs."),
+    "up": ("scale", "up", "Run a whole pool on this machine until Ctrl-C."),
     "exporter": ("pool", "exporter", "Serve the pool's metrics for Prometheus."),
     "doctor": ("pool", "doctor", "Check Redis and this host, and say what to do."),
     "generate": ("generate", "generate", "Generate in the pool and print the answer."),
@@ -38,7 +40,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "replay": ("replay", "replay", "Generate recorded samples again, and compare tokens."),
     "simulate": ("trial", "simulate", "Compute what settings would cost, without a pool."),
     "demo": ("trial", "demo", "Run asynchronous RL here, while workers die and join."),
-    "bench": ("bench", "app", "Measure queue, engine or weight sync; prints JSON last."),
+    "bench": ("bench", "app", "Measure queue, engine, sync or a fleet; prints JSON last."),
 }
 """Name -> (module of this room, what it has, the line of `rolloutmq --help`)."""
 

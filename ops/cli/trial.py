@@ -51,7 +51,7 @@ def demo(
         int | None, typer.Option(min=1, help="Default: as many as the reward needs to reach its goal.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=(1 << 32) - 1, help="Of the task, the model and the trainer.")] = 0,
-    gpus: Annotated[bool, typer.Option("--gpus", help="Train on the first GPU, serve on the others.")] = False,
+    gpus: Annotated[bool, typer.Option("--on-gpus", help="Train on the first GPU, serve on the others.")] = False,
     json: Json = False,
 ) -> None:
     """Run asynchronous RL here, while workers die and join. A trainer learns from what a pool generates."""

@@ -76,7 +76,7 @@ def visible_gpus() -> tuple[str, ...]:
     """The GPUs by their names in CUDA_VISIBLE_DEVICES. Raises ConfigError if there are fewer than two."""
     count = torch.cuda.device_count()
     if count < 2:
-        raise ConfigError(f"--gpus: takes two GPUs, one to train and one to serve; this host has {count}")
+        raise ConfigError(f"--on-gpus: takes two GPUs, one to train and one to serve; this host has {count}")
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return tuple(named.split(",")) if named else tuple(str(number) for number in range(count))
 

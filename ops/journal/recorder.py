@@ -44,7 +44,8 @@ class Recorded:
     """How much was written.
 
     missed: results that were acknowledged before the recorder read them, as far as Redis counts them. before: those
-    that were acknowledged before it began; an earlier recorder may have written them.
+    that were acknowledged before it began; an earlier recorder may have written them. at_least: there were as many or
+    more, because Redis 6.2 does not count them.
     """
 
     jobs: int = 0
@@ -52,6 +53,7 @@ class Recorded:
     failures: int = 0
     missed: int = 0
     before: int = 0
+    at_least: bool = False
 
 
 class Recorder:
@@ -165,6 +167,7 @@ class Recorder:
             self.recorded.before += entries
         else:
             self.recorded.missed += entries
+        self.recorded.at_least |= at_least
         why = "acknowledged before the recorder " + ("began" if at_start else "read it")
         told = {"entries": entries, "why": why} | ({"at_least": True} if at_least else {})
         self._journal.add(Entry("lost", time.time(), client_id=client, data=told))

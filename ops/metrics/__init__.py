@@ -10,7 +10,7 @@ from ..._lazy import lazy
 
 if TYPE_CHECKING:
     from .demand import PoolWatch
-    from .exporter import run_exporter
+    from .exporter import Exporter, run_exporter, served
 
-__all__ = ["PoolWatch", "run_exporter"]
+__all__ = ["Exporter", "PoolWatch", "run_exporter", "served"]
 __getattr__, __dir__ = lazy(__name__, __all__, ".demand", ".exporter")

@@ -110,6 +110,14 @@ async def _until_stopped(exporter: Exporter, costs: DeletionCosts | None) -> Non
         await looking
 
 
+@contextlib.contextmanager
+def served(exporter: Exporter, host: str, port: int) -> Iterator[int]:
+    """Show what an exporter has read, with its probes, inside a `with` block; the port. Raises ConfigError."""
+    probes = {"/live": lambda: True, "/ready": lambda: exporter.up}
+    with MetricsServer(host, port, exporter.collect, probes) as server:
+        yield server.port
+
+
 def run_exporter(
     redis_url: str,
     pool: str,
@@ -127,5 +135,5 @@ def run_exporter(
     """
     costs = DeletionCosts(PodPatches()) if deletion_costs else None
     exporter = Exporter(redis_url, pool, every_s, scale)
-    with MetricsServer(host, port, exporter.collect, {"/live": lambda: True, "/ready": lambda: exporter.up}):
+    with served(exporter, host, port):
         asyncio.run(_until_stopped(exporter, costs))

@@ -19,7 +19,7 @@ State = Literal[
 STATES: tuple[State, ...] = get_args(State)
 """idle: nothing waits and nothing runs. balanced: the workers are enough. starting: workers that are needed start.
 starved: the trainer waits for the pool, and more workers are wanted. saturated: the same, but no more are allowed.
-bound by staleness: the trainer lets in no more, or does not keep up. unclaimed: jobs wait though slots are free, so
+bound by staleness: the trainer lets in no more. unclaimed: jobs wait though slots are free, so
 no worker can run them. paused: an operator has paused the workers. unknown: the pool could not be read.
 """
 
@@ -49,8 +49,6 @@ class PoolView:
     tokens_per_s: what the pool generates now. worker_tokens_per_s: what one worker generates when its slots are full.
     tokens_per_sample: mean length. sample_s: mean seconds from a sample's start to its end.
     version_s: seconds between two of the trainer's versions. eta: the staleness that the jobs allow.
-    unread_s: seconds that the clients would take, at their pace, for the results that wait for them.
-    taken_tokens_per_s: what the clients take.
     """
 
     at: float
@@ -68,8 +66,6 @@ class PoolView:
     sample_s: float | None = None
     version_s: float | None = None
     eta: int | None = None
-    unread_s: float | None = None
-    taken_tokens_per_s: float | None = None
 
     @property
     def present(self) -> int:
@@ -98,7 +94,6 @@ class ScaleSettings:
     least, most: bounds of the number of workers. target_s: what waits should be generated within so many seconds.
     stabilise_s: a worker leaves when it was not needed for so long. Longer samples, versions and starts lengthen it.
     startup_s: from the start of a worker until it serves.
-    eta: versions that a result may wait for its client. None does not look at it: a feed bounds this by itself.
     """
 
     least: int = 0
@@ -106,7 +101,6 @@ class ScaleSettings:
     target_s: float = 60.0
     stabilise_s: float = 300.0
     startup_s: float = 60.0
-    eta: int | None = None
 
     def window_s(self, view: PoolView) -> float:
         """Seconds for which a worker must not have been needed: no shorter than a start, two versions of the trainer
@@ -186,13 +180,7 @@ def _need(view: PoolView, settings: ScaleSettings, unclaimed_s: float) -> tuple[
     """The number of workers that the pool needs now, its state, and why."""
     if view.paused and not view.serving:
         return view.present, "paused", f"{view.paused} workers are paused, so nothing is changed."
-    need, state, why = _for_queue(view, settings, unclaimed_s) if view.queued > 0 else _for_running(view)
-    lag = view.unread_s / view.version_s if view.unread_s is not None and view.version_s else 0.0
-    if settings.eta is not None and lag > settings.eta and view.worker_tokens_per_s and view.taken_tokens_per_s:
-        enough = max(1, _workers(view.taken_tokens_per_s / (ROOM * view.worker_tokens_per_s)))
-        told = f"Results wait {lag:.1f} versions for their clients, which may be {settings.eta}: {enough} are enough."
-        return min(need, enough), "bound by staleness", told
-    return need, state, why
+    return _for_queue(view, settings, unclaimed_s) if view.queued > 0 else _for_running(view)
 
 
 def _kept(view: PoolView) -> int:

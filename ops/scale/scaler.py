@@ -66,6 +66,8 @@ class LocalScaler:
     def __init__(self, settings: ScaleSettings, means: Means, free: list[Place], watch: Watch, turn: Turn) -> None:
         self.processes: list[WorkerProcess] = []
         self.decision = Decision(settings.least, "unknown", "")
+        self.least_serve = asyncio.Event()
+        """Set once as many as are always to run have served."""
         self._settings, self._means, self._places, self._watch, self._turn = settings, means, free, watch, turn
         self._history = History()
         self._ended_pids: set[int] = set()
@@ -123,6 +125,8 @@ class LocalScaler:
             elif process.served_at is None and now - process.started_at > self._means.ready_s:
                 process.too_late = True
                 process.kill()
+        if sum(one.served_at is not None for one in self._present()) >= self._settings.least:
+            self.least_serve.set()
 
     def _with_own(self, view: PoolView) -> PoolView:
         """The pool as this host knows it better: workers that have not joined yet, and those that are gone or leave and

@@ -16,7 +16,7 @@ TAMPERED_BYTES = 4096
 BELL_MOST = 700
 """The bell is trimmed to about 512 entries, by whole nodes of the stream."""
 
-STAYS = frozenset({"bell", "load", "dead", "letters", "weights", "clock"})
+STAYS = frozenset({"bell", "load", "needs", "dead", "letters", "weights", "clock"})
 """Keys without a TTL that stay: bell, counters, dead letters (the newest 10,000), newest weights, the pool's clock."""
 
 

@@ -55,6 +55,7 @@ KINDS: dict[str, tuple[str, Callable[[Scene], str]]] = {
     "deadlines": ("zset", lambda it: it.keys.deadlines),
     "clock": ("hash", lambda it: it.keys.clock),
     "load": ("hash", lambda it: it.keys.load),
+    "needs": ("hash", lambda it: it.keys.needs),
     "unread": ("hash", lambda it: it.keys.unread),
     "wake": ("list", lambda it: it.keys.wake),
     "token": ("list", lambda it: it.keys.token(it.running.id)),

@@ -11,7 +11,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from ...messages.broker import Claim, Lease
+from ...messages.broker import Claim, Lease, kin_of
 
 log = logging.getLogger(__name__)
 MAX_JOBS = 128
@@ -123,7 +123,8 @@ class ClaimLoop:
 
     async def _wake(self, waker: Any, part: Lease) -> None:
         try:
-            if await waker.blpop([part.keys.token(part.worker_id), part.keys.wake], timeout=WAKE_S):
+            kin = [part.keys.token(kin_of(part.can))] if part.can else []
+            if await waker.blpop([part.keys.token(part.worker_id), *kin, part.keys.wake], timeout=WAKE_S):
                 self._lease.begin_with(part)
         except (RedisError, OSError):
             await asyncio.sleep(RETRY_S)

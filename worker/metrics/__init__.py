@@ -1,6 +1,7 @@
 """A worker's metrics and probes over HTTP, and the HTTP server of the exporter too.
 
-`Histogram`, `MeteredEngine`, `Startup`, `StatusReport` and `Vitals` load nothing; the rest needs prometheus_client.
+`Histogram`, `MeteredEngine`, `Pace`, `Startup`, `StatusReport` and `Vitals` load nothing. The rest needs
+prometheus_client.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from .metered import MeteredEngine
     from .server import MetricsServer
     from .startup import PHASES, Startup
-    from .status import StatusReport
+    from .status import Pace, StatusReport
     from .vitals import Vitals
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Histogram",
     "MeteredEngine",
     "MetricsServer",
+    "Pace",
     "Startup",
     "StatusReport",
     "Vitals",

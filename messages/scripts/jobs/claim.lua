@@ -1,6 +1,7 @@
 -- Give queued jobs to a worker that holds a lease.
--- ARGV: prefix, worker, claim, max_jobs, max_samples, version, classes, *adapters (name, version)
+-- ARGV: prefix, worker, claim, max_jobs, max_samples, version, classes, can, *adapters (name, version)
 -- claim: number of this claim. version: of the worker's weights. classes: how many priority classes there are.
+-- can: what the worker's engine can do, in the form of a job's N; '' for a worker that tries everything.
 -- adapters: those that the worker has, each with its newest version.
 -- Returns {'NOLEASE'}, or a flat list, per job: id, attempt, samples, queued ms, ms to the deadline ('' for none),
 --   payload, then a list of its progress: s<i>, '' for a published sample; k<i> or k<i>.<j>, bytes for a partial; and
@@ -24,7 +25,7 @@ end
 
 local ADAPTER = 1099511627776  -- 2^40; weights versions above it count as it
 
-local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w', 'l', 'P', 'x', 'y', 'q'}
+local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w', 'l', 'P', 'x', 'y', 'q', 'N'}
 local function record(id) return redis.call('HMGET', job_key(id), unpack(FIELDS)) end
 
 local function wrong_in(f) return damaged(f[1], f[2], f[3], f[4], f[5], f[7], f[15], f[16]) end
@@ -81,16 +82,103 @@ end
 -- Scores in `later` that this worker can serve: {from, to} each.
 local has, ranges = {}, {{0, math.min(version, ADAPTER - 1)}}
 local function number_of(adapter) return whole(redis.call('HGET', prefix .. 'weights', 'number:' .. adapter)) end
-for i = 8, #ARGV - 1, 2 do
+for i = 9, #ARGV - 1, 2 do
   has[ARGV[i]] = tonumber(ARGV[i + 1])
   local number = number_of(ARGV[i])
   if number then ranges[#ranges + 1] = {ADAPTER * number, ADAPTER * number + has[ARGV[i]]} end
 end
 if whole(last[4]) then ranges[#ranges + 1] = {-last[4], -last[4]} end   -- what prefers this worker
 
+-- Workers of one pool may differ in what their engines can do. HASH `needs`, in a pool where they do:
+--   can:<what a worker can>   until when, by the pool's clock, the last lease of such workers goes
+--   slot:<names>              the number under which jobs wait in `later` that need these names, and more context than 0
+-- A job waits for workers that are there, or were within REMEMBER_MS. One that nobody could run goes to anybody, who
+-- refuses it by name.
+local NEEDS, SLOT = 4503599627370496, 4294967296   -- 2^52, above all adapters; 2^32, above all lengths of a context
+local REMEMBER_MS, SLOTS = 3600000, 256
+local PLAIN = '0 generate'     -- what a job needs that does not say
+local needs_key = prefix .. 'needs'
+local function parsed(text)
+  local context, names = string.match(text, '^(%d+) (.+)$')
+  if not whole(context) then error('what an engine can do must be a length and names') end
+  local found = {context = math.min(context + 0, SLOT - 1), names = names, has = {}}
+  for name in string.gmatch(names, '%S+') do found.has[name] = true end
+  return found
+end
+local function can_all(names, has)
+  for name in string.gmatch(names, '%S+') do
+    if not has[name] then return false end
+  end
+  return true
+end
+local function token_of(can) return 'can-' .. string.sub(server.sha1hex(can), 1, 16) end
+
+local can = (ARGV[8] or '') ~= '' and parsed(ARGV[8])
+local others, slots, slots_used, slots_here = {}, {}, 0, 0
+local known = can and redis.call('HGETALL', needs_key) or {}
+for i = 1, #known > 2 and #known or 0, 2 do   -- one entry is this worker's own kind
+  local kind, text = string.match(known[i], '^(%a+):(.+)$')
+  local value = whole(known[i + 1])
+  if kind == 'can' and value and value > clock().leases - REMEMBER_MS then
+    local fine, one = attempt(parsed, text)
+    if fine then others[#others + 1], one.text, one.alive = one, text, value > clock().leases end
+  elseif kind == 'can' then
+    redis.call('HDEL', needs_key, known[i])
+  elseif kind == 'slot' and value then
+    slots[text], slots_used = value, slots_used + 1
+    if can_all(text, can.has) then
+      slots_here = slots_here + 1
+      ranges[#ranges + 1] = {NEEDS + value * SLOT, NEEDS + value * SLOT + can.context}
+    end
+  end
+end
+
+-- The number of the slot of these names; nil if there are too many slots.
+local function slot_of(names)
+  if slots[names] then return slots[names] end
+  for used, value in pairs(slots_used >= SLOTS and slots or {}) do
+    local waits = 0
+    for class = 0, classes - 1 do
+      waits = waits + redis.call('ZCOUNT', later_key(class), NEEDS + value * SLOT, NEEDS + (value + 1) * SLOT - 1)
+    end
+    if waits == 0 then
+      redis.call('HDEL', needs_key, 'slot:' .. used)
+      slots[used], slots_used = nil, slots_used - 1
+    end
+  end
+  if slots_used >= SLOTS then return nil end
+  slots[names], slots_used = redis.call('HINCRBY', load_key, 'slots', 1), slots_used + 1
+  redis.call('HSET', needs_key, 'slot:' .. names, slots[names])
+  return slots[names]
+end
+
+-- Where in `later` a job waits whose needs only other workers fulfil, and these are woken; false if it need not. NO_SLOT
+-- if there is no place: it waits at the end of its queue.
+local scores, NO_SLOT = {}, math.huge
+local function score_for_others(n)
+  n = n or PLAIN
+  if scores[n] == nil then
+    local need = parsed(n)
+    local waits = false
+    if need.context > can.context or not can_all(need.names, can.has) then
+      for _, other in ipairs(others) do
+        if need.context <= other.context and can_all(need.names, other.has) then
+          waits = true
+          if other.alive then wake(token_of(other.text)) end
+        end
+      end
+    end
+    local slot = waits and slot_of(need.names)
+    scores[n] = waits and (slot and NEEDS + slot * SLOT + need.context or NO_SLOT)
+  end
+  return scores[n]
+end
+
 -- Where in `later` a job waits that this worker cannot run; nil for one that it can. An adapter that the pool has no
 -- version of keeps nobody waiting: the worker finds that out, and ends the job.
-local function score_of(v, g, l)
+local function score_of(v, g, l, n)
+  local for_others = #others > 0 and score_for_others(n)
+  if for_others then return for_others end
   local needs = version_needed(v, g)
   if version < needs then return math.min(needs, ADAPTER - 1) end
   if not l then return nil end
@@ -126,11 +214,14 @@ local function settle(id, later)
   local wrong = f[6] ~= 'q' and 'st' or wrong_in(f)
   if wrong then return give_up(id, string.format(DAMAGED, wrong)) end
   if f[13] then redis.call('ZREM', prefers_key, id) end
-  local score = not f[14] and score_of(f[9], f[10], f[12])   -- what only has to be ended needs no weights
+  local score = not f[14] and score_of(f[9], f[10], f[12], f[17])   -- what only has to be ended needs no weights
   if f[4] and tonumber(f[4]) <= clock().deadlines then
     fail(id, 'expired', 'its deadline passed in the queue', '', '')
+  elseif score == NO_SLOT then
+    redis.call('RPUSH', queue_key(f[16]), id)
   elseif score then
     redis.call('ZADD', later, score, id)       -- out of the way of those behind it
+    if score >= NEEDS and not f[17] then redis.call('HSET', job_key(id), 'N', PLAIN) end
   elseif f[14] or not (f[13] and leave_to_preferred(id, f[13], f[2], f[3], later)) then
     local progress = progress_of(id, f)
     f[2] = f[2] + 1
@@ -172,11 +263,11 @@ end
 -- The first suspect that this worker could run, and its class. Those that have ended are cleared away.
 local function next_suspect()
   for _, id in ipairs(redis.call('LRANGE', suspects_key, 0, SCAN - 1)) do
-    local f = redis.call('HMGET', job_key(id), 'st', 'v', 'g', 'q', 'l', 'x')
+    local f = redis.call('HMGET', job_key(id), 'st', 'v', 'g', 'q', 'l', 'x', 'N')
     if f[1] ~= 'q' then
       redis.call('LREM', suspects_key, 1, id)
     else
-      local fine, score = attempt(score_of, f[2], f[3], f[5])
+      local fine, score = attempt(score_of, f[2], f[3], f[5], f[7])
       if not fine or not whole(f[4]) or whole(f[4]) >= classes then
         redis.call('LREM', suspects_key, 1, id)
         give_up(id, 'its class or its adapter is no such thing')
@@ -247,5 +338,8 @@ for class = 0, classes - 1 do
   end
   passed, waiting = passed + taken[class], waiting or waits
 end
-if waiting and (jobs > 0 or looked >= max_jobs + SCAN) then wake() end
+if waiting and (jobs > 0 or looked >= max_jobs + SCAN) then
+  wake()
+  if slots_here > 0 then wake(token_of(ARGV[8])) end
+end
 return remember()

@@ -1,17 +1,18 @@
 -- Accept jobs in order, up to the first that does not fit.
 -- ARGV: prefix, max_jobs, max_bytes, max_unread, letter,
 --       *jobs (job_id, payload, n, priority, client, min_version, max_staleness, deadline_ms, group, adapter, prefers,
---       digest)
+--       digest, needs)
 -- max_bytes: payloads of open jobs and their saved pieces, results that nobody has taken yet, and dead letters. max_unread: bytes of results
 -- that one client may leave untaken. letter: entry id of the dead letter that the job replaces.
 -- adapter: <name>@<least version>. prefers: the worker it prefers, as <ms>@<worker id>. letter, max_staleness,
--- deadline_ms (from now), group, adapter and prefers are '' for none. digest: of the job's content, see same_job.
+-- deadline_ms (from now), group, adapter, prefers and needs are '' for none. digest: of the job's content, see same_job. needs: what
+-- an engine must be able to do, see claim.
 -- Returns one of new|q|r|done|cancelled|expired|dead per job; if one does not fit, in its place and as the last:
 --   BUSY, why (jobs|bytes|unread), open jobs, bytes as for max_bytes, untaken bytes of this client
 -- An id that is open for another client, or with another payload, or that ended with another digest: nothing is accepted.
 -- Returned are TAKEN and, for each of these, its place in the call (from 0), the state of the job that has the id, and its client if it is open.
 -- If the dead letter is gone, nothing is accepted. The job's state is returned, or gone if there is no such job either.
-local STRIDE = 12
+local STRIDE = 13
 local max_jobs, max_bytes, max_unread, letter = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
 if letter ~= '' and #redis.call('XRANGE', prefix .. 'dead', letter, letter) == 0 then
   return {redis.call('HGET', job_key(ARGV[6]), 'st') or 'gone'}
@@ -78,6 +79,7 @@ for i = 6, #ARGV, STRIDE do
     if ARGV[i + 8] ~= '' then redis.call('HSET', key, 'G', ARGV[i + 8]) end
     if ARGV[i + 9] ~= '' then redis.call('HSET', key, 'l', ARGV[i + 9]) end
     if ARGV[i + 10] ~= '' then redis.call('HSET', key, 'P', ARGV[i + 10]) end
+    if ARGV[i + 12] ~= '' then redis.call('HSET', key, 'N', ARGV[i + 12]) end
     redis.call('RPUSH', queue_key(class), id)
     accepted, bytes, waiting[class] = accepted + 1, bytes + #payload, waiting[class] + 1
   end

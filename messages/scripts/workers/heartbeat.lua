@@ -1,7 +1,7 @@
 -- Renew a worker's lease, whatever it holds, and tell it what it may have missed.
--- ARGV: prefix, worker, lease_ms, status, join, heard, passed
+-- ARGV: prefix, worker, lease_ms, status, join, heard, passed, can
 -- status: an encoded WorkerStatus. join: 1 the first time. heard, passed: what the worker witnessed, see tick; '' and 0
--- for nothing.
+-- for nothing. can: what its engine can do, as in claim; '' says nothing.
 -- Returns {'FENCED'} if the lease had run out and the jobs are gone, else
 --   {'OK', jobs held, committed version, epoch under way (0 for none), the pool's clock, 1 if it is to reap, workers}
 -- One heartbeat in REAP_MS is told to reap, however many workers there are.
@@ -17,6 +17,7 @@ local lease = at + tonumber(ARGV[3])
 local joins = redis.call('ZADD', workers, lease, worker) == 1
 if lease > until_ms then redis.call('HSET', clock_key, 'until', lease) end
 redis.call('HSET', key, 'status', ARGV[4])
+if (ARGV[8] or '') ~= '' then redis.call('HSET', prefix .. 'needs', 'can:' .. ARGV[8], lease) end
 if joins then roster_changed(worker) end
 local reaps = (at < reaped or at >= reaped + REAP_MS) and 1 or 0
 if reaps == 1 then redis.call('HSET', clock_key, 'reaped', at) end

@@ -124,7 +124,7 @@ class _Client:
                 number = next(self._ids)
                 key, frame = b"%032x" % number, number % len(frames)
                 sent(key, frame)
-                args += (key, frames[frame], 1, 1, CLIENT, 0, "", "", "", "", "", key[-8:])
+                args += (key, frames[frame], 1, 1, CLIENT, 0, "", "", "", "", "", key[-8:], "")
             commands.append(self._raw.command("enqueue", *args))
             room -= batch
         return commands

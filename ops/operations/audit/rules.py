@@ -54,6 +54,7 @@ KINDS = (
     Kind("reader:", "stream", "ttl"),
     Kind("reply:", "stream", "ttl"),
     Kind("load", "hash", "fixed"),
+    Kind("needs", "hash", "fixed"),
     Kind("unread", "hash", "fixed"),
     Kind("bell", "stream", "fixed"),
     Kind("dead", "stream", "fixed"),

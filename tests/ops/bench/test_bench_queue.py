@@ -125,6 +125,6 @@ def test_without_a_package_index_the_message_says_so(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("workers", ["1,x", "0"])
 def test_the_command_refuses_counts_that_are_none(workers: str) -> None:
-    result = CliRunner().invoke(app, ["bench", "queue", "--peers", "none", "--workers", workers])
+    result = CliRunner().invoke(app, ["bench", "queue", "--peers", "none", "--growth-workers", workers])
     assert result.exit_code == 2
-    assert "--workers" in result.output
+    assert "--growth-workers" in result.output

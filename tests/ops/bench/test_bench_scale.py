@@ -126,6 +126,11 @@ def test_a_scenario_that_cannot_be_is_refused_by_name(tmp_path: Path, text: str,
     assert said in str(raised.value)
 
 
+def test_every_field_of_a_scenario_is_documented() -> None:
+    page = (PREEMPTED.parents[2] / "docs" / "capacity.md").read_text()
+    assert [field for field in Scenario.model_fields if f"`{field}`" not in page] == []
+
+
 def test_not_all_workers_can_die() -> None:
     with pytest.raises(InvalidField, match="kill"):
         Deaths(workers=4, killed=4)

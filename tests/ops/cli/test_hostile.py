@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_when_a_model_is_written(files: Path) -> None:
         (("bench", "engine", "--rounds", "0"), ("--rounds",)),
         (("bench", "queue", "--seconds", "nan"), ("--seconds",)),
         (("bench", "queue", "--peers", "x"), ("x", "rq")),
-        (("bench", "queue", "--workers", "9" * 5000), ("--workers",)),
+        (("bench", "queue", "--growth-workers", "9" * 5000), ("--growth-workers",)),
         (("demo", "--seed", "-1"), ("--seed",)),
         (("config", "explain", "folder"), ("folder",)),
     ],

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 from redis.exceptions import NoPermissionError
 from support.journals import Problems
 from support.pools.pool import dump, eventually, replies, short_retries, worker
@@ -24,6 +25,7 @@ from rolloutmq import RolloutClient
 from rolloutmq.messages import Broker, WeightAnnouncement, connect, encode
 from rolloutmq.messages.journal import Entry, Journal, read
 from rolloutmq.ops.journal import recorder as module
+from rolloutmq.ops.journal import reply_streams
 from rolloutmq.ops.journal.recorder import Recorder
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.sync.transfer.ledger import Ledger
@@ -105,12 +107,37 @@ async def test_all_that_a_client_leaves_standing_is_written(
     assert lost(tmp_path) == []
 
 
-async def test_a_client_that_acknowledges_at_once_loses_nothing_silently(redis_db: str, tmp_path: Path) -> None:
+@pytest.fixture
+def counted_db(redis_db: str) -> str:
+    """A server that counts what was added to a stream. The test below is about one that does not."""
+    with Redis.from_url(redis_db) as db:
+        if int(str(db.info("server")["redis_version"]).split(".", 1)[0]) < 7:
+            pytest.skip("Redis 6.2 does not count")
+    return redis_db
+
+
+async def test_a_server_that_does_not_count_is_no_reason_to_say_less(
+    redis_db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = reply_streams._Count
+    monkeypatch.setattr(reply_streams, "_Count", lambda length, added, first, last: count(length, None, first, last))
+    async with connect(redis_db) as redis, worker(redis_db):
+        broker = Broker(redis, "default")
+        await publish(broker, 5, 3)
+        async with recording(redis_db, tmp_path, follow=False) as recorder:
+            assert (recorder.recorded.results, recorder.recorded.before, recorder.recorded.at_least) == (2, 0, False)
+            await publish(broker, 2, 2, "new")
+        assert (recorder.recorded.results, recorder.recorded.missed, recorder.recorded.at_least) == (2, 1, True)
+    (told,) = read(tmp_path, events="lost")
+    assert (told.client_id, told.data["entries"], told.data["at_least"]) == ("new", 1, True)
+
+
+async def test_a_client_that_acknowledges_at_once_loses_nothing_silently(counted_db: str, tmp_path: Path) -> None:
     """Which of the two comes first nobody knows; together they are all results."""
     async with (
-        recording(redis_db, tmp_path) as recorder,
-        worker(redis_db),
-        RolloutClient(redis_db, client_id="fast") as client,
+        recording(counted_db, tmp_path) as recorder,
+        worker(counted_db),
+        RolloutClient(counted_db, client_id="fast") as client,
     ):
         done = [one async for one in client.map([tokens(n=2) for _ in range(40)], timeout=60)]
     assert len(done) == 80
@@ -129,11 +156,11 @@ async def publish(broker: Broker, count: int, acknowledged: int, client: str = "
     await broker.ack(client, (await replies(broker, client))[standing:][:acknowledged])
 
 
-async def test_what_was_acknowledged_before_it_was_read_is_counted(redis_db: str, tmp_path: Path) -> None:
-    async with connect(redis_db) as redis, worker(redis_db):
+async def test_what_was_acknowledged_before_it_was_read_is_counted(counted_db: str, tmp_path: Path) -> None:
+    async with connect(counted_db) as redis, worker(counted_db):
         broker = Broker(redis, "default")
         await publish(broker, 5, 3)
-        async with recording(redis_db, tmp_path, follow=False) as recorder:
+        async with recording(counted_db, tmp_path, follow=False) as recorder:
             assert (recorder.recorded.results, recorder.recorded.before) == (2, 3)
             await publish(broker, 4, 1)
             await publish(broker, 2, 2, "new")
@@ -142,11 +169,11 @@ async def test_what_was_acknowledged_before_it_was_read_is_counted(redis_db: str
     assert sorted(lost(tmp_path)) == [("client", 1, "it"), ("client", 3, "began"), ("new", 2, "it")]
 
 
-async def test_a_stream_that_is_deleted_and_begins_anew_is_counted_anew(redis_db: str, tmp_path: Path) -> None:
-    async with connect(redis_db) as redis, worker(redis_db):
+async def test_a_stream_that_is_deleted_and_begins_anew_is_counted_anew(counted_db: str, tmp_path: Path) -> None:
+    async with connect(counted_db) as redis, worker(counted_db):
         broker = Broker(redis, "default")
         await publish(broker, 5, 0)
-        async with recording(redis_db, tmp_path, follow=False) as recorder:
+        async with recording(counted_db, tmp_path, follow=False) as recorder:
             await redis.delete(broker.keys.reply("client"))
             await publish(broker, 2, 0)
             await recorder.finish()

@@ -17,11 +17,13 @@ import pytest
 from redis.asyncio import Redis
 from support.pools import scripted_worker
 from support.pools.pool import check_scripted, eventually, replies, status
+from support.redis.roles import LINES, create
 from support.specimens.messages import job
 
-from rolloutmq.messages import Broker, RolloutResult, SamplingParams, WorkerStatus
+from rolloutmq.messages import Broker, RolloutResult, SamplingParams, WorkerStatus, connect
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.ops.metrics import PoolWatch
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.scale import CrashLoop, LocalScaler, Means, PoolView, ScaleSettings, Turn, places
 
 QUICK = ScaleSettings(least=0, most=3, target_s=0.2, stabilise_s=0.3, startup_s=0.0)
@@ -232,6 +234,16 @@ async def test_a_pool_has_one_scaler(db: Redis, broker: Broker) -> None:
     await other.release()
     await one.keep()  # as when Redis had lost it
     assert 0 < await db.pttl(broker.keys.scaler) <= 60_000
+
+
+async def test_rights_of_a_worker_and_an_operator_are_enough(redis_server: EmbeddedRedis) -> None:
+    url = create(redis_server, "worker", "mine", LINES["operator"].replace("reset", "").replace("POOL", "mine"))
+    async with connect(url, pool="mine") as redis:
+        turn = Turn(redis, "mine", 5.0)
+        await turn.take()
+        await turn.keep()
+        assert await PoolWatch(redis, "mine").look() is not None
+        await turn.release()
 
 
 async def test_a_scaler_that_is_killed_leaves_no_worker(redis_db: str, broker: Broker, tmp_path: Path) -> None:

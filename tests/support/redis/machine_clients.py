@@ -71,7 +71,7 @@ class ClientRules(PoolCalls):
             staleness, deadline = "" if job.staleness is None else job.staleness, HOUR_MS if job.deadline else ""
             args += [
                 job.id, job.payload, job.n, job.cls, job.client, job.min_version, staleness, deadline, job.group, "",
-                job.record().get("P", ""), "h" + job.payload,
+                job.record().get("P", ""), "h" + job.payload, "",
             ]  # fmt: skip
         answer, second = self.send("enqueue", *args, again=again)
 

@@ -1,0 +1,111 @@
+"""What a job needs of an engine, and what an engine can do, as the scripts compare them.
+
+Both are a text: a length of context in tokens, then names. A worker gets a job if its length is not smaller and it has
+every name. Names are those of optional features, as in GenerateJob.unsupported. `generate` stands for generating at
+all, which engines of embedding and reward models do not do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from ..codec import Job
+from ..model import PRIORITIES, GenerateJob
+from ..redis import Keys, is_wrong_type, text, whole
+
+GENERATE = "generate"
+PLAIN_CONTEXT = 1024
+"""A job without optional features that needs no longer context says nothing: every engine is expected to run it."""
+
+
+SLOTS_FROM, SLOT = 1 << 52, 1 << 32
+"""Where in `later` jobs wait for their needs: as in claim.lua."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Jobs that were put aside because only other workers' engines can do them.
+
+    names: what they need, sorted. possible: whether a worker that is there has all of these names. Its context may
+    still be too short, or it may be busy.
+    """
+
+    names: tuple[str, ...]
+    jobs: int
+    possible: bool
+
+
+async def read_waiting(redis: Any, keys: Keys) -> list[Waiting]:
+    """What jobs wait for, most jobs first. One command in a pool whose workers are all alike."""
+    try:
+        known = {text(name): whole(value) for name, value in (await redis.hgetall(keys.needs)).items()}
+    except ResponseError as error:
+        if not is_wrong_type(error):
+            raise
+        return []  # the next claim sets it aside
+    slots = {name.removeprefix("slot:"): slot for name, slot in known.items() if name.startswith("slot:")}
+    if not slots:
+        return []
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.hget(keys.clock, "at")
+        for slot in slots.values():
+            for later in keys.later:
+                pipe.zcount(later, SLOTS_FROM + slot * SLOT, SLOTS_FROM + (slot + 1) * SLOT - 1)
+        at, *counts = await pipe.execute()
+    there = [
+        frozenset(name.removeprefix("can:").split()[1:])
+        for name, until in known.items()
+        if name.startswith("can:") and until > whole(at)
+    ]
+    found = []
+    for number, names in enumerate(slots):
+        jobs = sum(counts[number * len(PRIORITIES) : (number + 1) * len(PRIORITIES)])
+        if jobs:
+            needed = tuple(names.split())
+            found.append(Waiting(needed, jobs, any(has.issuperset(needed) for has in there)))
+    return total_of([found])
+
+
+def total_of(shards: Iterable[Iterable[Waiting]]) -> list[Waiting]:
+    """What jobs wait for in all shards of a pool, most jobs first."""
+    total: dict[tuple[str, ...], Waiting] = {}
+    for one in (one for found in shards for one in found):
+        before = total.get(one.names)
+        jobs, possible = (before.jobs, before.possible) if before else (0, False)
+        total[one.names] = Waiting(one.names, jobs + one.jobs, possible or one.possible)
+    return sorted(total.values(), key=lambda one: (-one.jobs, one.names))
+
+
+def needs_of(job: Job) -> str:
+    """What the job needs; "" for a plain one.
+
+    Only the tokens that are known when it is submitted count: those of a prompt that is text come with the worker that
+    tokenises it.
+    """
+    names, context = job.features_used(), 0
+    if isinstance(job, GenerateJob):
+        known = job.token_ids if job.token_ids is not None else job.context_ids
+        context = (1 if known is None else max(1, len(known))) + job.sampling.max_new_tokens
+        if not names and context <= PLAIN_CONTEXT:
+            return ""
+        names = [GENERATE, *names]
+    return _text(context, names)
+
+
+def can_of(context_length: int, features: Iterable[str], generates: bool) -> str:
+    """What an engine can do. generates: whether it does so at all."""
+    return _text(context_length, [*features, *([GENERATE] if generates else ())])
+
+
+def kin_of(can: str) -> str:
+    """A name for all workers that can do just this, who share a wake-up token."""
+    return f"can-{hashlib.sha1(can.encode(), usedforsecurity=False).hexdigest()[:16]}"
+
+
+def _text(context: int, names: Iterable[str]) -> str:
+    return " ".join([str(context), *sorted(names)])

@@ -1,0 +1,285 @@
+"""`rolloutmq scale` and `rolloutmq up`: as many workers on this host as a pool needs, or a whole pool."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...messages.defaults import DEFAULT_URL
+from .options import LogLevel, Pool, RedisUrl, finite, log_to_stderr, say
+
+if TYPE_CHECKING:
+    from ..metrics import Exporter
+    from ..scale import Decision, LocalScaler, Means, Place, PoolView, ScaleSettings
+
+PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+EXPLAIN_S = 2.0
+"""Seconds between the two looks of --explain."""
+scale = typer.Typer(add_completion=False, rich_markup_mode=None)
+up = typer.Typer(add_completion=False, rich_markup_mode=None)
+Model = Annotated[str | None, typer.Option(help="Of the workers: a folder, or a name on the hub.")]
+Logs = Annotated[Path | None, typer.Option(help="Folder for the workers' logs; default: a temporary one.")]
+Seconds = {"min": 0.0, "callback": finite}
+
+
+@scale.command("scale", context_settings=PASSES_ON)
+def _scale(
+    context: typer.Context,
+    model: Model = None,
+    least: Annotated[int, typer.Option("--min", min=0, help="Workers that always run.")] = 0,
+    most: Annotated[int, typer.Option("--max", min=0, help="Workers that run at most.")] = 4,
+    gpus: Annotated[str, typer.Option(help="A GPU for each worker: 0,1,2,3; or several: 0+1,2+3.")] = "",
+    target: Annotated[
+        float, typer.Option(min=1.0, callback=finite, help="Seconds in which what waits should be generated.")
+    ] = 60.0,
+    stabilise: Annotated[
+        float, typer.Option(**Seconds, help="Seconds for which a worker that leaves was not needed.")
+    ] = 300.0,
+    startup: Annotated[
+        float, typer.Option("--start-takes", **Seconds, help="Seconds from a worker's start until it serves.")
+    ] = 60.0,
+    ready_within: Annotated[
+        float,
+        typer.Option(min=1.0, callback=finite, help="Seconds in which a worker must serve, or has failed."),
+    ] = 1800.0,
+    every: Annotated[float, typer.Option(min=0.1, callback=finite, help="Seconds between two looks.")] = 2.0,
+    explain: Annotated[bool, typer.Option("--explain", help="Only say what the pool needs, and why.")] = False,
+    logs: Logs = None,
+    redis: RedisUrl = DEFAULT_URL,
+    pool: Pool = "default",
+    json: Annotated[bool, typer.Option("--json", help="With --explain: JSON instead of text.")] = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Start and drain workers here, as many as the pool needs. Further flags are those of `rolloutmq worker`.
+
+    \b
+    rolloutmq scale --min 0 --max 4 --gpus 0,1,2,3 --model Qwen/Qwen3-8B
+    rolloutmq scale --explain
+    """
+    from ..scale import ScaleSettings, places
+
+    if least > most:
+        raise typer.BadParameter(f"--min {least} is more than --max {most}.")
+    settings = ScaleSettings(least, most, target, stabilise, startup)
+    flags = _with_model(model, context)
+    if explain:
+        if flags:
+            raise typer.BadParameter(f"--explain takes no flags of workers: {' '.join(flags)}")
+        decision, view = asyncio.run(_explain(redis, pool, settings))
+        say(asdict(decision) | {"pool": asdict(view) if view is not None else None}, _lines(decision, view), json)
+        return
+    log_to_stderr(log_level)
+    free = places(most, _entries(gpus))
+    command = _worker_command(flags, redis, pool, most)
+    with _folder(logs) as folder:
+        means = _means(command, folder, redis, pool, every_s=every, ready_s=ready_within)
+        asyncio.run(_scale_until_stopped(redis, pool, settings, means, free))
+
+
+@up.command("up", context_settings=PASSES_ON)
+def _up(
+    context: typer.Context,
+    model: Model = None,
+    workers: Annotated[int, typer.Option(min=1, help="How many workers.")] = 1,
+    gpus: Annotated[str, typer.Option(help="A GPU for each worker: 0,1; or several: 0+1,2+3.")] = "",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of Redis, on 127.0.0.1; 0 picks a free one.")] = 6379,
+    directory: Annotated[Path | None, typer.Option(help="Keep Redis' data here, with an append-only file.")] = None,
+    exporter_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of the metrics, on 127.0.0.1; 0 picks a free one.")
+    ] = 9477,
+    logs: Logs = None,
+    pool: Pool = "default",
+    json: Annotated[bool, typer.Option("--json", help="Print where everything is as one line of JSON.")] = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run a whole pool on this machine until Ctrl-C. Further flags are those of `rolloutmq worker`.
+
+    \b
+    rolloutmq up --model Qwen/Qwen3-0.6B --workers 2
+    """
+    from ..files import check_out
+    from ..redis import EmbeddedRedis
+    from ..scale import ScaleSettings, places
+
+    if directory is not None:
+        check_out("--directory", directory, folder=True)
+    log_to_stderr(log_level)
+    free = places(workers, _entries(gpus))
+    command = _worker_command(_with_model(model, context), DEFAULT_URL, pool, workers)
+    saved = directory is not None
+    with (
+        _folder(logs) as folder,
+        EmbeddedRedis(port=port or None, directory=directory, appendonly=saved) as server,
+        _metrics(server.url, pool, exporter_port) as (exporter, metrics),
+    ):
+        found = {"redis": server.url, "metrics": metrics, "logs": str(folder)}
+        lines = [f"{name:8} {where}" for name, where in found.items()]
+        jobs = "; jobs are kept" if saved else " and deletes the jobs"
+        say(found, [*lines, f"starting {workers} of `rolloutmq worker`; Ctrl-C ends everything{jobs}"], json)
+        means = _means(command, folder, server.url, pool)
+        settings = ScaleSettings(workers, workers)
+
+        async def beside(scaler: LocalScaler) -> None:
+            await _ready(scaler, exporter, [] if json else _ready_lines(workers, server.url))
+
+        asyncio.run(_scale_until_stopped(server.url, pool, settings, means, free, beside))
+
+
+def _with_model(model: str | None, context: typer.Context) -> list[str]:
+    """The flags for workers."""
+    return [*(["--model", model] if model is not None else []), *context.args]
+
+
+def _entries(gpus: str) -> list[str]:
+    return [one.strip() for one in gpus.split(",")] if gpus else []
+
+
+def _worker_command(flags: Sequence[str], redis: str, pool: str, workers: int) -> list[str]:
+    """The command of one worker. Raises what `rolloutmq worker` would raise for these flags, before any is started."""
+    import sys
+
+    from ...messages.errors import ConfigError
+    from ...worker.main import check_model
+    from ..config import load_settings
+    from .main import load
+
+    context = load("worker").make_context("worker", [*flags, "--redis", redis, "--pool", pool])
+    settings = load_settings(context.params["config"], context=context)
+    check_model(settings.engine().model)
+    if settings.worker().metrics_port and workers > 1:
+        raise ConfigError(f"metrics_port={settings.worker().metrics_port}: 0, so that each worker takes a free one")
+    return [sys.executable, "-m", "rolloutmq.ops.entry", "worker", *flags]
+
+
+@contextmanager
+def _folder(logs: Path | None) -> Iterator[Path]:
+    """The folder of the workers' logs. A temporary one is deleted in the end."""
+    if logs is None:
+        with tempfile.TemporaryDirectory(prefix="rolloutmq-workers-") as folder:
+            yield Path(folder)
+        return
+    from ..files import check_out
+
+    check_out("--logs", logs, folder=True)
+    logs.mkdir(parents=True, exist_ok=True)
+    yield logs
+
+
+def _means(command: Sequence[str], folder: Path, redis: str, pool: str, **more: float) -> Means:
+    from ..scale import Means
+
+    # In the environment, where the URL's password is not in the list of processes.
+    return Means(command, {"ROLLOUTMQ_REDIS": redis, "ROLLOUTMQ_POOL": pool}, folder, **more)
+
+
+async def _scale_until_stopped(
+    redis_url: str,
+    pool: str,
+    settings: ScaleSettings,
+    means: Means,
+    free: list[Place],
+    beside: Callable[[LocalScaler], Coroutine[Any, Any, None]] | None = None,
+) -> None:
+    """Scale until SIGTERM or SIGINT, and wait until the workers have left; a second signal kills them."""
+    from redis.exceptions import RedisError
+
+    from ..metrics import PoolWatch
+    from ..redis import connected
+    from ..scale import LocalScaler, Turn
+
+    async with connected(redis_url, pool) as redis:
+        turn = Turn(redis, pool)
+        await turn.take()
+        scaler = LocalScaler(settings, means, free, PoolWatch(redis, pool), turn)
+        scaling = asyncio.create_task(scaler.run())
+        told = asyncio.create_task(beside(scaler)) if beside is not None else None
+
+        def stop() -> None:
+            scaler.kill_all() if scaling.cancelling() else scaling.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+        try:
+            with suppress(asyncio.CancelledError):
+                await scaling
+        finally:
+            if told is not None:
+                told.cancel()
+            with suppress(RedisError, OSError):
+                await turn.release()
+
+
+async def _explain(redis_url: str, pool: str, settings: ScaleSettings) -> tuple[Decision, PoolView | None]:
+    from ..metrics import PoolWatch
+    from ..redis import connected
+    from ..scale import History, decide
+
+    async with connected(redis_url, pool) as redis:
+        watch = PoolWatch(redis, pool)
+        await watch.look()
+        await asyncio.sleep(EXPLAIN_S)
+        view = await watch.look()
+        return decide(view, settings, History())[0], view
+
+
+def _lines(decision: Decision, view: PoolView | None) -> Iterator[str]:
+    yield f"{decision.state}: {decision.wanted} workers wanted"
+    yield decision.why
+    if view is None:
+        return
+    work_s, rate = view.work_s, view.worker_tokens_per_s
+    takes = "" if work_s is None else f": {work_s:.0f} s of work for one worker"
+    full = "of a full worker not measured yet" if rate is None else f"{rate:,.0f} of a full worker"
+    yield f"workers      {view.serving} serve, {view.starting} start, {view.draining} drain, {view.paused} are paused"
+    yield f"queue        {view.queued:.0f} samples{takes}; {view.held_back:.0f} more wait for newer weights"
+    yield f"slots        {view.running:.0f} of {view.slots:.0f} taken"
+    yield f"tokens/s     {view.tokens_per_s:,.0f} now, {full}"
+    yield f"trainer      {_every(view.version_s)}, staleness {'any' if view.eta is None else f'at most {view.eta}'}"
+    yield f"window       {decision.window_s:.0f} s without need before a worker leaves"
+
+
+def _every(version_s: float | None) -> str:
+    return "no two versions were seen" if version_s is None else f"a version every {version_s:.0f} s"
+
+
+@contextmanager
+def _metrics(redis_url: str, pool: str, port: int) -> Iterator[tuple[Exporter | None, str]]:
+    """Serve the pool's metrics; where, or why not."""
+    try:
+        from ..metrics import Exporter, served
+    except ModuleNotFoundError as error:
+        if error.name != "prometheus_client":
+            raise
+        yield None, "none: pip install 'rolloutmq[metrics]'"
+        return
+    exporter = Exporter(redis_url, pool, 5.0)
+    with served(exporter, "127.0.0.1", port) as found:
+        yield exporter, f"http://127.0.0.1:{found}/metrics"
+
+
+def _ready_lines(workers: int, url: str) -> Iterator[str]:
+    yield f"ready: {workers} serve. In another terminal:"
+    yield f'  rolloutmq generate "Once upon a time" --redis {url}'
+    yield f"  rolloutmq top --redis {url}"
+    yield f'In Python: BlockingRolloutClient("{url}"), as in examples/trainer.py'
+
+
+async def _ready(scaler: LocalScaler, exporter: Exporter | None, lines: Iterable[str]) -> None:
+    """Look at the pool for the metrics; when the workers serve, say how to use them."""
+    looking = asyncio.create_task(exporter.run()) if exporter is not None else None
+    try:
+        await scaler.least_serve.wait()
+        for line in lines:
+            typer.echo(line)
+        await asyncio.Event().wait()
+    finally:
+        if looking is not None:
+            looking.cancel()
