@@ -27,7 +27,7 @@ EVERY_S = 0.05
 """Seconds between two looks at what the engine has: the tokens that came meanwhile are one piece."""
 MOST_PIECES = 512
 """A sample of so many pieces is saved anew as one: many small pieces cost more to keep than to write again."""
-ANEW = 16
+ANEW = 8
 """So many samples are saved anew at a look: Redis deletes all their pieces in one call."""
 
 

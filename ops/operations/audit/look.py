@@ -17,7 +17,7 @@ CHUNK = 256
 """A call looks at so many keys, jobs or members."""
 SEARCHED = 200_000
 """A call searches through so many entries of lists, but at least once for one job (some 30 ns each)."""
-ADDED_UP = 2000
+ADDED_UP = 1000
 """One step adds up the bytes of at most so many open jobs (a few milliseconds)."""
 Listed = dict[bytes, tuple[str, ...]]
 """Job id -> the lists that hold it, one entry per occurrence."""
