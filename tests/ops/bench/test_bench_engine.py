@@ -21,6 +21,7 @@ from rolloutmq.ops.bench.workload import Workload
 def test_a_small_run_on_a_cpu() -> None:
     if find_spec("sglang") is None:
         pytest.skip("SGLang is not installed")
+    pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
     options = {"shape": "tiny", "prompts": 24, "max-running": 8, "max-new-tokens": 16, "rounds": 2}
     command = [sys.executable, "-m", "rolloutmq.ops.entry", "bench", "engine"]
     command += [*(f"--{name}={value}" for name, value in options.items()), "--journals", "--watched"]
