@@ -76,7 +76,8 @@ def exporter(
         float, typer.Option(min=0.0, callback=finite, help="Seconds until a worker that is not needed is not wanted.")
     ] = 300.0,
     startup: Annotated[
-        float, typer.Option(min=0.0, callback=finite, help="Seconds from a worker's start until it serves.")
+        float,
+        typer.Option("--start-takes", min=0.0, callback=finite, help="Seconds from a worker's start until it serves."),
     ] = 60.0,
     deletion_costs: Annotated[
         bool, typer.Option("--deletion-costs", help="In a pod: tell Kubernetes which workers cost least to delete.")

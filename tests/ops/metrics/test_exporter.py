@@ -236,7 +236,7 @@ async def test_the_command_serves_until_it_is_told_to_stop(redis_db: str) -> Non
 def test_the_command_says_what_the_wanted_workers_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr("rolloutmq.ops.metrics.run_exporter", lambda *_, **named: given.update(named), raising=False)
-    flags = ["--target", "30", "--stabilise", "600", "--startup", "900"]
+    flags = ["--target", "30", "--stabilise", "600", "--start-takes", "900"]
     ran = CliRunner().invoke(app, ["exporter", *flags])
     assert ran.exit_code == 0, ran.output
     assert (given["scale"].target_s, given["scale"].stabilise_s, given["scale"].startup_s) == (30, 600, 900)
