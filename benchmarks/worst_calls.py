@@ -99,7 +99,7 @@ class Pool:
         self.costs[-1].setdefault(case, []).append(took)
 
     def rows(self, count: int, client: str, payload: int = 600, **other: Any) -> list[calls.Submission]:
-        row = calls.Submission("", b"", 1, 1, client, 0, "", "", "", "", "", b"12345678")._replace(**other)
+        row = calls.Submission("", b"", 1, 1, client, 0, "", "", "", "", "", b"12345678", "")._replace(**other)
         content = os.urandom(payload)
         return [row._replace(job_id=new_id(), payload=content) for _ in range(count)]
 
@@ -112,11 +112,11 @@ class Pool:
 
     def join(self, worker: str, lease_ms: int = HOUR_MS, version: int = 0) -> str:
         status = WorkerStatus(worker_id=worker, host="h", pid=1, state="serving", version=version)
-        self.run(calls.heartbeat(worker, lease_ms, encode(status), 1, "", 0))
+        self.run(calls.heartbeat(worker, lease_ms, encode(status), 1, "", 0, ""))
         return worker
 
     def claim(self, worker: str, jobs: int = 256, version: int = 0, *adapters: calls.AdapterVersion) -> Call:
-        return calls.claim(worker, next(self._claims), jobs, 1 << 20, version, 3, *adapters)
+        return calls.claim(worker, next(self._claims), jobs, 1 << 20, version, 3, "", *adapters)
 
     def held(self, worker: str, rows: list[calls.Submission]) -> list[str]:
         """Have a worker hold these jobs: the only ones of the highest class."""
@@ -328,7 +328,7 @@ def syncing(pool: Pool) -> None:
         pool.measure("want", calls.want(worker, 9, ""))
     pool.measure("close: with 1,000 joins", calls.close(2, 8, "committed", 60, ""))
     pool.measure("offer: beside 9,000 wishes", calls.offer(3, 8, b"", 60, workers[0], 0))
-    pool.measure("heartbeat", calls.heartbeat(workers[0], HOUR_MS, bytes(4096), 0, "", 0))
+    pool.measure("heartbeat", calls.heartbeat(workers[0], HOUR_MS, bytes(4096), 0, "", 0, ""))
     pool.measure("command: to 1,000 workers", calls.command(command := new_id(), "", bytes(4096), 60_000))
     for worker in workers[: pool.many(256)]:
         pool.measure("answer_command: 1 MiB", calls.answer_command(command, worker, bytes(1 << 20), 600, 1 << 30))
