@@ -31,6 +31,10 @@ class Answers:
         for member in self._answers["smembers"]:
             yield member
 
+    async def hscan_iter(self, key: Any, **_: Any) -> AsyncIterator[Any]:
+        for item in self._answer("hgetall", (key,)).items():
+            yield item
+
     def pipeline(self, **_: Any) -> Pipeline:
         return Pipeline(self)
 
