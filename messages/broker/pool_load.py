@@ -13,9 +13,10 @@ class PoolLoad:
     """How much is in a pool. queued: jobs per priority class, highest first. suspects: jobs on their last chance.
 
     A job that was cancelled in the queue counts as queued until a worker comes across it. set_aside: how many keys were
-    ever renamed because what they held was in the way. accepted, done, cancelled, expired, dead, attempts, redelivered
-    and leases_lost are totals since the pool began. attempts: how often a worker has claimed a job; redelivered: how
-    often one that a worker had had before. leases_lost: workers that fell silent for a whole lease.
+    ever renamed because what they held was in the way. accepted, done, cancelled, expired, dead, attempts, redelivered,
+    leases_lost and taken_bytes are totals since the pool began. attempts: how often a worker has claimed a job;
+    redelivered: how often one that a worker had had before. leases_lost: workers that fell silent for a whole lease.
+    taken_bytes: of results that their clients have acknowledged, or that somebody has dropped.
     """
 
     queued: tuple[int, ...]
@@ -35,6 +36,7 @@ class PoolLoad:
     attempts: int
     redelivered: int
     leases_lost: int
+    taken_bytes: int
 
 
 async def read_load(redis: Any, keys: Keys) -> PoolLoad:
@@ -68,4 +70,5 @@ async def read_load(redis: Any, keys: Keys) -> PoolLoad:
         attempts=count("attempts"),
         redelivered=count("redelivered"),
         leases_lost=count("leases_lost"),
+        taken_bytes=count("taken"),
     )

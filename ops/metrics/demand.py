@@ -20,6 +20,9 @@ WINDOW_S = 60.0
 """Seconds over which what the pool does now is measured."""
 WORKER_S = 1200.0
 """What a full worker generates is measured over so many seconds of full workers; what was earlier counts less."""
+LONGEST_S = 3600.0
+BATCHES = 4
+"""Versions of the trainer over which is measured what it takes: at least WINDOW_S, at most LONGEST_S seconds."""
 VERSIONS = 8
 """Newest versions whose times say how often the trainer publishes."""
 SERVING, STARTING = ("serving", "updating"), ("starting", "syncing", "quarantined")
@@ -30,6 +33,7 @@ class Demand:
 
     def __init__(self) -> None:
         self._last: PoolView | None = None
+        self._results: deque[tuple[float, int, int, int]] = deque()  # seconds, bytes made, bytes taken, tokens; totals
         self._window: deque[tuple[float, int, int, float]] = deque()  # seconds, tokens, samples, running x seconds
         self._before = (0, 0)
         self._full_s = self._full_tokens = 0.0
@@ -45,6 +49,9 @@ class Demand:
         self._measure(totals, now, PoolView(at=now, running=running, slots=slots, serving=len(serving)))
         if not self._versions or reading.committed != self._versions[-1][1]:
             self._versions.append((now, reading.committed))
+        made_bytes = reading.load.unread_bytes + reading.load.taken_bytes
+        self._results.append((now, made_bytes, reading.load.taken_bytes, totals.tokens))
+        taken_tokens_per_s, unread_s = self._taken(now, reading.load.unread_bytes)
         held_back = min(reading.queued_samples, reading.held_back_samples)
         if reading.queued_samples > 0:
             self._eta = reading.max_staleness
@@ -67,6 +74,8 @@ class Demand:
             sample_s=self._sample_s,
             version_s=self._version_s(),
             eta=self._eta,
+            taken_tokens_per_s=taken_tokens_per_s,
+            unread_s=unread_s,
         )
         self._last = view
         return view
@@ -102,6 +111,21 @@ class Demand:
             return None
         (first, low), (last, high) = self._versions[1], self._versions[-1]
         return (last - first) / (high - low) if high > low else None
+
+    def _taken(self, now: float, unread: int) -> tuple[float | None, float | None]:
+        """Tokens a second that the clients acknowledge, and in how many seconds they would take what is unread.
+
+        Trainers take a whole batch at once, so it is measured over several of their versions. None: not known.
+        """
+        window_s = min(LONGEST_S, max(WINDOW_S, BATCHES * (self._version_s() or 0.0)))
+        while len(self._results) > 2 and now - self._results[1][0] >= window_s:
+            self._results.popleft()
+        first, last = self._results[0], self._results[-1]
+        seconds, made, taken, tokens = (after - before for before, after in zip(first, last, strict=True))
+        if seconds < window_s / 2 or made < 0 or taken < 0:  # too short; or Redis has lost its data
+            return None, None
+        per_byte = tokens / made if made else 0.0
+        return taken * per_byte / seconds, unread * seconds / taken if taken else None
 
     def _trains(self, now: float) -> bool:
         """Whether the trainer published lately, by its own measure."""

@@ -19,7 +19,7 @@ State = Literal[
 STATES: tuple[State, ...] = get_args(State)
 """idle: nothing waits and nothing runs. balanced: the workers are enough. starting: workers that are needed start.
 starved: the trainer waits for the pool, and more workers are wanted. saturated: the same, but no more are allowed.
-bound by staleness: the trainer lets in no more. unclaimed: jobs wait though slots are free, so
+bound by staleness: the trainer lets in no more, or does not keep up. unclaimed: jobs wait though slots are free, so
 no worker can run them. paused: an operator has paused the workers. unknown: the pool could not be read.
 """
 
@@ -49,6 +49,7 @@ class PoolView:
     tokens_per_s: what the pool generates now. worker_tokens_per_s: what one worker generates when its slots are full.
     tokens_per_sample: mean length. sample_s: mean seconds from a sample's start to its end.
     version_s: seconds between two of the trainer's versions. eta: the staleness that the jobs allow.
+    taken_tokens_per_s: what the clients acknowledge. unread_s: seconds that they need for the results they have not.
     """
 
     at: float
@@ -66,6 +67,8 @@ class PoolView:
     sample_s: float | None = None
     version_s: float | None = None
     eta: int | None = None
+    taken_tokens_per_s: float | None = None
+    unread_s: float | None = None
 
     @property
     def present(self) -> int:
@@ -180,7 +183,21 @@ def _need(view: PoolView, settings: ScaleSettings, unclaimed_s: float) -> tuple[
     """The number of workers that the pool needs now, its state, and why."""
     if view.paused and not view.serving:
         return view.present, "paused", f"{view.paused} workers are paused, so nothing is changed."
-    return _for_queue(view, settings, unclaimed_s) if view.queued > 0 else _for_running(view)
+    need, state, why = _for_queue(view, settings, unclaimed_s) if view.queued > 0 else _for_running(view)
+    if state != "unclaimed" and (enough := _to_keep_up(view)) is not None and enough < need:
+        told = f"Results wait for their clients for more than {view.eta} versions: {enough} make as many as are taken."
+        return enough, "bound by staleness", told
+    return need, state, why
+
+
+def _to_keep_up(view: PoolView) -> int | None:
+    """Workers that make what the clients take, if the clients are so far behind that what is made now will be too stale
+    when they take it. None if they are not, or if nobody knows."""
+    if view.eta is None or not view.version_s or view.unread_s is None or not view.worker_tokens_per_s:
+        return None
+    if view.unread_s <= (view.eta + 1) * view.version_s:
+        return None
+    return max(1, _workers((view.taken_tokens_per_s or 0.0) / (ROOM * view.worker_tokens_per_s)))
 
 
 def _kept(view: PoolView) -> int:

@@ -11,6 +11,9 @@ local bytes = 0
 for i = 4, #ARGV, 2 do
   if redis.call('XDEL', reply, ARGV[i]) == 1 then bytes = bytes + tonumber(ARGV[i + 1]) end
 end
-if bytes > 0 then count_unread(client, -bytes) end
+if bytes > 0 then
+  count_unread(client, -bytes)
+  redis.call('HINCRBY', load_key, 'taken', bytes)
+end
 if redis.call('XLEN', reply) == 0 then nothing_unread(client) end
 return 'ok'

@@ -10,10 +10,10 @@ import pytest
 from redis.asyncio import Redis
 from support.pools.fixtures import MakeLease
 from support.pools.pool import short_retries, status
-from support.specimens.messages import job
+from support.specimens.messages import job, result
 
 from rolloutmq.messages import Broker, connect
-from rolloutmq.messages.broker import PoolLoad
+from rolloutmq.messages.broker import Finished, PoolLoad
 from rolloutmq.ops.metrics.demand import Demand, PoolWatch
 from rolloutmq.ops.metrics.families import scale_families
 from rolloutmq.ops.metrics.reading import PoolReader, Reading
@@ -29,11 +29,14 @@ def looker() -> Callable[..., PoolView]:
     """Looks at readings of one worker `w1`, or of none, one after the other."""
     demand, totals = Demand(), Totals()
 
-    def look(now: float, committed: int = 0, queued: int = 0, **worker: Any) -> PoolView:
+    def look(
+        now: float, committed: int = 0, queued: int = 0, unread: int = 0, taken: int = 0, **worker: Any
+    ) -> PoolView:
         workers = (status("w1", **worker),) if worker else ()
         reading = replace(
             NOTHING, workers=workers, alive=frozenset(it.worker_id for it in workers), committed=committed,
-            load=replace(LOAD, queued=(0, queued, 0), open_jobs=queued), max_staleness=2 if queued else None,
+            load=replace(LOAD, queued=(0, queued, 0), open_jobs=queued, unread_bytes=unread, taken_bytes=taken),
+            max_staleness=2 if queued else None,
         )  # fmt: skip
         totals.take_in(reading, now)
         return demand.view(reading, totals, now)
@@ -72,6 +75,37 @@ def test_the_staleness_that_jobs_allow_is_known_for_as_long_as_the_trainer_train
         look(at, int(at), queued=1)
     assert look(30.0, 30).eta == 2
     assert look(1000.0, 30).eta is None
+
+
+def test_what_clients_take_is_measured_over_several_versions() -> None:
+    look = looker()
+    look(0.0, 1, taken=10_000, generated_tokens=0)
+    assert look(20.0, 1, unread=2000, taken=10_000, generated_tokens=200).taken_tokens_per_s is None, "too short"
+    later = look(60.0, 1, unread=4500, taken=11_500, generated_tokens=600)  # 6,000 bytes are made, 1,500 are taken
+    assert (later.taken_tokens_per_s, later.unread_s) == (2.5, 180.0)
+    look(61.0, 2, unread=4500, taken=11_500, generated_tokens=600)
+    look(161.0, 3, unread=4500, taken=12_500, generated_tokens=700)  # a version takes 100 s: the window is 400 s
+    quiet = look(261.0, 4, unread=4500, taken=12_500, generated_tokens=700)
+    assert quiet.taken_tokens_per_s is not None
+    assert quiet.taken_tokens_per_s > 0
+    assert look(262.0, 4, unread=0, taken=0).unread_s is None, "Redis has lost its data"
+
+
+async def test_what_a_client_acknowledges_is_counted(db: Redis, broker: Broker, joined: MakeLease) -> None:
+    jobs = [job(), job()]
+    client = jobs[0].reply_to
+    await broker.enqueue(jobs)
+    lease = await joined("w1")
+    await lease.claim(9, 9, 0)
+    await lease.complete([Finished(one.id, 1, 0, result(one)) for one in jobs])
+    made = (await broker.load()).unread_bytes
+    first, *_ = await broker.read_replies(client, "0")
+    await broker.ack(client, [first])
+    load = await broker.load()
+    assert 0 < load.taken_bytes < made
+    assert load.unread_bytes + load.taken_bytes == made
+    await broker.ack(client, [first])
+    assert (await broker.load()).taken_bytes == load.taken_bytes, "an acknowledgement that is sent twice"
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,12 @@ CASES: dict[str, tuple[PoolView, int, State]] = {
     "a start that takes longer than the work": (replace(BUSY, queued=4), 2, "balanced"),
     "slots are free": (replace(BUSY, running=4), 2, "balanced"),
     "a feed lets in no more": (replace(BUSY, queued=0, running=4, tokens_per_s=50.0, eta=1), 2, "bound by staleness"),
+    "results wait too long for their clients": (
+        replace(BUSY, eta=1, version_s=60.0, taken_tokens_per_s=80.0, unread_s=130.0), 2, "bound by staleness",
+    ),
+    "results wait as long as they may": (
+        replace(BUSY, eta=1, version_s=60.0, taken_tokens_per_s=80.0, unread_s=110.0), 8, "saturated",
+    ),
     "jobs for weights that are not there": (replace(EMPTY, serving=1, slots=8, held_back=5), 1, "bound by staleness"),
     "paused": (replace(BUSY, serving=0, paused=2), 2, "paused"),
     "those that drain do not count": (replace(BUSY, queued=10, draining=5), 2, "balanced"),
