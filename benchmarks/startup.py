@@ -24,6 +24,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -184,7 +185,7 @@ class Bench:
             "date": datetime.now(UTC).date().isoformat(),
             "host": self.given.host,
             "versions": versions | {"python": platform.python_version()},
-            "command": " ".join(["python", "benchmarks/startup.py", *sys.argv[1:]]),
+            "command": shlex.join(["python", "benchmarks/startup.py", *sys.argv[1:]]),
             "gigabytes": round(sum(tensor.nbytes for tensor in self.weights.values()) / 1e9, 2),
             "rows": self.rows,
         }
