@@ -3,7 +3,7 @@
 # CUDA with its compiler, because SGLang compiles kernels at the first start; of the release that SGLang's torch wants.
 ARG CUDA=13.0.1
 FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04
-# tini is process 1: it passes SIGTERM to the worker alone, and buries what SGLang's processes leave behind.
+# tini is process 1: it passes SIGTERM to the worker alone, and reaps what SGLang's processes leave behind.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends g++ libnuma1 python3.12-dev python3.12-venv tini \
  && rm -rf /var/lib/apt/lists/*
