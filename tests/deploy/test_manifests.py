@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,14 @@ SPARE_S = 30
 
 
 @pytest.fixture(scope="module")
-def manifests(tmp_path_factory: pytest.TempPathFactory) -> Manifests:
-    return Manifests(rendered(tmp_path_factory.mktemp("rendered")))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is rendered here always has the same secrets."""
+    return tmp_path_factory.mktemp("rendered")
+
+
+@pytest.fixture(scope="module")
+def manifests(folder: Path) -> Manifests:
+    return Manifests(rendered(folder))
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +48,18 @@ def ours(manifests: Manifests) -> list[Pod]:
 # --- each object -----------------------------------------------------------------------------------------------------
 
 
+@cache
+def schemas() -> tuple[Any, Any]:
+    """Those of Kubernetes, and KEDA's."""
+    kubernetes, keda = (
+        json.loads((HERE / f"{name}.json").read_text()) for name in ("kubernetes-schemas", "keda-schema")
+    )
+    return kubernetes, keda
+
+
 def complaints(each: Object) -> list[str]:
     """What is wrong with an object, by Kubernetes' and KEDA's schemas. Fields that do not exist are wrong."""
-    kubernetes = json.loads((HERE / "kubernetes-schemas.json").read_text())
-    keda = json.loads((HERE / "keda-schema.json").read_text())
+    kubernetes, keda = schemas()
     kinds = {kind: {"$ref": f"#/$defs/{name}"} for kind, name in kubernetes["kinds"].items()}
     schema = (kinds | {"keda.sh/v1alpha1 ScaledObject": keda})[f"{each['apiVersion']} {each['kind']}"]
     validator = Draft202012Validator(schema | {"$defs": kubernetes["$defs"]})
@@ -336,18 +351,17 @@ def test_prometheus_reads_the_rules_and_finds_everybody(manifests: Manifests, tm
 
 
 @pytest.mark.parametrize(("number", "changed"), list(enumerate(["worker", "redis", "worker"])))
-def test_each_change_that_the_page_shows_is_valid(number: int, changed: str, tmp_path: Path) -> None:
+def test_each_change_that_the_page_shows_is_valid(
+    number: int, changed: str, folder: Path, manifests: Manifests
+) -> None:
     blocks = re.findall(
         r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "kubernetes.md").read_text(), re.MULTILINE | re.DOTALL
     )
     assert len(blocks) == 3
-    (tmp_path / "after").mkdir()
-    (tmp_path / "before").mkdir()
-    after = Manifests(rendered(tmp_path / "after", blocks[number]))
-    before = Manifests(rendered(tmp_path / "before"))
+    after = Manifests(rendered(folder, blocks[number]))
     for each in after.objects:
         assert complaints(each) == []
-    assert after.pods[changed].spec != before.pods[changed].spec
+    assert after.pods[changed].spec != manifests.pods[changed].spec
     if changed == "redis":
         selector = after.of("Service")["redis"]["spec"]["selector"]
         assert selector["statefulset.kubernetes.io/pod-name"] == "redis-1"

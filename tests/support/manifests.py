@@ -32,13 +32,14 @@ Object = dict[str, Any]
 
 
 def rendered(folder: Path, overlay: str = "") -> list[Object]:
-    """deploy/example with secrets of its own, in a copy below `folder`. overlay: a kustomization on top of it."""
-    shutil.copytree(DEPLOY, folder / "deploy", ignore=shutil.ignore_patterns("secrets"))
-    (folder / "docs").mkdir()
-    shutil.copy(ROOT / "docs" / "redis.md", folder / "docs")
+    """deploy/example in a copy below `folder`, whose secrets are made once. overlay: a kustomization on top of it."""
     example = folder / "deploy" / "example"
-    subprocess.run(["sh", "../kubernetes/secrets.sh", "secrets"], cwd=example, check=True)
-    (folder / "overlay").mkdir()
+    if not example.exists():
+        shutil.copytree(DEPLOY, folder / "deploy", ignore=shutil.ignore_patterns("secrets"))
+        (folder / "docs").mkdir()
+        shutil.copy(ROOT / "docs" / "redis.md", folder / "docs")
+        subprocess.run(["sh", "../kubernetes/secrets.sh", "secrets"], cwd=example, check=True)
+        (folder / "overlay").mkdir()
     base = "namespace: rolloutmq\nresources: [../deploy/example]\n"
     (folder / "overlay" / "kustomization.yaml").write_text(base + overlay)
     shown = subprocess.run(["kubectl", "kustomize", "overlay"], cwd=folder, check=False, capture_output=True, text=True)
