@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 EXPLAIN_S = 2.0
 """Seconds between the two looks of --explain."""
+ENDS_S = 60.0
+"""Seconds beyond its drain budget in which a worker that was told to leave has ended its engine, and itself."""
 scale = typer.Typer(add_completion=False, rich_markup_mode=None)
 up = typer.Typer(add_completion=False, rich_markup_mode=None)
 Model = Annotated[str | None, typer.Option(help="Of the workers: a folder, or a name on the hub.")]
@@ -78,9 +80,9 @@ def _scale(
         return
     log_to_stderr(log_level)
     free = places(most, _entries(gpus))
-    command = _worker_command(flags, redis, pool, most)
+    command, leave_s = _worker_command(flags, redis, pool, most)
     with _folder(logs) as folder:
-        means = _means(command, folder, redis, pool, every_s=every, ready_s=ready_within)
+        means = _means(command, folder, redis, pool, every_s=every, ready_s=ready_within, leave_s=leave_s)
         asyncio.run(_scale_until_stopped(redis, pool, settings, means, free))
 
 
@@ -113,7 +115,7 @@ def _up(
         check_out("--directory", directory, folder=True)
     log_to_stderr(log_level)
     free = places(workers, _entries(gpus))
-    command = _worker_command(_with_model(model, context), DEFAULT_URL, pool, workers)
+    command, leave_s = _worker_command(_with_model(model, context), DEFAULT_URL, pool, workers)
     saved = directory is not None
     with (
         _folder(logs) as folder,
@@ -124,7 +126,7 @@ def _up(
         lines = [f"{name:8} {where}" for name, where in found.items()]
         jobs = "; jobs are kept" if saved else " and deletes the jobs"
         say(found, [*lines, f"starting {workers} of `rolloutmq worker`; Ctrl-C ends everything{jobs}"], json)
-        means = _means(command, folder, server.url, pool)
+        means = _means(command, folder, server.url, pool, leave_s=leave_s)
         settings = ScaleSettings(workers, workers)
 
         async def beside(scaler: LocalScaler) -> None:
@@ -142,8 +144,11 @@ def _entries(gpus: str) -> list[str]:
     return [one.strip() for one in gpus.split(",")] if gpus else []
 
 
-def _worker_command(flags: Sequence[str], redis: str, pool: str, workers: int) -> list[str]:
-    """The command of one worker. Raises what `rolloutmq worker` would raise for these flags, before any is started."""
+def _worker_command(flags: Sequence[str], redis: str, pool: str, workers: int) -> tuple[list[str], float]:
+    """The command of one worker, and the seconds in which it ends when it is told to.
+
+    Raises what `rolloutmq worker` would raise for these flags, before any is started.
+    """
     import sys
 
     from ...messages.errors import ConfigError
@@ -156,7 +161,7 @@ def _worker_command(flags: Sequence[str], redis: str, pool: str, workers: int) -
     check_model(settings.engine().model)
     if settings.worker().metrics_port and workers > 1:
         raise ConfigError(f"metrics_port={settings.worker().metrics_port}: 0, so that each worker takes a free one")
-    return [sys.executable, "-m", "rolloutmq.ops.entry", "worker", *flags]
+    return [sys.executable, "-m", "rolloutmq.ops.entry", "worker", *flags], settings.worker().drain_s + ENDS_S
 
 
 @contextmanager
@@ -193,20 +198,16 @@ async def _scale_until_stopped(
 
     from ..metrics import PoolWatch
     from ..redis import connected
-    from ..scale import LocalScaler, Turn
+    from ..scale import LOCK_S, LocalScaler, ScalerLock
 
     async with connected(redis_url, pool) as redis:
-        turn = Turn(redis, pool)
-        await turn.take()
-        scaler = LocalScaler(settings, means, free, PoolWatch(redis, pool), turn)
+        lock = ScalerLock(redis, pool, max(LOCK_S, 3 * means.every_s))
+        await lock.take()
+        scaler = LocalScaler(settings, means, free, PoolWatch(redis, pool), lock)
         scaling = asyncio.create_task(scaler.run())
         told = asyncio.create_task(beside(scaler)) if beside is not None else None
-
-        def stop() -> None:
-            scaler.kill_all() if scaling.cancelling() else scaling.cancel()
-
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
+            asyncio.get_running_loop().add_signal_handler(number, scaler.stop)
         try:
             with suppress(asyncio.CancelledError):
                 await scaling
@@ -214,7 +215,7 @@ async def _scale_until_stopped(
             if told is not None:
                 told.cancel()
             with suppress(RedisError, OSError):
-                await turn.release()
+                await lock.release()
 
 
 async def _explain(redis_url: str, pool: str, settings: ScaleSettings) -> tuple[Decision, PoolView | None]:

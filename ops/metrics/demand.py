@@ -146,9 +146,10 @@ class PoolWatch:
     def __init__(self, redis: PoolRedis, pool: str) -> None:
         self._reader, self._totals, self._demand = PoolReader(redis, pool), Totals(), Demand()
         self.workers: tuple[WorkerStatus, ...] = ()
+        self._away = False
 
     async def look(self) -> PoolView | None:
-        """The pool now; None if it could not be read, which the log says."""
+        """The pool now; None if it could not be read, which the log says once until it can be read again."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 reading = await self._reader.read()
@@ -156,7 +157,12 @@ class PoolWatch:
             self._totals.take_in(reading, now)
             view = self._demand.view(reading, self._totals, now)
         except Exception as error:  # whatever it is: who scales waits for the next look
-            log.warning("the pool cannot be read: %s: %s", type(error).__name__, error)
+            if not self._away:
+                log.warning("the pool cannot be read: %s: %s", type(error).__name__, error)
+            self._away = True
             return None
+        if self._away:
+            log.info("the pool can be read again")
+            self._away = False
         self.workers = tuple(worker for worker in reading.workers if worker.worker_id in reading.alive)
         return view

@@ -3,10 +3,11 @@
 from .places import Place, places
 from .policy import FULL, STATES, Decision, History, PoolView, ScaleSettings, State, decide
 from .scaler import CrashLoop, LocalScaler, Means
-from .turn import Turn
+from .scaler_lock import LOCK_S, ScalerLock
 
 __all__ = [
     "FULL",
+    "LOCK_S",
     "STATES",
     "CrashLoop",
     "Decision",
@@ -16,8 +17,8 @@ __all__ = [
     "Place",
     "PoolView",
     "ScaleSettings",
+    "ScalerLock",
     "State",
-    "Turn",
     "decide",
     "places",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ class WorkerProcess:
     """A worker that this process started. Its output goes to a file.
 
     served_at: when it was first seen to serve, on time.monotonic; None before. leaving: it was told to drain.
+    leave_by: when it has to have ended, on time.monotonic.
     """
 
     def __init__(self, place: Place, process: asyncio.subprocess.Process, log: Path) -> None:
@@ -29,6 +31,7 @@ class WorkerProcess:
         self.started_at = time.monotonic()
         self.served_at: float | None = None
         self.leaving = False
+        self.leave_by = math.inf
         self.too_late = False
         self._process = process
         self.ended = asyncio.create_task(process.wait())
@@ -58,9 +61,10 @@ class WorkerProcess:
         """Negative for a signal; None while it runs."""
         return self._process.returncode
 
-    def drain(self) -> None:
-        """Have it finish or hand back what it holds, and leave."""
+    def drain(self, within_s: float) -> None:
+        """Have it finish or hand back what it holds, and leave. Each call can only bring `leave_by` nearer."""
         self.leaving = True
+        self.leave_by = min(self.leave_by, time.monotonic() + within_s)
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:

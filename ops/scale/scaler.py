@@ -18,7 +18,7 @@ from ...messages.model import WorkerStatus
 from .places import FIRST_PAUSE_S, Place
 from .policy import Decision, History, PoolView, ScaleSettings, decide
 from .process import WorkerProcess
-from .turn import Turn
+from .scaler_lock import ScalerLock
 
 log = logging.getLogger(__name__)
 HEALTHY_S = 60.0
@@ -45,14 +45,15 @@ class Watch(Protocol):
 class Means:
     """How workers are started. command: of one worker; it joins the pool of the watch. environment: beside this
     process' own. folder: for their logs. every_s: seconds between two looks at the pool. ready_s: seconds in which a
-    worker has to serve; it counts as failed afterwards. pause_s: before the first restart, then twice as long each
-    time."""
+    worker has to serve; it counts as failed afterwards. leave_s: seconds in which a worker that drains has to end;
+    afterwards it is killed. pause_s: before the first restart, then twice as long each time."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
     folder: Path
     every_s: float = 2.0
     ready_s: float = 1800.0
+    leave_s: float = 90.0
     pause_s: float = FIRST_PAUSE_S
 
 
@@ -63,20 +64,27 @@ class LocalScaler:
     drain budget, and hands the rest back with the tokens it has. The one with the least in flight leaves first.
     """
 
-    def __init__(self, settings: ScaleSettings, means: Means, free: list[Place], watch: Watch, turn: Turn) -> None:
+    def __init__(
+        self, settings: ScaleSettings, means: Means, free: list[Place], watch: Watch, lock: ScalerLock
+    ) -> None:
         self.processes: list[WorkerProcess] = []
         self.decision = Decision(settings.least, "unknown", "")
         self.least_serve = asyncio.Event()
         """Set once as many as are always to run have served."""
-        self._settings, self._means, self._places, self._watch, self._turn = settings, means, free, watch, turn
+        self.draining = False
+        """Whether all workers were told to leave."""
+        self._settings, self._means, self._places, self._watch, self._lock = settings, means, free, watch, lock
         self._history = History()
         self._ended_pids: set[int] = set()
         self._crashes = 0
         self._host = socket.gethostname()
+        self._running: asyncio.Task[None] | None = None
+        self._told_to_stop = False
 
     async def run(self) -> None:
         """Scale until cancelled; then every worker is drained. Raises CrashLoop, and ConfigError if another scaler has
         taken over; then, too, the workers have left."""
+        self._running = asyncio.current_task()
         try:
             while True:
                 await self.step()
@@ -84,14 +92,23 @@ class LocalScaler:
         finally:
             await self._drain_all()
 
+    def stop(self) -> None:
+        """Drain all workers and end `run`, if nothing else has ended it already. A second call kills them."""
+        if self._told_to_stop:
+            self.kill_all()
+        elif self._running is not None and not self.draining:
+            self._running.cancel()
+        self._told_to_stop = True
+
     async def step(self) -> None:
         """Look once, and act on it."""
         view = await self._watch.look()
+        self._kill_overdue()
         self._note_ended(pool_answers=view is not None)
         if view is None:  # a worker could not start now, and nobody knows which is needed
             return
         try:
-            await self._turn.keep()
+            await self._lock.keep()
         except (RedisError, OSError):
             return
         self._note_serving()
@@ -158,15 +175,20 @@ class LocalScaler:
             if not pool_answers:  # without Redis every worker ends
                 log.warning("%s %s while Redis does not answer", name, how)
                 continue
-            self._crashes += 1
-            pause_s = process.place.failed(time.monotonic(), self._means.pause_s)
-            last = process.last_lines()
-            log.warning("%s %s; the next one starts in %g s. Its last lines:\n%s", name, how, pause_s, last)
-            none_works = all(one.served_at is None for one in self._present())
-            if none_works and (self._crashes >= CRASHES or all(one.given_up for one in self._places)):
-                raise CrashLoop(f"{self._crashes} workers in a row failed. The last one {how}; its last lines:\n{last}")
-            if process.place.given_up:
-                log.error("%s failed %d times in a row: nothing is started there any more", name, CRASHES)
+            if process.served_at is not None:
+                self._crashes = 0
+            self._note_failed(process.place, how, process.last_lines())
+
+    def _note_failed(self, place: Place, how: str, last: str) -> None:
+        """Nothing starts in this place for a while. Raises CrashLoop."""
+        self._crashes += 1
+        name, pause_s = f"worker-{place.number}", place.failed(time.monotonic(), self._means.pause_s)
+        log.warning("%s %s; the next one starts in %g s. Its last lines:\n%s", name, how, pause_s, last)
+        none_works = all(one.served_at is None for one in self._present())
+        if none_works and (self._crashes >= CRASHES or all(one.given_up for one in self._places)):
+            raise CrashLoop(f"{self._crashes} workers in a row failed. The last one {how}; its last lines:\n{last}")
+        if place.given_up:
+            log.error("%s failed %d times in a row: nothing is started there any more", name, CRASHES)
 
     # --- what becomes of it ----------------------------------------------------------------------------------------
 
@@ -177,12 +199,16 @@ class LocalScaler:
         for place in sorted(free, key=lambda one: one.failures)[: max(0, wanted - len(present))]:
             log.info("worker-%d starts", place.number)
             means = self._means
-            started = await WorkerProcess.start(place, means.command, means.environment, means.folder)
+            try:
+                started = await WorkerProcess.start(place, means.command, means.environment, means.folder)
+            except OSError as error:  # a full disk, no more processes: those that run go on
+                self._note_failed(place, f"cannot be started: {error}", "")
+                continue
             self._ended_pids.discard(started.pid)
             self.processes.append(started)
         for process in sorted(present, key=self._in_flight)[: max(0, len(present) - wanted)]:
             log.info("worker-%d drains: it has %d samples", process.place.number, self._in_flight(process))
-            process.drain()
+            process.drain(self._means.leave_s)
 
     def _in_flight(self, process: WorkerProcess) -> int:
         status = self._status(process)
@@ -196,13 +222,22 @@ class LocalScaler:
         else:
             await asyncio.sleep(self._means.every_s)
 
+    def _kill_overdue(self) -> None:
+        for process in self.processes:
+            if process.exit_code is None and time.monotonic() > process.leave_by:
+                log.warning("worker-%d hangs: it has not left in %g s", process.place.number, self._means.leave_s)
+                process.kill()
+
     async def _drain_all(self) -> None:
+        self.draining = True
         for process in self.processes:
             if process.exit_code is None:
-                process.drain()
+                process.drain(self._means.leave_s)
         if self.processes:
             log.info("waiting for %d workers to leave", len(self.processes))
-        await asyncio.gather(*(one.ended for one in self.processes), return_exceptions=True)
+        while waiting := [one.ended for one in self.processes if not one.ended.done()]:
+            await asyncio.wait(waiting, timeout=self._means.every_s)
+            self._kill_overdue()
 
     def kill_all(self) -> None:
         """For whoever does not want to wait until the workers have drained."""

@@ -50,7 +50,7 @@ async def test_scale_starts_workers_for_a_load_and_drains_them_when_it_is_stoppe
     said = tmp_path / "said"
     arguments = ("scale", "--min", "0", "--max", "2", "--every", "0.1", "--logs", str(tmp_path / "logs"))
     async with program(redis_db, said, *arguments) as process:
-        await eventually(lambda: broker.redis.exists(broker.keys.scaler), 60, "it has its turn")
+        await eventually(lambda: broker.redis.exists(broker.keys.scaler), 60, "it has the lock")
         assert await broker.workers() == []
         jobs = [job(sampling=SamplingParams(max_new_tokens=4)) for _ in range(8)]
         await broker.enqueue(jobs)
@@ -62,6 +62,17 @@ async def test_scale_starts_workers_for_a_load_and_drains_them_when_it_is_stoppe
     assert not await broker.redis.exists(broker.keys.scaler)
     assert "starved" in said.read_text()
     assert (tmp_path / "logs" / "worker-0.log").stat().st_size > 0
+
+
+async def test_the_lock_of_a_scaler_that_looks_rarely_lasts_until_its_next_look(
+    redis_db: str, broker: Broker, tmp_path: Path
+) -> None:
+    said = tmp_path / "said"
+    async with program(redis_db, said, "scale", "--every", "30") as process:
+        await eventually(lambda: broker.redis.exists(broker.keys.scaler), 60, "it has the lock")
+        assert await broker.redis.pttl(broker.keys.scaler) > 45_000
+        process.send_signal(signal.SIGTERM)
+        await ended(process)
 
 
 async def test_up_runs_a_whole_pool_until_ctrl_c(redis_db: str, tmp_path: Path) -> None:

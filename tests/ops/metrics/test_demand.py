@@ -151,6 +151,22 @@ async def test_a_pool_that_cannot_be_read_is_none(redis_server: EmbeddedRedis, m
         redis_server.start()
 
 
+async def test_an_outage_is_logged_once(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    short_retries(monkeypatch)
+    caplog.set_level("INFO", "rolloutmq.ops.metrics.demand")
+    async with connect(redis_server.url) as redis:
+        watch = PoolWatch(redis, "default")
+        for _ in range(2):
+            redis_server.kill()
+            assert [await watch.look() for _ in range(3)] == [None] * 3
+            redis_server.start()
+            assert await watch.look() is not None
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("demand")]
+    assert [text.partition(":")[0] for text in said] == ["the pool cannot be read", "the pool can be read again"] * 2
+
+
 async def test_hostile_heartbeats_bring_no_view_to_fall(db: Redis, broker: Broker, joined: MakeLease) -> None:
     most = (1 << 64) - 1
     await joined("w1", running=most, max_running=most, generated_tokens=most, finished_samples=1, tokens_per_s=1e308)

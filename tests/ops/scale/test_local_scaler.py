@@ -24,10 +24,12 @@ from rolloutmq.messages import Broker, RolloutResult, SamplingParams, WorkerStat
 from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.ops.metrics import PoolWatch
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
-from rolloutmq.ops.scale import CrashLoop, LocalScaler, Means, PoolView, ScaleSettings, Turn, places
+from rolloutmq.ops.scale import CrashLoop, LocalScaler, Means, PoolView, ScalerLock, ScaleSettings, places
 
 QUICK = ScaleSettings(least=0, most=3, target_s=0.2, stabilise_s=0.3, startup_s=0.0)
 SLEEPS = [sys.executable, "-c", "import signal; signal.sigwait({signal.SIGTERM})"]
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
+HANGS = [sys.executable, "-c", DEAF]
 FAILS = [sys.executable, "-c", "import sys; print('no such model', file=sys.stderr); sys.exit(3)"]
 
 
@@ -47,14 +49,14 @@ def means(folder: Path, command: list[str], **more: Any) -> Means:
 
 
 @pytest.fixture
-def turn(db: Redis) -> Turn:
-    return Turn(db, "default", 5.0)
+def lock(db: Redis) -> ScalerLock:
+    return ScalerLock(db, "default", 5.0)
 
 
 @asynccontextmanager
-async def scaling(scaler: LocalScaler, turn: Turn) -> AsyncIterator[asyncio.Task[None]]:
+async def scaling(scaler: LocalScaler, lock: ScalerLock) -> AsyncIterator[asyncio.Task[None]]:
     """A scaler at work; afterwards it and its workers are gone."""
-    await turn.take()
+    await lock.take()
     task = asyncio.create_task(scaler.run())
     try:
         yield task
@@ -90,13 +92,13 @@ class Feeder:
 
 
 async def test_from_nothing_to_three_and_back_with_a_kill_in_the_middle(
-    redis_db: str, db: Redis, broker: Broker, turn: Turn, tmp_path: Path
+    redis_db: str, db: Redis, broker: Broker, lock: ScalerLock, tmp_path: Path
 ) -> None:
     command = scripted_worker.command(tokens_per_s=100, max_running=4, lease_s=2.0, drain_s=5.0)
     how = means(tmp_path, command, environment=scripted_worker.environment(redis_db))
-    scaler = LocalScaler(QUICK, how, places(3), PoolWatch(db, "default"), turn)
+    scaler = LocalScaler(QUICK, how, places(3), PoolWatch(db, "default"), lock)
     feeder = Feeder(broker)
-    async with scaling(scaler, turn):
+    async with scaling(scaler, lock):
         assert scaler.processes == []
 
         def serving() -> list[int]:
@@ -128,14 +130,14 @@ async def test_from_nothing_to_three_and_back_with_a_kill_in_the_middle(
 
 
 async def test_long_samples_are_handed_over_and_not_cut(
-    redis_db: str, db: Redis, broker: Broker, turn: Turn, tmp_path: Path
+    redis_db: str, db: Redis, broker: Broker, lock: ScalerLock, tmp_path: Path
 ) -> None:
     """A worker leaves in the middle of samples that take longer than its drain: another one goes on with the tokens."""
     command = scripted_worker.command(tokens_per_s=50, max_running=2, prefetch=0, lease_s=5.0, drain_s=0.0)
     how = means(tmp_path, command, environment=scripted_worker.environment(redis_db))
     watch = PoolWatch(db, "default")
-    scaler = LocalScaler(replace(QUICK, least=2), how, places(2), watch, turn)
-    async with scaling(scaler, turn):
+    scaler = LocalScaler(replace(QUICK, least=2), how, places(2), watch, lock)
+    async with scaling(scaler, lock):
         await eventually(lambda: sum(one.served_at is not None for one in scaler.processes) == 2, 60, "both serve")
         jobs = [job(sampling=SamplingParams(max_new_tokens=100)) for _ in range(4)]
         await broker.enqueue(jobs)
@@ -154,19 +156,72 @@ async def test_long_samples_are_handed_over_and_not_cut(
         assert (await broker.load()).redelivered >= 2  # what the one that left had
 
 
-async def test_a_crash_loop_is_said_and_stopped(turn: Turn, tmp_path: Path) -> None:
-    scaler = LocalScaler(QUICK, means(tmp_path, FAILS), places(3), Seen(PoolView(0.0, queued=9)), turn)
-    async with scaling(scaler, turn) as task:
+async def test_a_crash_loop_is_said_and_stopped(lock: ScalerLock, tmp_path: Path) -> None:
+    scaler = LocalScaler(QUICK, means(tmp_path, FAILS), places(3), Seen(PoolView(0.0, queued=9)), lock)
+    async with scaling(scaler, lock) as task:
         with pytest.raises(CrashLoop, match=r"(?s)5 workers in a row failed.*exit code 3.*no such model"):
             await task
     assert scaler.processes == []
 
 
-async def test_a_worker_that_never_serves_counts_as_failed(turn: Turn, tmp_path: Path) -> None:
+async def test_a_worker_that_never_serves_counts_as_failed(lock: ScalerLock, tmp_path: Path) -> None:
     how = means(tmp_path, SLEEPS, ready_s=0.05)
-    scaler = LocalScaler(QUICK, how, places(1), Seen(PoolView(0.0, queued=9)), turn)
-    async with scaling(scaler, turn) as task:
+    scaler = LocalScaler(QUICK, how, places(1), Seen(PoolView(0.0, queued=9)), lock)
+    async with scaling(scaler, lock) as task:
         with pytest.raises(CrashLoop, match=r"did not serve within 0\.05 s"):
+            await task
+
+
+async def hangs(scaler: LocalScaler) -> None:
+    """Wait until the scaler has one worker, which does not heed SIGTERM."""
+    await eventually(lambda: [one.last_lines() for one in scaler.processes] == ["deaf"], what="it is deaf")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_a_worker_that_hangs_in_its_drain_is_killed(lock: ScalerLock, tmp_path: Path, stopped: bool) -> None:
+    how = means(tmp_path, HANGS, leave_s=0.05)
+    scaler = LocalScaler(replace(QUICK, most=1), how, places(1), Seen(PoolView(0.0, queued=9)), lock)
+    async with scaling(scaler, lock) as task:
+        await hangs(scaler)
+        (process,) = scaler.processes
+        if stopped:
+            scaler.stop()
+        else:
+            scaler._settings = replace(QUICK, most=0)
+        await eventually(lambda: process.exit_code == -signal.SIGKILL, what="it is killed")
+        await eventually(lambda: task.done() == stopped, what="the scaler goes on, or has ended")
+        assert process.place.failures == 0  # it was to leave
+
+
+async def test_a_worker_that_cannot_be_started_has_failed(lock: ScalerLock, tmp_path: Path) -> None:
+    """As when the disk of the logs is full: the workers that run go on."""
+    seen = Seen(PoolView(0.0, queued=9))
+    scaler = LocalScaler(replace(QUICK, least=1, most=1), means(tmp_path, SLEEPS), places(2), seen, lock)
+    async with scaling(scaler, lock) as task:
+        await eventually(lambda: len(scaler.processes) == 1, what="one was started")
+        scaler.processes[0].served_at = 0.0
+        scaler._means = replace(scaler._means, folder=tmp_path / "gone")
+        scaler._settings = replace(QUICK, least=2, most=2)
+        await eventually(lambda: any(one.given_up for one in scaler._places), what="the other place is given up")
+        assert len(scaler._present()) == 1
+        scaler.processes[0].kill()  # one that has served is tried again, however often others have failed
+        with pytest.raises(CrashLoop, match=r"The last one cannot be started: .*No such file"):
+            await task
+
+
+async def test_the_first_signal_does_not_cut_a_drain_that_has_begun_already(lock: ScalerLock, tmp_path: Path) -> None:
+    seen = Seen(PoolView(0.0, queued=9))
+    scaler = LocalScaler(replace(QUICK, least=1, most=1), means(tmp_path, HANGS), places(3), seen, lock)
+    async with scaling(scaler, lock) as task:
+        await hangs(scaler)
+        scaler._means = replace(scaler._means, command=FAILS)
+        scaler._settings = replace(QUICK, least=3)
+        await eventually(lambda: scaler.draining, what="others fail again and again")
+        scaler.stop()
+        await asyncio.wait([task], timeout=0.0)
+        assert scaler.processes[0].exit_code is None
+        scaler.stop()
+        with pytest.raises(CrashLoop):
             await task
 
 
@@ -177,10 +232,10 @@ async def test_restarts_wait_twice_as_long_each_time() -> None:
     assert place.given_up
 
 
-async def test_without_an_answer_of_redis_nothing_starts_or_leaves(turn: Turn, tmp_path: Path) -> None:
+async def test_without_an_answer_of_redis_nothing_starts_or_leaves(lock: ScalerLock, tmp_path: Path) -> None:
     seen = Seen(PoolView(0.0, queued=9))
-    scaler = LocalScaler(replace(QUICK, most=1), means(tmp_path, SLEEPS), places(1), seen, turn)
-    async with scaling(scaler, turn):
+    scaler = LocalScaler(replace(QUICK, most=1), means(tmp_path, SLEEPS), places(1), seen, lock)
+    async with scaling(scaler, lock):
         await eventually(lambda: len(scaler.processes) == 1, what="one was started")
         (process,) = scaler.processes
         seen.view = None
@@ -193,10 +248,10 @@ async def test_without_an_answer_of_redis_nothing_starts_or_leaves(turn: Turn, t
         assert scaler.processes == []
 
 
-async def test_the_worker_with_the_least_in_flight_leaves_first(turn: Turn, tmp_path: Path) -> None:
+async def test_the_worker_with_the_least_in_flight_leaves_first(lock: ScalerLock, tmp_path: Path) -> None:
     seen = Seen(PoolView(0.0, queued=9))
-    scaler = LocalScaler(replace(QUICK, least=3), means(tmp_path, SLEEPS), places(3), seen, turn)
-    async with scaling(scaler, turn):
+    scaler = LocalScaler(replace(QUICK, least=3), means(tmp_path, SLEEPS), places(3), seen, lock)
+    async with scaling(scaler, lock):
         await eventually(lambda: len(scaler.processes) == 3, what="three were started")
         pids = [one.pid for one in scaler.processes]
         seen.workers = tuple(
@@ -209,10 +264,10 @@ async def test_the_worker_with_the_least_in_flight_leaves_first(turn: Turn, tmp_
         assert {one.pid for one in scaler.processes} == {pids[0], pids[2]}
 
 
-async def test_workers_of_others_count_and_are_left_alone(turn: Turn, tmp_path: Path) -> None:
+async def test_workers_of_others_count_and_are_left_alone(lock: ScalerLock, tmp_path: Path) -> None:
     seen = Seen(PoolView(0.0, queued=1, running=64, slots=64, serving=2, starting=1))
-    scaler = LocalScaler(replace(QUICK, least=1), means(tmp_path, SLEEPS), places(3), seen, turn)
-    await turn.take()
+    scaler = LocalScaler(replace(QUICK, least=1), means(tmp_path, SLEEPS), places(3), seen, lock)
+    await lock.take()
     try:
         for _ in range(3):
             await scaler.step()
@@ -222,7 +277,7 @@ async def test_workers_of_others_count_and_are_left_alone(turn: Turn, tmp_path: 
 
 
 async def test_a_pool_has_one_scaler(db: Redis, broker: Broker) -> None:
-    one, other = Turn(db, "default", 60.0), Turn(db, "default", 60.0, patience_s=0.1)
+    one, other = ScalerLock(db, "default", 60.0), ScalerLock(db, "default", 60.0, patience_s=0.1)
     await one.take()
     await one.keep()
     with pytest.raises(ConfigError, match="scales this pool already"):
@@ -239,11 +294,11 @@ async def test_a_pool_has_one_scaler(db: Redis, broker: Broker) -> None:
 async def test_rights_of_a_worker_and_an_operator_are_enough(redis_server: EmbeddedRedis) -> None:
     url = create(redis_server, "worker", "mine", LINES["operator"].replace("reset", "").replace("POOL", "mine"))
     async with connect(url, pool="mine") as redis:
-        turn = Turn(redis, "mine", 5.0)
-        await turn.take()
-        await turn.keep()
+        lock = ScalerLock(redis, "mine", 5.0)
+        await lock.take()
+        await lock.keep()
         assert await PoolWatch(redis, "mine").look() is not None
-        await turn.release()
+        await lock.release()
 
 
 async def test_a_scaler_that_is_killed_leaves_no_worker(redis_db: str, broker: Broker, tmp_path: Path) -> None:

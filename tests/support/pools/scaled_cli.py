@@ -14,8 +14,8 @@ from rolloutmq.ops.cli import scale
 from rolloutmq.ops.entry import main
 
 
-def _scripted(*_: Any) -> list[str]:
-    return scripted_worker.command(lease_s=5.0, max_running=4)
+def _scripted(*_: Any) -> tuple[list[str], float]:
+    return scripted_worker.command(lease_s=5.0, max_running=4), 90.0
 
 
 if __name__ == "__main__":
