@@ -96,6 +96,7 @@ if whole(last[4]) then ranges[#ranges + 1] = {-last[4], -last[4]} end   -- what 
 -- refuses it by name.
 local NEEDS, SLOT = 4503599627370496, 4294967296   -- 2^52, above all adapters; 2^32, above all lengths of a context
 local REMEMBER_MS, SLOTS = 3600000, 256
+local KINDS = 512              -- while there are more kinds of workers, each is forgotten with its last lease
 local PLAIN = '0 generate'     -- what a job needs that does not say
 local needs_key = prefix .. 'needs'
 local function parsed(text)
@@ -116,12 +117,12 @@ local function token_of(can) return 'can-' .. string.sub(server.sha1hex(can), 1,
 local can = (ARGV[8] or '') ~= '' and parsed(ARGV[8])
 local others, slots, slots_used, slots_here = {}, {}, 0, 0
 local known = can and redis.call('HGETALL', needs_key) or {}
+local since = clock().leases - (#known > 2 * (SLOTS + KINDS) and 0 or REMEMBER_MS)
 for i = 1, #known > 2 and #known or 0, 2 do   -- one entry is this worker's own kind
   local kind, text = string.match(known[i], '^(%a+):(.+)$')
   local value = whole(known[i + 1])
-  if kind == 'can' and value and value > clock().leases - REMEMBER_MS then
-    local fine, one = attempt(parsed, text)
-    if fine then others[#others + 1], one.text, one.alive = one, text, value > clock().leases end
+  if kind == 'can' and value and value > since then
+    others[#others + 1] = {text = text, alive = value > clock().leases, does = {}}
   elseif kind == 'can' then
     redis.call('HDEL', needs_key, known[i])
   elseif kind == 'slot' and value then
@@ -133,10 +134,24 @@ for i = 1, #known > 2 and #known or 0, 2 do   -- one entry is this worker's own 
   end
 end
 
--- The number of the slot of these names; nil if there are too many slots.
+-- Whether these other workers can do what is needed. Most claims ask for no other worker, and few for many needs.
+local function can_do(other, need)
+  if not other.context then
+    local fine, one = attempt(parsed, other.text)
+    other.context, other.has = fine and one.context or -1, fine and one.has or {}
+  end
+  if need.context > other.context then return false end
+  if other.does[need.names] == nil then other.does[need.names] = can_all(need.names, other.has) end
+  return other.does[need.names]
+end
+
+-- The number of the slot of these names; nil if there are too many slots. A claim looks once for those that are empty.
+local swept = false
 local function slot_of(names)
   if slots[names] then return slots[names] end
-  for used, value in pairs(slots_used >= SLOTS and slots or {}) do
+  local crowded = slots_used >= SLOTS and not swept
+  swept = swept or crowded
+  for used, value in pairs(crowded and slots or {}) do
     local waits = 0
     for class = 0, classes - 1 do
       waits = waits + redis.call('ZCOUNT', later_key(class), NEEDS + value * SLOT, NEEDS + (value + 1) * SLOT - 1)
@@ -162,9 +177,10 @@ local function score_for_others(n)
     local waits = false
     if need.context > can.context or not can_all(need.names, can.has) then
       for _, other in ipairs(others) do
-        if need.context <= other.context and can_all(need.names, other.has) then
+        if can_do(other, need) then
           waits = true
-          if other.alive then wake(token_of(other.text)) end
+          if other.alive and not other.woken then wake(token_of(other.text)) end
+          other.woken = true
         end
       end
     end
@@ -295,10 +311,13 @@ local function full()
   return jobs >= max_jobs or samples >= max_samples or bytes >= MAX_BYTES or looked >= max_jobs + SCAN
 end
 
--- Up to `limit` jobs of a class, those first that were set aside for what this worker has. Returns how many.
+-- Up to `limit` jobs of a class, those first that were set aside for what this worker has. Each range is the first one in
+-- its turn: none that is never empty keeps the others waiting. Returns how many.
 local function take(class, limit)
   local queue, later, before = queue_key(class), later_key(class), jobs
-  for _, range in ipairs(ranges) do
+  for i = 0, #ranges - 1 do
+    if full() then break end
+    local range = ranges[(i + number) % #ranges + 1]
     for _, id in ipairs(redis.call('ZRANGEBYSCORE', later, range[1], range[2], 'LIMIT', 0, limit - jobs + before)) do
       if full() then break end
       redis.call('ZREM', later, id)

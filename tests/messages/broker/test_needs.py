@@ -196,3 +196,62 @@ async def test_what_jobs_wait_for_is_shown(broker: Broker, worker: Join, redis_d
     assert [one.possible for one in await broker.waiting()] == [False, False]
     shown = list(status_lines(await pool_state(redis_db, "default")))
     assert "jobs that wait for generate, seed: 1 (no worker has it)" in shown
+
+
+async def calls(db: Redis, lease: Lease, most: int, samples: int = 10_000) -> dict[str, int]:
+    """How often a claim gave each command."""
+    await db.config_resetstat()
+    await lease.claim(most, samples, 0)
+    return {name[8:]: one["calls"] for name, one in (await db.info("commandstats")).items()}
+
+
+async def test_a_claim_looks_once_for_an_empty_slot(broker: Broker, worker: Join, db: Redis) -> None:
+    names = [f"name{number}" for number in range(320)]
+    plain, _ = await worker("plain", PLAIN), await worker("able", can_of(4096, names, True))
+    jobs = [job() for _ in names]
+    await broker.enqueue(jobs)
+    for one, name in zip(jobs, names, strict=True):
+        await db.hset(broker.keys.job(one.id), "N", f"10 generate {name}")
+    for _ in range(5):
+        await claimed(plain)
+    assert await db.llen(broker.keys.queues[1]) == 320 - 256
+    assert (await calls(db, plain, 100))["zcount"] < 1000
+
+
+async def test_a_full_claim_looks_at_no_further_slot(broker: Broker, worker: Join, db: Redis) -> None:
+    able = await worker("able", ABLE)
+    await worker("plain", PLAIN)
+    await db.hset(broker.keys.needs, mapping={f"slot:generate {'seed ' * number}": number for number in range(1, 201)})
+    await broker.enqueue([job(priority="high"), job(), job()])
+    assert (await calls(db, able, 10, 1))["zrangebyscore"] < 300
+
+
+async def test_workers_that_are_gone_are_forgotten_at_once_where_kinds_are_many(
+    broker: Broker, worker: Join, db: Redis
+) -> None:
+    """A context that follows from free memory makes each worker a kind of its own."""
+    plain, _ = await worker("plain", PLAIN), await worker("able", ABLE)
+    at = int(await db.hget(broker.keys.clock, "at"))
+    await db.hset(broker.keys.needs, mapping={f"can:{can_of(10_000 + n, (), True)}": at - 1 for n in range(2000)})
+    assert await claimed(plain) == []
+    kinds = [name for name in await db.hkeys(broker.keys.needs) if name.startswith(b"can:")]
+    assert sorted(kinds) == sorted([f"can:{PLAIN}".encode(), f"can:{ABLE}".encode()])
+
+
+async def test_each_kind_of_workers_is_woken_once_in_a_claim(broker: Broker, worker: Join, db: Redis) -> None:
+    plain = await worker("plain", PLAIN)
+    at = int(await db.hget(broker.keys.clock, "at"))
+    await db.hset(broker.keys.needs, mapping={f"can:{50_000 + n} generate": at + 60_000 for n in range(100)})
+    await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=10_000 + number)) for number in range(100)])
+    assert (await calls(db, plain, 100))["llen"] < 200
+    assert await db.zcard(broker.keys.later[1]) == 100
+
+
+async def test_what_waits_for_one_need_does_not_starve_behind_another(broker: Broker, worker: Join) -> None:
+    plain, able = await worker("plain", PLAIN), await worker("able", ABLE)
+    many, few = [top() for _ in range(8)], [job(seed=1) for _ in range(8)]
+    await broker.enqueue([*many, *few])
+    assert await claimed(plain) == []
+    found = [one for _ in range(8) for one in await claimed(able, 1)]
+    assert {one.id for one in many} & set(found)
+    assert {one.id for one in few} & set(found)
