@@ -70,6 +70,8 @@ def _scale(
 
     if least > most:
         raise typer.BadParameter(f"--min {least} is more than --max {most}.")
+    if json and not explain:
+        raise typer.BadParameter("--json is for --explain.")
     settings = ScaleSettings(least, most, target, stabilise, startup)
     flags = _with_model(model, context)
     if explain:

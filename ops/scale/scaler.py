@@ -234,7 +234,8 @@ class LocalScaler:
             if process.exit_code is None:
                 process.drain(self._means.leave_s)
         if self.processes:
-            log.info("waiting for %d workers to leave", len(self.processes))
+            told = "waiting until %d workers have left, %g s at most; a second Ctrl-C or SIGTERM kills them"
+            log.info(told, len(self.processes), self._means.leave_s)
         while waiting := [one.ended for one in self.processes if not one.ended.done()]:
             await asyncio.wait(waiting, timeout=self._means.every_s)
             self._kill_overdue()

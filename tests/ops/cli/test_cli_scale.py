@@ -126,6 +126,7 @@ async def test_explain_says_what_a_pool_needs_and_why(
         (["--max", "2", "--model", ".", "--metrics-port", "9478"], "metrics_port=9478"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
         (["--explain", "--model", "."], "--explain takes no flags of workers"),
+        (["--json", "--model", "."], "--json is for --explain"),
         (["--target", "nan"], "--target"),
     ],
 )
