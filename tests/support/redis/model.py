@@ -273,6 +273,7 @@ class Model:
                 nbytes = ENTRY_BYTES + sum(len(fields.get(name, "")) for name in "mche")
                 self.unread[client] -= nbytes
                 self.counts["unread"] -= nbytes
+                self.counts["taken"] += nbytes
         if not stream:
             self.forget_unread(client)
 
