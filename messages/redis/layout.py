@@ -37,7 +37,7 @@ async def check_layout(redis: Any, pool: str, shards: Sequence[Any], clustered: 
     if not records:
         await _check_unused(redis, pool, asked)
     if not records or records.get(0, "").endswith("?"):
-        return await _write(pool, shards)
+        return await _write(pool, shards, asked)
     ids = {found.split(" ")[1] for found in records.values()}
     if len(ids) > 1:
         raise LayoutMismatch(f"{asked}; their servers belong to several pools of that name: {', '.join(sorted(ids))}")
@@ -66,11 +66,16 @@ async def _records(pool: str, shards: Sequence[Any], clustered: bool, asked: str
                     f"{asked}, with shard {shard} at {its.where}; it is at {server.where}. Name the servers in the "
                     "order in which the pool was opened first"
                 )
-            known = _RECORD.fullmatch(found)
-            if known is None or (known[1], known[2]) != (str(shard), str(len(shards))):
-                raise LayoutMismatch(f"{asked}; {its.where} has shard {_told(found)}")
+            _check_record(found, shard, shards, asked)
             records[shard] = found
     return records
+
+
+def _check_record(found: str, shard: int, shards: Sequence[Any], asked: str) -> None:
+    """Raises LayoutMismatch for the record of another shard, or of another number of them."""
+    known = _RECORD.fullmatch(found)
+    if known is None or (known[1], known[2]) != (str(shard), str(len(shards))):
+        raise LayoutMismatch(f"{asked}; {shards[shard].where} has shard {_told(found)}")
 
 
 def _told(found: str) -> str:
@@ -88,10 +93,12 @@ async def remind(redis: Any, keys: Keys, shards: int, pool_id: str) -> None:
     await redis.hsetnx(keys.load, FIELD, record(keys.shard, shards, pool_id))
 
 
-async def _write(pool: str, shards: Sequence[Any]) -> str:
+async def _write(pool: str, shards: Sequence[Any], asked: str) -> str:
     home = Keys(pool).load
     await shards[0].hsetnx(home, FIELD, f"{record(0, len(shards), secrets.token_hex(8))} ?")
-    pool_id = (await _field(shards[0], Keys(pool))).split(" ")[1]  # another party's, if that came first
+    found = await _field(shards[0], Keys(pool))  # another party's, if that came first
+    _check_record(found, 0, shards, asked)
+    pool_id = found.split(" ")[1]
     for shard, its in enumerate(shards[1:], 1):
         await remind(its, Keys(pool, shard), len(shards), pool_id)
     await shards[0].hset(home, FIELD, record(0, len(shards), pool_id))

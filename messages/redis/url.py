@@ -97,7 +97,8 @@ def parse(url: str) -> Target:
 
 def redacted(url: str) -> str:
     """`url` without the passwords anywhere in it, so it can be logged."""
-    hidden = re.sub(r"^([\w+]+://[^/@:]*:).*@", r"\1***@", url, flags=re.DOTALL)  # of several URLs all but the last
+    # From the first password to the last @: of several URLs the first ones may have none.
+    hidden = re.sub(r"([\w+]+://[^/@:]*:).*@", r"\1***@", url, flags=re.DOTALL)
     return re.sub(r"([?&]\w*pas\w*=)[^&]*", r"\1***", hidden)  # misspelt ones, too
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from rolloutmq import RolloutClient
 from rolloutmq.messages.errors import ConfigError, LayoutMismatch
-from rolloutmq.messages.redis import Keys, connect, parse_one, parse_shards, ping, redacted, shard_of
+from rolloutmq.messages.redis import Keys, connect, layout, parse_one, parse_shards, ping, redacted, shard_of
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 
 pytestmark = pytest.mark.one_shard
@@ -47,6 +48,8 @@ def test_urls_of_several_servers() -> None:
     assert parse_shards("redis://a:1?shards=3").count == 3
     assert (parse_shards("redis://a:1").count, parse_shards("redis://a:1?shards=1").count) == (1, 1)
     assert "secret" not in redacted("redis://:secret@a:1,redis://u:secret@b:2?shards=4")
+    assert "secret" not in redacted("redis://a/0,redis://u:secret@b/0,redis://:secret@c")
+    assert "secret" not in redacted("unix:///run/a.sock, redis://:secret@b:2")
 
 
 @pytest.mark.parametrize(
@@ -121,6 +124,25 @@ async def test_who_dies_while_it_opens_a_pool_is_completed(pair: tuple[str, str]
         await home.hset(Keys("default").load, "layout", "0/2 0123456789abcdef ?")
         assert await opened(f"{a},{b}") == "0123456789abcdef"
         assert await home.hget(Keys("default").load, "layout") == b"0/2 0123456789abcdef"
+
+
+@pytest.mark.parametrize("mine", [2, 4])
+async def test_of_two_that_open_a_pool_at_once_with_different_shards_one_is_refused(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, mine: int
+) -> None:
+    """Both find nothing at first. The other one writes before this one does."""
+    a, b = pair
+    look = layout._check_unused
+
+    async def too_late(*asked: Any) -> None:
+        await look(*asked)
+        monkeypatch.undo()
+        await opened(f"{a},{b}?shards={6 - mine}")
+
+    monkeypatch.setattr(layout, "_check_unused", too_late)
+    with pytest.raises(LayoutMismatch, match=f"names {mine} shards; .* has shard 0 of {6 - mine}"):
+        await opened(f"{a},{b}?shards={mine}")
+    await opened(f"{a},{b}?shards={6 - mine}")
 
 
 async def test_a_server_that_has_lost_its_data_is_not_taken_for_the_old_one(
