@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from redis.asyncio import Redis
 from support.pools.pool import check_scripted, eventually, worker
 from support.redis.deployments import cluster
 from support.specimens.messages import SHORT, tokens
 
 from rolloutmq import RolloutClient, RolloutResult, SamplingParams
-from rolloutmq.messages.redis import shard_of
+from rolloutmq.messages.redis import Keys, shard_of
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -54,3 +55,15 @@ async def test_the_loss_of_a_shard_stops_its_jobs_alone_until_it_is_back(
         for one in [one for one in (tokens() for _ in range(20)) if shard_of(one.id, 2) == 1]:
             assert len(await asyncio.wait_for(client.wait(await client.submit(one)), 20)) == 1
         assert running.worker.worker_id == lease.worker_id, "it is the same worker all the time"
+
+
+async def test_a_worker_that_may_not_record_the_layout_joins_a_shard_again(
+    redis_db: str, redis_server: EmbeddedRedis
+) -> None:
+    limited = redis_server.url.replace("://", "://limited:secret@")
+    async with RolloutClient(f"{redis_db},{redis_server.url}"), Redis.from_url(redis_server.url) as second:
+        await second.execute_command("ACL", "SETUSER", "limited", "on", ">secret", "~*", "+@all", "-hsetnx")
+        async with worker(f"{redis_db},{limited}") as running:
+            leases, name = Keys("default", 1).workers, running.worker.worker_id
+            assert await second.zrem(leases, name) == 1
+            await eventually(lambda: second.zscore(leases, name), what="it holds a lease there again")

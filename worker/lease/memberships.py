@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from ...messages.broker import Beat, Lease
 from ...messages.errors import LeaseLost
@@ -70,7 +71,8 @@ class Memberships:
                     self._lost(lease)
             try:
                 if pool_id := getattr(self._home.redis, "pool_id", ""):
-                    await remind(lease.redis, lease.keys, len(self._all), pool_id)
+                    with contextlib.suppress(NoPermissionError):  # then others, or an operator, tell it
+                        await remind(lease.redis, lease.keys, len(self._all), pool_id)
                 await membership.join(status())
                 log.info("joined shard %d again", lease.keys.shard)
             except (RedisError, OSError):
