@@ -72,7 +72,7 @@ class PoolBusy(RolloutMQError):
         (this client's unread results), or "memory" (Redis' maxmemory).
     states: the states of the accepted jobs, as Broker.enqueue returns them.
     beyond: places of further jobs of this call that are in all the same. Only a pool with several shards has them: one
-        of them was full, and others were not. Submit those that were not accepted again, with their ids.
+        of them was full, and others were not. Submit the others again, with their ids.
     """
 
     def __init__(

@@ -184,7 +184,8 @@ class ClientCore:
             raise
         finally:
             if self.journal is not None and frames is not None:
-                self.journal.jobs(sent[:accepted], frames[:accepted])
+                into = [place for place, job in enumerate(sent) if place < accepted or job.id in beyond]
+                self.journal.jobs([sent[place] for place in into], [frames[place] for place in into])
             if accepted < len(places):
                 self._forget(fresh - beyond - {jobs[place].id for place in places[:accepted]})
         return states
@@ -323,17 +324,20 @@ async def _send_all(
     send: Callable[[Sequence[J]], Awaitable[list[str]]], jobs: Sequence[J], timeout: float | None
 ) -> list[str]:
     deadline = None if timeout is None else time.monotonic() + timeout
-    accepted, pause = 0, 0.02
-    states: list[str] = []
+    left, pause = list(range(len(jobs))), 0.02  # places of the jobs that are not in
+    states: dict[int, str] = {}
     while True:
         try:
-            return states + await send(jobs[accepted:])
+            states.update(zip(left, await send([jobs[place] for place in left]), strict=True))
+            return [states[place] for place in range(len(jobs))]
         except PoolBusy as busy:
-            busy.beyond = frozenset(accepted + place for place in busy.beyond)
-            accepted += busy.accepted
-            states += busy.states
+            states.update(zip(left, busy.states, strict=False))
+            # Not sent again: once they have been taken, the pool may forget them, and would run them again.
+            states.update((left[place], "q") for place in busy.beyond)
+            left = [place for place in left if place not in states]
             if deadline is not None and time.monotonic() + pause >= deadline:
-                busy.accepted, busy.states = accepted, states
+                busy.accepted, busy.states = left[0], [states[place] for place in range(left[0])]
+                busy.beyond = frozenset(place for place in states if place > left[0])
                 raise
         await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # submitters that wait do not come back in step
         pause = min(0.5, pause * 2)

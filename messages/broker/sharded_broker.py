@@ -20,6 +20,7 @@ from .replies import Frames
 from .submissions import batches
 
 T = TypeVar("T")
+OPEN = {"new", "q", "r"}
 
 
 def broker_of(redis: Redis, pool: str, caps: Caps | None = None) -> Broker:
@@ -58,7 +59,7 @@ class ShardedBroker(Broker):
         """As Broker.enqueue, but a full shard does not keep others from accepting jobs.
 
         Raises PoolBusy, which counts the jobs in front of the first that was not accepted; `beyond` names those behind
-        it that were.
+        it that were, and are open.
         """
         places = by_shard([job.id for job in jobs], len(self._parts))
         every = {shard: list(batches([jobs[place] for place in at], self.caps.payload)) for shard, at in places.items()}
@@ -83,7 +84,7 @@ class ShardedBroker(Broker):
         accepted = next((place for place in range(len(jobs)) if place not in states), len(jobs))
         first = [states[place] for place in range(accepted)]
         if busy is not None:
-            beyond = frozenset(place for place in states if place > accepted)
+            beyond = frozenset(place for place, state in states.items() if place > accepted and state in OPEN)
             raise PoolBusy(str(busy), first, busy.reason, beyond)
         return first
 

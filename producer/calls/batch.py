@@ -53,13 +53,14 @@ async def generate(core: ClientCore, jobs: Sequence[GenerateJob], timeout: float
     """See RolloutClient.generate. A job with more samples than may be outstanding is submitted alone."""
     inbox, shards = core.inbox, core.broker.parts
     waiting, under_way = deque(jobs), deque[GenerateJob]()
+    early: set[str] = set()  # accepted by their shards while one in front of them was not
     groups: list[Group] = []
     taken: list[Reply] = []
     held = dict.fromkeys(shards, 0)  # bytes in `taken`, by shard: each has caps of its own
     came = time.monotonic()
     try:
         while waiting or under_way:
-            busy = await _submit(core, waiting, under_way)
+            busy = await _submit(core, waiting, under_way, early)
             if (
                 busy is not None
                 and not under_way
@@ -83,7 +84,7 @@ async def generate(core: ClientCore, jobs: Sequence[GenerateJob], timeout: float
             came = time.monotonic()
     except BaseException:
         core.hand_out(taken).give_back()
-        await core.give_up([job.id for job in under_way])
+        await core.give_up([job.id for job in under_way] + [job.id for job in waiting if job.id in early])
         raise
     core.hand_over(taken)
     return groups
@@ -93,15 +94,21 @@ def _ended(inbox: Inbox, job_id: str) -> bool:
     return (tracked := inbox.tracked(job_id)) is None or tracked.ended
 
 
-async def _submit(core: ClientCore, waiting: deque[GenerateJob], under_way: deque[GenerateJob]) -> PoolBusy | None:
-    """Move what may be outstanding from `waiting` to `under_way`, and submit it. Returns the error of a full pool."""
+async def _submit(
+    core: ClientCore, waiting: deque[GenerateJob], under_way: deque[GenerateJob], early: set[str]
+) -> PoolBusy | None:
+    """Move what may be outstanding from `waiting` to `under_way`, and submit it. Returns the error of a full pool.
+
+    early: jobs that were accepted and wait for those in front of them. They stay reserved.
+    """
     inbox, samples = core.inbox, core.inbox.samples
     batch: list[GenerateJob] = []
     while waiting and len(under_way) < WINDOW:
         samples += waiting[0].n
         if samples > core.max_outstanding and under_way:
             break
-        inbox.reserve(waiting[0].id)
+        if waiting[0].id not in early:
+            inbox.reserve(waiting[0].id)
         batch.append(waiting.popleft())
         under_way.append(batch[-1])  # before it is sent: a call that ends gives it up
     if not batch:
@@ -109,8 +116,10 @@ async def _submit(core: ClientCore, waiting: deque[GenerateJob], under_way: dequ
     try:
         await core.submit_many(batch, 0.0)
     except PoolBusy as busy:
+        early |= {batch[place].id for place in busy.beyond}
         for job in reversed(batch[busy.accepted :]):
-            inbox.release(job.id)
+            if job.id not in early:
+                inbox.release(job.id)
             waiting.appendleft(under_way.pop())
         return busy
     return None

@@ -141,7 +141,9 @@ class Mapped(Results):
         try:
             await self._core.submit_many(self._batch, 0.0)
         except PoolBusy as busy:
-            self._batch = self._batch[busy.accepted :]
+            # What is in is not sent again: once it has been taken, the pool may forget it, and would run it again.
+            left = set(range(busy.accepted, len(self._batch))) - busy.beyond
+            self._batch = [self._batch[place] for place in sorted(left)]
             return True
         self._batch = []
         return False

@@ -178,7 +178,9 @@ async def _send(core: ClientCore, jobs: list[TaskJob], deadline: float | None) -
     try:
         await send_all(core.broker.enqueue, jobs, left)
     except PoolBusy as busy:
-        raise WaitTimeout(f"{len(jobs) - busy.accepted} of {len(jobs)} jobs were not accepted: {busy}") from None
+        raise WaitTimeout(
+            f"{len(jobs) - busy.accepted - len(busy.beyond)} of {len(jobs)} jobs were not accepted: {busy}"
+        ) from None
 
 
 async def _abandon(core: ClientCore, jobs: Sequence[TaskJob], sending: asyncio.Task[None]) -> None:

@@ -306,11 +306,11 @@ class Generating:
         if jobs := list(self._to_send.values()):
             try:
                 await self._core.submit_many(jobs, 0.0)
-                sent = len(jobs)
+                sent = set(range(len(jobs)))
             except PoolBusy as busy:
-                sent = busy.accepted
-            for job in jobs[:sent]:
-                self._to_send.pop(job.id, None)
+                sent = busy.beyond.union(range(busy.accepted))
+            for place in sent:
+                self._to_send.pop(jobs[place].id, None)
             self._core.reader.wake()
         try:
             if self._to_cancel:
