@@ -280,8 +280,9 @@ class Worker:
         if (refusal := await self._follower.adapters.refusal(lacks.adapter)) is not None:
             self._handback.bury(claim.job_id, claim.attempt, "refused", refusal)
         else:  # published since the claim; the job's shard may not know
+            its = next(part for part in self._lease.parts if part.has(claim.job_id))
             if len(self._lease.parts) > 1:
-                await self._lease.learn(0, await self._follower.adapters.committed())
+                await its.learn(0, await self._follower.adapters.committed())
             await self._lease.release([Release(claim.job_id, claim.attempt)], self.config.max_lost)
 
     def _finished(self, sample: Run) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from ..errors import LeaseLost
 from ..redis import Keys, shard_of
@@ -76,13 +76,16 @@ class ShardedLease(Lease):
         return await self._routed(finished, lambda part, some: part.complete(some))
 
     async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:
-        """As Lease.checkpoint; "away" for a piece whose shard does not answer. Raises if none of them does."""
+        """As Lease.checkpoint; "away" for a piece whose shard does not answer. Raises if none of them does, and what a
+        script says of data."""
 
         async def send(part: Lease, some: list[Piece]) -> list[str]:
             if not part.in_doubt:
                 try:
                     return await part.checkpoint(some)
                 except (RedisError, OSError) as error:
+                    if type(error) is ResponseError:
+                        raise
                     failed.append(error)
             return [AWAY] * len(some)
 

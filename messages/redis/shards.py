@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ConfigError
 from .url import Target, parse, redacted
@@ -50,9 +51,13 @@ def parse_shards(url: str) -> Shards:
         raise ConfigError(
             f"Redis URL {shown!r}: durable, min_replicas and replica_timeout_ms must be the same for all servers"
         )
-    if len({(target.nodes, target.service, str(target.options)) for target in targets}) < len(targets):
+    if len({_place(target) for target in targets}) < len(targets):
         raise ConfigError(f"Redis URL {shown!r}: the same server twice. ?shards= puts several shards on a server")
     return Shards(targets, count)
+
+
+def _place(target: Target) -> tuple[Any, ...]:
+    return target.nodes, target.service, target.options.get("path"), target.options.get("db", 0)
 
 
 def parse_one(url: str, what: str) -> Target:

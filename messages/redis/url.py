@@ -107,8 +107,13 @@ class _Flaw(Exception):
 
 
 def _single(url: str) -> Target:
-    options = _options(url)
     parts = _split(url)
+    if "," in parts.netloc.rpartition("@")[2]:
+        raise _Flaw(
+            "each of several servers needs a complete URL, with commas and no spaces between them, as in "
+            "redis://host1:6379/0,redis://host2:6379/0"
+        )
+    options = _options(url)
     _check_query(parts, _QUERY | _OURS)
     if parts.scheme == "unix":
         if not options.get("path"):

@@ -6,13 +6,16 @@ import asyncio
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError
 from support.pools.pool import check_scripted, eventually, worker
 from support.redis.deployments import cluster
 from support.specimens.messages import SHORT, tokens
 
 from rolloutmq import RolloutClient, RolloutResult, SamplingParams
+from rolloutmq.messages.broker import Claim, Release
 from rolloutmq.messages.redis import Keys, shard_of
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.worker.engine import AdapterMissing
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 pytestmark = pytest.mark.one_shard
@@ -67,3 +70,37 @@ async def test_a_worker_that_may_not_record_the_layout_joins_a_shard_again(
             leases, name = Keys("default", 1).workers, running.worker.worker_id
             assert await second.zrem(leases, name) == 1
             await eventually(lambda: second.zscore(leases, name), what="it holds a lease there again")
+
+
+async def test_a_job_for_an_adapter_goes_back_while_another_shard_is_away(
+    redis_db: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own shard alone has to learn of the adapter."""
+    job_id = next(one.id for one in iter(tokens, None) if shard_of(one.id, 3) == 2)
+    given_back: list[str] = []
+
+    async def away(*_: object) -> None:
+        raise ConnectionError("gone")
+
+    async def release(jobs: list[Release], _: int) -> None:
+        given_back.extend(job.job_id for job in jobs)
+
+    async def refusal(_: str) -> None:
+        return None
+
+    async def committed() -> dict[str, int]:
+        return {"tuned": 3}
+
+    async with worker(f"{redis_db}?shards=3") as running:
+        lease, follower = running.worker._lease, running.worker._follower
+        assert lease is not None
+        assert follower is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(lease.parts[1], "learn", away)
+            patched.setattr(lease, "release", release)
+            patched.setattr(follower.adapters, "refusal", refusal)
+            patched.setattr(follower.adapters, "committed", committed)
+            claim = Claim(job_id, 1, 1, 0.0, None, b"")
+            await running.worker._refuse_or_release(claim, AdapterMissing("tuned", "it is not here"))
+        assert given_back == [job_id]
+        assert await lease.redis.hget(Keys("default", 2).weights, "adapter:tuned") == b"3"

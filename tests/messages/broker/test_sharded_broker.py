@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 
+import numpy as np
 import pytest
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError
+from redis.exceptions import ConnectionError, ResponseError
 from support.pools.pool import replies, status
 from support.specimens.messages import job, result
 
 from rolloutmq.messages import Caps, Finished, PoolBusy, Release, connect
-from rolloutmq.messages.broker import AWAY, Broker, Lease, ShardedLease, broker_of
+from rolloutmq.messages.broker import AWAY, Broker, Lease, Piece, ShardedLease, broker_of
+from rolloutmq.messages.model import Partial
 from rolloutmq.messages.model.weights import WeightAnnouncement
 from rolloutmq.messages.redis import ping, shard_of
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
@@ -120,6 +122,20 @@ async def test_a_silent_shard_stops_no_other(wide: Redis, monkeypatch: pytest.Mo
     assert await lease.claim(100, 100, 0) == [], "until a heartbeat gets through"
     lease.parts[2].in_doubt = False
     assert {shard_of(one.job_id, SHARDS) for one in await lease.claim(100, 100, 0)} == {2}
+
+
+async def test_data_in_the_way_of_a_checkpoint_is_no_silent_shard(wide: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever saves sends each piece alone then (`each` in worker/lease/batches.py)."""
+    lease = await lease_in(wide)
+
+    async def broken(*_: object) -> list[str]:
+        raise ResponseError("user_script:1: no such thing")
+
+    monkeypatch.setattr(lease.parts[2], "checkpoint", broken)
+    partial = Partial(token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), segments=((0, 1),))
+    pieces = [Piece(one_for(shard).id, 1, 0, 0, partial) for shard in (1, 2)]  # type: ignore[attr-defined]
+    with pytest.raises(ResponseError, match="no such thing"):
+        await lease.checkpoint(pieces)
 
 
 async def committed_in(part: Broker) -> bytes | None:

@@ -61,6 +61,9 @@ def test_urls_of_several_servers() -> None:
         ("redis+cluster://a:1,redis://b:2", "a cluster spreads shards by itself"),
         ("redis://a:1?durable=disk,redis://b:2", "must be the same for all servers"),
         ("redis://a:1,redis://a:1", "the same server twice"),
+        ("redis://a:1/0,redis://u:p@a:1", "the same server twice"),
+        ("redis://a:1,b:2?shards=2", "needs a complete URL"),
+        ("redis://a,redis://b,", "needs a complete URL"),
     ],
 )
 def test_urls_that_cannot_be(url: str, why: str) -> None:
