@@ -308,7 +308,7 @@ class Generating:
                 await self._core.submit_many(jobs, 0.0)
                 sent = set(range(len(jobs)))
             except PoolBusy as busy:
-                sent = busy.beyond.union(range(busy.accepted))
+                sent = {*busy.beyond, *range(busy.accepted)}
             for place in sent:
                 self._to_send.pop(jobs[place].id, None)
             self._core.reader.wake()
