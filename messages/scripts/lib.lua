@@ -55,6 +55,10 @@ local function client_key(client) return prefix .. 'client:' .. client end
 -- of scores for its weights, and one for each of its adapters. Jobs that prefer a worker wait here for it too, at minus
 -- that worker's number. ZSET `prefers` says until when.
 local function later_key(class) return key_of_class('later:', class) end
+-- Jobs that need what only some engines can do wait there, too, at NEEDS + SLOT * <number of its names> + <tokens of context>.
+-- HASH `needs` has these numbers, and what workers can do; see claim.
+local NEEDS, SLOT = 4503599627370496, 4294967296   -- 2^52, above all adapters; 2^32, above all lengths of a context
+local needs_key = prefix .. 'needs'
 -- LIST of jobs on their last chance. Each runs alone on its worker. If it kills engines, no other job is lost with it.
 -- If another job does, this one is not lost.
 local suspects_key = prefix .. 'suspects'

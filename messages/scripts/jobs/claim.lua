@@ -94,11 +94,9 @@ if whole(last[4]) then ranges[#ranges + 1] = {-last[4], -last[4]} end   -- what 
 --   slot:<names>              the number under which jobs wait in `later` that need these names, and more context than 0
 -- A job waits for workers that are there, or were within REMEMBER_MS. One that nobody could run goes to anybody, who
 -- refuses it by name.
-local NEEDS, SLOT = 4503599627370496, 4294967296   -- 2^52, above all adapters; 2^32, above all lengths of a context
 local REMEMBER_MS, SLOTS = 3600000, 256
 local KINDS = 512              -- while there are more kinds of workers, each is forgotten with its last lease
 local PLAIN = '0 generate'     -- what a job needs that does not say
-local needs_key = prefix .. 'needs'
 local function parsed(text)
   local context, names = string.match(text, '^(%d+) (.+)$')
   if not whole(context) then error('what an engine can do must be a length and names') end
@@ -118,7 +116,8 @@ local can = (ARGV[8] or '') ~= '' and parsed(ARGV[8])
 local others, slots, slots_used, slots_here = {}, {}, 0, 0
 local known = can and redis.call('HGETALL', needs_key) or {}
 local since = clock().leases - (#known > 2 * (SLOTS + KINDS) and 0 or REMEMBER_MS)
-for i = 1, #known > 2 and #known or 0, 2 do   -- one entry is this worker's own kind
+local alike = #known == 2 and known[1] == 'can:' .. ARGV[8]   -- all workers are of this one's kind
+for i = 1, alike and 0 or #known, 2 do
   local kind, text = string.match(known[i], '^(%a+):(.+)$')
   local value = whole(known[i + 1])
   if kind == 'can' and value and value > since then

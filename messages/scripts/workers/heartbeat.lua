@@ -17,7 +17,7 @@ local lease = at + tonumber(ARGV[3])
 local joins = redis.call('ZADD', workers, lease, worker) == 1
 if lease > until_ms then redis.call('HSET', clock_key, 'until', lease) end
 redis.call('HSET', key, 'status', ARGV[4])
-if (ARGV[8] or '') ~= '' then redis.call('HSET', prefix .. 'needs', 'can:' .. ARGV[8], lease) end
+if (ARGV[8] or '') ~= '' then redis.call('HSET', needs_key, 'can:' .. ARGV[8], lease) end
 if joins then roster_changed(worker) end
 local reaps = (at < reaped or at >= reaped + REAP_MS) and 1 or 0
 if reaps == 1 then redis.call('HSET', clock_key, 'reaped', at) end

@@ -53,6 +53,29 @@ local undecided = end_preferences(left - expired)
 -- Check one reply stream per call. If it has expired unread, its bytes are no longer counted.
 local client = redis.call('HRANDFIELD', prefix .. 'unread')
 if client and redis.call('EXISTS', prefix .. 'reply:' .. client) == 0 then nothing_unread(client) end
+-- Jobs that wait under a number that `needs` has lost get it again: no worker would look there. The first of each number
+-- is looked at.
+local NUMBERS = 64
+for class = 0, CLASSES - 1 do
+  local from = 0
+  for _ = 1, NUMBERS do
+    local first = redis.call('ZRANGEBYSCORE', later_key(class), NEEDS + from * SLOT, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+    if not first[1] then break end
+    local number = math.floor((first[2] - NEEDS) / SLOT)
+    local f = redis.call('HMGET', job_key(first[1]), 'st', 'N')
+    local names = f[1] == 'q' and string.match(f[2] or '', '^%d+ (.+)$')
+    local slot = names and whole(redis.call('HGET', needs_key, 'slot:' .. names))
+    if not names then
+      redis.call('ZREM', later_key(class), first[1])
+      if f[1] == 'q' then redis.call('LPUSH', queue_key(class), first[1]) end
+    elseif slot and slot ~= number then
+      redis.call('ZADD', later_key(class), first[2] + (slot - number) * SLOT, first[1])
+    else
+      if not slot then redis.call('HSET', needs_key, 'slot:' .. names, number) end
+      from = number + 1
+    end
+  end
+end
 -- A token may be lost with the worker that took it: it is there again whenever jobs wait.
 local waiting = redis.call('LLEN', suspects_key)
 for class = 0, CLASSES - 1 do waiting = waiting + redis.call('LLEN', queue_key(class)) end

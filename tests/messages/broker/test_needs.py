@@ -255,3 +255,19 @@ async def test_what_waits_for_one_need_does_not_starve_behind_another(broker: Br
     found = [one for _ in range(8) for one in await claimed(able, 1)]
     assert {one.id for one in many} & set(found)
     assert {one.id for one in few} & set(found)
+
+
+async def test_a_job_is_found_again_when_the_key_of_needs_is_lost(broker: Broker, worker: Join, db: Redis) -> None:
+    plain, able = await worker("plain", PLAIN), await worker("able", ABLE)
+    jobs = [top(), job(seed=1), top()]
+    await broker.enqueue(jobs)
+    assert await claimed(plain) == []
+    await plain.reap(3)
+    assert await db.zcard(broker.keys.later[1]) == 3, "they wait where they are while it is there"
+    await db.set(broker.keys.needs, "x")
+    await able.heartbeat(status("able"))
+    fourth = job(seed=1)
+    await broker.enqueue([fourth])
+    assert await claimed(plain) == [], "its own kind is not known at this moment"
+    await plain.reap(3)
+    assert set(await claimed(able)) == {one.id for one in [*jobs, fourth]}
