@@ -18,11 +18,14 @@ from .options import LogLevel, Pool, RedisUrl, finite, log_to_stderr, say
 
 if TYPE_CHECKING:
     from ..metrics import Exporter
+    from ..redis import EmbeddedRedis
     from ..scale import Decision, LocalScaler, Means, Place, PoolView, ScaleSettings
 
 PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 EXPLAIN_S = 2.0
 """Seconds between the two looks of --explain."""
+LOOK_S = 0.5
+"""Seconds between two looks at the server of `rolloutmq up`."""
 ENDS_S = 60.0
 """Seconds beyond its drain budget in which a worker that was told to leave has ended its engine, and itself."""
 scale = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -132,7 +135,7 @@ def _up(
         settings = ScaleSettings(workers, workers)
 
         async def beside(scaler: LocalScaler) -> None:
-            await _ready(scaler, exporter, [] if json else _ready_lines(workers, server.url))
+            await _ready(scaler, exporter, [] if json else _ready_lines(workers, server.url), server)
 
         asyncio.run(_scale_until_stopped(server.url, pool, settings, means, free, beside))
 
@@ -211,8 +214,14 @@ async def _scale_until_stopped(
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, scaler.stop)
         try:
+            if told is not None:  # it ends only with an error
+                await asyncio.wait([scaling, told], return_when=asyncio.FIRST_COMPLETED)
+                if told.done():
+                    scaler.stop()
             with suppress(asyncio.CancelledError):
                 await scaling
+            if told is not None and told.done():
+                told.result()
         finally:
             if told is not None:
                 told.cancel()
@@ -275,14 +284,22 @@ def _ready_lines(workers: int, url: str) -> Iterator[str]:
     yield f'In Python: BlockingRolloutClient("{url}"), as in examples/trainer.py'
 
 
-async def _ready(scaler: LocalScaler, exporter: Exporter | None, lines: Iterable[str]) -> None:
-    """Look at the pool for the metrics; when the workers serve, say how to use them."""
+async def _ready(scaler: LocalScaler, exporter: Exporter | None, lines: Iterable[str], server: EmbeddedRedis) -> None:
+    """Look at the pool for the metrics; when the workers serve, say how to use them.
+
+    Raises ConfigError when the server has ended.
+    """
+    from ...messages.errors import ConfigError
+
     looking = asyncio.create_task(exporter.run()) if exporter is not None else None
     try:
-        await scaler.least_serve.wait()
-        for line in lines:
-            typer.echo(line)
-        await asyncio.Event().wait()
+        while server.running:
+            if scaler.least_serve.is_set():
+                for line in lines:
+                    typer.echo(line)
+                lines = ()
+            await asyncio.sleep(LOOK_S)
+        raise ConfigError("the pool's Redis has ended, and with it the pool")
     finally:
         if looking is not None:
             looking.cancel()

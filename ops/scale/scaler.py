@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -239,6 +240,10 @@ class LocalScaler:
         while waiting := [one.ended for one in self.processes if not one.ended.done()]:
             await asyncio.wait(waiting, timeout=self._means.every_s)
             self._kill_overdue()
+            # Until they have left, another scaler would start its workers on the same GPUs.
+            with suppress(RedisError, OSError, TimeoutError, RolloutMQError):
+                async with asyncio.timeout(1.0):
+                    await self._lock.keep()
 
     def kill_all(self) -> None:
         """For whoever does not want to wait until the workers have drained."""

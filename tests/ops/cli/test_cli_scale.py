@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from support.pools import scripted_worker
 from support.pools.fixtures import MakeLease
@@ -91,6 +92,18 @@ async def test_up_runs_a_whole_pool_until_ctrl_c(redis_db: str, tmp_path: Path) 
             await wait_replies(broker, 1)
         process.send_signal(signal.SIGINT)
         assert await ended(process) == 0, said.read_text()
+    assert "Traceback" not in said.read_text()
+
+
+@pytest.mark.slow
+async def test_up_ends_when_its_redis_does(redis_db: str, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    async with program(redis_db, said, "up", "--workers", "1", "--port", "0", "--exporter-port", "0") as process:
+        await eventually(lambda: "ready: 1 serve" in said.read_text(), 60, "it serves")
+        (server,) = [one for one in psutil.Process(process.pid).children() if "worker" not in " ".join(one.cmdline())]
+        server.kill()
+        assert await ended(process) == 2, said.read_text()
+    assert "the pool's Redis has ended" in said.read_text()
     assert "Traceback" not in said.read_text()
 
 

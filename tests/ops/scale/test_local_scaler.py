@@ -22,6 +22,7 @@ from support.specimens.messages import job
 
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams, WorkerStatus, connect
 from rolloutmq.messages.errors import ConfigError, InvalidField
+from rolloutmq.messages.redis import Keys
 from rolloutmq.ops.metrics import PoolWatch
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.scale import CrashLoop, LocalScaler, Means, PoolView, ScalerLock, ScaleSettings, places
@@ -191,6 +192,25 @@ async def test_a_worker_that_hangs_in_its_drain_is_killed(lock: ScalerLock, tmp_
         await eventually(lambda: process.exit_code == -signal.SIGKILL, what="it is killed")
         await eventually(lambda: task.done() == stopped, what="the scaler goes on, or has ended")
         assert process.place.failures == 0  # it was to leave
+
+
+async def test_the_lock_is_kept_until_the_last_worker_has_left(db: Redis, tmp_path: Path) -> None:
+    lock = ScalerLock(db, "default", 0.5)
+    scaler = LocalScaler(replace(QUICK, most=1), means(tmp_path, HANGS), places(1), Seen(PoolView(0.0, queued=9)), lock)
+    async with scaling(scaler, lock) as task:
+        await hangs(scaler)
+        scaler.stop()
+        left_ms = list[int]()
+
+        async def is_kept() -> bool:
+            left_ms.append(await db.pttl(Keys("default").scaler))
+            return len(left_ms) > 3 and left_ms[-1] > left_ms[-2] > 0
+
+        await eventually(lambda: scaler.draining, what="it drains")
+        for _ in range(3):
+            await eventually(is_kept, what="the lock is renewed")
+        scaler.kill_all()
+        await eventually(task.done, what="the scaler has ended")
 
 
 async def test_a_worker_that_cannot_be_started_has_failed(lock: ScalerLock, tmp_path: Path) -> None:
