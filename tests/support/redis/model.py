@@ -272,8 +272,7 @@ class Model:
             if fields := stream.pop(entry, None):
                 nbytes = ENTRY_BYTES + sum(len(fields.get(name, "")) for name in "mche")
                 self.unread[client] -= nbytes
-                self.counts["unread"] -= nbytes
-                self.counts["taken"] += nbytes
+                self.counts.update(unread=-nbytes, taken=nbytes)
         if not stream:
             self.forget_unread(client)
 
