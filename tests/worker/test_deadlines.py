@@ -6,8 +6,7 @@ import asyncio
 import time
 
 import pytest
-from redis.asyncio import Redis
-from support.pools.pool import Running, eventually, worker
+from support.pools.pool import Running, change, eventually, shard_with, worker
 from support.specimens.messages import tokens
 
 from rolloutmq import JobFailed, RolloutClient, SamplingParams
@@ -35,6 +34,10 @@ async def no_news(*_: object) -> None:
     """What a worker makes of a heartbeat's answer here."""
 
 
+async def for_ever(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
 async def test_a_late_job_frees_its_slots_at_its_deadline(
     redis_db: str, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,7 +57,7 @@ async def test_a_late_job_frees_its_slots_at_its_deadline(
 
 
 async def test_the_slots_are_free_even_if_redis_cannot_be_told(
-    redis_db: str, client: RolloutClient, db: Redis, monkeypatch: pytest.MonkeyPatch
+    redis_db: str, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis ends the job itself then; its client is told once."""
 
@@ -69,9 +72,9 @@ async def test_the_slots_are_free_even_if_redis_cannot_be_told(
         await eventually(lambda: engine._running)
         due(running, job.job_id)
         await eventually(lambda: not engine._running)
-        keys = client.broker.keys
-        await db.hset(keys.job(job.job_id), "e", 1)
-        await db.zadd(keys.deadlines, {job.job_id: 1})
+        part = shard_with(client.broker, job.job_id)
+        await change(part, job.job_id, {"e": 1})
+        await part.redis.zadd(part.keys.deadlines, {job.job_id: 1})
         with pytest.raises(JobFailed, match="expired"):
             await client.wait(job)
         assert (await client.load()).expired == 1
@@ -84,11 +87,11 @@ async def test_no_late_job_waits_until_redis_has_been_told_of_another(
 
     async def frozen(self: Lease, job_id: str, *_: object) -> bool:
         told.append(job_id)
-        await asyncio.Event().wait()
+        await for_ever()
         return False
 
     monkeypatch.setattr(Lease, "expire", frozen)
-    monkeypatch.setattr(Membership, "run", no_news)
+    monkeypatch.setattr(Membership, "run", for_ever)
     engine = slow()
     async with worker(redis_db, engine=engine, drain_s=0.0) as running:
         jobs = [await client.submit(tokens(sampling=LONG, deadline_s=50.0)) for _ in range(2)]

@@ -32,7 +32,7 @@ def test_what_is_no_number_counts_as_none(raw: bytes | None, found: int) -> None
 
 async def serves(broker: Broker, running: Any) -> None:
     """The worker takes a job that is submitted now, and is the same incarnation."""
-    incarnation, before = running.id, await broker.redis.xlen(broker.keys.reply("client"))
+    incarnation, before = running.id, await broker.count_replies("client")
     await broker.enqueue([job(sampling=SHORT)])
     await wait_replies(broker, before + 1)
     assert (running.task.done(), running.id) == (False, incarnation)
@@ -49,10 +49,11 @@ RINGS: list[dict[Any, Any]] = [
 
 @pytest.mark.parametrize("fields", RINGS, ids=repr)
 async def test_no_entry_of_the_bell_ends_a_worker(
-    fields: dict[Any, Any], redis_db: str, broker: Broker, db: Redis, control: PoolControl
+    fields: dict[Any, Any], redis_db: str, broker: Broker, control: PoolControl
 ) -> None:
     async with worker(redis_db) as running:
-        await db.xadd(broker.keys.bell, fields)
+        for part in broker.parts:
+            await part.redis.xadd(part.keys.bell, fields)
         (await control.version()).check()  # the bell tells the worker of it
         await serves(broker, running)
 
@@ -62,11 +63,10 @@ WEIGHTS = ["committed", "digest", "open", "highest", "epochs", "adapter:a", "num
 
 @pytest.mark.parametrize("field", WEIGHTS)
 @pytest.mark.parametrize("content", [b"x", BAD, b"1.5", b"9" * 40])
-async def test_no_field_of_the_weights_ends_a_worker(
-    field: str, content: bytes, redis_db: str, broker: Broker, db: Redis
-) -> None:
+async def test_no_field_of_the_weights_ends_a_worker(field: str, content: bytes, redis_db: str, broker: Broker) -> None:
     async with worker(redis_db) as running:
-        await db.hset(broker.keys.weights, field, content)
+        for part in broker.parts:
+            await part.redis.hset(part.keys.weights, field, content)
         running.worker._follower.poke()
         await eventually(lambda: not running.worker._follower._poked.is_set())
         await serves(broker, running)
@@ -92,6 +92,7 @@ async def test_no_transfer_ends_a_worker(damage: dict[Any, Any], redis_db: str, 
         await serves(broker, running)
 
 
+@pytest.mark.one_shard
 @pytest.mark.parametrize("how", ["a key of another type", "the last id there is"])
 async def test_a_bell_that_somebody_broke_is_heard_again_when_it_has_been_mended(
     how: str, redis_db: str, db: Redis, monkeypatch: pytest.MonkeyPatch
@@ -137,6 +138,6 @@ async def test_a_worker_whose_status_cannot_be_told_gives_its_lease_up_in_time(j
     def no_status() -> Any:
         raise ValueError("no status")
 
-    membership = Membership(await joined("one"), 0.01, 3)
+    membership = Membership((await joined("one")).parts[0], 0.01, 3)
     with pytest.raises(LeaseLost):
         await undisturbed(lambda: membership.run(no_status, no_status))

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis
-from support.pools.pool import check_scripted, eventually, wait_replies, worker
+from support.pools.pool import check_scripted, eventually, record, wait_replies, worker
 from support.specimens.messages import job
 
 from rolloutmq.messages import Broker, Lease, RolloutResult, SamplingParams
@@ -116,7 +115,7 @@ class Deaf(ScriptedEngine):
 
 @pytest.mark.parametrize("how", ["hangs", "raises"])
 async def test_what_an_engine_has_that_does_not_let_go_is_handed_over(
-    redis_db: str, broker: Broker, db: Redis, monkeypatch: pytest.MonkeyPatch, how: str
+    redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr("rolloutmq.worker.leaving.LEAVE_S", 0.5)
     one = job(sampling=SamplingParams(max_new_tokens=1000))
@@ -124,7 +123,7 @@ async def test_what_an_engine_has_that_does_not_let_go_is_handed_over(
         await broker.enqueue([one])
         await eventually(lambda: running.worker._generation.generated_tokens or _sampled(running.engine) >= 20)
         await running.stop()
-    assert await db.hget(broker.keys.job(one.id), "c") is None, "it counts as a loss"
+    assert b"c" not in await record(broker, one.id), "it counts as a loss"
     async with worker(redis_db, max_lost=1) as second:
         (reply,) = await wait_replies(broker, 1)
     found = reply.outcome

@@ -9,10 +9,20 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from support.pools.pool import check_scripted, eventually, replies, short_retries, wait_replies, worker
+from support.pools.pool import (
+    check_scripted,
+    eventually,
+    record,
+    replies,
+    shard_with,
+    short_retries,
+    wait_replies,
+    worker,
+)
 from support.specimens.messages import job, result
 
 from rolloutmq.messages import Broker, EngineError, Finished, JobFailure, RolloutResult, SamplingParams, connect
+from rolloutmq.messages.broker import broker_of
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.lease.heartbeat import Membership
@@ -109,17 +119,21 @@ async def test_a_crashed_workers_jobs_are_finished_by_the_other(redis_db: str, b
         await broker.enqueue(jobs)
         await eventually(lambda: len(slow._aborts) >= 8)
         await crashing.die()
-        held = await broker.redis.smembers(broker.keys.held(crashing.id))
-        assert len(held) >= 4
+        assert sum([await part.redis.scard(part.keys.held(crashing.id)) for part in broker.parts]) >= 4
         async with worker(redis_db) as other:
             results = all_scripted(await wait_replies(broker, 20), 20)
             assert {one.worker_id for one in results} == {other.id}
             assert {one.attempt for one in results} == {1, 2}
-            assert [seen.worker_id for seen in await broker.workers()] == [other.id]
+            await eventually(lambda: _are_there(broker, other.id))
     load = await broker.load()
     assert (load.open_jobs, load.done, load.dead) == (0, 10, 0)
 
 
+async def _are_there(broker: Broker, *workers: str) -> bool:
+    return [seen.worker_id for seen in await broker.workers()] == [*workers]
+
+
+@pytest.mark.one_shard  # over several a worker keeps its name, and joins again where its lease was lost
 async def test_a_stalled_worker_loses_its_jobs_and_its_late_results_are_refused(
     redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,30 +159,36 @@ async def test_a_stalled_worker_loses_its_jobs_and_its_late_results_are_refused(
         assert len(await replies(broker)) == 1
 
 
-async def test_a_frozen_redis_fences_the_worker_and_it_comes_back(redis_server: EmbeddedRedis) -> None:
+async def test_a_frozen_redis_fences_the_worker_and_it_comes_back(
+    redis_url: str, redis_server: EmbeddedRedis, further_redis: list[EmbeddedRedis]
+) -> None:
     engine = ScriptedEngine(tokens_per_s=1)
-    async with connect(redis_server.url) as db:
-        broker = Broker(db, "default")
-        async with worker(redis_server.url, engine=engine, lease_s=0.6, max_lost=OFTEN) as running:
+    async with connect(redis_url, pool="default") as db:
+        broker = broker_of(db, "default")
+        async with worker(redis_url, engine=engine, lease_s=0.6, max_lost=OFTEN) as running:
             one = job(sampling=LONG)
             await broker.enqueue([one])
             await eventually(lambda: engine._aborts)
             first_id, lease = running.id, running.worker._lease
             assert lease is not None
-            os.kill(redis_server.pid, signal.SIGSTOP)
+            servers = [redis_server, *further_redis]
             try:
+                for server in servers:
+                    os.kill(server.pid, signal.SIGSTOP)
                 await eventually(lambda: not engine._aborts, what="the worker to drop what it held")
             finally:
-                os.kill(redis_server.pid, signal.SIGCONT)
+                for server in servers:
+                    os.kill(server.pid, signal.SIGCONT)
             engine.tokens_per_s = 1e9
             (found,) = all_scripted(await wait_replies(broker, 1), 1)
             assert found.attempt > 1
-            assert running.id != first_id
+            assert (running.id == first_id) == (len(broker.parts) > 1)  # over several shards it keeps its name
             late = Finished(one.id, 1, 0, result(one, worker=first_id))
             assert await lease.complete([late]) in (["again"], ["fenced"])
             assert len(await replies(broker)) == 1
 
 
+@pytest.mark.one_shard
 async def test_redis_away_for_longer_than_any_timeout(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed and back later with its append-only file: the worker is still there and goes on."""
     short_retries(monkeypatch)
@@ -190,6 +210,7 @@ async def test_redis_away_for_longer_than_any_timeout(tmp_path: Any, monkeypatch
             all_scripted(await wait_replies(broker, 5), 5)
 
 
+@pytest.mark.one_shard
 async def test_a_lost_lease_does_not_wait_for_a_frozen_reap(
     redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +243,7 @@ async def test_an_announcement_nobody_understands_does_not_stop_a_worker(
         assert not running.task.done()
 
 
-async def test_garbage_on_the_bell_is_ignored(redis_db: str, broker: Broker, db: Redis) -> None:
+async def test_garbage_on_the_bell_is_ignored(redis_db: str, broker: Broker) -> None:
     async with worker(redis_db) as running:
         for fields in (
             {"x": b"\xff\xfe"},
@@ -230,7 +251,8 @@ async def test_garbage_on_the_bell_is_ignored(redis_db: str, broker: Broker, db:
             {"kind": "command", "id": "none"},
             {"kind": "a release to come", "m": "0100"},
         ):
-            await db.xadd(broker.keys.bell, fields)
+            for part in broker.parts:
+                await part.redis.xadd(part.keys.bell, fields)
         await broker.enqueue([job(sampling=SHORT)])
         await wait_replies(broker, 1)
         assert not running.task.done()
@@ -262,25 +284,25 @@ async def test_a_drain_while_weights_are_waited_for_in_drain_mode(redis_db: str,
 
 
 async def test_a_job_that_a_failover_gave_back_to_a_worker_that_forgot_it(
-    redis_db: str, broker: Broker, db: Redis, monkeypatch: pytest.MonkeyPatch
+    redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The publication was lost with the old primary: the worker has forgotten the job, Redis has it running there."""
     one = job(sampling=SHORT)
     await broker.enqueue([one])
-    key = broker.keys.job(one.id)
-    record = await db.hgetall(key)
+    part = shard_with(broker, one.id)
+    db, key, before = part.redis, part.keys.job(one.id), await record(broker, one.id)
     monkeypatch.setattr(WorkerConfig, "beat_s", 0.1)
     async with worker(redis_db) as running:
         (reply,) = await wait_replies(broker, 1)
-        await broker.ack("client", [reply])
+        await part.ack("client", [reply])
         await db.delete(key)
-        await db.hset(key, mapping=record | {"st": "r", "w": running.id, "a": 1})
+        await db.hset(key, mapping=before | {"st": "r", "w": running.id, "a": 1})
         await db.persist(key)
-        await db.sadd(broker.keys.held(running.id), one.id)
+        await db.sadd(part.keys.held(running.id), one.id)
         (again,) = await wait_replies(broker, 1)
         assert isinstance(again.outcome, RolloutResult)
         assert again.outcome.attempt == 2
-        assert await db.scard(broker.keys.held(running.id)) == 0
+        assert await db.scard(part.keys.held(running.id)) == 0
 
 
 async def test_a_busy_worker_takes_nothing_of_its_own_for_a_stray(
@@ -294,12 +316,13 @@ async def test_a_busy_worker_takes_nothing_of_its_own_for_a_stray(
     assert {reply.outcome.attempt for reply in found if isinstance(reply.outcome, RolloutResult)} == {1}
 
 
-async def test_all_of_a_dead_workers_jobs_come_back_with_one_heartbeat(broker: Broker, joined) -> None:
+async def test_all_of_a_dead_workers_jobs_come_back_with_one_heartbeat(broker: Broker, joined, expire_lease) -> None:
     lease, survivor = await joined("victim"), await joined("survivor")
     await broker.enqueue([job(sampling=SHORT) for _ in range(700)])
-    while len(await lease.held()) < 700:
+    while sum([len(await part.held()) for part in lease.parts]) < 700:
         await lease.claim(256, 256, 0)
-    await broker.redis.zadd(broker.keys.workers, {"victim": 1})
-    await Membership(survivor, 1.0, 3)._reap()
-    assert not await broker.redis.exists(broker.keys.held("victim"))
+    await expire_lease(lease)
+    for part in survivor.parts:
+        await Membership(part, 1.0, 3)._reap()
+        assert not await part.redis.exists(part.keys.held("victim"))
     assert (await broker.load()).queued == (0, 700, 0)

@@ -134,6 +134,7 @@ async def test_a_failed_job_is_handed_back_though_redis_is_away_for_a_moment(
     assert reply.outcome.attempt == 2
 
 
+@pytest.mark.one_shard
 async def test_a_cancellation_that_meets_the_loss_of_the_lease_ends_the_worker(
     redis_db: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +163,7 @@ async def test_a_cancellation_that_meets_the_loss_of_the_lease_ends_the_worker(
     assert running.cancelled()
 
 
+@pytest.mark.one_shard
 async def test_a_lease_that_is_lost_while_the_worker_leaves_does_not_cancel_it(
     redis_db: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from support.pools.commanded import hurry
-from support.pools.pool import Running, check_scripted, eventually, wait_replies, worker
+from support.pools.pool import check_scripted, eventually, record, saved, shard_with, wait_replies, worker
 from support.specimens.messages import job, result
 
 from rolloutmq.messages import (
@@ -49,13 +49,7 @@ def piece(one, number: int, attempt: int = 1, sample: int = 0, start: int = 0) -
     )
 
 
-async def crash(victim: Running, db: Redis, broker: Broker) -> None:
-    """A worker is lost, and its lease is over at once."""
-    here = victim.id
-    await victim.crash()
-    assert await db.zadd(broker.keys.workers, {here: 1}, xx=True, ch=True)
-
-
+@pytest.mark.one_shard
 async def test_pieces_come_back_in_order(broker: Broker, db: Redis, joined) -> None:
     one = job(n=3)
     await broker.enqueue([one])
@@ -74,6 +68,7 @@ async def test_pieces_come_back_in_order(broker: Broker, db: Redis, joined) -> N
     assert (await db.hgetall(broker.keys.job(one.id))).keys() == {b"st", b"h"}
 
 
+@pytest.mark.one_shard
 async def test_only_the_owner_in_its_attempt_may_save(broker: Broker, joined) -> None:
     one, gone = job(), job()
     await broker.enqueue([one, gone])
@@ -88,21 +83,20 @@ async def test_only_the_owner_in_its_attempt_may_save(broker: Broker, joined) ->
     ]
 
 
-async def test_a_killed_worker_costs_at_most_the_interval(redis_db: str, broker: Broker, db: Redis) -> None:
+async def test_a_killed_worker_costs_at_most_the_interval(redis_db: str, broker: Broker) -> None:
     one = job(n=4, sampling=LONG)
     await broker.enqueue([one])
-    key = broker.keys.job(one.id)
     async with worker(redis_db, engine=ScriptedEngine(SLOW), checkpoint_s=0.2) as victim:
 
-        async def saved() -> int:
-            fields = await db.hgetall(key)
+        async def kept() -> int:
+            fields = await record(broker, one.id)
             return min(sum(_tokens(fields, sample)) for sample in range(4))
 
-        await eventually(lambda: _at_least(saved, 250), what="250 tokens of each sample are saved")
-        pieces = [name for name in await db.hkeys(key) if name.startswith(b"k0.")]
+        await eventually(lambda: _at_least(kept, 250), what="250 tokens of each sample are saved")
+        pieces = [name for name in await record(broker, one.id) if name.startswith(b"k0.")]
         assert pieces, "saved in pieces, not all over again"
-        await crash(victim, db, broker)
-        before = await saved()
+        await victim.die()
+        before = await kept()
     async with worker(redis_db) as survivor:
         results = [reply.outcome for reply in await wait_replies(broker, 4)]
         redone = survivor.worker._generation.generated_tokens
@@ -125,7 +119,7 @@ async def _at_least(count, least: int) -> bool:
     return await count() >= least
 
 
-async def test_saving_goes_on_after_an_outage(redis_db: str, broker: Broker, db: Redis, monkeypatch) -> None:
+async def test_saving_goes_on_after_an_outage(redis_db: str, broker: Broker, monkeypatch) -> None:
     failed = asyncio.Event()
     checkpoint = Lease.checkpoint
 
@@ -140,8 +134,8 @@ async def test_saving_goes_on_after_an_outage(redis_db: str, broker: Broker, db:
     one = job(sampling=LONG)
     await broker.enqueue([one])
     async with worker(redis_db, engine=ScriptedEngine(SLOW), checkpoint_s=0.1) as victim:
-        await eventually(lambda: db.hexists(broker.keys.job(one.id), "k0.2"))
-        await crash(victim, db, broker)
+        await eventually(lambda: saved(broker, one.id, "k0.2"))
+        await victim.die()
     async with worker(redis_db):
         (reply,) = await wait_replies(broker, 1)
     assert isinstance(reply.outcome, RolloutResult)
@@ -154,7 +148,8 @@ async def left_behind(broker: Broker, joined, one: GenerateJob, pieces: list[Pie
     lease = await joined("earlier")
     await lease.claim(1, 1, 0)
     await lease.checkpoint(pieces)
-    await broker.redis.zadd(broker.keys.workers, {"earlier": 1})
+    for part in lease.parts:
+        await part.redis.zadd(part.keys.workers, {"earlier": 1})
 
 
 async def test_pieces_with_a_gap_are_used_up_to_the_gap(redis_db: str, broker: Broker, joined) -> None:
@@ -179,6 +174,7 @@ async def test_pieces_with_a_gap_are_used_up_to_the_gap(redis_db: str, broker: B
     assert len(reply.outcome.token_ids) == 8
 
 
+@pytest.mark.one_shard
 async def test_a_late_copy_of_a_piece_ends_the_chain_and_the_worker_starts_over(broker: Broker, joined) -> None:
     one = job()
     await broker.enqueue([one])
@@ -192,21 +188,21 @@ async def test_a_late_copy_of_a_piece_ends_the_chain_and_the_worker_starts_over(
     assert len(claim.partials[0]) == 2
 
 
-async def test_a_worker_told_of_a_gap_saves_everything_again(redis_db: str, broker: Broker, db: Redis) -> None:
+async def test_a_worker_told_of_a_gap_saves_everything_again(redis_db: str, broker: Broker) -> None:
     one = job(sampling=LONG)
     await broker.enqueue([one])
-    key = broker.keys.job(one.id)
+    part = shard_with(broker, one.id)
     async with worker(redis_db, engine=ScriptedEngine(SLOW), checkpoint_s=0.1) as victim:
-        await eventually(lambda: db.hexists(key, "k0.2"))
-        before = sum(_tokens(await db.hgetall(key), 0))
-        await db.eval(FORGET, 1, key)
-        await eventually(lambda: db.hexists(key, "k0.1"))
-        await crash(victim, db, broker)
-        saved = sum(_tokens(await db.hgetall(key), 0))
-    assert saved >= before > 0
+        await eventually(lambda: saved(broker, one.id, "k0.2"))
+        before = sum(_tokens(await record(broker, one.id), 0))
+        await part.redis.eval(FORGET, 1, part.keys.job(one.id))
+        await eventually(lambda: saved(broker, one.id, "k0.1"))
+        await victim.die()
+        after = sum(_tokens(await record(broker, one.id), 0))
+    assert after >= before > 0
     async with worker(redis_db) as survivor:
         (reply,) = await wait_replies(broker, 1)
-        assert survivor.worker._generation.generated_tokens <= 4000 - saved
+        assert survivor.worker._generation.generated_tokens <= 4000 - after
     assert isinstance(reply.outcome, RolloutResult)
     check_scripted(reply.outcome, 3)
 
@@ -221,6 +217,7 @@ async def test_a_sample_saved_to_its_last_token_still_finds_its_end(redis_db: st
     assert (len(reply.outcome.token_ids), reply.outcome.finish_reason) == (2, "length")
 
 
+@pytest.mark.one_shard
 async def test_saved_pieces_count_in_the_pools_bytes(broker: Broker, joined) -> None:
     """Until their sample is published, or starts over, or its job ends."""
     one, other = job(n=2), job()
@@ -250,6 +247,7 @@ async def test_saved_pieces_count_in_the_pools_bytes(broker: Broker, joined) -> 
     assert await saved() == 0
 
 
+@pytest.mark.one_shard
 async def test_what_finds_no_room_is_not_saved_and_said_once(
     redis_db: str, broker: Broker, db: Redis, joined, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,7 +288,7 @@ class Wide(ScriptedEngine):
 
 
 async def test_what_is_too_large_to_be_saved_is_not_and_nobody_else_suffers(
-    redis_db: str, broker: Broker, db: Redis, monkeypatch: pytest.MonkeyPatch
+    redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is started over if its worker is lost; a job that ends its worker would end the next one, too."""
     monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 16384)
@@ -300,7 +298,7 @@ async def test_what_is_too_large_to_be_saved_is_not_and_nobody_else_suffers(
     async with worker(redis_db, engine=engine, checkpoint_s=0.1) as running:
         here = running.id
         await broker.enqueue([large, small])
-        await eventually(lambda: db.hget(broker.keys.job(small.id), "k0"))
+        await eventually(lambda: saved(broker, small.id))
         hurry(running)
         found = await wait_replies(broker, 2)
         assert {reply.outcome.job_id for reply in found} == {large.id, small.id}

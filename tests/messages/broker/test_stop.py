@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from redis.asyncio import Redis
 from support.pools.pool import check_scripted, eventually, worker
 from support.specimens.byte_tokenizer import Bytes
 from support.specimens.messages import job, result
@@ -179,9 +178,10 @@ async def test_nor_does_one_on_its_last_chance(client: RolloutClient, broker: Br
     assert (ended.job_id, ended.ending) == (one.id, True)
 
 
-async def test_nor_for_an_adapter(redis_db: str, client: RolloutClient, joined: Joined, db: Redis) -> None:
+async def test_nor_for_an_adapter(redis_db: str, client: RolloutClient, joined: Joined) -> None:
     """The only worker left has not the adapter that a job was sampled with, and needs it no more."""
-    await db.hset(client.broker.keys.weights, mapping={"adapter:tone": 3, "number:tone": 1, "adapters": 1})
+    for part in client.broker.parts:
+        await part.redis.hset(part.keys.weights, mapping={"adapter:tone": 3, "number:tone": 1, "adapters": 1})
     one = job(sampling=LONG, lora="tone")
     await client.submit(one)
     ahead = await joined("ahead", features=("lora",))

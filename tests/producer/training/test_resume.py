@@ -63,13 +63,20 @@ class Trainer:
         self.feed.train(batch)
         self.feed.advance(self.feed.books.version + 1)
 
+    @property
+    def readers(self) -> list[Any]:
+        """Of the client's reply streams, one in each shard."""
+        reader: Any = self.client._core.reader
+        return getattr(reader, "readers", [reader])
+
     async def flushed(self) -> None:
         """What may be acknowledged is acknowledged."""
-        await eventually(lambda: not self.client._core.reader._acks)
+        await eventually(lambda: not any(reader._acks for reader in self.readers))
 
     async def crash(self) -> None:
         """Nothing more reaches Redis."""
-        self.client._core.reader._before_ack = lambda _: False
+        for reader in self.readers:
+            reader._before_ack = lambda _: False
         await self.client.aclose()
 
     def agrees(self) -> None:

@@ -15,7 +15,8 @@ from support.pools.pool import Running, wait_replies, worker
 from support.specimens.messages import job
 
 from rolloutmq import WeightPublisher
-from rolloutmq.messages import Broker, RolloutResult, SamplingParams, connect
+from rolloutmq.messages import RolloutResult, SamplingParams, connect
+from rolloutmq.messages.broker import broker_of
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -56,10 +57,14 @@ def check_equal(engine: ScriptedEngine, version: int) -> None:
 
 async def serve(url: str, count: int, before: int = 0) -> set[tuple[int, ...]]:
     """Versions of `count` samples."""
-    async with connect(url) as client:
-        broker = Broker(client, "default")
-        await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=3)) for _ in range(count)])
-        found = [reply.outcome for reply in await wait_replies(broker, before + count)][before:]
+    async with connect(url, pool="default") as client:
+        broker, jobs = (
+            broker_of(client, "default"),
+            [job(sampling=SamplingParams(max_new_tokens=3)) for _ in range(count)],
+        )
+        await broker.enqueue(jobs)
+        ids = {one.id for one in jobs}
+        found = [it.outcome for it in await wait_replies(broker, before + count) if it.outcome.job_id in ids]
     assert all(isinstance(one, RolloutResult) for one in found)
     return {one.versions for one in found}  # type: ignore[union-attr]
 

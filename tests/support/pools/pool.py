@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -34,6 +34,29 @@ async def eventually(condition: Callable[[], Any], timeout: float = 30.0, what: 
             return value
         assert time.monotonic() < deadline, f"not within {timeout} s: {what or condition}"
         await asyncio.sleep(0.005)
+
+
+def shard_with(broker: Broker, job_id: str) -> Broker:
+    """The broker of the shard that has this job; in a pool with one shard, `broker`."""
+    return next(part for part in broker.parts if part.has(job_id))
+
+
+async def record(broker: Broker, job_id: str) -> dict[bytes, bytes]:
+    """What Redis has of a job, by field."""
+    part = shard_with(broker, job_id)
+    found: dict[bytes, bytes] = await part.redis.hgetall(part.keys.job(job_id))
+    return found
+
+
+async def saved(broker: Broker, job_id: str, field: str = "k0") -> bool:
+    """Whether this piece of the job's is in Redis, the first one of sample 0 by default."""
+    return field.encode() in await record(broker, job_id)
+
+
+async def change(broker: Broker, job_id: str, fields: Mapping[str, Any]) -> None:
+    """Write into a job's record."""
+    part = shard_with(broker, job_id)
+    await part.redis.hset(part.keys.job(job_id), mapping=fields)
 
 
 async def dump(redis: Redis, skip: tuple[str, ...] = ("bell", "wake", "clock")) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from support.specimens.messages import job
 
 from rolloutmq import InvalidField, WaitTimeout, WeightPublisher
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams, WeightSyncError, connect
+from rolloutmq.messages.broker import broker_of
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -37,7 +38,7 @@ def check_equal(engine: ScriptedEngine, version: int) -> None:
 
 @pytest.fixture
 async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
-    async with connect(redis_db) as client:
+    async with connect(redis_db, pool="default") as client:
         yield Ledger(client, "default")
 
 
@@ -82,20 +83,20 @@ def mixed(results: list[RolloutResult]) -> list[RolloutResult]:
 
 
 async def results_of(url: str, count: int, timeout: float = 30.0) -> list[RolloutResult]:
-    async with connect(url) as client:
-        found = [reply.outcome for reply in await wait_replies(Broker(client, "default"), count, timeout=timeout)]
+    async with connect(url, pool="default") as client:
+        found = [reply.outcome for reply in await wait_replies(broker_of(client, "default"), count, timeout=timeout)]
     assert all(isinstance(one, RolloutResult) for one in found)
     return [one for one in found if isinstance(one, RolloutResult)]
 
 
 async def enqueue(url: str, count: int, new_tokens: int) -> None:
-    async with connect(url) as client:
-        await Broker(client, "default").enqueue(
+    async with connect(url, pool="default") as client:
+        await broker_of(client, "default").enqueue(
             [job(sampling=SamplingParams(max_new_tokens=new_tokens)) for _ in range(count)]
         )
 
 
-async def all_have_tokens_of(ledger: Ledger, engines: list[ScriptedEngine], version: int) -> bool:
+async def all_have_tokens_of(broker: Broker, engines: list[ScriptedEngine], version: int) -> bool:
     """Whether each of 8 samples goes on under this version, or is done."""
     going_on = [
         request_id
@@ -103,10 +104,10 @@ async def all_have_tokens_of(ledger: Ledger, engines: list[ScriptedEngine], vers
         for request_id, (request, *_) in engine._running.items()
         if request.cache_key.partition("/")[0] == str(version) and engine._sampled(request_id)
     ]
-    return len(going_on) + await ledger.redis.xlen(ledger.keys.reply("client")) == 8
+    return len(going_on) + await broker.count_replies("client") == 8
 
 
-async def test_resume_every_token_is_of_the_version_its_segment_says(redis_db: str, ledger: Ledger) -> None:
+async def test_resume_every_token_is_of_the_version_its_segment_says(redis_db: str, broker: Broker) -> None:
     engines = [ScriptedEngine(tokens_per_s=150), ScriptedEngine(tokens_per_s=150)]
     async with (
         worker(redis_db, engine=engines[0], max_running=4) as first,
@@ -117,7 +118,7 @@ async def test_resume_every_token_is_of_the_version_its_segment_says(redis_db: s
         await eventually(lambda: sum(len(engine._aborts) for engine in engines) == 8)
         for version in (1, 2, 3):
             assert (await publish(source, version)).state == "committed"
-            await eventually(lambda version=version: all_have_tokens_of(ledger, engines, version))
+            await eventually(lambda version=version: all_have_tokens_of(broker, engines, version))
         hurry(first)
         hurry(second)
         results = await results_of(redis_db, 8)
@@ -178,14 +179,14 @@ async def test_a_late_joiner_serves_only_after_its_first_verified_sync(redis_db:
                 assert (await publish(source, 5)).workers == tuple(sorted([first.id, late.id]))
 
 
-async def test_without_a_publisher_a_late_joiner_does_not_serve(redis_db: str, ledger: Ledger) -> None:
+async def test_without_a_publisher_a_late_joiner_does_not_serve(redis_db: str, ledger: Ledger, broker: Broker) -> None:
     async with publisher(redis_db) as source:
         await publish(source, 1)
     async with worker(redis_db) as late:
         await eventually(lambda: ledger.redis.hexists(ledger.keys.wanted, late.id))
         await enqueue(redis_db, 1, 3)
         assert late.worker._status().state == "syncing"
-        assert await ledger.redis.xlen(ledger.keys.reply("client")) == 0
+        assert await broker.count_replies("client") == 0
         async with publisher(redis_db) as source:
             assert source.last_version == 1  # continues from the ledger
             with pytest.raises(InvalidField, match="version=1: an integer above 1"):

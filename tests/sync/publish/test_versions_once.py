@@ -7,12 +7,11 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from redis.asyncio import Redis
 from support.peers.publishing import WEIGHTS, publisher
 from support.pools.pool import eventually, status, worker
 
 from rolloutmq import InvalidField
-from rolloutmq.messages import Lease
+from rolloutmq.messages import Lease, connect
 from rolloutmq.messages.model.weights import WeightAnnouncement
 from rolloutmq.sync.transfer.ledger import Join, Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
@@ -21,9 +20,8 @@ from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 @pytest.fixture
 async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
-    client = Redis.from_url(redis_db)
-    yield Ledger(client, "default")
-    await client.aclose()
+    async with connect(redis_db, pool="default") as client:
+        yield Ledger(client, "default")
 
 
 def announcement(version: int, epoch: int) -> WeightAnnouncement:

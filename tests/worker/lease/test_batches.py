@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, ReadOnlyError, RedisError, ResponseError
-from support.pools.pool import eventually, replies, wait_replies, worker
+from support.pools.pool import eventually, replies, saved, wait_replies, worker
 from support.specimens.messages import SHORT, job, result
 
 from rolloutmq.messages import (
@@ -102,7 +102,7 @@ async def test_a_checkpoint_that_cannot_be_saved_keeps_no_other_from_being_saved
 ) -> None:
     good = await two_jobs(broker, monkeypatch, "checkpoint")
     async with worker(redis_db, engine=ScriptedEngine(tokens_per_s=100.0), checkpoint_s=0.1, drain_s=0.0):
-        await eventually(lambda: broker.redis.hexists(broker.keys.job(good.id), "k0"))
+        await eventually(lambda: saved(broker, good.id))
 
 
 async def test_a_job_that_cannot_be_given_back_keeps_no_other(
@@ -114,6 +114,7 @@ async def test_a_job_that_cannot_be_given_back_keeps_no_other(
     assert sum((await broker.load()).queued) == 1
 
 
+@pytest.mark.one_shard
 async def test_a_job_that_cannot_even_be_given_up_keeps_no_other(broker: Broker, db: Redis, joined: Any) -> None:
     """Its client's stream takes nothing, nor do the dead letters: the script fails as a whole."""
     mine, others = job(reply_to="mine"), job(reply_to="other")

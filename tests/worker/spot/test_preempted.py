@@ -9,9 +9,8 @@ from typing import Any
 
 from chaos.habits import Options
 from chaos.processes import WorkerProcess
-from redis.asyncio import Redis
 from support.pools.clouds import played_cloud
-from support.pools.pool import check_scripted, eventually, wait_replies, worker
+from support.pools.pool import check_scripted, eventually, record, wait_replies, worker
 from support.specimens.messages import job
 
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams
@@ -24,7 +23,7 @@ LONG = SamplingParams(max_new_tokens=2000)
 
 
 async def test_processes_hand_over_token_for_token_and_without_a_loss(
-    redis_db: str, broker: Broker, db: Redis, tmp_path: Path
+    redis_db: str, broker: Broker, tmp_path: Path
 ) -> None:
     jobs = [job(n=2, sampling=LONG) for _ in range(3)]
     async with played_cloud() as cloud:
@@ -42,7 +41,7 @@ async def test_processes_hand_over_token_for_token_and_without_a_loss(
     assert (sum(load.queued), load.open_jobs, load.leases_lost, load.dead) == (3, 3, 0, 0)
     assert await broker.workers() == []
     for one in jobs:
-        assert await db.hget(broker.keys.job(one.id), "c") is None, "it counts as a loss"
+        assert b"c" not in await record(broker, one.id), "it counts as a loss"
     second = await WorkerProcess.launch(redis_db, tmp_path / "second", Options(config={"max_lost": 1}))
     try:
         found = [reply.outcome for reply in await wait_replies(broker, 6)]
@@ -93,7 +92,7 @@ class Receiving(ScriptedEngine):
         await asyncio.Event().wait()
 
 
-async def test_a_notice_while_weights_are_received_is_heeded(redis_db: str, broker: Broker, db: Redis) -> None:
+async def test_a_notice_while_weights_are_received_is_heeded(redis_db: str, broker: Broker) -> None:
     from support.peers.publishing import WEIGHTS, publisher  # noqa: PLC0415 – torch
 
     one, engine = job(sampling=LONG), Receiving(tokens_per_s=50.0)
@@ -108,7 +107,7 @@ async def test_a_notice_while_weights_are_received_is_heeded(redis_db: str, brok
             await running.task
         await asyncio.to_thread(transfer.wait, 60)
     assert (await broker.load()).open_jobs == 1
-    assert await db.hget(broker.keys.job(one.id), "c") is None, "it counts as a loss"
+    assert b"c" not in await record(broker, one.id), "it counts as a loss"
 
 
 async def test_a_process_that_gets_sigterm_twice_drains_once(redis_db: str, broker: Broker, tmp_path: Path) -> None:

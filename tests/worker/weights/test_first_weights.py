@@ -61,7 +61,10 @@ async def test_without_anybody_who_has_the_version_it_reads_the_checkpoint_after
     engine = Watched()
     async with joined(redis_db):
         await publish_and_leave(redis_db, 1)
-    async with connect(redis_db) as redis, joined(redis_db, engine=engine, first_weights="newest") as late:
+    async with (
+        connect(redis_db, pool="default") as redis,
+        joined(redis_db, engine=engine, first_weights="newest") as late,
+    ):
         await eventually(lambda: engine.begun == [True, False])
         await eventually(lambda: is_waiting(Ledger(redis, "default"), late))
         async with publisher(redis_db) as trainer:

@@ -22,7 +22,7 @@ NEVER_S = 600.0
 
 @pytest.fixture
 async def ledger(redis_db: str) -> AsyncIterator[Ledger]:
-    async with connect(redis_db) as client:
+    async with connect(redis_db, pool="default") as client:
         yield Ledger(client, "default")
 
 
@@ -50,7 +50,7 @@ async def test_a_transfer_is_joined_after_a_redis_error(
 
 @pytest.mark.parametrize("mode", ["resume", "in_place", "drain"])
 async def test_redis_is_not_waited_for_while_generation_stands_still(
-    redis_db: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, mode: UpdateMode
+    redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch, mode: UpdateMode
 ) -> None:
     """An answer of Redis that comes only when generation goes on again is not needed for that."""
     open_epoch = Ledger.open_epoch
@@ -62,7 +62,6 @@ async def test_redis_is_not_waited_for_while_generation_stands_still(
     engine = ScriptedEngine(tokens_per_s=400)
     patient = publisher(redis_db, mode=mode, join_timeout_s=NEVER_S, transfer_timeout_s=NEVER_S)
     async with worker(redis_db, engine=engine) as running, patient as source:
-        broker = Broker(ledger.redis, "default")
         await broker.enqueue([job(sampling=SamplingParams(max_new_tokens=200))])
         await eventually(lambda: running.worker._generation.running)
         monkeypatch.setattr(Ledger, "open_epoch", slow)
