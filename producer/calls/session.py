@@ -212,8 +212,11 @@ class Session:
     async def close(self) -> None:
         """Cancel the turn that is under way, and end the session. Its columns can still be read."""
         self._closed = True
-        if self._turn is not None:
-            await self._core.cancel([self._turn])
+        pause = 0.01
+        # A turn may be on its way to the pool, which does not know it yet and has nothing to cancel.
+        while (turn := self._turn) is not None and await self._core.cancel([turn]) == ["unknown"]:
+            await asyncio.sleep(pause)
+            pause = min(1.0, pause * 2)
 
     async def __aenter__(self) -> Self:
         return self

@@ -154,6 +154,34 @@ async def test_one_turn_at_a_time_and_none_after_the_end(redis_db: str, client: 
     assert session.token_ids.tolist() == [1]
 
 
+async def test_a_turn_that_is_on_its_way_to_the_pool_is_cancelled_when_it_is_there(
+    client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker, may_go = client._core.broker, asyncio.Event()
+    enqueue, cancel, cancelled = broker.enqueue, broker.cancel, list[str]()
+
+    async def held_up(*args: Any, **more: Any) -> Any:
+        await may_go.wait()
+        return await enqueue(*args, **more)
+
+    async def noted(ids: Any, *args: Any) -> Any:
+        states = await cancel(ids, *args)
+        cancelled.extend(states)
+        return states
+
+    monkeypatch.setattr(broker, "enqueue", held_up)
+    monkeypatch.setattr(broker, "cancel", noted)
+    session = client.session(token_ids=[1], sampling=SHORT)
+    turn = asyncio.create_task(session.generate(timeout=20))
+    await eventually(lambda: client.outstanding)
+    closing = asyncio.create_task(session.close())
+    await eventually(lambda: cancelled)
+    may_go.set()
+    with pytest.raises(JobFailed, match="cancelled"):
+        await turn
+    await closing
+
+
 async def test_bad_input_is_named(client: RolloutClient) -> None:
     session = client.session(token_ids=[1, 2])
     for act, says in (
