@@ -111,7 +111,7 @@ async def test_a_turn_can_be_streamed(redis_db: str, client: RolloutClient) -> N
         session = client.session(sampling=SamplingParams(max_new_tokens=len(text.encode())))
         deltas = [delta async for delta in session.stream(text, timeout=10)]
         assert "".join(delta.text or "" for delta in deltas) == text
-        assert len(deltas) > 2
+        assert len(deltas) > 1
         assert all("\ufffd" not in (delta.text or "") for delta in deltas)
         assert len(session) == 2 * len(text.encode())
         async with aclosing(session.stream([1], timeout=10)) as deltas_of_one:

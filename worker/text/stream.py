@@ -101,10 +101,22 @@ class TextStream:
         new = self._text(self._window)[len(before) :]
         self._tail = new.rstrip(UNFINISHED)
         fresh = len(self._window) - self._context
-        if self._tail and (len(self._tail) == len(new) or fresh > PATIENCE):
-            self._settled, self._tail = self._settled + new, ""
-            self._window = self._window[self._context :]
-            self._context = len(self._window)
+        if self._tail and len(self._tail) == len(new):
+            self._settle(new, len(self._window))
+        elif self._tail and fresh > PATIENCE:  # many may have come at once: what is whole before the last character
+            for end in range(len(self._window) - 1, len(self._window) - PATIENCE - 1, -1):
+                whole = self._text(self._window[:end])[len(before) :]
+                if whole and not whole.endswith(UNFINISHED):
+                    break
+            else:
+                whole, end = new, len(self._window)
+            self._settle(whole, end, new)
+
+    def _settle(self, text: str, end: int, known: str = "") -> None:
+        """Take the text of the window's tokens up to `end` for final. known: the text of all of them."""
+        self._settled += text
+        self._tail = known[len(text) :].rstrip(UNFINISHED)
+        self._window, self._context = self._window[self._context :], end - self._context
 
     def _text(self, token_ids: list[int]) -> str:
         return self._decode(np.array(token_ids, dtype=np.int32)) if token_ids else ""

@@ -16,18 +16,19 @@ DECODE = Bytes().decode
 TEXT = "größer 漢字 🎉 naïve 👩‍👩‍👧 end"
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, *range(PATIENCE + 1, PATIENCE + 9), 3 * PATIENCE + 2, 1000])
 def test_every_character_comes_whole_and_once(size: int) -> None:
-    stream, ids = TextStream(DECODE), list(TEXT.encode())
+    text = TEXT * (1 if size < PATIENCE else 16)  # much may come at once, and be cut in a character
+    stream, ids = TextStream(DECODE), list(text.encode())
     shown = ""
     for start in range(0, len(ids), size):
         stream.push(ids[start : start + size])
         assert stream.text.startswith(shown)
         shown = stream.text
         assert "\ufffd" not in shown
-        assert TEXT.startswith(shown)
-        assert len(TEXT.encode()[: start + size].decode(errors="ignore")) == len(shown), "no character is kept waiting"
-    assert shown == TEXT
+        assert text.startswith(shown)
+        assert len(text.encode()[: start + size].decode(errors="ignore")) == len(shown), "no character is kept waiting"
+    assert shown == text
 
 
 def test_it_does_not_decode_everything_again() -> None:
