@@ -172,6 +172,10 @@ class ReplyReader:
         """Whether the outcomes of this job come on this reader's stream."""
         return self._broker.has(job_id)
 
+    def has_read(self, reply: Reply) -> bool:
+        """Whether the outcome was on this reader's stream, and is not acknowledged."""
+        return place_of(reply) in self._held
+
     async def until(self, ready: Callable[[], bool], timeout: float | None) -> None:
         """Return once `ready()`, asked whenever something arrives. Raises WaitTimeout, or RolloutMQError if closed."""
         self.waiting += 1

@@ -33,7 +33,7 @@ class ShardedReader(ReplyReader):
     """One reader for each shard; all fill the same inboxes. Whoever waits hears of each of them.
 
     A shard that does not answer delays what is on its stream and nothing else. What is acknowledged goes to the shard
-    of its job.
+    on whose stream it was.
     """
 
     def __init__(
@@ -87,9 +87,11 @@ class ShardedReader(ReplyReader):
         return set().union(*await asyncio.gather(*(reader.ahead() for reader in self.readers)))
 
     def ack(self, replies: list[Reply]) -> None:
-        for reader in self.readers:
-            if mine := [reply for reply in replies if reader.has(reply.outcome.job_id)]:
-                reader.ack(mine)
+        places: dict[ReplyReader, list[Reply]] = {}
+        for reply in replies:
+            places.setdefault(self._reader_of(reply), []).append(reply)
+        for reader, mine in places.items():
+            reader.ack(mine)
 
     def ack_received(self, out: HandOut, crossing: Crossing) -> None:
         self.readers[0].ack_received(out, crossing)
@@ -99,3 +101,8 @@ class ShardedReader(ReplyReader):
         for reader in self.readers:
             if mine := [job for job in given if reader.has(job.id)]:
                 reader.expect(mine)
+
+    def _reader_of(self, reply: Reply) -> ReplyReader:
+        """Who read it, whatever job it names: somebody may have written it by hand. Else it was on no stream."""
+        read = next((reader for reader in self.readers if reader.has_read(reply)), None)
+        return read or next(reader for reader in self.readers if reader.has(reply.outcome.job_id))
