@@ -2,6 +2,7 @@
 
 make chaos                       every scenario, another seed each time
 make chaos SEED=7 ONLY=kill,net  those whose names begin like this, with the dice of seed 7
+make chaos CHAOS='--shards 2'    on a pool with two shards, each on a Redis of its own
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .scenario import ALL, Scenario
 OUT = Path("out")
 
 
-async def run(scenario: Scenario, seed: str, keep: bool, minutes: float = 0.0) -> dict[str, Any]:
-    """One scenario from an empty Redis to the oracle's word."""
+async def run(scenario: Scenario, seed: str, keep: bool, minutes: float = 0.0, shards: int = 1) -> dict[str, Any]:
+    """One scenario from an empty Redis to the oracle's word. shards: of its pool, at least."""
     directory = (OUT / "chaos" / scenario.name).absolute()  # processes run elsewhere
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -36,7 +37,7 @@ async def run(scenario: Scenario, seed: str, keep: bool, minutes: float = 0.0) -
         "lease_s": scenario.lease_s,
         "config": scenario.config,
         "bent": scenario.bent,
-        "shards": scenario.shards,
+        "shards": max(scenario.shards, shards),
     }
     chaos = Chaos(scenario.name, seed, directory, **settings)
     chaos.terms = Terms(lossless=scenario.lossless)
@@ -79,6 +80,8 @@ def _figures(chaos: Chaos, scenario: Scenario, seconds: float) -> dict[str, Any]
         "recovered_s": None if chaos.recovered_s is None else round(chaos.recovered_s, 3),
         "allowed_s": chaos.budget_s,
         "lease_s": scenario.lease_s,
+        "shards": len(chaos.servers),
+        "struck": chaos.struck,
         "seconds": round(seconds, 2),
         "jobs": kinds.count("accept"),
         "claims": kinds.count("claim"),
@@ -97,11 +100,12 @@ def line(name: str, figures: dict[str, Any]) -> str:
     recovered = "" if figures["recovered_s"] is None else f"  back after {figures['recovered_s']:.2f} s"
     if figures["recovered_s"] is not None and figures["allowed_s"] is not None:
         recovered += f" (allowed {figures['allowed_s']:g})"
+    struck = f"  shard {figures['struck']} is struck" if figures["shards"] > 1 else ""
     counts = f"{figures['jobs']:5} jobs {figures['claims']:5} claims {figures['published']:6} published"
     bad = "".join(
         f"  {key}={figures[key]}" for key in ("lost", "duplicates", "fenced_published", "leaked_keys") if figures[key]
     )
-    return f"{word} {name:28} {figures['seconds']:6.1f} s {counts}{recovered}{bad}"
+    return f"{word} {name:28} {figures['seconds']:6.1f} s {counts}{struck}{recovered}{bad}"
 
 
 def merge(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
@@ -134,6 +138,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1, help="how often each, with seeds seed, seed.1, seed.2, …")
     parser.add_argument("--fast", action="store_true", help="without those that start SGLang or take minutes")
     parser.add_argument("--minutes", type=float, default=10.0, help="how long the kill matrix goes on")
+    shards = "of the pool, each on a Redis of its own; seed and name decide which of them is broken"
+    parser.add_argument("--shards", type=int, default=1, choices=range(1, 5), help=shards)
     parser.add_argument("--keep", action="store_true", help="keep ledgers and logs of runs without a fault, too")
     parser.add_argument("--list", action="store_true", help="only name the scenarios")
     options = parser.parse_args()
@@ -146,13 +152,17 @@ def main() -> int:
     print(f"seed {base}")
     (OUT / "chaos").mkdir(parents=True, exist_ok=True)
     logging.basicConfig(filename=OUT / "chaos" / "driver.log", filemode="w")
+    chosen = choose(options.only, options.fast)
+    cannot = [one for one in chosen if one.one_redis and options.shards > 1]
+    for scenario in cannot:
+        print(f"not  {scenario.name:28} runs on one Redis only: {scenario.one_redis}")
     book: dict[str, Any] = {}
     failed: list[tuple[str, str]] = []
     began = time.monotonic()
     for again in range(options.runs):
         seed = base if again == 0 else f"{base}.{again}"
-        for scenario in choose(options.only, options.fast):
-            figures = asyncio.run(run(scenario, seed, options.keep, options.minutes))
+        for scenario in (one for one in chosen if one not in cannot):
+            figures = asyncio.run(run(scenario, seed, options.keep, options.minutes, options.shards))
             print(line(scenario.name, figures), flush=True)
             for violation in figures["violations"][:5]:
                 print(f"       {violation}")
@@ -161,9 +171,13 @@ def main() -> int:
             book[scenario.name] = merge(book.get(scenario.name), figures)
     OUT.mkdir(exist_ok=True)
     (OUT / "chaos.json").write_text(json.dumps(book, indent=1) + "\n")
-    print(f"{len(book)} scenarios, {time.monotonic() - began:.0f} s, {len(failed)} broke a promise; {OUT}/chaos.json")
+    shards = f" on {options.shards} shards" if options.shards > 1 else ""
+    out = f"; {len(cannot)} cannot run there" if cannot else ""
+    seconds = time.monotonic() - began
+    print(f"{len(book)} scenarios{shards}, {seconds:.0f} s, {len(failed)} broke a promise{out}; {OUT}/chaos.json")
     for name, seed in failed:
-        print(f"again: make chaos SEED={seed} ONLY={name}   (ledger and logs: {OUT}/chaos/{name}/)")
+        more = f" CHAOS='--shards {options.shards}'" if options.shards > 1 else ""
+        print(f"again: make chaos SEED={seed} ONLY={name}{more}   (ledger and logs: {OUT}/chaos/{name}/)")
     return 1 if failed else 0
 
 

@@ -10,8 +10,9 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from support.pools.pool import eventually
 
@@ -24,6 +25,7 @@ from . import aof, journal, ledger
 from .baseline import Rest, judge_rest, look
 from .habits import Options
 from .host import HostRedis
+from .looks import HasId
 from .oracle import Terms, Verdict, judge
 from .processes import BlockingProcess, ClientProcess, Spoken, TrainerProcess, WorkerProcess
 from .proxy import Proxy
@@ -33,18 +35,12 @@ VOCAB = 1000
 EPOCH_MS = 1_700_000_000_000
 
 
-class HasId(Protocol):
-    """Something that is a worker, under this id."""
-
-    @property
-    def id(self) -> str: ...
-
-
 class Chaos:
     """One scenario's world. Random choices come from `rng` alone, which the seed and the scenario's name determine.
 
     lease_s: of every worker here. recovered_s: how long it took, where that has a meaning; `budget_s` is what it may.
-    further: the servers of shards beyond the first.
+    servers: one for each shard, the pool's home first. logs: the directory of each one's append-only file.
+    struck: the place of the server that a scenario breaks, `redis`. The seed decides.
     notes: more figures for out/chaos.json. minutes: how long a scenario that `lasts` goes on.
     """
 
@@ -61,12 +57,15 @@ class Chaos:
     ) -> None:
         self.name, self.directory, self.lease_s = name, directory, lease_s
         self.rng = random.Random(f"{seed}:{name}")
-        self.data = directory / "redis"
+        self.struck = random.Random(f"{seed}:{name}:struck").randrange(shards)
+        places = [directory, *(directory / f"shard-{shard}" for shard in range(1, shards))]
+        for place in places:
+            place.mkdir(parents=True, exist_ok=True)
+        self.logs = [place / "redis" for place in places]
         server = HostRedis if bent else EmbeddedRedis
-        self.redis = server(appendonly=True, directory=self.data, config=aof.SETTINGS | (config or {}))
-        self.further = [
-            EmbeddedRedis(appendonly=True, directory=directory / f"redis-{shard}", config=aof.SETTINGS | (config or {}))
-            for shard in range(1, shards)
+        settings = aof.SETTINGS | (config or {})
+        self.servers: list[EmbeddedRedis] = [
+            server(appendonly=True, directory=log, config=settings) for log in self.logs
         ]
         self.terms = Terms()
         self.verdict = Verdict()
@@ -88,7 +87,12 @@ class Chaos:
     @property
     def url(self) -> str:
         """Of the pool, with all of its shards."""
-        return ",".join(server.url for server in (self.redis, *self.further))
+        return ",".join(server.url for server in self.servers)
+
+    @property
+    def redis(self) -> EmbeddedRedis:
+        """The server that the scenario breaks: the only one, or one of the shards'."""
+        return self.servers[self.struck]
 
     # --- making things ---------------------------------------------------------------------------------------------
 
@@ -153,7 +157,7 @@ class Chaos:
     async def blocking_process(self, jobs: Sequence[GenerateJob], client_id: str) -> BlockingProcess:
         """A plain loop with the blocking client, in a process of its own."""
         file = self._jobs_file(jobs, client_id)
-        where = (self.redis.url, client_id, str(file), str(self.directory / "journal"), client_id)
+        where = (self.url, client_id, str(file), str(self.directory / "journal"), client_id)
         process = await BlockingProcess.start("blocking_process", self.directory / f"client-{client_id}.log", *where)
         self.clients.append(process)
         return process
@@ -171,8 +175,8 @@ class Chaos:
         return file
 
     async def proxy(self) -> Proxy:
-        """In front of this scenario's Redis, until its end."""
-        return await self._stack.enter_async_context(Proxy(self.redis.port))
+        """In front of this scenario's servers, until its end."""
+        return await self._stack.enter_async_context(Proxy(*(server.port for server in self.servers)))
 
     def ends_with(self, end: Callable[[], None]) -> None:
         """Something to stop when the scenario is over."""
@@ -180,7 +184,7 @@ class Chaos:
 
     @property
     def host(self) -> HostRedis:
-        """The server of a scenario that is `bent`."""
+        """The server that is broken, in a scenario that is `bent`."""
         assert isinstance(self.redis, HostRedis)
         return self.redis
 
@@ -207,9 +211,7 @@ class Chaos:
         self._deaths += [(worker.id, now_ms()) for worker in workers]
 
     async def __aenter__(self) -> Chaos:
-        self.redis.start()
-        self._stack.callback(self.redis.stop)
-        for server in self.further:
+        for server in self.servers:
             server.start()
             self._stack.callback(server.stop)
         async with self.broker() as broker:
@@ -221,19 +223,18 @@ class Chaos:
         codes = await asyncio.gather(*(worker.drain(20) for worker in self.workers))
         self.expect(set(codes) <= {0, -signal.SIGKILL}, f"exit codes of the workers: {codes}")
         await self._rest()
-        for server in (self.redis, *self.further):
+        for server in self.servers:
             server.stop()
 
     async def _rest(self) -> None:
-        folders = [self.data, *(self.directory / f"redis-{number + 1}" for number in range(len(self.further)))]
         shards: list[tuple[Rest, list[ledger.Event]]] = []
         async with self.broker() as broker:
-            for part, folder in zip(broker.parts, folders, strict=True):
+            for part, folder in zip(broker.parts, self.logs, strict=True):
                 await reap(part)
                 after, prefix = await look(part.redis, part.keys.prefix), part.keys.prefix
                 events = ledger.tell(aof.read_commands(folder), prefix, round(self.lease_s * 1000))
-                if part.keys.shard:  # two servers may give the same id to two entries
-                    events = [replace(event, entry=f"{event.entry} in shard {part.keys.shard}") for event in events]
+                if shard := part.keys.shard:  # two servers may give the same id to two entries
+                    events = [replace(it, shard=shard, entry=f"{it.entry} in shard {shard}") for it in events]
                 shards.append((after, events))
         self.events = [event for _, events in shards for event in events]
         submitted, self.received = journal.read(self.directory / "journal")
@@ -242,11 +243,11 @@ class Chaos:
         self.verdict.violations[:0] = violations
         for after, events in shards:
             judge_rest(self._before, after, events, self.verdict, self.terms)
-        self._measure()
+        self._measure([events for _, events in shards])
 
-    def _measure(self) -> None:
-        for worker, at_ms in self._deaths:
-            again = reclaimed_ms(self.events, worker, at_ms)
+    def _measure(self, shards: Sequence[list[ledger.Event]]) -> None:
+        for (worker, at_ms), events in product(self._deaths, shards):
+            again = reclaimed_ms(events, worker, at_ms)
             self.recovered_s = max(self.recovered_s or 0.0, (again - at_ms) / 1000) if again else self.recovered_s
             self.budget_s = self.lease_s + 1
         if self.recovered_s is not None and self.budget_s is not None:
@@ -317,15 +318,9 @@ def now_ms() -> int:
     return int(time.time() * 1000)
 
 
-async def running(broker: Broker, at_least: int, timeout: float = 15.0) -> None:
-    """Return once workers hold this many jobs."""
-
-    async def held() -> bool:
-        ids = await broker.redis.zrange(broker.keys.workers, 0, -1)
-        counts = [await broker.redis.scard(broker.keys.held(worker.decode())) for worker in ids]
-        return sum(counts) >= at_least
-
-    await eventually(held, timeout, f"{at_least} jobs held")
+def asking(url: str, option: str) -> str:
+    """The pool's URL with an option, which every server's part of it has to name."""
+    return ",".join(f"{one}?{option}" for one in url.split(","))
 
 
 async def until(condition: Callable[[], Any], timeout: float = 15.0, what: str = "") -> Any:
@@ -347,12 +342,15 @@ async def reap(broker: Broker) -> None:
 def reclaimed_ms(events: Iterable[ledger.Event], worker: str, at_ms: int) -> int | None:
     """When the last of the jobs that `worker` held at `at_ms` was claimed again or ended; None if it held none.
 
+    events: of one shard. There a worker that has lost its lease comes back under its name: what it claims then is new.
     An event's time is that of the next write that has one, so this may be too late by a heartbeat, never too early.
     """
     held: set[str] = set()
+    lost = False
     last: int | None = None
     for event in events:
-        if event.kind == "claim" and event.worker == worker:
+        lost = lost or (event.kind == "lost" and event.worker == worker)
+        if event.kind == "claim" and event.worker == worker and not lost:
             held.add(event.job)
         elif event.job in held and event.kind in {"claim", "terminal"}:
             held.discard(event.job)

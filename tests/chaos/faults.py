@@ -73,18 +73,20 @@ class Faults:
             finally:
                 process.signal(signal.SIGCONT)
 
-    async def kill_redis(self, _dice: random.Random) -> None:
+    async def kill_redis(self, dice: random.Random) -> None:
         async with self._server:
-            self.chaos.redis.kill()
-            await asyncio.to_thread(self.chaos.redis.start)
+            server = dice.choice(self.chaos.servers)
+            server.kill()
+            await asyncio.to_thread(server.start)
 
     async def freeze_redis(self, dice: random.Random) -> None:
         async with self._server:
-            os.kill(self.chaos.redis.pid, signal.SIGSTOP)
+            server = dice.choice(self.chaos.servers)
+            os.kill(server.pid, signal.SIGSTOP)
             try:
                 await asyncio.sleep(dice.uniform(0.1, 1.5 * self.chaos.lease_s))  # how long it is frozen
             finally:
-                os.kill(self.chaos.redis.pid, signal.SIGCONT)
+                os.kill(server.pid, signal.SIGCONT)
 
     async def cut(self, dice: random.Random) -> None:
         proxy = dice.choice((self.near, self.far))

@@ -18,7 +18,7 @@ class Event:
 
     worker, attempt, state: what the job's record said at that moment (for a claim: from then on); `was` is the state
     just before. entry: id of a stream entry. at_ms: no later than this by Redis' clock (0: unknown). outcome: of a
-    failure, an end or a dead letter; payload: of an accepted job or a published result.
+    failure, an end or a dead letter; payload: of an accepted job or a published result. shard: whose log it is in.
     """
 
     seq: int
@@ -37,6 +37,7 @@ class Event:
     host: str = ""
     payload: bytes = b""
     at_ms: int = 0
+    shard: int = 0
 
 
 def tell(commands: Iterable[list[bytes]], prefix: str, lease_ms: int = 0) -> list[Event]:

@@ -3,8 +3,8 @@
 (a) One terminal outcome per accepted job; a done job's samples published once each, a failed job's failure told once;
     each of them handed to the client, once per process.
 (b) Nothing published by a fenced attempt, nor after the end; nothing claimed from under its owner.
-(c) Version tags true (the scripted tokens say so) and never going back on one worker. Samples have the adapter that
-    their job asked for, in versions that were published and are not older than it demands.
+(c) Version tags true (the scripted tokens say so) and never going back on one worker, in each shard. Samples have the
+    adapter that their job asked for, in versions that were published and are not older than it demands.
 (d) After the drain nothing is left but what has a TTL or is on the list in baseline.py, and the counters add up.
 """
 
@@ -200,7 +200,7 @@ def _results(
 ) -> dict[tuple[str, int], str]:
     """Digest of every published result."""
     digests: dict[tuple[str, int], str] = {}
-    newest: dict[str, int] = {}
+    newest: dict[int, dict[str, int]] = defaultdict(dict)  # shards publish independently
     wanted: dict[str, tuple[str | None, int]] = {}
     for event in events:
         if event.kind == "accept":
@@ -217,7 +217,7 @@ def _results(
         if (result.job_id, result.sample) != (event.job, event.sample):
             verdict.complain("c", f"published as {event.job}/{event.sample} was {result.job_id}/{result.sample}")
         if isinstance(result, RolloutResult):
-            _one_result(result, prompts.get(event.job, -1), newest, verdict, terms)
+            _one_result(result, prompts.get(event.job, -1), newest[event.shard], verdict, terms)
             _one_adapter(result, *wanted.get(event.job, (None, 0)), verdict, terms)
     return digests
 

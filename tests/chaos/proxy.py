@@ -1,11 +1,11 @@
-"""A TCP proxy between a process and Redis that can be told to misbehave."""
+"""A TCP proxy between a process and a pool's servers that can be told to misbehave."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from hashlib import sha1
 from types import TracebackType
 from typing import Literal, Self
@@ -40,13 +40,15 @@ def kind_of(words: list[bytes]) -> str:
 
 
 class Proxy:
-    """Listens on a port of its own; `url` is what to give to the process. Start and end it with `async with`.
+    """The network of a process: a port for each of the pool's servers, which all misbehave alike. `url` is what to give
+    to the process. Start and end it with `async with`.
 
     seen: how often each kind of command passed. dropped: kinds of the commands whose replies were swallowed.
     """
 
-    def __init__(self, port: int) -> None:
-        self.target = port
+    def __init__(self, *ports: int) -> None:
+        """ports: of the servers, the pool's home first."""
+        self.targets = list(ports)
         self.delay_s = 0.0
         self.seen: Counter[str] = Counter()
         self.dropped: list[str] = []
@@ -56,29 +58,31 @@ class Proxy:
         for gate in self._open.values():
             gate.set()
         self._links: set[_Link] = set()
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, LOOPBACK, 0, limit=CHUNK)
+        for place in range(len(self.targets)):
+            accept = partial(self._accept, place)
+            self._servers.append(await asyncio.start_server(accept, LOOPBACK, 0, limit=CHUNK))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._server is not None
-        self._server.close()
+        for server in self._servers:
+            server.close()
         self.heal()
         self.close_all()
         await asyncio.gather(*(link.task for link in list(self._links)), return_exceptions=True)
 
     @property
-    def port(self) -> int:
-        assert self._server is not None
-        return int(self._server.sockets[0].getsockname()[1])
+    def ports(self) -> list[int]:
+        """Its own, in the order of the servers'."""
+        return [int(server.sockets[0].getsockname()[1]) for server in self._servers]
 
     @property
     def url(self) -> str:
-        return f"redis://{LOOPBACK}:{self.port}/0"
+        return ",".join(f"redis://{LOOPBACK}:{port}/0" for port in self.ports)
 
     # --- faults ----------------------------------------------------------------------------------------------------
 
@@ -103,8 +107,8 @@ class Proxy:
             link.task.cancel()
 
     def repoint(self, port: int) -> None:
-        """From now on, connections go to another server; those there are break."""
-        self.target = port
+        """From now on, connections go to another server (of a pool with one); those there are break."""
+        self.targets = [port]
         self.close_all()
 
     def refuse(self, on: bool) -> None:
@@ -113,8 +117,8 @@ class Proxy:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = _Link(self, reader, writer)
+    async def _accept(self, place: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = _Link(self, place, reader, writer)
         self._links.add(link)
         try:
             if not self._refuse:
@@ -144,10 +148,10 @@ class Proxy:
 
 
 class _Link:
-    """One connection through the proxy."""
+    """One connection through the proxy, to the server at this place."""
 
-    def __init__(self, proxy: Proxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._proxy = proxy
+    def __init__(self, proxy: Proxy, place: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._proxy, self._place = proxy, place
         self._reader, self._writer = reader, writer
         self._drop: str | None = None
         task = asyncio.current_task()
@@ -155,7 +159,7 @@ class _Link:
         self.task = task
 
     async def run(self) -> None:
-        reader, writer = await asyncio.open_connection(LOOPBACK, self._proxy.target, limit=CHUNK)
+        reader, writer = await asyncio.open_connection(LOOPBACK, self._proxy.targets[self._place], limit=CHUNK)
         down = asyncio.create_task(self._down(reader, writer))
         up = asyncio.create_task(self._up(writer))
         try:

@@ -16,7 +16,7 @@ class Scenario:
 
     lease_s: of its workers. config: more settings of its Redis. lossless: no worker dies in it, no lease ends.
     slow: needs SGLang, or minutes. timeout_s: at most. finish_s: at most, for draining and judging.
-    shards: of its pool, each on a Redis of its own.
+    shards: of its pool, at least, each on a Redis of its own. one_redis: why it cannot run on a pool with several.
     bent: its Redis is a HostRedis. lasts: its body goes on for as many minutes as the command line says.
     """
 
@@ -29,6 +29,7 @@ class Scenario:
     timeout_s: float = 60.0
     finish_s: float = 60.0
     shards: int = 1
+    one_redis: str = ""
     bent: bool = False
     lasts: bool = False
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from chaos import journal
 from chaos.baseline import Size
+from chaos.context import reclaimed_ms
+from chaos.ledger import Event
 from chaos.oracle import Terms
 from chaos.story import MAX_LOST, Evidence, evidence
 
@@ -295,6 +297,21 @@ def test_an_adapter_is_judged_by_what_was_published_and_asked_for(truth: Evidenc
     another = republished(tuned(asking(truth)), 0, adapter_segments=(Segment(1, 2),)).judged(terms).violations
     assert {rule for rule, _ in another} == {"c"}
     assert any("did not sample" in text for _, text in another)
+
+
+def test_what_a_worker_publishes_in_two_shards_is_in_no_order(truth: Evidence) -> None:
+    lie = a_worker_goes_back_in_versions(truth)
+    assert "c" in lie.rules()
+    assert changed(lie, "publish", 0, shard=1).rules() == set()
+
+
+def test_a_worker_that_comes_back_under_its_name_does_not_hold_what_it_claims_then() -> None:
+    def event(kind: str, job: str, worker: str, at_ms: int) -> Event:
+        return Event(0, kind, job, worker, at_ms=at_ms)  # type: ignore[arg-type]
+
+    story = [event("claim", "a", "w", 10), event("lost", "a", "w", 40), event("claim", "a", "heir", 50)]
+    later = [event("claim", "b", "w", 60), event("terminal", "b", "w", 90)]
+    assert reclaimed_ms([*story, *later], "w", 20) == reclaimed_ms(story, "w", 20) == 50
 
 
 def test_every_rule_has_several_lies() -> None:

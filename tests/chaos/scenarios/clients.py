@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from rolloutmq import GenerateJob, JobFailure, PoolBusy
-from rolloutmq.messages import Broker, Caps, connect
-from rolloutmq.messages.broker.dead_letters import DeadLetters
+from rolloutmq.messages import Broker, Caps
 from rolloutmq.messages.codec import MAJOR, MINOR
 
-from ..context import POOL, Chaos, Trainer, until
+from ..context import Chaos, Trainer, until
 from ..habits import Options
+from ..looks import letters
 from ..processes import ClientProcess
 from ..scenario import scenario
 
@@ -51,9 +51,9 @@ async def duplicates(chaos: Chaos) -> None:
         order = list(jobs)
         chaos.rng.shuffle(order)
         addressed = [job.model_copy(update={"reply_to": "trainer"}) for job in order]
-        async with connect(chaos.redis.url) as redis:
+        async with chaos.broker() as broker:
             for start in range(0, len(order), 7):
-                await Broker(redis, POOL).enqueue(addressed[start : start + 7])
+                await broker.enqueue(addressed[start : start + 7])
 
     async with chaos.client() as trainer:
         await chaos.worker(max_running=32, tokens_per_s=200)
@@ -101,7 +101,7 @@ async def _submit_until_refused(chaos: Chaos, trainer: Trainer) -> PoolBusy | No
         try:
             await trainer.submit(jobs)
         except PoolBusy as busy:
-            trainer.accepted(jobs[: busy.accepted])
+            trainer.accepted(jobs[: busy.accepted] + [jobs[place] for place in busy.beyond])
             return busy
         async with chaos.broker() as broker:
             await until(lambda here=broker: _nothing_open(here), what="the worker to answer")  # type: ignore[misc]
@@ -188,6 +188,6 @@ async def rolling_upgrade(chaos: Chaos) -> None:
     clients.append(await chaos.client_process(jobs, "next", "next", Options(major=MAJOR + 1)))
     await _well_ended(chaos, *clients)
     async with chaos.broker() as broker:
-        letters = await DeadLetters(broker).page()
-    chaos.expect({one.job_id for one in letters} == {job.id for job in jobs}, "the next version's jobs are not letters")
-    chaos.expect(all(f"version {MAJOR + 1}.0" in one.error for one in letters), f"they say {letters[:1]}")
+        found = await letters(broker)
+    chaos.expect({one.job_id for one in found} == {job.id for job in jobs}, "the next version's jobs are not letters")
+    chaos.expect(all(f"version {MAJOR + 1}.{MINOR}" in one.error for one in found), f"they say {found[:1]}")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from support.pools.pool import status
 
-from rolloutmq.messages import Lease
+from rolloutmq.messages import Broker, Lease
+from rolloutmq.messages.broker import ShardedLease
 
 from ..context import POOL, Chaos
 from ..scenario import scenario
@@ -30,9 +31,10 @@ async def crowd(chaos: Chaos) -> None:
     async with chaos.client() as trainer, chaos.broker() as broker:
         jobs = chaos.jobs(WORKERS, tokens=5)
         await trainer.submit(jobs)
-        leases = [Lease(broker.redis, POOL, f"crowd-{number}", chaos.lease_s) for number in range(WORKERS)]
+        leases = [_lease(broker, f"crowd-{number}", chaos.lease_s) for number in range(WORKERS)]
         for number, lease in enumerate(leases):
-            await lease.join(status(lease.worker_id))
+            for part in lease.parts:
+                await part.join(status(lease.worker_id))
             claimed = await lease.claim(1, 1, 0)
             chaos.expect(len(claimed) == 1, f"{lease.worker_id} claimed {len(claimed)} jobs")
             if number % 100 == 0:
@@ -49,6 +51,12 @@ async def crowd(chaos: Chaos) -> None:
         await trainer.take()
 
 
+def _lease(broker: Broker, worker_id: str, lease_s: float) -> Lease:
+    its = {"lease_s": lease_s, "shards": len(broker.parts)}
+    parts = [Lease(part.redis, POOL, worker_id, shard=shard, **its) for shard, part in enumerate(broker.parts)]
+    return ShardedLease(parts) if len(parts) > 1 else parts[0]
+
+
 async def _beat(leases: Sequence[Lease]) -> None:
-    for lease in leases:
-        await lease.heartbeat(status(lease.worker_id))
+    for part in (part for lease in leases for part in lease.parts):
+        await part.heartbeat(status(part.worker_id))

@@ -7,7 +7,8 @@ import time
 
 from rolloutmq.messages import Broker
 
-from ..context import Chaos, running, until
+from ..context import Chaos, until
+from ..looks import held, left, running, serving
 from ..processes import WorkerProcess
 from ..scenario import scenario
 
@@ -49,7 +50,7 @@ async def freeze_worker(chaos: Chaos) -> None:
             frozen.signal(signal.SIGCONT)
         await until(lambda: walker.refused, what="a late publish to be refused")
         for frozen in (sleeper, walker):
-            await frozen.joined(2)
+            await serving(broker, frozen)
         await trainer.submit(chaos.jobs(24, tokens=5))
         await trainer.take()
         chaos.notes["refused"] = sleeper.refused + walker.refused
@@ -91,10 +92,8 @@ async def kill_late(chaos: Chaos) -> None:
 
 
 async def _held_by(broker: Broker, *workers: WorkerProcess) -> bool:
-    counts = [await broker.redis.scard(broker.keys.held(one.id)) for one in workers]
-    return all(counts)
+    return all([await held(broker, one.id) for one in workers])
 
 
 async def _forgotten(broker: Broker, ids: tuple[str, ...]) -> bool:
-    left = [await broker.redis.zscore(broker.keys.workers, one) for one in ids]
-    return not any(left)
+    return all([await left(broker, one) for one in ids])

@@ -11,7 +11,7 @@ from rolloutmq import WaitTimeout
 from rolloutmq.messages import Broker
 from rolloutmq.ops.redis.embedded import find_server, server_version
 
-from ..context import Chaos, until
+from ..context import Chaos, asking, until
 from ..scenario import scenario
 from .servers import submit_batches
 
@@ -25,14 +25,14 @@ async def everysec(chaos: Chaos) -> None:
     """Without waiting for the disk, a killed server loses what it had not written: `lost` counts the accepted jobs. All
     others end exactly once, and nothing is handed to the client twice."""
     chaos.terms = replace(chaos.terms, forgotten=True, rewound=True)
-    await _kill_again_and_again(chaos, chaos.redis.url)
+    await _kill_again_and_again(chaos, chaos.url)
 
 
 @scenario("slow_disk_always", lossless=True, lease_s=20.0, bent=True, config={"appendfsync": "always"}, timeout_s=120.0)
 async def always(chaos: Chaos) -> None:
     """A server that flushes before it answers loses nothing, however slow its disk is."""
     chaos.host.flush_s = 0.02
-    await _kill_again_and_again(chaos, chaos.redis.url, slow_s=0.02)
+    await _kill_again_and_again(chaos, chaos.url, slow_s=0.02)
 
 
 HAS_WAITAOF = (server_version(find_server()) or (0, 0)) >= (7, 2)
@@ -45,7 +45,7 @@ async def durable(chaos: Chaos) -> None:
     """The same server as in the first one, with clients and workers that wait for its disk: nothing that was accepted
     is lost. Outcomes may be handed out before their worker has its answer; the client keeps back what comes again."""
     chaos.terms = replace(chaos.terms, rewound=True)
-    await _kill_again_and_again(chaos, f"{chaos.redis.url}?durable=disk", SLOW_S if HAS_WAITAOF else 0.02)
+    await _kill_again_and_again(chaos, asking(chaos.url, "durable=disk"), SLOW_S if HAS_WAITAOF else 0.02)
 
 
 async def _kill_again_and_again(chaos: Chaos, url: str, slow_s: float = SLOW_S) -> None:

@@ -23,10 +23,11 @@ from ..scenario import scenario
 from .network import submit_until_accepted
 
 PRIMARY = {"repl-diskless-sync-delay": "0"}
+ONE_PAIR = "it fails over from one primary to its replica; every server of a pool would need one"
 FROZEN_S = 0.5
 
 
-@scenario("failover_with_wait", lease_s=2.0, config=PRIMARY)
+@scenario("failover_with_wait", lease_s=2.0, config=PRIMARY, one_redis=ONE_PAIR)
 async def with_wait(chaos: Chaos) -> None:
     """With `min_replicas=1` everything that was accepted or published has been on the replica: nothing is lost."""
     proxy = await chaos.proxy()
@@ -38,7 +39,7 @@ async def with_wait(chaos: Chaos) -> None:
         await trainer.take()
 
 
-@scenario("failover_without_wait", lease_s=2.0, config=PRIMARY)
+@scenario("failover_without_wait", lease_s=2.0, config=PRIMARY, one_redis=ONE_PAIR)
 async def without_wait(chaos: Chaos) -> None:
     """Without it, what the replica had not seen is lost: `lost` counts the accepted jobs. All others end exactly once,
     and nothing is handed to the client twice."""
@@ -59,7 +60,7 @@ async def make_replica(chaos: Chaos, name: str = "replica", clock_s: float = 0.0
     clock_s: by how much its host's clock is off.
     """
     link = await chaos.proxy()
-    settings = aof.SETTINGS | PRIMARY | {"replicaof": f"127.0.0.1 {link.port}"}
+    settings = aof.SETTINGS | PRIMARY | {"replicaof": f"127.0.0.1 {link.ports[0]}"}
     (chaos.directory / name).mkdir()
     data = chaos.directory / name / "redis"
     replica: EmbeddedRedis
@@ -98,7 +99,7 @@ async def switch(
 
     trainer: who takes outcomes meanwhile. Returns when the primary died, by this process's clock.
     """
-    primary, log = chaos.redis, chaos.data
+    primary, log = chaos.redis, chaos.logs[0]
     replica, link = pair
     os.kill(replica.pid, signal.SIGSTOP)
     link.cut("down")  # what the kernel would keep for it is lost, too
@@ -113,7 +114,7 @@ async def switch(
     async with connect(replica.url) as db:
         await db.execute_command("REPLICAOF", "NO", "ONE")
     chaos.terms = Terms(elsewhere=handed_out(ledger.tell(aof.read_commands(log), Keys(POOL).prefix)))
-    chaos.redis, chaos.data = replica, chaos.directory / "replica" / "redis"
+    chaos.servers, chaos.logs = [replica], [chaos.directory / "replica" / "redis"]
     proxy.repoint(replica.port)
     proxy.refuse(False)
     await make_replica(chaos, "next")  # who asks for a replica's word needs one again

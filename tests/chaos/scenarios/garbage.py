@@ -9,10 +9,10 @@ from typing import Any
 
 from rolloutmq import GenerateJob
 from rolloutmq.messages import Broker
-from rolloutmq.messages.broker.dead_letters import DeadLetters
 from rolloutmq.messages.codec import MAJOR, MINOR
 
-from ..context import Chaos, running, until
+from ..context import Chaos, until
+from ..looks import held, letters, part_of, running
 from ..scenario import scenario
 
 FIELDS = ("st", "p", "n", "q", "y", "z", "t", "a", "d")
@@ -35,20 +35,21 @@ async def records(chaos: Chaos) -> None:
         await trainer.submit(chaos.jobs(8, tokens=10))
         victim = await chaos.worker(tokens_per_s=40, **options)
         await trainer.take()
-        held = await _enqueue(chaos, broker, len(list(_spoilers(chaos))), tokens=400)
+        spoilt = await _enqueue(chaos, broker, len(list(_spoilers(chaos))), tokens=400)
         sound = chaos.jobs(24, tokens=200)
         await trainer.submit(sound)
-        everything = [*held, *(job.id for job in sound)]
+        everything = [*spoilt, *(job.id for job in sound)]
         await until(lambda: _holds(broker, victim.id, everything), what="the worker to hold the jobs to be spoilt")
-        await _spoil(chaos, broker, held)
+        await _spoil(chaos, broker, spoilt)
         heirs = await chaos.start_workers(2, tokens_per_s=400, **options)
         await chaos.died(victim)
         await trainer.take()
         await trainer.submit(chaos.jobs(24, tokens=10))
         await trainer.take()
         await until(lambda: _none_queued(broker), what="every job to be looked at")
-        await broker.redis.delete(broker.keys.later[1])  # whoever spoils a job's version lets it wait
-        await _set_aside(chaos, broker, [*waiting, *held])
+        for part in broker.parts:
+            await part.redis.delete(part.keys.later[1])  # whoever spoils a job's version lets it wait
+        await _set_aside(chaos, broker, [*waiting, *spoilt])
     chaos.expect(all(len(one.all("joined")) == 1 for one in heirs), "a worker lost its lease over garbage")
     chaos.expect(all(one.alive for one in heirs), "a worker ended over garbage")
 
@@ -80,8 +81,9 @@ async def _enqueue(chaos: Chaos, broker: Broker, count: int, **fields: Any) -> l
 
 async def _spoil(chaos: Chaos, broker: Broker, ids: list[str]) -> None:
     for job_id, commands in zip(ids, _spoilers(chaos), strict=True):
+        its = part_of(broker, job_id)
         for name, *arguments in commands:
-            await broker.redis.execute_command(name, broker.keys.job(job_id), *arguments)
+            await its.redis.execute_command(name, its.keys.job(job_id), *arguments)
 
 
 async def _spoilt(chaos: Chaos, broker: Broker, **fields: Any) -> list[str]:
@@ -91,19 +93,19 @@ async def _spoilt(chaos: Chaos, broker: Broker, **fields: Any) -> list[str]:
 
 
 async def _holds(broker: Broker, worker: str, ids: list[str]) -> bool:
-    held = await broker.redis.smembers(broker.keys.held(worker))
-    return {job_id.encode() for job_id in ids} <= held
+    return set(ids) <= await held(broker, worker)
 
 
 async def _none_queued(broker: Broker) -> bool:
-    return not await broker.redis.exists(*broker.keys.queues, broker.keys.suspects)
+    return not any([await part.redis.exists(*part.keys.queues, part.keys.suspects) for part in broker.parts])
 
 
 async def _set_aside(chaos: Chaos, broker: Broker, ids: list[str]) -> None:
     """None of these goes round and round."""
     for job_id in ids:
-        if await broker.redis.type(broker.keys.job(job_id)) == b"hash":
-            state, attempt = await broker.redis.hmget(broker.keys.job(job_id), "st", "a")
+        its = part_of(broker, job_id)
+        if await its.redis.type(its.keys.job(job_id)) == b"hash":
+            state, attempt = await its.redis.hmget(its.keys.job(job_id), "st", "a")
             tries = int(attempt) if (attempt or b"").isdigit() else 0
             chaos.expect(state in ENDED or tries <= TRIES, f"{job_id} was claimed {tries} times")
 
@@ -117,8 +119,9 @@ async def pools(chaos: Chaos) -> None:
         await running(broker, 8)
         strangers = {chaos.job().id for _ in range(3)}
         chaos.terms = replace(chaos.terms, unreadable=frozenset(strangers))
+        part = broker.parts[chaos.struck]
         for command in (*_bells(chaos), *_weights(), *_indexes(), *_replies(sorted(strangers))):
-            await broker.redis.execute_command(command[0], f"{broker.keys.prefix}{command[1]}", *command[2:])
+            await part.redis.execute_command(command[0], f"{part.keys.prefix}{command[1]}", *command[2:])
             await asyncio.sleep(0.02)  # so that each is looked at by itself
         await trainer.take()
         await trainer.submit(chaos.jobs(24, n=2, tokens=10))
@@ -136,7 +139,7 @@ async def pools(chaos: Chaos) -> None:
             "worker:ghost",
             "held:ghost",
         ):
-            await broker.redis.delete(f"{broker.keys.prefix}{key}")
+            await part.redis.delete(f"{part.keys.prefix}{key}")
     chaos.expect(all(len(one.all("joined")) == 1 for one in workers), "a worker lost its lease over garbage")
     chaos.expect(all(one.alive for one in workers), "a worker ended over garbage")
 
@@ -192,23 +195,24 @@ async def full_stream(chaos: Chaos) -> None:
     worker = await chaos.worker(max_running=64, tokens_per_s=400)
     async with chaos.client(patience=12.0) as trainer, chaos.broker() as broker:
         broken: list[GenerateJob] = []
+        part = broker.parts[chaos.struck]
         for client, (name, key, *arguments) in spoiling.items():
             jobs = [*chaos.jobs(4, n=2, tokens=20, reply_to=client), chaos.job(n=2, tokens=20, reply_to=client)]
             await broker.enqueue(jobs)
-            await broker.redis.execute_command(name, f"{broker.keys.prefix}{key}", *arguments)
+            await part.redis.execute_command(name, f"{part.keys.prefix}{key}", *arguments)
             broken += jobs
         chaos.terms = replace(chaos.terms, tampered=frozenset(job.id for job in broken), unread=frozenset(spoiling))
         for _ in range(4):
             await trainer.submit(chaos.jobs(16, n=2, tokens=20))
             await trainer.take()
         await until(lambda: _ended(broker, broken), what="the jobs of the broken streams to end")
-        letters = {letter.job_id: letter for letter in await DeadLetters(broker).page()}
-        dead = [letters[job.id] for job in broken if job.id in letters]
+        ids = {job.id for job in broken}
+        dead = [letter for letter in await letters(broker) if letter.job_id in ids]
         chaos.notes["dead_letters"] = len(dead)
         chaos.expect(all(letter.cause for letter in dead), "a letter has no cause")
     chaos.expect(len(worker.all("joined")) == 1, "the worker lost its lease")
 
 
 async def _ended(broker: Broker, jobs: list[GenerateJob]) -> bool:
-    states = [await broker.redis.hget(broker.keys.job(job.id), "st") for job in jobs]
-    return set(states) <= ENDED
+    states = await broker.states([job.id for job in jobs])
+    return {state.encode() for state in states.values()} <= ENDED

@@ -75,19 +75,26 @@ async def two_processes(chaos: Chaos) -> None:
     _each_in_the_right_hands(chaos)
 
 
-async def _reader(broker: Broker) -> list[bytes]:
-    return [entry for entry, _ in await broker.redis.xrange(broker.keys.reader("trainer"))]
+async def _reader(broker: Broker) -> list[list[bytes]]:
+    """Of each shard: who reads the client's reply stream."""
+    found = [await part.redis.xrange(part.keys.reader("trainer")) for part in broker.parts]
+    return [[entry for entry, _ in entries] for entries in found]
 
 
-async def _another(broker: Broker, before: list[bytes]) -> bool:
-    return await _reader(broker) not in (before, [])
+async def _another(broker: Broker, before: list[list[bytes]]) -> bool:
+    return all(now not in (then, []) for now, then in zip(await _reader(broker), before, strict=True))
 
 
 def _each_in_the_right_hands(chaos: Chaos) -> None:
     """What was acknowledged after the second one had opened, the second one had; what was published then, only it."""
-    events = ledger.tell(aof.read_commands(chaos.data), Keys(POOL).prefix)
     _, received = journal.read(chaos.directory / "journal")
     had = {run: {(got.job, got.sample) for got in received if got.run == run} for run in ("first", "second")}
+    for shard, log in enumerate(chaos.logs):
+        _judge_shard(chaos, ledger.tell(aof.read_commands(log), Keys(POOL, shard).prefix), had)
+    chaos.notes["in_both_hands"] = len(had["first"] & had["second"])
+
+
+def _judge_shard(chaos: Chaos, events: list[ledger.Event], had: dict[str, set[tuple[str, int]]]) -> None:
     opened = [event.seq for event in events if event.kind == "open"]
     chaos.expect(len(opened) == 2, f"the client was opened {len(opened)} times")
     published = {event.entry: event for event in events if event.kind == "publish"}
@@ -98,4 +105,3 @@ def _each_in_the_right_hands(chaos: Chaos) -> None:
             chaos.expect(sample in had["second"], f"{sample} was deleted, and the second process never had it")
         if event.kind == "publish":
             chaos.expect(sample not in had["first"], f"{sample} came to the first process, which was replaced")
-    chaos.notes["in_both_hands"] = len(had["first"] & had["second"])

@@ -12,7 +12,8 @@ from rolloutmq.messages import Broker
 from rolloutmq.messages.broker.command_channel import CommandSender
 from rolloutmq.messages.model.base import MAX_TOKENS
 
-from ..context import POOL, Chaos, Trainer, running, until
+from ..context import POOL, Chaos, Trainer, until
+from ..looks import held, left, running, serving
 from ..processes import WorkerProcess
 from ..proxy import Direction, script_names
 from ..scenario import scenario
@@ -37,10 +38,10 @@ def _cut_worker(name: str, directions: tuple[Direction, ...]) -> None:
             before = lonely.id
             chaos.gone(lonely)
             proxy.cut(*directions)
-            await until(lambda: _gone(broker, before), what="the lonely worker's lease to end")
+            await until(lambda: left(broker, before), what="the lonely worker's lease to end")
             await until(lambda: _all_run_by(broker, others[0].id), what="others to run what it held")
             proxy.heal()
-            await lonely.joined(2)
+            await serving(broker, lonely)
             await trainer.take()
             await others[0].drain(10)
             await trainer.submit(chaos.jobs(8, tokens=5))
@@ -83,13 +84,9 @@ async def submit_until_accepted(trainer: Trainer, jobs: list[GenerateJob]) -> No
             return
 
 
-async def _gone(broker: Broker, worker_id: str) -> bool:
-    return await broker.redis.zscore(broker.keys.workers, worker_id) is None
-
-
 async def _all_run_by(broker: Broker, worker_id: str) -> bool:
-    held = await broker.redis.scard(broker.keys.held(worker_id))
-    return bool(held) and (await broker.load()).open_jobs == held
+    count = len(await held(broker, worker_id))
+    return bool(count) and (await broker.load()).open_jobs == count
 
 
 @scenario("connections_break_all_the_time", lossless=True, lease_s=2.0)

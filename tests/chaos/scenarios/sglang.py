@@ -16,7 +16,8 @@ from rolloutmq import GenerateJob, SamplingParams
 from rolloutmq.messages import Broker
 from rolloutmq.ops.tiny_model import write_tiny_model
 
-from ..context import POOL, Chaos, Trainer, running, until
+from ..context import POOL, Chaos, Trainer, until
+from ..looks import held, left, part_of, running, serving
 from ..oracle import Terms
 from ..scenario import scenario
 
@@ -68,7 +69,7 @@ async def _start(chaos: Chaos, model: Path, count: int) -> list[Served]:
     started = []
     for number in range(count):
         log = chaos.directory / f"sglang-{number}.log"
-        process = await asyncio.to_thread(SGLangProcess, model, chaos.redis.url, log, *OPTIONS, forked=False)
+        process = await asyncio.to_thread(SGLangProcess, model, chaos.url, log, *OPTIONS, forked=False)
         started.append(process)
     await asyncio.gather(*(asyncio.to_thread(process.wait_joined) for process in started))
     return [Served(process) for process in started]
@@ -95,27 +96,27 @@ async def _kill(chaos: Chaos, trainer: Trainer, broker: Broker, victim: Served) 
 async def _freeze(chaos: Chaos, trainer: Trainer, broker: Broker, frozen: Served) -> None:
     before = frozen.id
     await trainer.submit(_greedy(chaos, 30, 200))
-    await until(lambda: broker.redis.scard(broker.keys.held(before)), 30, "the worker to hold jobs")
+    await until(lambda: held(broker, before), 30, "the worker to hold jobs")
     chaos.gone(frozen)
     frozen.signal(signal.SIGSTOP)
-    await until(lambda: _left(broker, before), 30, "the frozen worker's lease to end")
+    await until(lambda: left(broker, before), 30, "the frozen worker's lease to end")
     frozen.signal(signal.SIGCONT)
     taken = await trainer.take()
-    await until(lambda: frozen.id != before, 30, "it to join again")
+    await serving(broker, frozen, 30)
     await _same(chaos, trainer, taken, "frozen")
 
 
 async def _drain(chaos: Chaos, trainer: Trainer, broker: Broker, leaving: Served) -> None:
     await trainer.submit(_greedy(chaos, 28, 1500))
-    await until(lambda: broker.redis.scard(broker.keys.held(leaving.id)), 30, "the worker to hold jobs")
+    await until(lambda: held(broker, leaving.id), 30, "the worker to hold jobs")
     began, name = time.monotonic(), leaving.id
     exiting = asyncio.create_task(asyncio.to_thread(leaving.process.terminate, 30))
-    await until(lambda: _left(broker, name), 30, "the worker to leave the pool")
-    left = time.monotonic() - began
+    await until(lambda: left(broker, name), 30, "the worker to leave the pool")
+    left_s = time.monotonic() - began
     code = await exiting
-    chaos.notes |= {"left_s": round(left, 2), "exited_s": round(time.monotonic() - began, 2)}
+    chaos.notes |= {"left_s": round(left_s, 2), "exited_s": round(time.monotonic() - began, 2)}
     chaos.expect(code == 0, f"the drained worker's exit code is {code}")
-    chaos.expect(left <= DRAIN_S + 0.5, f"it left after {left:.2f} s, its budget was {DRAIN_S} s")
+    chaos.expect(left_s <= DRAIN_S + 0.5, f"it left after {left_s:.2f} s, its budget was {DRAIN_S} s")
     taken = await trainer.take()
     chaos.notes["handed_back"] = sum(one.attempt > 1 for one in taken)
     chaos.expect(chaos.notes["handed_back"], "everything fitted into the budget: nothing was handed back")
@@ -144,9 +145,5 @@ async def _same(chaos: Chaos, trainer: Trainer, taken: list[Any], what: str, mos
 
 
 async def _saved(broker: Broker, worker_id: str) -> bool:
-    held = await broker.redis.smembers(broker.keys.held(worker_id))
-    return any([await broker.redis.hexists(broker.keys.job(job.decode()), "kk") for job in held])
-
-
-async def _left(broker: Broker, worker_id: str) -> bool:
-    return await broker.redis.zscore(broker.keys.workers, worker_id) is None
+    its = [(part_of(broker, job_id), job_id) for job_id in await held(broker, worker_id)]
+    return any([await part.redis.hexists(part.keys.job(job_id), "kk") for part, job_id in its])

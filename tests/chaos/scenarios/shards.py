@@ -31,7 +31,7 @@ async def kill_redis(chaos: Chaos) -> None:
         jobs = chaos.jobs(60, n=2, tokens=60)
         await trainer.submit(jobs)
         await until(lambda: _running(broker), what="jobs of both shards to run")
-        server = chaos.further[0]
+        server = chaos.servers[1]
         server.kill()
         here = sum(job.n for job in jobs if shard_of(job.id, 2) == 0)
         taken = await trainer.take(here)

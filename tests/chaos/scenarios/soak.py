@@ -26,7 +26,7 @@ async def soak(chaos: Chaos) -> None:
     worker's process, the client's and Redis over the samples, in the second half of the time."""
     chaos.terms = replace(chaos.terms, giving_up=frozenset({"trainer.batches"}))
     worker = await chaos.worker(max_running=256, tokens_per_s=None, tools=True)
-    where = (chaos.redis.url, "trainer", str(chaos.rng.random()), str(chaos.directory / "journal"), "trainer")
+    where = (chaos.url, "trainer", str(chaos.rng.random()), str(chaos.directory / "journal"), "trainer")
     client = await MatrixProcess.start("matrix_process", chaos.directory / "trainer.log", *where)
     chaos.clients.append(client)
     seen: list[tuple[int, dict[str, int]]] = []
@@ -34,9 +34,9 @@ async def soak(chaos: Chaos) -> None:
     async with chaos.broker() as broker:
         while time.monotonic() < end:
             await asyncio.sleep(0.5)  # between two looks
-            memory = await broker.redis.info("memory")
+            memory = [int((await part.redis.info("memory"))["used_memory"]) for part in broker.parts]
             pids = {"worker": worker.pid, "client": client.pid}
-            sizes = {name: _resident(pid) for name, pid in pids.items()} | {"redis": int(memory["used_memory"])}
+            sizes = {name: _resident(pid) for name, pid in pids.items()} | {"redis": sum(memory)}
             seen.append((sum(client.all("taken")), sizes))
     client.signal(signal.SIGTERM)
     chaos.expect(await client.ended(60) == 0, f"the client's trouble: {client.all('trouble')}")

@@ -9,9 +9,9 @@ from rolloutmq import JobFailure
 from rolloutmq.messages import Broker
 
 from ..context import Chaos, until
-from ..processes import WorkerProcess
+from ..looks import HasId, held, left
 from ..scenario import scenario
-from .failover import PRIMARY, fail_over, make_replica
+from .failover import ONE_PAIR, PRIMARY, fail_over, make_replica
 
 HOUR = 3600.0
 MINUTES = 600.0
@@ -30,18 +30,18 @@ def _step(name: str, seconds: float) -> None:
             jobs = [*chaos.jobs(24, n=2, tokens=chaos.rng.randint(40, 80)), *chaos.jobs(8, tokens=60, deadline_s=600.0)]
             began = time.monotonic()
             await trainer.submit([*jobs, *late])
-            await until(lambda: _held(broker, victim, len(jobs)), what="the worker to hold them")
+            await until(lambda: _holds(broker, victim, len(jobs)), what="the worker to hold them")
             chaos.host.clock_s += seconds
             await asyncio.sleep(2 * chaos.lease_s)  # long enough for whoever would take the step for silence
             chaos.expect(len(victim.all("joined")) == 1, "a worker lost its lease over a step")
             heirs = await chaos.start_workers(2, max_running=128, tokens_per_s=400)
-            left = await _jobs_of(broker, victim)
+            back = len(await held(broker, victim.id))
             await victim.kill()
             died = time.monotonic()
             chaos.host.clock_s += seconds
-            await until(lambda: _gone(broker, victim.id), 60.0, what="the dead worker's jobs to be taken back")
+            await until(lambda: left(broker, victim.id), 60.0, what="the dead worker's jobs to be taken back")
             took = time.monotonic() - died
-            chaos.notes |= {"back_s": round(took, 2), "jobs_back": left}
+            chaos.notes |= {"back_s": round(took, 2), "jobs_back": back}
             allowed = chaos.lease_s + ALLOWED_S
             chaos.expect(took <= allowed, f"its jobs were back after {took:.1f} s, allowed are {allowed:g} s")
             taken = await trainer.take()
@@ -59,7 +59,7 @@ _step("back", -HOUR)
 
 
 def _another_clock(name: str, seconds: float) -> None:
-    @scenario(f"failover_to_a_clock_{name}", lease_s=2.0, config=PRIMARY, timeout_s=90.0)
+    @scenario(f"failover_to_a_clock_{name}", lease_s=2.0, config=PRIMARY, timeout_s=90.0, one_redis=ONE_PAIR)
     async def another_clock(chaos: Chaos) -> None:
         """The promoted replica's host has another time. Deadlines of five minutes are not over; the jobs of a worker
         that dies then run again as soon as ever."""
@@ -74,7 +74,7 @@ def _another_clock(name: str, seconds: float) -> None:
             await victim.kill()
             died = time.monotonic()
             async with chaos.broker() as broker:
-                await until(lambda: _gone(broker, before), 30.0, what="the dead worker's jobs to be taken back")
+                await until(lambda: left(broker, before), 30.0, what="the dead worker's jobs to be taken back")
                 chaos.notes["back_s"] = round(time.monotonic() - died, 2)
                 allowed = chaos.lease_s + ALLOWED_S
                 chaos.expect(chaos.notes["back_s"] <= allowed, f"back after {chaos.notes['back_s']} s, not {allowed} s")
@@ -87,13 +87,5 @@ _another_clock("ahead", MINUTES)
 _another_clock("behind", -MINUTES)
 
 
-async def _held(broker: Broker, worker: WorkerProcess, at_least: int) -> bool:
-    return await _jobs_of(broker, worker) >= at_least
-
-
-async def _jobs_of(broker: Broker, worker: WorkerProcess) -> int:
-    return int(await broker.redis.scard(broker.keys.held(worker.id)))
-
-
-async def _gone(broker: Broker, worker_id: str) -> bool:
-    return await broker.redis.zscore(broker.keys.workers, worker_id) is None
+async def _holds(broker: Broker, worker: HasId, at_least: int) -> bool:
+    return len(await held(broker, worker.id)) >= at_least

@@ -10,12 +10,12 @@ from typing import Any
 from ..context import Chaos
 from ..scenario import scenario
 from ..trainer_process import PROMPTS, SAMPLES, teaches
-from .failover import PRIMARY, make_replica, switch
+from .failover import ONE_PAIR, PRIMARY, make_replica, switch
 
 EVERY = [(prompt, sample) for prompt in range(PROMPTS) for sample in range(SAMPLES)]
 
 
-@scenario("trainer_dies_before_its_checkpoint", lease_s=2.0, config=PRIMARY)
+@scenario("trainer_dies_before_its_checkpoint", lease_s=2.0, config=PRIMARY, one_redis=ONE_PAIR)
 async def before_its_checkpoint(chaos: Chaos) -> None:
     """A trainer is killed while results of several steps wait for its next checkpoint, and the primary dies before or
     after it. Restored from the checkpoint, it gets those very results again. In the end every sample was trained once,

@@ -9,10 +9,10 @@ from redis.asyncio import Redis
 
 from rolloutmq import ChatMessage, GenerateJob, InvalidField, JobFailure, SamplingParams
 from rolloutmq.messages import Broker, Keys
-from rolloutmq.messages.broker.dead_letters import DeadLetters
 
 from ..context import Chaos, Trainer, until
 from ..habits import POISON
+from ..looks import held, letters, part_of
 from ..scenario import scenario
 
 MAX_LOST = 3
@@ -62,9 +62,9 @@ async def _buried(chaos: Chaos, poison: GenerateJob, taken: list[object], worker
     failures = [one for one in taken if isinstance(one, JobFailure)]
     chaos.expect([one.job_id for one in failures] == [poison.id], f"failed: {[str(one) for one in failures]}")
     async with chaos.broker() as broker:
-        letters = await DeadLetters(broker).page()
-    chaos.expect([letter.job_id for letter in letters] == [poison.id], f"dead letters: {letters}")
-    for letter in letters:
+        found = await letters(broker)
+    chaos.expect([letter.job_id for letter in found] == [poison.id], f"dead letters: {found}")
+    for letter in found:
         chaos.expect(str(MAX_LOST) in letter.cause, f"its cause is {letter.cause!r}")
         chaos.expect(letter.host in workers or letter.host == host, f"its host is {letter.host!r}")
         chaos.expect(letter.attempts == MAX_LOST, f"it was tried {letter.attempts} times")
@@ -77,9 +77,11 @@ async def malformed(chaos: Chaos) -> None:
         jobs = chaos.jobs(40, n=2)
         await trainer.submit(jobs)
         broken = chaos.rng.sample(jobs, 8)
-        keys, db = broker.keys, broker.redis
         for job in broken:
-            await db.hset(keys.job(job.id), "p", _garbage(chaos, await db.hget(keys.job(job.id), "p")))
+            its = part_of(broker, job.id)
+            payload = await its.redis.hget(its.keys.job(job.id), "p")
+            await its.redis.hset(its.keys.job(job.id), "p", _garbage(chaos, payload))
+        keys, db = broker.parts[chaos.struck].keys, broker.parts[chaos.struck].redis
         strangers = await _garbage_replies(chaos, db, keys)
         worker = await chaos.worker(max_running=32, tokens_per_s=500)
         for _ in range(50):
@@ -153,8 +155,7 @@ async def _too_large_is_refused(chaos: Chaos, trainer: Trainer) -> None:
 
 
 async def _held(broker: Broker, worker: str, jobs: list[GenerateJob]) -> bool:
-    lease = await broker.redis.smembers(broker.keys.held(worker))
-    return {job.id.encode() for job in jobs} <= lease
+    return {job.id for job in jobs} <= await held(broker, worker)
 
 
 def _giant(chaos: Chaos, nbytes: int) -> GenerateJob:

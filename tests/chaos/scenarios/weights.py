@@ -18,7 +18,7 @@ async def weights(chaos: Chaos) -> None:
     import torch  # noqa: PLC0415 – seconds, and only here
 
     publisher = await asyncio.to_thread(
-        lambda: WeightPublisher(chaos.redis.url, POOL, join_timeout_s=2.0, transfer_timeout_s=3.0)
+        lambda: WeightPublisher(chaos.url, POOL, join_timeout_s=2.0, transfer_timeout_s=3.0)
     )
     chaos.ends_with(publisher.close)
     workers = await chaos.start_workers(2, max_running=32, tokens_per_s=100, torch=True)
