@@ -9,8 +9,8 @@ job waits in the queue for each; the time ends when the client has its token. Th
 options:
 
     before   --no-early-imports --first-weights checkpoint
-    early    --first-weights checkpoint
-    after    --first-weights newest
+    early    --early-imports --first-weights checkpoint
+    after    --early-imports --first-weights newest
 
 All but "cold" find what it compiled (`--cache-dir`). The version comes from a trainer on the same GPU, from a snapshot,
 or from a peer, which has the second GPU. With a peer there is no job, because the peer would answer it: the time ends
@@ -47,8 +47,8 @@ from rolloutmq.worker.metrics import PHASES
 
 WAYS = {
     "before": ("--no-early-imports", "--first-weights", "checkpoint"),
-    "early": ("--first-weights", "checkpoint"),
-    "after": ("--first-weights", "newest"),
+    "early": ("--early-imports", "--first-weights", "checkpoint"),
+    "after": ("--early-imports", "--first-weights", "newest"),
 }
 SOURCES = ("trainer", "snapshot", "peer")
 START_S = 540.0

@@ -280,7 +280,9 @@ def test_a_worker_as_operators_start_it(model_dir: Path, tmp_path: Path) -> None
     It has a pool of its own: what the others left behind, queued jobs and weights of a trainer that is gone, is theirs.
     """
     with EmbeddedRedis() as server, ExitStack() as stack:
-        worker = WorkerProcess(model_dir, server.url, tmp_path / "operator.log", *OPTIONS, forked=False)
+        worker = WorkerProcess(
+            model_dir, server.url, tmp_path / "operator.log", *OPTIONS, "--early-imports", forked=False
+        )
         stack.callback(worker.kill)
         worker.wait_joined()
         client = stack.enter_context(BlockingRolloutClient(server.url))
