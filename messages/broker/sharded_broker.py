@@ -20,6 +20,7 @@ from .replies import Frames
 from .submissions import batches
 
 T = TypeVar("T")
+P = TypeVar("P")
 OPEN = {"new", "q", "r"}
 
 
@@ -149,12 +150,7 @@ class ShardedBroker(Broker):
         self, job_ids: Sequence[str], ask: Callable[[Broker, list[str]], Awaitable[list[str]]]
     ) -> list[str]:
         """An answer for each job, from its shard."""
-        places = by_shard(job_ids, len(self._parts))
-        asked = (ask(self._parts[shard], [job_ids[place] for place in at]) for shard, at in places.items())
-        answers: dict[int, str] = {}
-        for at, found in zip(places.values(), await every(asked), strict=True):
-            answers.update(zip(at, found, strict=True))
-        return [answers[place] for place in range(len(job_ids))]
+        return await routed(job_ids, self._parts, lambda part, at: ask(part, [job_ids[place] for place in at]))
 
 
 def sum_of(loads: Sequence[PoolLoad]) -> PoolLoad:
@@ -172,6 +168,18 @@ async def every(calls: Iterable[Awaitable[T]]) -> list[T]:
             raise answer
         found.append(answer)
     return found
+
+
+async def routed(
+    job_ids: Sequence[str], parts: Sequence[P], ask: Callable[[P, list[int]], Awaitable[list[str]]]
+) -> list[str]:
+    """An answer for each job, in order. ask: given a shard's part and the places of its jobs. See `every`."""
+    places = by_shard(job_ids, len(parts))
+    asked = (ask(parts[shard], at) for shard, at in places.items())
+    answers: dict[int, str] = {}
+    for at, found in zip(places.values(), await every(asked), strict=True):
+        answers.update(zip(at, found, strict=True))
+    return [answers[place] for place in range(len(job_ids))]
 
 
 def by_shard(job_ids: Sequence[str], shards: int) -> dict[int, list[int]]:

@@ -15,7 +15,7 @@ from ..errors import LeaseLost
 from ..redis import Keys, shard_of
 from ..scripts import Scripts, calls
 from .lease import Claim, Finished, Lease, Piece, Release
-from .sharded_broker import by_shard, every
+from .sharded_broker import every, routed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -112,12 +112,8 @@ class ShardedLease(Lease):
 
     async def _routed(self, items: Sequence[T], send: Callable[[Lease, list[T]], Awaitable[list[str]]]) -> list[str]:
         """A state for each item, from its job's shard. Raises the first error when all shards have been asked."""
-        places = by_shard([item.job_id for item in items], len(self._parts))  # type: ignore[attr-defined]
-        asked = (send(self._parts[shard], [items[place] for place in at]) for shard, at in places.items())
-        states: dict[int, str] = {}
-        for at, found in zip(places.values(), await every(asked), strict=True):
-            states.update(zip(at, found, strict=True))
-        return [states[place] for place in range(len(items))]
+        ids = [item.job_id for item in items]  # type: ignore[attr-defined]
+        return await routed(ids, self._parts, lambda part, at: send(part, [items[place] for place in at]))
 
 
 async def tell_shards(redis: Redis, pool: str, committed: int, adapters: Mapping[str, int]) -> None:
