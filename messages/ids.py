@@ -11,7 +11,7 @@ import time
 from .errors import InvalidField
 
 _PATTERN = re.compile(r"[0-9a-f]{32}")
-_CLIENT = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_CLIENT = re.compile(r"(?=.{1,128}$)([A-Za-z0-9_.-]+/)?[A-Za-z0-9_.-]+")
 
 
 def new_id(now_ms: int | None = None) -> str:
@@ -43,9 +43,13 @@ def _stamp(ms: int, bits: int | None = None) -> int:
 
 
 def check_client_id(field: str, client_id: str) -> None:
-    """Raises InvalidField for a text that cannot name a client and its reply stream."""
+    """Raises InvalidField for a text that cannot name a client and its reply stream.
+
+    Clients with the same label, <label>/<name>, are one tenant: among tenants a pool gives jobs by turns.
+    """
     if not _CLIENT.fullmatch(client_id):
-        raise InvalidField(field, client_id, "1 to 128 letters, digits, '_', '.', '-'")
+        allowed = "1 to 128 letters, digits, '_', '.', '-', also behind a label: <label>/<name>"
+        raise InvalidField(field, client_id, allowed)
 
 
 def is_id(text: str) -> bool:

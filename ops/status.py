@@ -13,6 +13,7 @@ from ..messages.model import PRIORITIES
 from ..sync.transfer import Ledger
 from ..worker.metrics import PHASES
 from .redis import connected
+from .sharing import read_sharing
 from .terminal import printable
 
 WIDTH = 80
@@ -28,6 +29,8 @@ async def read_state(broker: Broker, ledger: Ledger) -> dict[str, Any]:
     """The same over a connection that there is."""
     load, workers = await broker.load(), await broker.workers()
     alive, boxes = await ledger.live_workers(), [DeadLetters(part) for part in broker.parts]
+    sharing = await read_sharing(broker)
+    shares = {worker: round(taker.share, 1) for worker, taker in sharing.takers.items()}
     letters = [letter for box in boxes for letter in await box.page(count=5)]
     return {
         "pool": broker.keys.pool,
@@ -42,7 +45,10 @@ async def read_state(broker: Broker, ledger: Ledger) -> dict[str, Any]:
         "committed_version": await ledger.committed(),
         "transfer_under_way": await ledger.open_epoch(),
         "waiting_for_weights": sorted(await ledger.wanted()),
-        "workers": [w.model_dump() | {"alive": w.worker_id in alive} for w in workers],
+        "imbalance": round(sharing.imbalance, 2),
+        "workers": [
+            w.model_dump() | {"alive": w.worker_id in alive, "share": shares.get(w.worker_id)} for w in workers
+        ],
         "dead_letters": [
             {"job_id": d.job_id, "cause": d.cause, "error": d.error, "host": d.host, "at": d.at}
             for d in sorted(letters, key=lambda letter: letter.at, reverse=True)[:5]
@@ -65,6 +71,8 @@ def status_lines(state: dict[str, Any]) -> Iterator[str]:
         who = "busy or short of context" if waiting["possible"] else "no worker has it"
         yield from _wrapped(f"jobs that wait for {', '.join(waiting['names'])}: {waiting['jobs']} ({who})")
     yield f"ended: {ended}"
+    if len(state["workers"]) > 1:
+        yield f"imbalance: {state['imbalance']:.2f} (samples of the fullest worker beside its share; 1 is even)"
     yield from workers_lines(state)
     for letter in state["dead_letters"]:
         yield from _wrapped(f"dead {letter['job_id']}: {letter['cause']}: {letter['error']}")
@@ -88,7 +96,7 @@ def _worker(worker: dict[str, Any]) -> Iterator[str]:
     )
     yield from _wrapped(
         f"    {worker['running']}/{worker['max_running']} running",
-        f"{worker['held']} held",
+        f"{worker['held']} held" + (f" of a share of {worker['share']:g}" if worker["share"] is not None else ""),
         f"{worker['finished_samples']:,} samples",
         f"{worker['generated_tokens']:,} tokens",
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager, suppress
 
 from ..messages.errors import EngineDead
 from .engine import Engine
@@ -29,6 +29,7 @@ class InFlight:
         self.running: dict[str, Run] = {}
         self.outputs = Gate()
         self._engine, self._gate, self._on_dead = engine, gate, on_dead
+        self._ended = asyncio.Event()  # a leg has
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -40,6 +41,7 @@ class InFlight:
     def remove(self, request_id: str) -> None:
         """A leg has ended."""
         self.running.pop(request_id).leg = None
+        self._ended.set()
         if not self.running:
             self._idle.set()
 
@@ -116,6 +118,19 @@ class InFlight:
             if self.outputs.is_open and (timeout_s := timeout_s - (time.monotonic() - began)) <= 0:
                 return not self.running
         return True
+
+    async def take_out(self, samples: Collection[Run], timeout_s: float) -> None:
+        """Stop these samples, wherever they are in the engine, or give up after `timeout_s`.
+
+        Nobody may start them meanwhile. Time in which weights are switched counts, too: a move can wait.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while running := [sample.leg for sample in samples if sample.leg is not None]:
+                    for leg in running:
+                        self._engine.abort(leg.request_id)
+                    self._ended.clear()
+                    await set_within(self._ended, ABORT_AGAIN_S)
 
     def abort_dropped(self) -> None:
         """Free the slots of samples nobody wants any more, or not longer than they are."""

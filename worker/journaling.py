@@ -96,9 +96,9 @@ class RecordedLease(Lease):
         return beat
 
     async def claim(
-        self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None
+        self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None, carried: int = 0
     ) -> list[Claim]:
-        claims = await super().claim(max_jobs, max_samples, version, adapters)
+        claims = await super().claim(max_jobs, max_samples, version, adapters, carried)
         self.journal.attempts(_claimed, claims, version)
         return claims
 
@@ -112,9 +112,9 @@ class RecordedLease(Lease):
         self.journal.attempts(_published, finished, states)
         return states
 
-    async def release(self, jobs: Sequence[Release], max_lost: int) -> list[str]:
-        states = await super().release(jobs, max_lost)
-        self.journal.attempts(_given_back, jobs, states)
+    async def release(self, jobs: Sequence[Release], max_lost: int, to: str = "") -> list[str]:
+        states = await super().release(jobs, max_lost, to)
+        self.journal.attempts(_given_back, jobs, states, to)
         return states
 
     async def bury(self, job_id: str, attempt: int, cause: str, host: str, error: str) -> bool:
@@ -162,9 +162,10 @@ def _published(at: float, worker: str, finished: Sequence[Finished], states: Seq
         yield attempt_record(at, one.job_id, one.attempt, told, sample=one.sample, versions=versions_of(one.result))
 
 
-def _given_back(at: float, worker: str, jobs: Sequence[Release], states: Sequence[str]) -> Iterable[Record]:
+def _given_back(at: float, worker: str, jobs: Sequence[Release], states: Sequence[str], to: str) -> Iterable[Record]:
     for one, state in zip(jobs, states, strict=True):
         told = {"what": "given back", "worker": worker, "state": state, "lost": one.lost, "pieces": len(one.pieces)}
+        told |= {"to": to} if to else {}
         yield attempt_record(at, one.job_id, one.attempt, told)
 
 

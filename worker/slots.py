@@ -49,12 +49,16 @@ class Slots:
 
     def fill(self) -> None:
         """Start what may start; no other place does. Call it after each change of gate, limit, queue and legs."""
+        moving: list[Run] = []
         while self.waiting and self.gate.is_open and len(self._taken) < self.limit:
             sample = self.waiting.popleft()
-            if not sample.dropped:
+            if sample.moving and not sample.dropped:
+                moving.append(sample)
+            elif not sample.dropped:
                 task = self._start(sample)
                 self._taken.add(task)
                 task.add_done_callback(self._free)
+        self.waiting.extendleft(reversed(moving))
 
     def _free(self, task: asyncio.Task[None]) -> None:
         self._taken.discard(task)

@@ -30,6 +30,7 @@ from .lease import Admission, Checkpoints, ClaimLoop, Deadlines, Handback, Membe
 from .leaving import PREEMPTED_S, Leaving
 from .loops import Loop, undisturbed
 from .metrics import Pace, StatusReport, Vitals
+from .moving import Moving
 from .spot import notices_of, wait_for_notice
 from .text import Tokenizer, ToolReader
 from .weights import Peer, Snapshots, WeightFollower
@@ -90,15 +91,10 @@ class Worker:
         self._witnesses = [Witness() for _ in range(shards)]
         self._draining = asyncio.Event()
         self._finished_pace, self._finishes_per_s = Pace(), 0.0
-        self._keeper = EngineKeeper(
-            engine,
-            self._generation,
-            self._held,
-            self._outbox,
-            handback=self._handback,
-            most=config.engine_restarts,
-        )
-        self._leaving = Leaving(engine, self._generation, self._held, self._outbox, self._handback)
+        runs = engine, self._generation, self._held, self._outbox
+        self._keeper = EngineKeeper(*runs, handback=self._handback, most=config.engine_restarts)
+        self._moving = Moving(engine, self._generation, self._held, self._handback)
+        self._leaving = Leaving(*runs, self._handback)
         self._service = Service(engine, self._generation, self._handback, self._outbox, poke=self._poke)
         self._commands: Commands | None = None
         self._box: CommandBox | None = None
@@ -181,11 +177,13 @@ class Worker:
         can = can_of(info.context_length, info.features, not info.features & POOLING_FEATURES)
         for part in lease.parts:
             part.can = can
-        self._claims = ClaimLoop(lease, waker, self._room, self._serves, self._admission.admit)
+        look, pace = (self._room, self._serves, self._admission.admit), lambda: self._generation.pace
+        self._claims = ClaimLoop(lease, waker, *look, holds=self._held.unpublished_of, pace=pace)
         self._service.claims = self._admission.claims = self._claims
         memberships = Memberships(lease, self.config.beat_s, self.config.max_lost, self._forget, self._poke)
         ears = getattr(listener, "shards", ()) or (listener,)
         bell, *others = bells = [Bell(one, self.config.pool, shard) for shard, one in enumerate(ears)]
+        hears = [(its.listen, partial(self._on_ring, part)) for its, part in zip(bells, lease.parts, strict=True)]
         self._peer = Peer(self._engine, Ledger(redis, self.config.pool), bell, self.config, self._follower)
         try:
             await bell.open()
@@ -212,8 +210,9 @@ class Worker:
                     partial(self._outbox.run, lease),
                     partial(self._checkpoints.run, lease),
                     partial(self._streaming.run, lease),
+                    self._moving.run,
                     partial(self._deadlines.run, lease),
-                    *(partial(one.listen, self._on_ring) for one in bells),
+                    *(partial(listen, on_ring) for listen, on_ring in hears),
                 ]
                 running = [tasks.create_task(undisturbed(loop)) for loop in [*taking, *giving]]
                 await self._draining.wait()
@@ -263,7 +262,7 @@ class Worker:
         if self._draining.is_set() or not up:
             return 0
         # Slow media of some jobs keep no others from being claimed, as long as they are fewer than a full worker.
-        slow = sum(claim.n - len(claim.published) for claim in self._claims.aside) if self._claims is not None else 0
+        slow = self._claims.slow() if self._claims is not None else 0
         ahead = min(self.config.capacity - self.config.max_running, math.ceil(self._finishes_per_s * AHEAD_S))
         full = min(self.config.max_running + ahead, self._generation.slots.limit)
         return full - self._held.unpublished - max(0, slow - self.config.capacity)
@@ -351,7 +350,7 @@ class Worker:
         slow = {claim.job_id for claim in self._claims.aside}
         return {held.id for held in self._held} | self._outbox.jobs() | slow
 
-    def _on_ring(self, ring: Ring) -> None:
+    def _on_ring(self, part: Lease, ring: Ring) -> None:
         kind = ring.get("kind")
         if kind == "cancel":
             for job_id in ring.get("ids", "").split():
@@ -359,6 +358,8 @@ class Worker:
         elif kind == "stop":
             for held in filter(None, map(self._held.get, ring.get("ids", "").split())):
                 self._generation.end(held.samples.values())
+        elif kind == "move" and not self._draining.is_set():
+            self._moving.hear(part, ring)
         elif kind == "weights" and self._follower is not None:
             self._follower.poke()
         elif kind == "want" and self._peer is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,7 @@ class Claim:
     attempt: the fencing token. n: number of samples. queued_s: seconds it waited in the queue. left_s: seconds to its
     deadline, None without one. published: samples that were published before. partials: for each sample to be
     continued, its encoded pieces in order. ending: publish what there is and generate no more, see Broker.stop.
+    lost, moves: how often it was lost and moved before. preferred: it named a worker that it prefers.
     """
 
     job_id: str
@@ -41,6 +44,9 @@ class Claim:
     published: frozenset[int] = frozenset()
     partials: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
     ending: bool = False
+    lost: int = 0
+    moves: int = 0
+    preferred: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,7 @@ class Release:
     lost: bool = False
 
 
+_SAID = frozenset({b"x", b"c", b"M", b"P"})
 _PROGRESS = re.compile(rb"([sk])(\d{1,9})(?:\.(\d{1,9}))?")
 
 
@@ -127,11 +134,25 @@ class Lease:
         self._scripts = Scripts(redis, self.keys)
         self.can = ""
         """What the worker's engine can do, see `can_of`; "" for one that gets every job. Set before it joins."""
+        self.holds: Callable[[], int] | None = None
+        """Samples that the worker holds under this lease. None: a claim takes all it has room for."""
+        self.pace: Callable[[], float] = float
+        """How fast the engine is, in a unit that all engines of the pool share; 0 if that is not known."""
+        self.again_s, self.share = 0.0, math.inf
+        """What the last claim said: seconds after which to claim again in any case, 0 for none, and the samples that
+        are the worker's share."""
+        self.claimed_at = -math.inf
+        self._denied = 0
         self._claims = 0
         self._shards = shards
         self.in_doubt = False
         """Whether its shard did not answer, or the lease in it is lost, since the last heartbeat that got through."""
         self._witness = witness or Witness()
+
+    @property
+    def has_share(self) -> bool:
+        """Whether the last claim left work to other workers."""
+        return self.again_s > 0 and self.share < math.inf
 
     @property
     def parts(self) -> tuple[Lease, ...]:
@@ -170,9 +191,14 @@ class Lease:
         return Beat(held, committed, epoch, bool(reaps), workers)
 
     async def claim(
-        self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None
+        self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None, carried: int = 0
     ) -> list[Claim]:
         """Take queued jobs, highest class first, of about `max_samples` samples together. The last job may go over.
+
+        With `holds` a claim fills the worker up to its fair share of what waits. It may then say that it is to be
+        repeated (`again_s`): what others have not taken by then is shared again. A claim of 0 samples says that it
+        takes none now.
+        carried: samples beyond its shares that it has in other shards.
 
         Gives jobs that can run on weights `version` with these adapters, and jobs for adapters that the pool does not
         have at all. Jobs that another worker's engine can do and this one's cannot (`can`) wait for that one. If the
@@ -180,13 +206,17 @@ class Lease:
         """
         number = self._claims + 1
         has = (calls.AdapterVersion(*adapter) for adapter in (adapters or {}).items())
-        answer = await self._scripts.run(
-            calls.claim(self.worker_id, number, max_jobs, max_samples, version, len(PRIORITIES), self.can, *has)
-        )
-        if answer and answer[0] == b"NOLEASE":
+        holds = "" if self.holds is None else max(0, self.holds() + carried)
+        limits, pace = (max_jobs, max_samples, version, len(PRIORITIES), self.can, holds), f"{self.pace():.4g}"
+        answer = await self._scripts.run(calls.claim(self.worker_id, number, *limits, pace, self._denied, *has))
+        if answer[0] == b"NOLEASE":
             raise LeaseLost(f"worker {self.worker_id} holds no lease")
         self._claims = number
-        return [_claim(answer[i : i + 7]) for i in range(0, len(answer), 7)]
+        again_ms, share, *jobs = answer
+        self.again_s, self.share = again_ms / 1000, math.inf if share < 0 else share / 1000
+        self.claimed_at = time.monotonic()
+        self._denied = self._denied + 1 if again_ms and share >= 0 and not jobs else 0
+        return [_claim(jobs[i : i + 7]) for i in range(0, len(jobs), 7)]
 
     async def complete(self, finished: Sequence[Finished]) -> list[str]:
         """Publish samples. Returns for each "ok", "again" (published before) or "fenced" (another has the job)."""
@@ -205,13 +235,19 @@ class Lease:
         )
         return [state.decode() for state in await self._scripts.run(calls.checkpoint(self.worker_id, *saved))]
 
-    async def release(self, jobs: Sequence[Release], max_lost: int) -> list[str]:
-        """Give unfinished jobs back. Returns for each "ok", "dead" (lost once too often) or "fenced"."""
+    async def release(self, jobs: Sequence[Release], max_lost: int, to: str = "") -> list[str]:
+        """Give unfinished jobs back. Returns for each "ok", "dead" (lost once too often) or "fenced".
+
+        to: a worker that takes them over. It alone gets them for a second, then anybody; this is a move, which counts
+        as no loss and no redelivery. A job is "kept", and still this worker's, if that worker is not there, not all
+        pieces found room, or the job was lost before.
+        """
         given: list[tuple[calls.Arg, ...]] = []
         for job in jobs:
             given.append((job.job_id, job.attempt, int(job.lost), len(job.pieces)))
             given += [(piece.sample, piece.number, piece.payload) for piece in job.pieces]
-        return [state.decode() for state in await self._scripts.run(calls.release(self.worker_id, max_lost, *given))]
+        call = calls.release(self.worker_id, max_lost, to, *given)
+        return [state.decode() for state in await self._scripts.run(call)]
 
     async def bury(self, job_id: str, attempt: int, cause: str, host: str, error: str) -> bool:
         """Dead-letter a job. False if it is not this worker's any more."""
@@ -257,11 +293,11 @@ class Lease:
 def _claim(raw: list[Any]) -> Claim:
     job_id, attempt, n, queued_ms, left_ms, payload, progress = raw
     published: set[int] = set()
-    ending = False
     pieces: dict[int, dict[int, bytes]] = {}
+    said: dict[bytes, bytes] = {}
     for name, content in zip(progress[::2], progress[1::2], strict=True):
-        if name == b"x":
-            ending = True
+        if name in _SAID:
+            said[name] = content
         elif (found := _PROGRESS.fullmatch(name)) is None:
             name_once(f"job {text(job_id)}: field {text(name)[:80]!r}: it is left out")
         elif found[1] == b"s":
@@ -276,7 +312,10 @@ def _claim(raw: list[Any]) -> Claim:
         left_s=int(left_ms) / 1000 if left_ms != b"" else None,
         payload=payload,
         published=frozenset(published),
-        ending=ending,
+        ending=b"x" in said,
+        lost=whole(said.get(b"c")),
+        moves=whole(said.get(b"M")),
+        preferred=b"P" in said,
         partials={
             sample: tuple(numbered[number] for number in sorted(numbered))
             for sample, numbered in pieces.items()

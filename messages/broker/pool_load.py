@@ -12,11 +12,11 @@ from ..redis import Keys, whole
 class PoolLoad:
     """How much is in a pool. queued: jobs per priority class, highest first. suspects: jobs on their last chance.
 
-    A job that was cancelled in the queue counts as queued until a worker comes across it. set_aside: how many keys were
-    ever renamed because what they held was in the way. accepted, done, cancelled, expired, dead, attempts, redelivered,
-    leases_lost and taken_bytes are totals since the pool began. attempts: how often a worker has claimed a job;
-    redelivered: how often one that a worker had had before. leases_lost: workers that fell silent for a whole lease.
-    taken_bytes: of results that their clients have acknowledged, or that somebody has dropped.
+    set_aside: how many keys were ever renamed because what they held was in the way. accepted, done, cancelled,
+    expired, dead, attempts, redelivered, leases_lost and taken_bytes are totals since the pool began. attempts: how
+    often a worker has claimed a job; redelivered: how often one that a worker had had before. leases_lost: workers that
+    fell silent for a whole lease. taken_bytes: of results that their clients have acknowledged, or that somebody has
+    dropped.
     """
 
     queued: tuple[int, ...]
@@ -43,7 +43,7 @@ async def read_load(redis: Any, keys: Keys) -> PoolLoad:
     """Read it, in one round trip: two commands for each priority class and two more."""
     async with redis.pipeline(transaction=False) as pipe:
         for queue, later in zip(keys.queues, keys.later, strict=True):
-            pipe.llen(queue)
+            pipe.zcard(queue)
             pipe.zcard(later)
         pipe.llen(keys.suspects)
         pipe.hgetall(keys.load)

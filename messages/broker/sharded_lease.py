@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 CLAIM_S = 1.0
 """A shard that has not answered a claim after so many seconds is left out until its next heartbeat gets through."""
+SHARE_S = 1.0
+"""So long what a claim said of a share is compared with the shares in other shards."""
 TELL_S = 2.0
 AWAY = "away"
 """The state of a piece whose shard does not answer. It was perhaps kept, and may be sent again."""
@@ -48,14 +52,24 @@ class ShardedLease(Lease):
     def begin_with(self, part: Lease) -> None:
         self._next = part.keys.shard
 
+    def _carried(self, part: Lease) -> int:
+        """Samples that the worker has in the other shards beyond its shares there, by claims of just now.
+
+        Each shard rounds a worker's share to whole jobs. So what one rounds up the next one rounds down.
+        """
+        newest = time.monotonic() - SHARE_S
+        others = (one for one in self._parts if one is not part and one.share < math.inf and one.claimed_at > newest)
+        return round(sum(one.holds() - one.share for one in others if one.holds is not None))
+
     async def claim(
-        self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None
+        self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None, carried: int = 0
     ) -> list[Claim]:
         """Take jobs from the first shard that has some, beginning with the one behind the last that was asked.
 
         If the answer is lost, or comes too late, the next claim in that shard gives the same jobs. Raises nothing for a
         shard that is lost.
         """
+        self.again_s = 0.0
         for _ in self._parts:
             part = self._parts[self._next]
             self._next = (self._next + 1) % len(self._parts)
@@ -63,11 +77,12 @@ class ShardedLease(Lease):
                 continue
             try:
                 async with asyncio.timeout(CLAIM_S):
-                    claims = await part.claim(max_jobs, max_samples, version, adapters)
+                    claims = await part.claim(max_jobs, max_samples, version, adapters, self._carried(part))
             except (LeaseLost, RedisError, OSError) as error:  # TimeoutError is an OSError
                 log.warning("nothing is claimed from shard %d for now: %s", part.keys.shard, error or "it is silent")
                 part.in_doubt = True
             else:
+                self.again_s = min(filter(None, (self.again_s, part.again_s)), default=0.0)
                 if claims:
                     return claims
         return []
@@ -95,8 +110,8 @@ class ShardedLease(Lease):
             raise failed[0]
         return states
 
-    async def release(self, jobs: Sequence[Release], max_lost: int) -> list[str]:
-        return await self._routed(jobs, lambda part, some: part.release(some, max_lost))
+    async def release(self, jobs: Sequence[Release], max_lost: int, to: str = "") -> list[str]:
+        return await self._routed(jobs, lambda part, some: part.release(some, max_lost, to))
 
     async def bury(self, job_id: str, attempt: int, cause: str, host: str, error: str) -> bool:
         return await self.part_of(job_id).bury(job_id, attempt, cause, host, error)

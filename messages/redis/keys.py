@@ -12,6 +12,19 @@ from dataclasses import dataclass
 from ..errors import InvalidField
 from ..model import PRIORITIES
 
+ID_LENGTH = 32
+
+
+def id_in(member: bytes) -> bytes:
+    """The job id in a member of `queues` or `later`."""
+    return member[-ID_LENGTH:]
+
+
+def later_member(turn: int, job_id: str) -> str:
+    """The member of `later` of a job with this turn."""
+    return f"{turn:015d}:{job_id}"
+
+
 _POOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -46,13 +59,18 @@ class Keys:
 
     @property
     def queues(self) -> tuple[str, ...]:
-        """LIST of job ids per priority class, next at the left end, highest class first."""
-        return tuple(f"{self.prefix}queue:{index}" for index in range(len(PRIORITIES)))
+        """ZSET per priority class, highest class first: job id -> its turn. The lowest goes first; see lib_jobs.lua."""
+        return tuple(f"{self.prefix}queued:{index}" for index in range(len(PRIORITIES)))
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """ZSET per priority class: tenant -> the turn of its next job, as far as it is still to come."""
+        return tuple(f"{self.prefix}turns:{index}" for index in range(len(PRIORITIES)))
 
     @property
     def later(self) -> tuple[str, ...]:
-        """ZSET, per priority class, of job ids that wait for newer weights, for an adapter, for a preferred worker, or
-        for one whose engine can do more (see claim.lua).
+        """ZSET, per priority class, of jobs that wait for newer weights, for an adapter, for a preferred worker, or
+        for one whose engine can do more (see claim.lua). A member is <turn, 15 digits>:<job id>; see `id_in`.
 
         Score: the version that the job needs. For an adapter, its number in the pool times 2^40 is added. If the job
         waits for the worker it prefers, the score is minus that worker's number in the pool.
@@ -124,8 +142,10 @@ class Keys:
     """HASH of counters: jobs and bytes open now, unread bytes, turns owed to lower classes, and totals."""
     unread = _Key()
     """HASH client id -> bytes of results on its reply stream."""
+    takers = _Key()
+    """HASH worker id -> what it holds and may take, as its last claim said. See lib_spread.lua."""
     wake = _Key()
-    """LIST with at most one token: there is work for a worker that blocks on it."""
+    """LIST of tokens, no more than workers or new jobs: there is work for a worker that blocks on it."""
 
     def token(self, worker_id: str) -> str:
         """LIST with at most one token: there is work that only this worker takes, or all of its `kin_of`."""

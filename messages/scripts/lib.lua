@@ -1,16 +1,4 @@
--- This is put before every script, behind lib_base.lua and before lib_pieces.lua: what they share about jobs, workers and
--- dead letters.
---
--- A job's record, HASH <prefix>job:<id>:
---   st  state: q queued, r running; after the end, with a TTL: done, cancelled, expired, dead
---   p payload   n samples   q priority class   y client id   z payload bytes   t accepted (ms)   e deadline (ms)
---   v min_version   g max_staleness   l adapter, <name>@<least version>   G group id, where one was given   w owner
---   N what it needs of an engine, '<tokens of context> <name> <name> …'; a plain job has none
---   P worker it prefers, <ms>@<worker id>: no other worker takes it for so many ms after its acceptance
---   c lost leases   x the next worker only ends it, with the tokens that it has, see stop   h digest of its content
---   a attempt, the fencing token: +1 with every claim   d samples published   s<i> sample i is published
---   k<i>, k<i>.1, k<i>.2, … the saved pieces of unfinished sample i, in order   kk bytes of these fields, once one was saved
--- Of an ended job st and h are left.
+-- This is put before every script, behind lib_jobs.lua: how jobs end, go back and are given up; workers; dead letters.
 local TOMBSTONE_S = 3600       -- how long an id is remembered after its job ended
 local TOMBSTONE_LEAST_S = 60   -- and how long if more jobs ended in the same hour than may be remembered:
 local TOMBSTONE_BYTES = 256    -- about so many bytes each take
@@ -23,76 +11,8 @@ local TRIMMED = 2048           -- letters that one call pushes out at most, so m
 local TRIMMED_AT_ONCE = 64
 local REPLY_TTL_S = 604800     -- an absent client's results are kept a week after the last one
 local ENTRY_BYTES = 64         -- bytes that an entry of a reply stream counts for beside its content
-local CLASSES = 3              -- the number of priorities
 local NEWS = 256               -- about how many notices of new pieces are kept for a client, and for how long
 local NEWS_TTL_S = 60
-
-
--- The first of these fields of an open job's record that is not what enqueue writes, or nil. Each claimed job comes
--- here, and a table of the fields made a claim a quarter slower. p: anything but false if there is a payload.
-local function damaged(p, a, t, e, d, n, y, q)
-  return not p and 'p' or not whole(a) and 'a' or not whole(t) and 't' or e and not whole(e) and 'e'
-    or not whole(d) and 'd' or not whole(n) and 'n' or not y and 'y' or not q and 'q' or nil
-end
-local DAMAGED = 'field %s of its record is missing or no such thing'
-
--- The states in which a record is a tombstone.
-local ENDED = {done = true, cancelled = true, expired = true, dead = true}
-
-local function job_key(id) return prefix .. 'job:' .. id end
-local function held_key(worker) return prefix .. 'held:' .. worker end
--- Raises for what is no class; a record may say anything.
-local function key_of_class(name, class)
-  local number = tonumber(class)
-  if not number or number < 0 or number >= CLASSES then error('a class must be a number below ' .. CLASSES) end
-  return prefix .. name .. class
-end
-local function queue_key(class) return key_of_class('queue:', class) end
--- SET of a client's open jobs.
-local function client_key(client) return prefix .. 'client:' .. client end
--- ZSET of jobs that need newer weights, or another adapter, than the workers that looked at them had. The score is the
--- version that a job needs; for an adapter, ADAPTER times its number in the pool is added. A worker may take one range
--- of scores for its weights, and one for each of its adapters. Jobs that prefer a worker wait here for it too, at minus
--- that worker's number. ZSET `prefers` says until when.
-local function later_key(class) return key_of_class('later:', class) end
--- Jobs that need what only some engines can do wait there, too, at NEEDS + SLOT * <number of its names> + <tokens of context>.
--- HASH `needs` has these numbers, and what workers can do; see claim.
-local NEEDS, SLOT = 4503599627370496, 4294967296   -- 2^52, above all adapters; 2^32, above all lengths of a context
-local needs_key = prefix .. 'needs'
--- LIST of jobs on their last chance. Each runs alone on its worker. If it kills engines, no other job is lost with it.
--- If another job does, this one is not lost.
-local suspects_key = prefix .. 'suspects'
-local prefers_key = prefix .. 'prefers'
-
--- A worker that blocks on `wake` gets the token, claims, and passes the token on while work is left. Each worker also
--- has a token of its own, `token:<id>`, for jobs that only it will take.
-local function wake(worker)
-  local key = prefix .. (worker and 'token:' .. worker or 'wake')
-  if redis.call('LLEN', key) == 0 then
-    redis.call('LPUSH', key, '1')
-    redis.call('EXPIRE', key, 60)
-  end
-end
-
-local function append(list, ...)
-  for _, value in ipairs({...}) do list[#list + 1] = value end
-end
-
--- Whether this worker holds a lease.
-local function alive(worker)
-  local lease = redis.call('ZSCORE', prefix .. 'workers', worker)
-  return lease and tonumber(lease) > clock().leases
-end
-
--- For a worker whose lease is not there. It holds nothing then; if it does, somebody deleted the leases. With a lease that
--- is over, the next reap takes its jobs back.
-local function leave_to_others(worker)
-  if redis.call('SCARD', held_key(worker)) > 0 then redis.call('ZADD', prefix .. 'workers', 'NX', 0, worker) end
-end
-
-local function ring(...)
-  redis.call('XADD', prefix .. 'bell', 'MAXLEN', '~', 512, '*', ...)
-end
 
 -- Count `bytes` of results on a client's reply stream, negative when the client takes them. HASH `unread` has the sums.
 local function count_unread(client, bytes)
@@ -136,7 +56,7 @@ local function bury_record(id, outcome, owner, f)
   end
   if f.e then redis.call('ZREM', prefix .. 'deadlines', id) end
   if f.v or f.g or f.l or f.P or f.N then
-    attempt(function() redis.call('ZREM', later_key(f.q), id) end)
+    attempt(function() redis.call('ZREM', later_key(f.q), later_member(id, f.T)) end)
   end
   if f.P then redis.call('ZREM', prefers_key, id) end
   if f.kk then redis.call('HINCRBY', load_key, 'saved', 0 - (whole(f.kk) or 0)) end
@@ -169,13 +89,24 @@ end
 -- record too; the client is told if the record says who it is and its reply stream can be written.
 local function fail(id, outcome, cause, host, err)
   local r = redis.call('HMGET', job_key(id), 'y', 'a', 'd', 'w', 'st', 'z', 'e', 'q', 'v', 'g', 'G', 'l', 'P', 'h',
-                       'kk', 'N')
+                       'kk', 'N', 'T', 'n')
+  if r[5] == 'q' then
+    attempt(function()
+      if redis.call('ZREM', queue_key(r[8]), id) == 1 then
+        redis.call('HINCRBY', load_key, 'queued', 0 - unpublished(r[18], r[3]))
+      end
+    end)
+  end
   if r[1] then
     attempt(reply_to, r[1], #cause + #host + #err, 'j', id, 'o', outcome, 'c', cause, 'h', host, 'e', err,
             'a', whole(r[2]) or 0, 'd', whole(r[3]) or 0, 'G', r[11] or id)
   end
   bury_record(id, outcome, r[4] or nil,
-              {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12], P = r[13], h = r[14], kk = r[15], N = r[16]})
+              {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12], P = r[13], h = r[14], kk = r[15], N = r[16],
+               T = r[17]})
+  if r[5] == 'q' and r[1] and redis.call('EXISTS', client_key(r[1])) == 0 then
+    attempt(function() redis.call('ZREM', turns_key(r[8]), tenant_of(r[1])) end)   -- what nobody ran is not its turn
+  end
   jobs_ended(1, whole(r[6]) or 0, outcome)
 end
 
@@ -192,34 +123,34 @@ local function drop_letter(id)
   return redis.call('XDEL', prefix .. 'dead', id)
 end
 
--- Delete the oldest letters until `bytes` more fit into `room`, TRIMMED of them in a call at most. Returns whether they fit.
-local trimmed = 0
-local function make_room(bytes, room)
-  local kept, number = counted(redis.call('HGET', load_key, 'letters')), redis.call('ZCARD', letters_key)
-  while (kept + bytes > room or number >= DEAD_LETTERS) and number > 0 and trimmed < TRIMMED do
-    local entries, ids, freed = {}, {}, 0
-    for _, entry in ipairs(redis.call('ZRANGEBYSCORE', letters_key, '-inf', '+inf', 'LIMIT', 0, TRIMMED_AT_ONCE)) do
-      if kept + bytes - freed <= room and number - #entries < DEAD_LETTERS then break end
-      append(entries, entry)
-      append(ids, match(entry, '^%d+%-%d+') or '0-0')
-      freed = freed + (whole(match(entry, ' (%d+)$')) or 0)
-    end
-    redis.call('ZREM', letters_key, unpack(entries))
-    redis.call('XDEL', prefix .. 'dead', unpack(ids))
-    redis.call('HINCRBY', load_key, 'letters', -freed)
-    redis.call('HINCRBY', load_key, 'trimmed', #entries)
-    kept, number, trimmed = kept - freed, number - #entries, trimmed + #entries
-  end
-  if number == 0 and kept ~= 0 then   -- somebody has written into the counter
-    redis.call('HSET', load_key, 'letters', 0)
-    kept = 0
-  end
-  return kept + bytes <= room
-end
-
 -- Keep a job that is given up as a dead letter. Older letters make room for it. One that finds no room, or is too large by
 -- itself, is kept without its payload; `dropped` says how many bytes that had.
+local trimmed = 0
 local function dead_letter(id, cause, host, err)
+  -- Delete the oldest letters until `bytes` more fit into `room`, TRIMMED of them in a call at most. Returns whether they fit.
+  local function make_room(bytes, room)
+    local kept, number = counted(redis.call('HGET', load_key, 'letters')), redis.call('ZCARD', letters_key)
+    while (kept + bytes > room or number >= DEAD_LETTERS) and number > 0 and trimmed < TRIMMED do
+      local entries, ids, freed = {}, {}, 0
+      for _, entry in ipairs(redis.call('ZRANGEBYSCORE', letters_key, '-inf', '+inf', 'LIMIT', 0, TRIMMED_AT_ONCE)) do
+        if kept + bytes - freed <= room and number - #entries < DEAD_LETTERS then break end
+        append(entries, entry)
+        append(ids, match(entry, '^%d+%-%d+') or '0-0')
+        freed = freed + (whole(match(entry, ' (%d+)$')) or 0)
+      end
+      redis.call('ZREM', letters_key, unpack(entries))
+      redis.call('XDEL', prefix .. 'dead', unpack(ids))
+      redis.call('HINCRBY', load_key, 'letters', -freed)
+      redis.call('HINCRBY', load_key, 'trimmed', #entries)
+      kept, number, trimmed = kept - freed, number - #entries, trimmed + #entries
+    end
+    if number == 0 and kept ~= 0 then   -- somebody has written into the counter
+      redis.call('HSET', load_key, 'letters', 0)
+      kept = 0
+    end
+    return kept + bytes <= room
+  end
+
   local f = redis.call('HMGET', job_key(id), 'p', 'a')
   local payload, dropped = f[1] or '', 0
   local room = math.max(math.floor(counted(redis.call('HGET', load_key, 'cap')) / LETTERS_SHARE), LETTERS_LEAST)
@@ -265,44 +196,65 @@ end
 local function no_longer_preferred(worker)
   local number, found = whole(redis.call('HGET', prefix .. 'worker:' .. worker, 'number')), 0
   for class = 0, number and CLASSES - 1 or -1 do
-    for _, id in ipairs(redis.call('ZRANGEBYSCORE', later_key(class), -number, -number, 'LIMIT', 0, 1024)) do
-      redis.call('ZADD', prefers_key, 0, id)
+    for _, member in ipairs(redis.call('ZRANGEBYSCORE', later_key(class), -number, -number, 'LIMIT', 0, 1024)) do
+      redis.call('ZADD', prefers_key, 0, id_of(member))
       found = found + 1
     end
   end
   return found
 end
 
--- Move jobs whose time to wait for a preferred worker is over to the front of their queues, at most `budget`. Returns
--- how many.
+-- Move jobs whose time to wait for a preferred worker is over to their queues, at most `budget`. Returns how many.
 local function end_preferences(budget)
   local ids = redis.call('ZRANGEBYSCORE', prefers_key, '-inf', clock().deadlines, 'LIMIT', 0, math.max(budget, 0))
-  for i = #ids, 1, -1 do
-    local id = ids[i]
-    local f = redis.call('HMGET', job_key(id), 'st', 'q')
+  for _, id in ipairs(ids) do
+    local f = redis.call('HMGET', job_key(id), 'st', 'q', 'T', 'n', 'd')
     redis.call('ZREM', prefers_key, id)
     if f[1] == 'q' then
       alone(id, function()
-        if redis.call('ZREM', later_key(f[2]), id) == 1 then redis.call('LPUSH', queue_key(f[2]), id) end
+        if redis.call('ZREM', later_key(f[2]), later_member(id, f[3])) == 1 then
+          to_queue(id, f[2], f[3], unpublished(f[4], f[5]))
+        end
       end)
     end
   end
   return #ids
 end
 
--- Put a running job back at the front of its queue, without an owner, or among the suspects on its last chance.
-local function requeue(id, owner, max_lost)
-  local key = job_key(id)
-  local f = redis.call('HMGET', key, 'c', 'q')
-  local lost, queue = tonumber(f[1]) or 0, queue_key(f[2])
-  redis.call('HDEL', key, 'w')
-  redis.call('HSET', key, 'st', 'q')
+-- A running job has no owner any more. Raises for a damaged class, before it writes.
+local function disown(id, owner, class)
+  queue_key(class)
+  redis.call('HDEL', job_key(id), 'w')
+  redis.call('HSET', job_key(id), 'st', 'q')
   redis.call('SREM', held_key(owner), id)
+end
+
+-- Put a running job back into its queue at its turn, without an owner, or among the suspects on its last chance.
+local function requeue(id, owner, max_lost)
+  local f = redis.call('HMGET', job_key(id), 'c', 'q', 'T', 'n', 'd')
+  local lost = tonumber(f[1]) or 0
+  disown(id, owner, f[2])
   if lost > 0 and lost >= max_lost - 1 then
     redis.call('RPUSH', suspects_key, id)
   else
-    redis.call('LPUSH', queue, id)
+    to_queue(id, f[2], f[3], unpublished(f[4], f[5]))
   end
+end
+
+-- Put a job aside for one worker: one with a lease, until then by the pool's clock. Returns whether there is such a worker.
+-- It has a number from then on; minus the number is the score in `later`.
+local function leave_to(worker, id, class, turn, until_ms)
+  if not alive(worker) then return false end
+  local key = prefix .. 'worker:' .. worker
+  local number = whole(redis.call('HGET', key, 'number'))
+  if not number then
+    number = redis.call('HINCRBY', load_key, 'numbers', 1)
+    redis.call('HSET', key, 'number', number)
+  end
+  redis.call('ZADD', later_key(class), -number, later_member(id, turn))
+  redis.call('ZADD', prefers_key, until_ms, id)
+  wake(worker)
+  return true
 end
 
 -- The field of the hash `wanted` with which a worker asks for weights or for an adapter. Names contain no '@'.
@@ -327,6 +279,7 @@ local function forget_worker(worker)
   local leaves = redis.call('ZREM', prefix .. 'workers', worker) == 1
   local waited = no_longer_preferred(worker)
   redis.call('DEL', prefix .. 'worker:' .. worker)
+  redis.call('HDEL', takers_key, worker)
   if leaves then roster_changed(worker) end
   return waited
 end

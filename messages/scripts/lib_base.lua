@@ -1,4 +1,4 @@
--- This is put before every script, and lib.lua after it: how scripts call Redis, how they read numbers, and the clock.
+-- This is put before every script, and the other libraries after it: how scripts call Redis, how they read numbers, and the clock.
 -- The first ARGV is always the pool's key prefix. KEYS[1] is the pool's `load` hash, which routes the script on a cluster.
 -- Every other key has the same hash tag.
 local prefix = ARGV[1]
@@ -46,9 +46,8 @@ local function attempt(f, ...)
 end
 
 -- A number as all numbers of a record are written, or nil: digits, few enough for Lua to be exact.
-local function whole(text)
-  return text and #text <= 15 and match(text, '^%d+$') and tonumber(text) or nil
-end
+local function digits(text) return text and #text <= 15 and match(text, '^%d+$') end
+local function whole(text) return tonumber(digits(text) or nil) end
 
 -- What a counter says; 0 if it says no whole number.
 local function counted(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from redis.exceptions import NoPermissionError, RedisError
 from ...messages.broker import Broker, Caps
 from ...messages.redis import PoolRedis, how_to_flush, parse_one
 from ..redis import connected
+from ..sharing import read_sharing
 from .finding import Finding, Level
 
 OLDEST = (6, 2)
@@ -21,6 +23,9 @@ SKEW_S = 1.0
 FULL, NEARLY_FULL = 0.95, 0.8
 RECORD_BYTES = 8192
 FEW_CLIENTS = 1000
+UNEVEN = 1.5
+LOOKS, LOOK_S = 5, 1.0
+"""At loads, and seconds between them."""
 _LOCAL = {"localhost", "127.0.0.1", "::1"}
 Facts = Mapping[str, Any]
 
@@ -205,13 +210,30 @@ def _ways_in(tls: bool, hosts: list[str], *, login: bool) -> list[Finding]:
 
 
 async def _pool(redis: PoolRedis, pool: str) -> list[Finding]:
-    aside = (await Broker(redis, pool).load()).set_aside
+    broker = Broker(redis, pool)
+    aside = (await broker.load()).set_aside
     if aside:
         advice = "See what is broken with `rolloutmq ops run audit-broker --here`."
-        return [
-            Finding("pool", "warning", f"pool {pool}: {aside} keys were set aside as nobody could use them", advice)
-        ]
-    return [Finding("pool", "ok", f"pool {pool}: no key was ever set aside")]
+        found = f"pool {pool}: {aside} keys were set aside as nobody could use them"
+        return [Finding("pool", "warning", found, advice), await _spread(broker)]
+    return [Finding("pool", "ok", f"pool {pool}: no key was ever set aside"), await _spread(broker)]
+
+
+async def _spread(broker: Broker) -> Finding:
+    """Work that runs is moved within seconds, so loads that are uneven for a moment are no finding."""
+    for look in range(LOOKS):
+        await asyncio.sleep(LOOK_S if look else 0.0)
+        sharing = await read_sharing(broker)
+        found = f"the fullest of {len(sharing.takers)} workers holds {sharing.imbalance:.2f} times its share"
+        if sharing.imbalance < UNEVEN:
+            return Finding("spread", "ok", found if sharing.takers else "no worker has claimed anything")
+    queued = sum((await broker.load()).queued)
+    found += f", {sharing.count('below')} hold less than theirs, and {queued} jobs wait"
+    advice = (
+        "See shares, and workers that are paused, with `rolloutmq workers`. Jobs that prefer a worker, sessions and "
+        "jobs that were lost before stay where they are."
+    )
+    return Finding("spread", "warning", found, advice)
 
 
 def _gib(number: int) -> str:

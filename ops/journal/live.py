@@ -22,7 +22,7 @@ LETTERS = 1024
 ADAPTER = 1 << 40
 """In `later` an adapter's number, times this, is added to the version that is waited for; see Keys.later."""
 _STATES = {"q": "queued", "r": "running"}
-_FIELDS = ("st", "n", "q", "y", "z", "t", "e", "v", "g", "l", "G", "w", "c", "x", "a", "d")
+_FIELDS = ("st", "n", "q", "y", "z", "t", "e", "v", "g", "l", "G", "w", "c", "x", "a", "d", "T", "M")
 _PROGRESS = re.compile(r"([sk])(\d{1,9})(?:\.(\d{1,9}))?")
 
 
@@ -30,9 +30,9 @@ _PROGRESS = re.compile(r"([sk])(\d{1,9})(?:\.(\d{1,9}))?")
 class Live:
     """A job's record in Redis. Of a job that has ended only its state is left, and a dead one's letter.
 
-    at: by the pool's clock, in seconds since 1970. ahead: jobs before it in its queue; None if it is in none. waits:
-    what it waits for besides its turn. partials: of unfinished samples, the tokens that are saved and the versions that
-    sampled the last piece.
+    at: by the pool's clock, in seconds since 1970. ahead: jobs before it in its queue, by turns; None if it is in
+    none. waits: what it waits for besides its turn. partials: of unfinished samples, the tokens that are saved and the
+    versions that sampled the last piece.
     """
 
     job_id: str
@@ -96,7 +96,7 @@ async def live_of(broker: Broker, job_id: str) -> Live | None:
     await _read_payload(broker, live, whole(found["z"]))
     await _read_progress(broker, live)
     if state == "q":
-        await _find_place(broker, live, whole(found["q"]))
+        await _find_place(broker, live, whole(found["q"]), whole(found["T"]))
     return live
 
 
@@ -107,8 +107,9 @@ def _facts(found: dict[str, Any]) -> dict[str, Any]:
         "client": told["y"], "group": told["G"], "samples": whole(found["n"]), "samples_published": whole(found["d"]),
         "priority": PRIORITIES[priority] if priority < len(PRIORITIES) else told["q"],
         "accepted_at": whole(found["t"]) / 1000, "deadline_at": whole(found["e"]) / 1000 if told["e"] else None,
-        "attempt": whole(found["a"]), "lost_leases": whole(found["c"]), "worker": told["w"] or None,
-        "min_version": whole(found["v"]) or None, "max_staleness": told["g"] or None, "adapter": told["l"] or None,
+        "attempt": whole(found["a"]), "lost_leases": whole(found["c"]), "moves": whole(found["M"]),
+        "worker": told["w"] or None, "min_version": whole(found["v"]) or None,
+        "max_staleness": told["g"] or None, "adapter": told["l"] or None,
         "ending": bool(found["x"]) or None, "payload_bytes": whole(found["z"]),
     }  # fmt: skip
 
@@ -148,14 +149,14 @@ async def _read_progress(broker: Broker, live: Live) -> None:
         live.partials[sample] = {"tokens": saved.start + len(saved.token_ids), "versions": versions}
 
 
-async def _find_place(broker: Broker, live: Live, priority: int) -> None:
+async def _find_place(broker: Broker, live: Live, priority: int, turn: int) -> None:
     redis, keys = broker.redis, broker.keys
     if priority >= len(PRIORITIES):
         return
-    live.ahead = await redis.lpos(keys.queues[priority], live.job_id)
+    live.ahead = await redis.zrank(keys.queues[priority], live.job_id)
     if live.ahead is not None:
         return
-    if (score := await redis.zscore(keys.later[priority], live.job_id)) is not None:
+    if (score := await redis.zscore(keys.later[priority], f"{turn:015d}:{live.job_id}")) is not None:
         live.waits = "the worker that it prefers" if score < 0 else f"weights version {int(score % ADAPTER)}"
         live.waits += " of its adapter" if score >= ADAPTER else ""
     elif (place := await redis.lpos(keys.suspects, live.job_id)) is not None:

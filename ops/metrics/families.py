@@ -11,6 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from ...messages.model import PRIORITIES
 from ...worker.metrics import counter, counters, distribution, gauge, gauges
 from ..scale import STATES, Decision
+from ..sharing import PLACES
 from .reading import Reading
 from .totals import MOST_PER_S, Totals
 
@@ -110,6 +111,10 @@ def _workers(reading: Reading, totals: Totals) -> Iterable[Metric]:
     yield gauge(P + "slots", "Samples that the workers can decode at once.", slots)
     rate = sum(min(worker.tokens_per_s, MOST_PER_S) for worker in alive)
     yield gauge(P + "tokens_per_second", "Tokens a second over the last 10 s, as the heartbeats say it.", rate)
+    about = "The highest of the workers' samples beside their shares; 1 if loads are even."
+    yield gauge(P + "imbalance_ratio", about, reading.sharing.imbalance)
+    places = {place: reading.sharing.count(place) for place in PLACES}
+    yield gauges(P + "sharing_workers", "Workers, by whether they hold less or more than their share.", "load", places)
     since = ", since the exporter started."
     yield counter(P + "generated_tokens_total", "Tokens generated" + since, totals.tokens)
     yield counter(P + "finished_samples_total", "Samples ended" + since, totals.samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from redis.exceptions import ResponseError
@@ -12,6 +12,7 @@ from ...messages.errors import MessageError
 from ...messages.model import MAX_SAMPLES, PRIORITIES, WorkerStatus
 from ...messages.redis import PoolRedis, is_wrong_type, text, whole
 from ...sync.transfer import Epoch, Ledger
+from ..sharing import Sharing, read_sharing
 
 HEADS = 16
 """Jobs at the front of each queue, and of each set of jobs that wait, whose samples are counted."""
@@ -36,7 +37,7 @@ class Reading:
     samples_per_job: unpublished samples of a queued job, by class; the mean of those at the front. memory: None if the
     user may not ask. ended: transfers of weights and adapters that have ended since the look before.
     held_back: jobs, by class, that wait for weights which nobody has published yet. max_staleness: the largest that the
-    jobs at the front allow; None if none of them says so.
+    jobs at the front allow; None if none of them says so. sharing: how evenly the workers are loaded.
     """
 
     load: PoolLoad
@@ -51,6 +52,7 @@ class Reading:
     ended: tuple[Epoch, ...]
     held_back: tuple[int, ...] = ()
     max_staleness: int | None = None
+    sharing: Sharing = field(default_factory=Sharing)
 
     @property
     def queued_samples(self) -> float:
@@ -80,7 +82,7 @@ class PoolReader:
             pipe.hlen(self._keys.wanted)
             pipe.hmget(self._keys.weights, "committed", "epochs", "open")
             for queue, later in zip(self._keys.queues, self._keys.later, strict=True):
-                pipe.lrange(queue, 0, HEADS - 1)
+                pipe.zrange(queue, 0, HEADS - 1)
                 pipe.zrange(later, 0, HEADS - 1)
             wanted, weights, *heads = await pipe.execute()
         counts = [await _counts(part) for part in self._broker.parts]
@@ -99,6 +101,7 @@ class PoolReader:
             ended=await self._ended(newest, under_way),
             held_back=await self._held_back(committed),
             max_staleness=max_staleness,
+            sharing=await read_sharing(self._broker),
         )
 
     async def _held_back(self, committed: int) -> tuple[int, ...]:
@@ -112,7 +115,7 @@ class PoolReader:
         """Of jobs by class: their mean number of unpublished samples by class, and the largest staleness they allow."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for job in (job for ids in heads for job in ids):
-                pipe.hmget(self._keys.job(text(job)), "n", "d", "g")
+                pipe.hmget(self._keys.job(text(job).rpartition(":")[2]), "n", "d", "g")
             rows = iter(await pipe.execute(raise_on_error=False))
         means, bounds = list[float](), list[int]()
         for ids in heads:

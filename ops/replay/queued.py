@@ -41,9 +41,8 @@ async def waiting(broker: Broker, limit: int) -> list[Claim]:
     if len(broker.parts) > 1:
         return [one for part in broker.parts for one in await waiting(part, limit)][:limit]
     redis, keys, found = broker.redis, broker.keys, list[Claim]()
-    lists = [await redis.lrange(key, 0, limit - 1) for key in keys.queues]
-    later = [await redis.zrange(key, 0, limit - 1) for key in keys.later]
-    for job_id in filter(is_id, map(text, chain(*lists, *later))):
+    waits = [await redis.zrange(key, 0, limit - 1) for key in (*keys.queues, *keys.later)]
+    for job_id in filter(is_id, (text(member).rpartition(":")[2] for member in chain(*waits))):
         if len(found) == limit:
             break
         try:

@@ -17,7 +17,7 @@ from ..status import read_state
 MOST_JOBS = 1000
 """A list of jobs ends there, about: nobody scrolls further, and Redis answers at once."""
 FIELDS = ("st", "q", "y", "w", "t", "e", "n", "d", "a", "c", "z", "kk", "v", "g", "l", "G")
-"""Of a job's record; messages/scripts/lib.lua says what they are."""
+"""Of a job's record; messages/scripts/lib_jobs.lua says what they are."""
 STATES = {"q": "queued", "r": "running"}
 
 
@@ -106,11 +106,10 @@ class Reader:
             found = sorted(members)
         else:
             async with self._redis.pipeline(transaction=False) as pipe:
-                for queue in (self._keys.suspects, *self._keys.queues):
-                    pipe.lrange(queue, 0, MOST_JOBS - 1)
-                for later in self._keys.later:
-                    pipe.zrange(later, 0, MOST_JOBS - 1)
-                found = [job for part in await pipe.execute() for job in part]
+                pipe.lrange(self._keys.suspects, 0, MOST_JOBS - 1)
+                for queue in (*self._keys.queues, *self._keys.later):
+                    pipe.zrange(queue, 0, MOST_JOBS - 1)
+                found = [job.rpartition(b":")[2] for part in await pipe.execute() for job in part]
         return list(dict.fromkeys(filter(is_id, map(text, found))))[:MOST_JOBS]
 
     async def _jobs(self, job_ids: Sequence[str]) -> dict[str, JobLine]:

@@ -156,6 +156,7 @@ class PoolView(Table):
                     f"{len(state['waiting_for_weights'])} wait for weights" if state["waiting_for_weights"] else "",
                     "cyan",
                 ),
+                (f"imbalance {state['imbalance']:.2f}" if serving.total() > 1 else "", ""),
             ),
             facts(
                 width,

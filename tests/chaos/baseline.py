@@ -16,8 +16,9 @@ TAMPERED_BYTES = 4096
 BELL_MOST = 700
 """The bell is trimmed to about 512 entries, by whole nodes of the stream."""
 
-STAYS = frozenset({"bell", "load", "needs", "dead", "letters", "weights", "clock"})
-"""Keys without a TTL that stay: bell, counters, dead letters (the newest 10,000), newest weights, the pool's clock."""
+STAYS = frozenset({"bell", "load", "needs", "dead", "letters", "turns", "weights", "clock"})
+"""Keys without a TTL that stay: bell, counters, dead letters (the newest 10,000), tenants' next turns until a worker
+looks again, newest weights, the pool's clock."""
 
 
 @dataclass(frozen=True, slots=True)

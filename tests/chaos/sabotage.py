@@ -166,7 +166,7 @@ SABOTAGES: dict[str, Sabotage] = {
             _script("claim", r"if published ~= .* then error\(UNEVEN\) end", ""),
         ),
         "garbage_in_records",
-        "queue:1|was claimed|not within|WaitTimeout",
+        "queued:1|was claimed|not within|WaitTimeout",
     ),
     "the clock of another host is believed": Sabotage(
         _script("lib_base", r"local function tick\(heard, passed\)\n", _BELIEVED),

@@ -151,11 +151,8 @@ async def _run_reply(case: Case) -> None:
 
 def _make_claim(rng: Random) -> Case:
     names = [name for name in FRAMES if name.endswith("job") or name == "chat"]
-    progress = [
-        rng.choice(
-            (b"k0", b"k1", b"k0.1", b"s0", b"s1", b"x", b"k0.x", b"s0x", b"k1.\xff", b"s7", b"k9", b"k0." + b"9" * 30)
-        )
-    ]
+    known = (b"k0", b"k1", b"k0.1", b"s0", b"s1", b"x", b"k0.x", b"s0x", b"k1.\xff", b"s7", b"k9", b"k0." + b"9" * 30)
+    progress = [rng.choice((*known, b"c", b"M", b"P"))]
     progress += [rng.choice((b"", *_pieces(rng)))]
     if rng.random() < 0.5:
         progress += [b"k0", _pieces(rng)[0], b"k0.1", _pieces(rng)[0]]
@@ -165,6 +162,7 @@ def _make_claim(rng: Random) -> Case:
 async def _run_claim(case: Case) -> None:
     fine = job(n=1)
     rows = [
+        *(0, -1),  # when to claim again, and its share
         *(JOB.id.encode(), b"1", b"2", b"0", b"", case[0], case[1]),
         *(fine.id.encode(), b"1", b"1", b"0", b"5000", encode(fine), []),
     ]

@@ -35,7 +35,8 @@ class Scene:
 
 
 KINDS: dict[str, tuple[str, Callable[[Scene], str]]] = {
-    "queues": ("list", lambda it: it.keys.queues[1]),
+    "queues": ("zset", lambda it: it.keys.queues[1]),
+    "turns": ("zset", lambda it: it.keys.turns[1]),
     "later": ("zset", lambda it: it.keys.later[1]),
     "prefers": ("zset", lambda it: it.keys.prefers),
     "suspects": ("list", lambda it: it.keys.suspects),
@@ -56,6 +57,7 @@ KINDS: dict[str, tuple[str, Callable[[Scene], str]]] = {
     "clock": ("hash", lambda it: it.keys.clock),
     "load": ("hash", lambda it: it.keys.load),
     "needs": ("hash", lambda it: it.keys.needs),
+    "takers": ("hash", lambda it: it.keys.takers),
     "unread": ("hash", lambda it: it.keys.unread),
     "wake": ("list", lambda it: it.keys.wake),
     "token": ("list", lambda it: it.keys.token(it.running.id)),

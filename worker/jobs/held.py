@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ...messages.broker import Claim, Release
+from ...messages.broker import Claim, Lease, Release
 from ...messages.codec import Job, Result
 from ..engine import EngineInfo, Progress
 from ..text import Tokenizer
@@ -16,12 +16,16 @@ from .traces import JobTraces
 
 @dataclass(slots=True)
 class HeldJob:
-    """A claimed job. `samples` are those not published yet; `deadline` is on this process' monotonic clock."""
+    """A claimed job. `samples` are those not published yet; `deadline` is on this process' monotonic clock.
+
+    in_vain: how often it was interrupted to be moved, and stayed.
+    """
 
     claim: Claim
     job: Job
     samples: dict[int, Run] = field(default_factory=dict)
     deadline: float | None = None
+    in_vain: int = 0
 
     @property
     def id(self) -> str:
@@ -35,6 +39,11 @@ class HeldJob:
         unfinished = [sample for sample in self.samples.values() if sample.finish_reason is None]
         pieces = tuple(piece for sample in unfinished if (piece := sample.unsaved(progress)) is not None)
         return Release(self.id, self.claim.attempt, pieces, lost)
+
+    def is_all_in(self, release: Release) -> bool:
+        """Whether it has every token: some may not be shown yet, or be too much for a message."""
+        unsaved = sum(sample.unsaved_tokens for sample in self.samples.values() if isinstance(sample, SampleRun))
+        return unsaved == sum(len(piece.partial.token_ids) for piece in release.pieces)
 
 
 class HeldJobs:
@@ -50,6 +59,10 @@ class HeldJobs:
 
     def __iter__(self) -> Iterator[HeldJob]:
         return iter(list(self._jobs.values()))
+
+    def unpublished_of(self, lease: Lease) -> int:
+        """Of the samples that are `unpublished`, those under the lease in one shard."""
+        return sum(len(held.samples) for held in self if lease.has(held.id))
 
     def get(self, job_id: str, attempt: int | None = None) -> HeldJob | None:
         """The job, if it is held (in this very attempt, if one is given)."""

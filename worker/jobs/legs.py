@@ -102,6 +102,7 @@ class JobRun(Generic[J]):
     queued_s: float
     _: KW_ONLY
     dropped: bool = False  # cancelled, expired or fenced: what it still generates is thrown away
+    moving: bool = False  # on its way to another worker: it does not run on here
     leg: Leg | None = None  # the one that is in the engine now
     retries: int = 0  # after the engine's memory was not enough
     traces: JobTraces | None = None  # told of each of its legs; None if traces are off

@@ -101,6 +101,17 @@ class SampleRun(JobRun[GenerateJob]):
             self.save_anew()
 
     @property
+    def unsaved_tokens(self) -> int:
+        """Tokens of the legs that have ended which the pool does not have."""
+        return len(self.done) - self._saved
+
+    @property
+    def newest(self) -> int:
+        """The newest version that sampled any of its tokens, or runs it now; 0 for none."""
+        last = _last_version(self.segments) or 0
+        return max(last, self.leg.version) if self.leg is not None else last
+
+    @property
     def remaining(self) -> int:
         """Tokens it may still generate."""
         return self.job.sampling.max_new_tokens - len(self.done)

@@ -21,10 +21,11 @@ RETRY_S = 0.2
 
 
 class ClaimLoop:
-    """Claims jobs for one incarnation of a worker.
+    """Claims jobs for one incarnation of a worker: its share of what waits, and more of it if others leave theirs.
 
     room(): how many more samples the worker can hold; 0 while it must not claim. serves(): the weights version that it
-    serves, and the newest version that it has of each LoRA adapter. admit(claims): takes the claimed jobs.
+    serves, and the newest version that it has of each LoRA adapter. admit(claims): takes the claimed jobs. holds(part):
+    samples that it has admitted under the lease in one shard, and not published. pace(): see Lease.pace.
     """
 
     def __init__(
@@ -34,8 +35,13 @@ class ClaimLoop:
         room: Callable[[], int],
         serves: Callable[[], tuple[int, Mapping[str, int]]],
         admit: Callable[[list[Claim]], Awaitable[None]],
+        *,
+        holds: Callable[[Lease], int],
+        pace: Callable[[], float],
     ) -> None:
         self._lease = lease
+        for part in lease.parts:
+            part.holds, part.pace = partial(self._all_of, holds, part), pace
         self._room, self._serves, self._admit = room, serves, admit
         wakers = getattr(waker, "shards", ()) or (waker,)
         self._wakers: list[tuple[Any, Lease]] = list(zip(wakers, lease.parts, strict=True))
@@ -56,6 +62,13 @@ class ClaimLoop:
     def aside(self) -> list[Claim]:
         """Claimed jobs whose admission takes its time beside further claims."""
         return [claim for claim, _ in self._aside.values()]
+
+    def slow(self, part: Lease | None = None) -> int:
+        """Samples of the jobs that are `aside`, in one shard or in all."""
+        return sum(one.n - len(one.published) for one in self.aside if part is None or part.has(one.job_id))
+
+    def _all_of(self, holds: Callable[[Lease], int], part: Lease) -> int:
+        return holds(part) + self.slow(part)
 
     def admit_aside(self, claim: Claim, admission: Coroutine[Any, Any, None]) -> None:
         """Run a job's slow admission beside further claims. It has ended when the job is not `aside` any more."""
@@ -89,37 +102,41 @@ class ClaimLoop:
     async def run(self) -> None:
         """Claim until cancelled. Raises LeaseLost."""
         wakes: dict[int, asyncio.Task[None]] = {}
-        changed: asyncio.Task[object] | None = None
+        takes = False  # what the pool knows: whether this worker takes something
         try:
             while True:
                 self._changed.clear()
-                room = self._room()
-                if room <= 0:
-                    await self._changed.wait()
-                    continue
-                try:
-                    async with self._taking:
-                        claims = await self._lease.claim(min(room, MAX_JOBS), room, *self._serves())
-                        if claims:
-                            await self._admit(claims)
-                except (RedisError, OSError) as error:
-                    log.warning("claim failed: %s", error)
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                if claims:
-                    continue
+                room = max(0, self._room())
+                if room or takes or any(wake.done() for wake in wakes.values()):
+                    wakes = {shard: wake for shard, wake in wakes.items() if not wake.done()}
+                    try:
+                        async with self._taking:
+                            claims = await self._lease.claim(min(room, MAX_JOBS), room, *self._serves())
+                            if claims:
+                                await self._admit(claims)
+                    except (RedisError, OSError) as error:
+                        log.warning("claim failed: %s", error)
+                        await asyncio.sleep(RETRY_S)
+                        continue
+                    takes = room > 0
+                    if claims and not self._lease.again_s:
+                        continue
                 # Not cancelled while it waits: that would cost the connection, and maybe the token.
                 for shard, (waker, part) in enumerate(self._wakers):
-                    if shard not in wakes:
+                    if room and shard not in wakes and not part.has_share:
                         wakes[shard] = asyncio.create_task(self._wake(waker, part))
-                changed = asyncio.create_task(self._changed.wait())
-                await asyncio.wait({*wakes.values(), changed}, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-                wakes = {shard: wake for shard, wake in wakes.items() if not wake.done()}
+                await self._until_changed(wakes, self._lease.again_s if room else 0.0)
         finally:
-            for task in (*wakes.values(), changed, *(task for _, task in self._aside.values())):
-                if task is not None:
-                    task.cancel()
+            for task in (*wakes.values(), *(task for _, task in self._aside.values())):
+                task.cancel()
+
+    async def _until_changed(self, wakes: Mapping[int, asyncio.Task[None]], again_s: float) -> None:
+        """Until something may be there: after a change here, a token of the pool, or `again_s`, 0 for never."""
+        changed = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait({*wakes.values(), changed}, timeout=again_s or None, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changed.cancel()
 
     async def _wake(self, waker: Any, part: Lease) -> None:
         try:

@@ -55,8 +55,7 @@ class Handback:
 
         progress: of samples that still run, see HeldJob.release.
         """
-        # The oldest last, because each goes to the front of its queue.
-        releases = [held.release(lost, progress) for held in sorted(jobs, key=lambda held: held.id, reverse=True)]
+        releases = [held.release(lost, progress) for held in jobs]
         ids = {held.id for held in jobs}
         self._leaving |= ids
         try:
@@ -65,6 +64,13 @@ class Handback:
             await self._send(lease, releases)
         finally:
             self._leaving -= ids
+
+    async def hand_over(self, lease: Lease, jobs: list[HeldJob], taker: str) -> None:
+        """Move held jobs, of which nothing runs, to another worker. Those that it does not get stay here.
+
+        Raises RedisError or OSError; then some may have been moved.
+        """
+        await self._send(lease, [release for held in jobs if held.is_all_in(release := held.release())], taker)
 
     async def release_claims(self, lease: Lease, claims: list[Claim]) -> None:
         """Give back jobs that were claimed and not begun."""
@@ -106,9 +112,12 @@ class Handback:
             attempts = await lease.attempts(sorted(strays))
             await self._send(lease, [Release(job_id, attempt) for job_id, attempt in attempts.items()])
 
-    async def _send(self, lease: Lease, releases: list[Release]) -> None:
+    async def _send(self, lease: Lease, releases: list[Release], to: str = "") -> None:
         async def send(batch: list[Release]) -> None:
-            await lease.release(batch, self._max_lost)
+            states = await lease.release(batch, self._max_lost, to)
+            for release, state in zip(batch, states, strict=True):
+                if state != "kept" and self._held.get(release.job_id, release.attempt) is not None:
+                    self._drop(release.job_id)
 
         for batch in batches(releases, _bytes):
             await each(batch, send, _stays)

@@ -1,6 +1,6 @@
 -- What a job's record says and what the indexes say of it, for each job in one step. Changes nothing.
 -- ARGV: prefix, classes, search, *job_ids
--- classes: how many priority classes there are. search: 1 to search the lists too, which costs their length.
+-- classes: how many priority classes there are. search: 1 to search the list of suspects too, which costs its length.
 -- Returns per job: {state, class, owner, client, bytes, deadline, TTL in ms, held by its owner, owner's lease, entry in
 --   deadlines, in its client's set, indexes of queued jobs it is in: name, times, ...}; false where there is nothing
 local classes, search = tonumber(ARGV[2]), ARGV[3] == '1'
@@ -11,15 +11,12 @@ local function member(key, id) return redis.pcall('SISMEMBER', key, id) == 1 and
 
 for i = 4, #ARGV do
   local id, key = ARGV[i], job_key(ARGV[i])
-  local f = redis.pcall('HMGET', key, 'st', 'q', 'w', 'y', 'z', 'e')
-  if f.err then f = {false, false, false, false, false, false} end
+  local f = redis.pcall('HMGET', key, 'st', 'q', 'w', 'y', 'z', 'e', 'T')
+  if f.err then f = {false, false, false, false, false, false, false} end
   local places = {}
   for class = 0, classes - 1 do
-    if redis.call('ZSCORE', later_key(class), id) then append(places, 'later:' .. class, 1) end
-    if search then
-      local times = #redis.call('LPOS', queue_key(class), id, 'COUNT', 0)
-      if times > 0 then append(places, 'queue:' .. class, times) end
-    end
+    if redis.call('ZSCORE', later_key(class), later_member(id, f[7])) then append(places, 'later:' .. class, 1) end
+    if redis.call('ZSCORE', queue_key(class), id) then append(places, 'queued:' .. class, 1) end
   end
   if search then
     local times = #redis.call('LPOS', suspects_key, id, 'COUNT', 0)

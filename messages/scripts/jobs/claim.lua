@@ -1,11 +1,14 @@
 -- Give queued jobs to a worker that holds a lease.
--- ARGV: prefix, worker, claim, max_jobs, max_samples, version, classes, can, *adapters (name, version)
+-- ARGV: prefix, worker, claim, max_jobs, max_samples, version, classes, can, holds, pace, waited, *adapters (name, version)
 -- claim: number of this claim. version: of the worker's weights. classes: how many priority classes there are.
 -- can: what the worker's engine can do, in the form of a job's N; '' for a worker that tries everything.
+-- holds: samples that the worker holds; '' for one that takes all it has room for, whatever others have. pace: how fast its
+-- engine is, 0 for unknown, see lib_spread.lua. waited: how many claims in a row gave nothing because of the worker's share.
 -- adapters: those that the worker has, each with its newest version.
--- Returns {'NOLEASE'}, or a flat list, per job: id, attempt, samples, queued ms, ms to the deadline ('' for none),
---   payload, then a list of its progress: s<i>, '' for a published sample; k<i> or k<i>.<j>, bytes for a partial; and
---   first x, '' if the worker only ends the job with these (see stop)
+-- Returns {'NOLEASE'}, or a flat list: ms after which to claim again in any case (0: when there is a reason to), thousandths
+--   of samples of its share (-1: no limit), and per job: id, attempt, samples, queued ms, ms to the deadline ('' for none),
+--   payload, then a list of its progress: s<i>, '' for a published sample; k<i> or k<i>.<j>, bytes for a partial; x, '' if the
+--   worker only ends the job with these (see stop); c, M, how often it was lost and moved; P, '' if it preferred a worker
 -- A repeated claim number returns the jobs of that claim that are still held. A client library that re-sends after a
 -- lost reply thus gets the same jobs instead of the next ones. An older number comes from a delayed copy of a call and
 -- returns nothing.
@@ -25,16 +28,21 @@ end
 
 local ADAPTER = 1099511627776  -- 2^40; weights versions above it count as it
 
-local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w', 'l', 'P', 'x', 'y', 'q', 'N'}
+local FIELDS = {'p', 'a', 't', 'e', 'd', 'st', 'n', 'kk', 'v', 'g', 'w', 'l', 'P', 'x', 'y', 'q', 'N', 'T'}
 local function record(id) return redis.call('HMGET', job_key(id), unpack(FIELDS)) end
 
-local function wrong_in(f) return damaged(f[1], f[2], f[3], f[4], f[5], f[7], f[15], f[16]) end
-
-local given, bytes = {}, 0
+local given, bytes = {0, -1}, 0
 -- What there is of a job already. Raises if its published samples are not as many as its record says, see must_agree, or
 -- if they are all that it has.
 local function progress_of(id, f)
-  local progress, published = f[14] and {'x', ''} or {}, 0
+  local progress, published, moves = f[14] and {'x', ''} or {}, 0, false
+  if f[2] ~= '0' then
+    local past = redis.call('HMGET', job_key(id), 'c', 'M')
+    moves = past[2]
+    if past[1] then append(progress, 'c', past[1]) end
+    if moves then append(progress, 'M', moves) end
+  end
+  if f[13] and not moves then append(progress, 'P', '') end
   if f[8] or tonumber(f[5]) > 0 then
     local all = redis.call('HGETALL', job_key(id))
     for i = 1, #all, 2 do
@@ -64,7 +72,7 @@ local last = redis.call('HMGET', worker_key, 'claim', 'ids', 'alone', 'number')
 if last[1] == number then
   for id in string.gmatch(last[2] or '', '%x+') do
     local f = record(id)
-    if f[6] == 'r' and f[11] == worker and not wrong_in(f) then
+    if f[6] == 'r' and f[11] == worker and not damaged(f[1], f[2], f[3], f[4], f[5], f[7], f[15], f[16]) then
       alone(id, function() hand_over(id, f, progress_of(id, f)) end)
     end
   end
@@ -75,126 +83,31 @@ if (whole(last[1]) or 0) > tonumber(number) then return given end
 local committed = whole(redis.call('HGET', prefix .. 'weights', 'committed')) or 0
 local ids, jobs, samples, looked, again = {}, 0, 0, 0, 0
 
-local function version_needed(v, g)
-  return math.max(tonumber(v) or 0, g and committed - tonumber(g) or 0)
-end
-
--- Scores in `later` that this worker can serve: {from, to} each.
-local has, ranges = {}, {{0, math.min(version, ADAPTER - 1)}}
+-- Scores in `later` that this worker can serve: {from, to} each. able(kind, adapters): which other workers can, nil for all.
+-- own: for no other worker.
+local has, has_names, ranges = {}, '', {{0, math.min(version, ADAPTER - 1)}}
 local function number_of(adapter) return whole(redis.call('HGET', prefix .. 'weights', 'number:' .. adapter)) end
-for i = 9, #ARGV - 1, 2 do
+for i = 12, #ARGV - 1, 2 do
   has[ARGV[i]] = tonumber(ARGV[i + 1])
-  local number = number_of(ARGV[i])
-  if number then ranges[#ranges + 1] = {ADAPTER * number, ADAPTER * number + has[ARGV[i]]} end
-end
-if whole(last[4]) then ranges[#ranges + 1] = {-last[4], -last[4]} end   -- what prefers this worker
-
--- Workers of one pool may differ in what their engines can do. HASH `needs`, in a pool where they do:
---   can:<what a worker can>   until when, by the pool's clock, the last lease of such workers goes
---   slot:<names>              the number under which jobs wait in `later` that need these names, and more context than 0
--- A job waits for workers that are there, or were within REMEMBER_MS. One that nobody could run goes to anybody, who
--- refuses it by name.
-local REMEMBER_MS, SLOTS = 3600000, 256
-local KINDS = 512              -- while there are more kinds of workers, each is forgotten with its last lease
-local PLAIN = '0 generate'     -- what a job needs that does not say
-local function parsed(text)
-  local context, names = string.match(text, '^(%d+) (.+)$')
-  if not whole(context) then error('what an engine can do must be a length and names') end
-  local found = {context = math.min(context + 0, SLOT - 1), names = names, has = {}}
-  for name in string.gmatch(names, '%S+') do found.has[name] = true end
-  return found
-end
-local function can_all(names, has)
-  for name in string.gmatch(names, '%S+') do
-    if not has[name] then return false end
-  end
-  return true
-end
-local function token_of(can) return 'can-' .. string.sub(server.sha1hex(can), 1, 16) end
-
-local can = (ARGV[8] or '') ~= '' and parsed(ARGV[8])
-local others, slots, slots_used, slots_here = {}, {}, 0, 0
-local known = can and redis.call('HGETALL', needs_key) or {}
-local since = clock().leases - (#known > 2 * (SLOTS + KINDS) and 0 or REMEMBER_MS)
-local alike = #known == 2 and known[1] == 'can:' .. ARGV[8]   -- all workers are of this one's kind
-for i = 1, alike and 0 or #known, 2 do
-  local kind, text = string.match(known[i], '^(%a+):(.+)$')
-  local value = whole(known[i + 1])
-  if kind == 'can' and value and value > since then
-    others[#others + 1] = {text = text, alive = value > clock().leases, does = {}}
-  elseif kind == 'can' then
-    redis.call('HDEL', needs_key, known[i])
-  elseif kind == 'slot' and value then
-    slots[text], slots_used = value, slots_used + 1
-    if can_all(text, can.has) then
-      slots_here = slots_here + 1
-      ranges[#ranges + 1] = {NEEDS + value * SLOT, NEEDS + value * SLOT + can.context}
-    end
+  local name, number = ARGV[i], number_of(ARGV[i])
+  has_names = has_names .. '/' .. name .. '@' .. ARGV[i + 1]
+  if number then
+    ranges[#ranges + 1] = {ADAPTER * number, ADAPTER * number + has[name], able = function(_, adapters)
+      return string.find(adapters, '/' .. name .. '@', 1, true)
+    end}
   end
 end
+if whole(last[4]) then ranges[#ranges + 1] = {-last[4], -last[4], own = true} end   -- what prefers this worker
 
--- Whether these other workers can do what is needed. Most claims ask for no other worker, and few for many needs.
-local function can_do(other, need)
-  if not other.context then
-    local fine, one = attempt(parsed, other.text)
-    other.context, other.has = fine and one.context or -1, fine and one.has or {}
-  end
-  if need.context > other.context then return false end
-  if other.does[need.names] == nil then other.does[need.names] = can_all(need.names, other.has) end
-  return other.does[need.names]
-end
-
--- The number of the slot of these names; nil if there are too many slots. A claim looks once for those that are empty.
-local swept = false
-local function slot_of(names)
-  if slots[names] then return slots[names] end
-  local crowded = slots_used >= SLOTS and not swept
-  swept = swept or crowded
-  for used, value in pairs(crowded and slots or {}) do
-    local waits = 0
-    for class = 0, classes - 1 do
-      waits = waits + redis.call('ZCOUNT', later_key(class), NEEDS + value * SLOT, NEEDS + (value + 1) * SLOT - 1)
-    end
-    if waits == 0 then
-      redis.call('HDEL', needs_key, 'slot:' .. used)
-      slots[used], slots_used = nil, slots_used - 1
-    end
-  end
-  if slots_used >= SLOTS then return nil end
-  slots[names], slots_used = redis.call('HINCRBY', load_key, 'slots', 1), slots_used + 1
-  redis.call('HSET', needs_key, 'slot:' .. names, slots[names])
-  return slots[names]
-end
-
--- Where in `later` a job waits whose needs only other workers fulfil, and these are woken; false if it need not. NO_SLOT
--- if there is no place: it waits at the end of its queue.
-local scores, NO_SLOT = {}, math.huge
-local function score_for_others(n)
-  n = n or PLAIN
-  if scores[n] == nil then
-    local need = parsed(n)
-    local waits = false
-    if need.context > can.context or not can_all(need.names, can.has) then
-      for _, other in ipairs(others) do
-        if can_do(other, need) then
-          waits = true
-          if other.alive and not other.woken then wake(token_of(other.text)) end
-          other.woken = true
-        end
-      end
-    end
-    local slot = waits and slot_of(need.names)
-    scores[n] = waits and (slot and NEEDS + slot * SLOT + need.context or NO_SLOT)
-  end
-  return scores[n]
-end
+local needs = read_needs(ARGV[8] or '', number)
+append(ranges, unpack(needs.here))
 
 -- Where in `later` a job waits that this worker cannot run; nil for one that it can. An adapter that the pool has no
 -- version of keeps nobody waiting: the worker finds that out, and ends the job.
 local function score_of(v, g, l, n)
-  local for_others = #others > 0 and score_for_others(n)
+  local for_others = #needs.others > 0 and needs.score(n or PLAIN)
   if for_others then return for_others end
-  local needs = version_needed(v, g)
+  local needs = math.max(tonumber(v) or 0, g and committed - tonumber(g) or 0)
   if version < needs then return math.min(needs, ADAPTER - 1) end
   if not l then return nil end
   local adapter, least = string.match(l, '^(.+)@(%d+)$')
@@ -203,161 +116,285 @@ local function score_of(v, g, l, n)
   return number and ADAPTER * number + math.min(least, ADAPTER - 1) or nil
 end
 
--- Whether a job, with the preference P, was put aside for another worker: one with a lease, if the job has never been
--- claimed and its time is not over. That worker has a number from then on, which is the score minus itself.
-local function leave_to_preferred(id, preference, attempt, accepted, later)
-  local ms, other = string.match(preference, '^(%d+)@(.+)$')
-  local until_ms = tonumber(accepted) + (whole(ms) or 0)
-  if other == worker or attempt ~= '0' or until_ms <= clock().deadlines or not alive(other) then return false end
-  local its_key = prefix .. 'worker:' .. other
-  local its_number = whole(redis.call('HGET', its_key, 'number'))
-  if not its_number then
-    its_number = redis.call('HINCRBY', load_key, 'numbers', 1)
-    redis.call('HSET', its_key, 'number', its_number)
-  end
-  redis.call('ZADD', later, -its_number, id)
-  redis.call('ZADD', prefers_key, until_ms, id)
-  wake(other)
-  return true
+-- Whether a job that prefers a worker was put aside for another worker: one with a lease, if the job has never been
+-- claimed and its time is not over.
+local function leave_to_preferred(id, f)
+  local ms, other = string.match(f[13], '^(%d+)@(.+)$')
+  local until_ms = tonumber(f[3]) + (whole(ms) or 0)
+  return other ~= worker and f[2] == '0' and until_ms > clock().deadlines and leave_to(other, id, f[16], f[18], until_ms)
 end
 
--- What becomes of an id that was taken from a queue.
-local function settle(id, later)
-  if not string.match(id, '^%x+$') then return end       -- nobody submitted that
+local said = redis.call('HMGET', load_key, 'owed1', 'owed2', 'turn0', 'turn1', 'turn2', 'queued', 'offered', 'spread',
+                        'attempts')
+local load = {queued = counted(said[6]), offered = counted(said[7]), spread = said[8]}
+
+-- What becomes of an id at the front of a queue, or one that was taken from `later`.
+local one_job, its_turn = 1, 0     -- of the job that was given last
+local unqueued, claimed = 0, {}    -- samples of all that leave their queues; ids that are to be removed together
+local function settle(id, queue)
   local f = record(id)
-  if f[6] == 'r' or ENDED[f[6]] or not (f[6] or f[1]) then return end   -- it was cancelled or expired while queued
-  local wrong = f[6] ~= 'q' and 'st' or wrong_in(f)
-  if wrong then return give_up(id, string.format(DAMAGED, wrong)) end
-  if f[13] then redis.call('ZREM', prefers_key, id) end
-  local score = not f[14] and score_of(f[9], f[10], f[12], f[17])   -- what only has to be ended needs no weights
-  if f[4] and tonumber(f[4]) <= clock().deadlines then
+  local gone = f[6] == 'r' or ENDED[f[6]] or not (f[6] or f[1])   -- it was cancelled or expired while queued;
+    or not string.match(id, '^%x+$')                              -- or nobody submitted that
+  local wrong = not gone and (f[6] ~= 'q' and 'st' or damaged(f[1], f[2], f[3], f[4], f[5], f[7], f[15], f[16]))
+  local fine = not gone and not wrong
+  local late = fine and f[4] and tonumber(f[4]) <= clock().deadlines
+  local score = fine and not late and not f[14] and score_of(f[9], f[10], f[12], f[17])   -- its end needs no weights
+  if fine and f[13] then redis.call('ZREM', prefers_key, id) end
+  local away = not fine or late or score or (f[13] and not f[14] and leave_to_preferred(id, f))
+  if away and queue and score ~= NO_SLOT and redis.call('ZREM', queue, id) == 1 then
+    unqueued = unqueued + unpublished(f[7], f[5])
+  end
+  if wrong then
+    give_up(id, string.format(DAMAGED, wrong))
+  elseif late then
     fail(id, 'expired', 'its deadline passed in the queue', '', '')
   elseif score == NO_SLOT then
-    redis.call('RPUSH', queue_key(f[16]), id)
+    local last = redis.call('ZREVRANGE', queue_key(f[16]), 0, 0, 'WITHSCORES')
+    redis.call('ZADD', queue_key(f[16]), (tonumber(last[2]) or 0) + 1, id)
   elseif score then
-    redis.call('ZADD', later, score, id)       -- out of the way of those behind it
+    redis.call('ZADD', later_key(f[16]), score, later_member(id, f[18]))   -- out of the way of those behind it
     if score >= NEEDS and not f[17] then redis.call('HSET', job_key(id), 'N', PLAIN) end
-  elseif f[14] or not (f[13] and leave_to_preferred(id, f[13], f[2], f[3], later)) then
-    local progress = progress_of(id, f)
-    f[2] = f[2] + 1
+  elseif not away then
+    local progress, moved = progress_of(id, f), f[2] ~= '0' and redis.call('HDEL', job_key(id), 'm') == 1
+    one_job, its_turn, f[2] = f[7] - f[5], whole(f[18]) or 0, f[2] + 1
+    if queue then claimed[#claimed + 1], unqueued = id, unqueued + one_job end
     redis.call('HSET', job_key(id), 'st', 'r', 'w', worker, 'a', f[2])
     redis.call('SADD', held_key(worker), id)
-    jobs = jobs + 1
-    samples = samples + f[7] - f[5]
+    jobs, samples = jobs + 1, samples + one_job
     ids[#ids + 1] = id
-    if f[2] > 1 then again = again + 1 end
+    if f[2] > 1 and not moved then again = again + 1 end
     hand_over(id, f, progress)
   end
 end
-local function consider(id, later)
+local function consider(id, queue)
   looked = looked + 1
-  alone(id, settle, id, later)
+  local fine, why = attempt(settle, id, queue)
+  if fine then return end
+  give_up(id, why)
+  load.queued = counted(redis.call('HGET', load_key, 'queued'))   -- that has counted it
 end
 
-local function remember()
-  if jobs > 0 then redis.call('HINCRBY', load_key, 'attempts', jobs) end
-  if again > 0 then redis.call('HINCRBY', load_key, 'redelivered', again) end
-  redis.call('HSET', worker_key, 'claim', number, 'ids', table.concat(ids, ','))
-  return given
-end
+-- What this claim says of the worker to those that share, see lib_spread.lua.
+local its_kind = #needs.others > 0 and token_of(ARGV[8]) or '-'
+local me = whole(ARGV[9]) and {
+  name = worker, held = whole(ARGV[9]), most = whole(ARGV[9]) + max_samples, pace = tonumber(ARGV[10]) or 0, asked = clock().now,
+  version = version, like = its_kind .. has_names,
+}
 
 -- One worker at a time is the ward for suspects: it lets what it holds run out, then takes them one by one.
-local ward_key, alone_with = prefix .. 'ward', last[3]
-local function ward()
-  local until_ms, holder = string.match(redis.call('GET', ward_key) or '', '^(%d+)@(.*)$')
-  return whole(until_ms) and whole(until_ms) > clock().leases and holder or nil
-end
-local function be_ward()
-  redis.call('SET', ward_key, clock().leases + WARD_MS .. '@' .. worker, 'EX', WARD_TTL_S)
-end
-if alone_with and redis.call('SISMEMBER', held_key(worker), alone_with) == 1 then
-  if ward() == worker then be_ward() end
-  return remember()
-end
-
--- The first suspect that this worker could run, and its class. Those that have ended are cleared away.
-local function next_suspect()
-  for _, id in ipairs(redis.call('LRANGE', suspects_key, 0, SCAN - 1)) do
-    local f = redis.call('HMGET', job_key(id), 'st', 'v', 'g', 'q', 'l', 'x', 'N')
-    if f[1] ~= 'q' then
-      redis.call('LREM', suspects_key, 1, id)
-    else
-      local fine, score = attempt(score_of, f[2], f[3], f[5], f[7])
-      if not fine or not whole(f[4]) or whole(f[4]) >= classes then
+local alone_with, runs_alone = last[3], false
+if alone_with or (max_samples > 0 and redis.call('LLEN', suspects_key) > 0) then
+  local ward_key = prefix .. 'ward'
+  local function ward()
+    local until_ms, holder = string.match(redis.call('GET', ward_key) or '', '^(%d+)@(.*)$')
+    return whole(until_ms) and whole(until_ms) > clock().leases and holder or nil
+  end
+  local function be_ward() redis.call('SET', ward_key, clock().leases + WARD_MS .. '@' .. worker, 'EX', WARD_TTL_S) end
+  -- The first suspect that this worker could run, and its class. Those that have ended are cleared away.
+  local function next_suspect()
+    for _, id in ipairs(redis.call('LRANGE', suspects_key, 0, SCAN - 1)) do
+      local f = redis.call('HMGET', job_key(id), 'st', 'v', 'g', 'q', 'l', 'x', 'N')
+      if f[1] ~= 'q' then
         redis.call('LREM', suspects_key, 1, id)
-        give_up(id, 'its class or its adapter is no such thing')
-      elseif f[6] or not score then
-        return id, f[4]
+      else
+        local fine, score = attempt(score_of, f[2], f[3], f[5], f[7])
+        if not fine or not whole(f[4]) or whole(f[4]) >= classes then
+          redis.call('LREM', suspects_key, 1, id)
+          give_up(id, 'its class or its adapter is no such thing')
+        elseif f[6] or not score then
+          return id
+        end
       end
     end
   end
-end
-
-if redis.call('LLEN', suspects_key) > 0 then
-  local id, class = next_suspect()
-  if id and (ward() or worker) == worker then
-    be_ward()
-    while id and redis.call('SCARD', held_key(worker)) == 0 do
-      redis.call('LREM', suspects_key, 1, id)
-      consider(id, later_key(class))
-      if jobs > 0 then redis.call('HSET', worker_key, 'alone', id) else id, class = next_suspect() end
+  if alone_with and redis.call('SISMEMBER', held_key(worker), alone_with) == 1 then
+    runs_alone = true
+    if ward() == worker then be_ward() end
+  elseif max_samples > 0 then
+    local id = next_suspect()
+    if id and (ward() or worker) == worker then
+      be_ward()
+      while id and redis.call('SCARD', held_key(worker)) == 0 do
+        redis.call('LREM', suspects_key, 1, id)
+        consider(id)
+        if jobs > 0 then redis.call('HSET', worker_key, 'alone', id) else id = next_suspect() end
+      end
+      runs_alone = redis.call('SCARD', held_key(worker)) > 0
     end
-    if redis.call('SCARD', held_key(worker)) > 0 then return remember() end
   end
 end
+if runs_alone then max_samples = 0 end   -- it takes nothing else
 
 local function full()
   return jobs >= max_jobs or samples >= max_samples or bytes >= MAX_BYTES or looked >= max_jobs + SCAN
 end
 
--- Up to `limit` jobs of a class, those first that were set aside for what this worker has. Each range is the first one in
--- its turn: none that is never empty keeps the others waiting. Returns how many.
+-- How many jobs are in the queue of each class, and in its `later`.
+local sizes, queued, set_aside = {}, 0, 0
+for class = 0, classes - 1 do
+  local waits, aside = redis.call('ZCARD', queue_key(class)), redis.call('ZCARD', later_key(class))
+  sizes[2 * class + 1], sizes[2 * class + 2], queued, set_aside = waits, aside, queued + waits, set_aside + aside
+end
+
+-- What waits although the worker has its share is left by others. If nobody takes the token, those who are silent are taken
+-- out. If they are not silent they cannot take it, and the share grows.
+local waited = me and whole(ARGV[11]) or 0
+if waited > 0 then
+  if queued > load.queued then            -- somebody has written into the counter
+    load.queued = queued
+    redis.call('HSET', load_key, 'queued', queued)
+  end
+  if redis.call('LLEN', prefix .. 'wake') > 0 then take_out_silent(me, load.queued) end
+  load.spread = nil
+end
+
+-- Whether the worker has its share of what waits in a range, or in the queues (EVERYWHERE), beside the workers that could
+-- take it. It takes a job while it is below its level, and more than one while that brings it nearer to the level.
+local EVERYWHERE, limits = {}, {}
+local function enough(range)
+  if not me or range.own then return false end
+  local fresh, over = false, false
+  repeat
+    fresh = over and range == EVERYWHERE
+    if fresh or not limits[range] then
+      local level, mean, _
+      if range == EVERYWHERE then
+        level, mean = level_of_all(me, load, fresh)
+      else
+        local waits = range.able and 0 or load.queued
+        for class = 0, classes - 1 do
+          local first = redis.call('ZRANGEBYSCORE', later_key(class), range[1], range[2], 'LIMIT', 0, 1)[1]
+          if first then
+            local f = redis.call('HMGET', job_key(id_of(first)), 'n', 'd')
+            waits = waits + redis.call('ZCOUNT', later_key(class), range[1], range[2]) * math.max(1, unpublished(f[1], f[2]))
+          end
+        end
+        _, level, mean = takers(me, waits, range.able)
+      end
+      level = level * 2 ^ math.min(math.max(waited - 2, 0), 16) + math.max(waited - 2, 0)
+      limits[range] = level * speed_of(me.pace, mean)
+    end
+    if jobs > 0 then return me.held + samples + one_job / 2 > limits[range] end
+    over = me.held >= limits[range]
+  until not over or fresh or range ~= EVERYWHERE
+  return over
+end
+
+-- The first job of each score in `later` that this worker can serve, GROUPS scores of a range at once. What prefers it comes
+-- before all turns. A range may have many scores; each claim begins elsewhere in it, so that no length of context is left out.
+local GROUPS = 8
+local head_between, next_head, aside   -- what is set aside by this very claim is for others
+if set_aside > 0 then
+  function head_between(class, range, from, to)
+    local first = redis.call('ZRANGEBYSCORE', later_key(class), from, to, 'WITHSCORES', 'LIMIT', 0, 1)
+    local turn = range.own and -1 or first[1] and whole(match(first[1], '^(%d+):')) or 0
+    return first[1] and {member = first[1], score = first[2], range = range, turn = turn}
+  end
+  function next_head(class, range)
+    local head = head_between(class, range, range.from, range.to)
+    if not head and range.start and range.to == range[2] then
+      range.from, range.to = range[1], string.format('(%.0f', range.start)
+      head = head_between(class, range, range.from, range.to)
+    end
+    if head then range.from = '(' .. head.score end
+    return head
+  end
+  function aside(class)
+    local found = {}
+    for _, range in ipairs(ranges) do
+      range.from, range.to = range.start or range[1], range[2]
+      for _ = 1, GROUPS do
+        local head = next_head(class, range)
+        if not head then break end
+        found[#found + 1] = head
+      end
+    end
+    return found
+  end
+end
+
+-- Up to `limit` jobs of a class: those that prefer this worker, then by turns those set aside for what it has and those in
+-- the queue. Returns how many.
+local FRONT = 256              -- ids that it reads at once
+local newest = {}
 local function take(class, limit)
   local queue, later, before = queue_key(class), later_key(class), jobs
-  for i = 0, #ranges - 1 do
-    if full() then break end
-    local range = ranges[(i + number) % #ranges + 1]
-    for _, id in ipairs(redis.call('ZRANGEBYSCORE', later, range[1], range[2], 'LIMIT', 0, limit - jobs + before)) do
-      if full() then break end
-      redis.call('ZREM', later, id)
-      consider(id, later)
-    end
-  end
+  local heads = aside and aside(class) or {}
+  local front, at = {}, 1            -- the first ids of the queue, and the next of them
+  if sizes[2 * class + 1] == 0 and #heads == 0 then return 0 end
   while jobs - before < limit and not full() do
-    local id = redis.call('LPOP', queue)
-    if not id then break end
-    consider(id, later)
+    if #front < at and sizes[2 * class + 1] > 0 then
+      if #claimed > 0 then redis.call('ZREM', queue, unpack(claimed)) end
+      front, at, claimed = redis.call('ZRANGE', queue, 0, math.min(limit + before - jobs, max_jobs - jobs, FRONT) - 1), 1, {}
+    end
+    local place, so_far, id = nil, jobs, front[at]
+    for i, head in ipairs(heads) do
+      if (not place or head.turn < heads[place].turn) and not enough(head.range) then place = i end
+    end
+    local head, open = heads[place], id and not enough(EVERYWHERE)
+    local first = head and open and tonumber(redis.call('ZSCORE', queue, id) or nil)
+    if head and not (first and first < head.turn) then
+      redis.call('ZREM', later, head.member)
+      consider(id_of(head.member))
+      heads[place] = head_between(class, head.range, head.score, head.score) or next_head(class, head.range)
+      if not heads[place] then table.remove(heads, place) end
+    elseif open then
+      at = at + 1
+      consider(id, queue)
+    else
+      break
+    end
+    if jobs > so_far then newest[class] = math.max(newest[class] or 0, its_turn) end
   end
+  if #claimed > 0 then redis.call('ZREM', queue, unpack(claimed)) end
+  sizes[2 * class + 1], sizes[2 * class + 2], claimed = redis.call('ZCARD', queue), redis.call('ZCARD', later), {}
   return jobs - before
 end
 
 -- Highest class first, but nobody starves: `owed<class>` counts the jobs of higher classes that went past a waiting one.
 local taken, owed = {}, {}
 for class = classes - 1, 1, -1 do
-  owed[class] = whole(redis.call('HGET', load_key, 'owed' .. class)) or 0
+  owed[class] = whole(said[class]) or 0
   taken[class] = owed[class] >= SHARE and take(class, math.floor(owed[class] / SHARE)) or 0
 end
-local function adapter_job_waits(class)
-  for i = 2, #ranges do
-    if redis.call('ZCOUNT', later_key(class), ranges[i][1], ranges[i][2]) > 0 then return true end
-  end
-  return false
-end
-local passed, waiting = 0, false
+local passed, waiting, changed = 0, false, {}   -- changed: in `load`
 for class = 0, classes - 1 do
   taken[class] = (taken[class] or 0) + take(class, max_jobs)
-  -- Those set aside for newer weights wait, too, for a worker that has them.
-  local waits = redis.call('LLEN', queue_key(class)) > 0 or redis.call('ZCOUNT', later_key(class), 0, version) > 0
-    or adapter_job_waits(class)
+  -- Those set aside for what this worker has wait, too.
+  local left = sizes[2 * class + 2]
+  local waits = sizes[2 * class + 1] > 0 or (left > 0 and aside ~= nil and #aside(class) > 0)
   if class > 0 then
-    local idle = not waits and redis.call('ZCARD', later_key(class)) == 0
+    local idle = not waits and left == 0
     local now_owed = idle and 0 or math.max(0, owed[class] + (waits and passed or 0) - SHARE * taken[class])
     if now_owed ~= owed[class] then redis.call('HSET', load_key, 'owed' .. class, now_owed) end
   end
+  if newest[class] and newest[class] > counted(said[3 + class]) then append(changed, 'turn' .. class, newest[class]) end
   passed, waiting = passed + taken[class], waiting or waits
 end
-if waiting and (jobs > 0 or looked >= max_jobs + SCAN) then
-  wake()
-  if slots_here > 0 then wake(token_of(ARGV[8])) end
+if unqueued ~= 0 then append(changed, 'queued', math.max(0, load.queued - unqueued)) end
+if jobs > 0 then append(changed, 'attempts', counted(said[9]) + jobs) end
+if #changed > 0 then redis.call('HSET', load_key, unpack(changed)) end
+
+-- Others get what is left. A worker that has its share comes again when they had the time to.
+local shares = me and waiting and max_samples > 0 and not full()
+if waiting and (jobs > 0 or looked >= max_jobs + SCAN or shares or max_samples == 0) then
+  wake(nil, shares and 2 or 1)
+  if #needs.here > 0 then wake(token_of(ARGV[8])) end
 end
-return remember()
+local limit = limits[EVERYWHERE] or 0
+if limit > 0 and limit < me.most then given[2] = math.floor(1000 * limit) end
+if shares then
+  local below = limits[EVERYWHERE] and me.held + samples < limits[EVERYWHERE]   -- it may get what is left when all are even
+  given[1], given[2] = below and SOON_MS or LAPSE_MS, math.max(0, given[2])
+elseif me and jobs == 0 and not waiting and max_samples > 0 then
+  given[1], given[2] = ask_for_moves(me), -1
+end
+if again > 0 then redis.call('HINCRBY', load_key, 'redelivered', again) end
+redis.call('HSET', worker_key, 'claim', number, 'ids', table.concat(ids, ','))
+if me and runs_alone then
+  redis.call('HDEL', takers_key, worker)
+elseif me then
+  redis.call('HSET', takers_key, worker, string.format('%d %d %s %d %d %s %s', me.held + samples, me.most, ARGV[10],
+                                                       me.asked, version, its_kind, has_names))
+end
+return given

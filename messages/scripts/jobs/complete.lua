@@ -11,8 +11,7 @@ local dropped, agreed = 0, {} -- agreed: job -> number of its samples that were 
 local function publish(i)
   local id, attempt, sample = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local key = job_key(id)
-  local f = redis.call('HMGET', key, 'st', 'w', 'a', 'd', 'n', 'y', 's' .. sample, 'z', 'e', 'q', 'v', 'g', 'P',
-                       'h', 'kk')
+  local f = redis.call('HMGET', key, 'st', 'w', 'a', 'd', 'n', 'y', 's' .. sample, 'z', 'e', 'h', 'kk')
   local state = 'ok'
   if f[1] == 'done' or (f[7] and f[3] == attempt) then
     state = 'again'
@@ -29,15 +28,14 @@ local function publish(i)
     local last = done == n
     if done > 1 and done >= n then must_agree(key, f[4], f[5]) end
     -- l marks the job's last result: a client that has forgotten which ones it took before still knows when to stop.
-    redis.call('XADD', prefix .. 'reply:' .. client, '*', 'j', id, 's', sample, 'm', result, 'l', last and 1 or 0)
+    redis.call('XADD', prefix .. 'reply:' .. client, '*', 'j', id, 's', sample, 'm', result, 'l', last and '1' or '0')
     unread[client] = (unread[client] or 0) + ENTRY_BYTES + #result
     if last then
-      bury_record(id, 'done', worker, {y = client, e = f[9], q = f[10], v = f[11], g = f[12], P = f[13], h = f[14],
-                                           kk = f[15]})
+      bury_record(id, 'done', worker, {y = client, e = f[9], h = f[10], kk = f[11]})   -- it waits nowhere
       done_jobs, done_bytes = done_jobs + 1, done_bytes + nbytes
     else
       redis.call('HSET', key, 's' .. sample, 1, 'd', done)
-      if f[15] and dropped < DROPPED then dropped = dropped + drop_pieces_from(key, sample, 0) end
+      if f[11] and dropped < DROPPED then dropped = dropped + drop_pieces_from(key, sample, 0) end
     end
   end
   return state

@@ -20,10 +20,9 @@ local function put_back(id, f)
     end
     return
   end
-  local score = redis.call('ZSCORE', later_key(class), id)
-  if not score and redis.call('LLEN', queue_key(class)) == 0 and redis.call('LLEN', suspects_key) == 0 then
-    redis.call('LPUSH', queue_key(class), id)
-    wake()
+  local score = redis.call('ZSCORE', later_key(class), later_member(id, f[10]))
+  if not score and redis.call('LLEN', suspects_key) == 0 then
+    to_queue(id, class, f[10], unpublished(f[6], f[5]))   -- where it is already, nearly always
   elseif score and tonumber(score) < 0 and not redis.call('ZSCORE', prefers_key, id) then
     redis.call('ZADD', prefers_key, 0, id)
   end
@@ -31,7 +30,7 @@ end
 
 -- Returns why the job has to end, nil if it need not.
 local function look_at(id)
-  local f = redis.call('HMGET', job_key(id), 'st', 'a', 't', 'e', 'd', 'n', 'y', 'q', 'w')
+  local f = redis.call('HMGET', job_key(id), 'st', 'a', 't', 'e', 'd', 'n', 'y', 'q', 'w', 'T')
   if #id ~= 32 or not string.match(id, '^%x+$') or (f[7] and f[7] ~= client) or ENDED[f[1]] then
     redis.call('SREM', client_key(client), id)   -- nobody's job, another client's, or one that has ended
   elseif redis.call('EXISTS', job_key(id)) == 0 then

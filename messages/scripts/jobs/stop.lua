@@ -7,7 +7,7 @@
 local states, running, queued = {}, {}, false
 local function stop(id)
   local key = job_key(id)
-  local f = redis.call('HMGET', key, 'st', 'kk', 'q', 'd')
+  local f = redis.call('HMGET', key, 'st', 'kk', 'q', 'd', 'T', 'n')
   local state = f[1] or 'unknown'
   if state == 'q' and not f[2] and f[4] == '0' then
     fail(id, 'cancelled', ARGV[2], '', '')
@@ -17,7 +17,9 @@ local function stop(id)
     if state == 'r' then
       running[#running + 1] = id
     else
-      if redis.call('ZREM', later_key(f[3]), id) == 1 then redis.call('LPUSH', queue_key(f[3]), id) end
+      if redis.call('ZREM', later_key(f[3]), later_member(id, f[5])) == 1 then
+        to_queue(id, f[3], f[5], unpublished(f[6], f[4]))
+      end
       redis.call('ZREM', prefers_key, id)
       queued = true
     end

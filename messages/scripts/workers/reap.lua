@@ -26,8 +26,7 @@ end
 for _, worker in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'workers', '-inf', now, 'LIMIT', 0, most)) do
   if left <= 0 or bytes >= MAX_BYTES then break end
   local ids = redis.call('SRANDMEMBER', held_key(worker), left)
-  -- Oldest to the front: ids are time-ordered and requeue pushes to the left.
-  table.sort(ids, function(a, b) return a > b end)
+  table.sort(ids)   -- by time: suspects run in this order
   for _, id in ipairs(ids) do
     if bytes >= MAX_BYTES then break end
     if not attempt(take_back, id, worker) then
@@ -62,12 +61,13 @@ for class = 0, CLASSES - 1 do
     local first = redis.call('ZRANGEBYSCORE', later_key(class), NEEDS + from * SLOT, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
     if not first[1] then break end
     local number = math.floor((first[2] - NEEDS) / SLOT)
-    local f = redis.call('HMGET', job_key(first[1]), 'st', 'N')
+    local id = id_of(first[1])
+    local f = redis.call('HMGET', job_key(id), 'st', 'N', 'T', 'n', 'd')
     local names = f[1] == 'q' and string.match(f[2] or '', '^%d+ (.+)$')
     local slot = names and whole(redis.call('HGET', needs_key, 'slot:' .. names))
     if not names then
       redis.call('ZREM', later_key(class), first[1])
-      if f[1] == 'q' then redis.call('LPUSH', queue_key(class), first[1]) end
+      if f[1] == 'q' then to_queue(id, class, f[3], unpublished(f[4], f[5])) end
     elseif slot and slot ~= number then
       redis.call('ZADD', later_key(class), first[2] + (slot - number) * SLOT, first[1])
     else
@@ -78,7 +78,15 @@ for class = 0, CLASSES - 1 do
 end
 -- A token may be lost with the worker that took it: it is there again whenever jobs wait.
 local waiting = redis.call('LLEN', suspects_key)
-for class = 0, CLASSES - 1 do waiting = waiting + redis.call('LLEN', queue_key(class)) end
+for class = 0, CLASSES - 1 do
+  local queued = redis.call('ZCARD', queue_key(class))
+  waiting = waiting + queued
+  -- Tenants that would begin there anyway; all of them when no job of the class waits.
+  local idle = queued == 0 and redis.call('ZCARD', later_key(class)) == 0
+  local turn = idle and '+inf' or counted(redis.call('HGET', load_key, 'turn' .. class))
+  redis.call('ZREMRANGEBYSCORE', turns_key(class), '-inf', turn)
+end
+if waiting == 0 then redis.call('HDEL', load_key, 'queued') end    -- somebody has written into the counter
 if requeued + undecided + waiting > 0 then wake() end
 local more = (left - expired - undecided <= 0 or bytes >= MAX_BYTES) and 1 or 0
 return {requeued, dead, expired, removed, more}

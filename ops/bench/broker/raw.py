@@ -65,7 +65,7 @@ def work(url: str, load: Load) -> None:
     answers: list[Any] = []
     for number in itertools.count(1):
         claim = raw.command("claim", WORKER, number, BATCH, BATCH, 0, len(PRIORITIES))
-        given = raw.run(*([raw.command("complete", WORKER, *answers)] if answers else []), claim)[-1]
+        _, _, *given = raw.run(*([raw.command("complete", WORKER, *answers)] if answers else []), claim)[-1]
         answers = []
         for i in range(0, len(given), 7):
             answers += (given[i], given[i + 1], 0, given[i + 5][at : at + ANSWER] + pad)

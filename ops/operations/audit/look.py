@@ -16,11 +16,11 @@ from ....messages.scripts import Scripts, calls
 CHUNK = 256
 """A call looks at so many keys, jobs or members."""
 SEARCHED = 200_000
-"""A call searches through so many entries of lists, but at least once for one job (some 30 ns each)."""
+"""A call searches through so many suspects, but at least once for one job (some 30 ns each)."""
 ADDED_UP = 1000
 """One step adds up the bytes of at most so many open jobs (a few milliseconds)."""
 Listed = dict[bytes, tuple[str, ...]]
-"""Job id -> the lists that hold it, one entry per occurrence."""
+"""Job id -> "suspects", once per occurrence there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,26 +115,23 @@ class Looker:
         return facts
 
     async def job_facts(self, ids: Iterable[bytes], *, listed: Listed | None) -> list[JobFacts]:
-        """listed: what `lists` read, a moment ago. None: the lists are searched, in the same step as all the rest."""
+        """listed: what `suspects` read, a moment ago. None: they are searched, in the same step as all the rest."""
         facts: list[JobFacts] = []
         search, size = listed is None, CHUNK
         if search:
-            length = sum([int(await self._redis.llen(key)) for key in (*self.keys.queues, self.keys.suspects)])
-            size = max(1, min(CHUNK, SEARCHED // (length + 1)))
+            size = max(1, min(CHUNK, SEARCHED // (int(await self._redis.llen(self.keys.suspects)) + 1)))
         for chunk in _chunks(ids, size):
             raw = await self._scripts.run(calls.audit_jobs(len(PRIORITIES), int(search), *chunk))
             facts += [_job(job_id, row, (listed or {}).get(job_id, ())) for job_id, row in zip(chunk, raw, strict=True)]
         return facts
 
-    async def lists(self) -> Listed:
-        """Ids in the queues and among the suspects. An id that moves meanwhile may be missing or come twice."""
-        found: Listed = {}
-        for key in (*self.keys.queues, self.keys.suspects):
-            place, start = (key.removeprefix(self.keys.prefix),), 0  # one tuple for all: there may be a million
-            while ids := await self._redis.lrange(key, start, start + 4 * CHUNK - 1):
-                for job_id in ids:
-                    found[job_id] = found[job_id] + place if job_id in found else place
-                start += len(ids)
+    async def suspects(self) -> Listed:
+        """Jobs on their last chance. An id that moves meanwhile may be missing or come twice."""
+        found, start = Listed(), 0
+        while ids := await self._redis.lrange(self.keys.suspects, start, start + 4 * CHUNK - 1):
+            for job_id in ids:
+                found[job_id] = (*found.get(job_id, ()), "suspects")
+            start += len(ids)
         return found
 
     async def members(self, index: str, kind: str) -> AsyncIterator[list[bytes]]:

@@ -35,7 +35,8 @@ class Kind:
 
 KINDS = (
     Kind("job:", "hash", "job"),
-    *(Kind(f"queue:{index}", "list", "fixed") for index in range(len(PRIORITIES))),
+    *(Kind(f"queued:{index}", "zset", "fixed", index=True) for index in range(len(PRIORITIES))),
+    *(Kind(f"turns:{index}", "zset", "fixed") for index in range(len(PRIORITIES))),
     *(Kind(f"later:{index}", "zset", "fixed", index=True) for index in range(len(PRIORITIES))),
     Kind("prefers", "zset", "fixed", index=True),
     Kind("suspects", "list", "fixed"),
@@ -55,6 +56,7 @@ KINDS = (
     Kind("reply:", "stream", "ttl"),
     Kind("load", "hash", "fixed"),
     Kind("needs", "hash", "fixed"),
+    Kind("takers", "hash", "fixed"),
     Kind("unread", "hash", "fixed"),
     Kind("bell", "stream", "fixed"),
     Kind("dead", "stream", "fixed"),
@@ -153,7 +155,7 @@ def _queued(job: JobFacts) -> list[tuple[str, str]]:
         wrong.append(("not_queued", "queued, but in no queue: nobody will ever run it"))
     elif len(job.places) > 1:
         wrong.append(("queued_twice", f"queued {len(job.places)} times: in {', '.join(sorted(job.places)[:8])}"))
-    elif job.places[0] not in {f"queue:{job.klass}", f"later:{job.klass}", "suspects"}:
+    elif job.places[0] not in {f"queued:{job.klass}", f"later:{job.klass}", "suspects"}:
         wrong.append(("wrong_queue", f"of class {job.klass}, but queued in {job.places[0]}"))
     return wrong
 
@@ -170,7 +172,8 @@ MEMBERS: dict[str, tuple[str, Callable[[MemberFacts, str], bool], str]] = {
         lambda job, _: job.state in OPEN and job.deadline == job.score,
         "has deadline {0.score}",
     ),
-    "later": ("later_wrongly", lambda job, klass: job.state == "q" and job.klass == klass, "waits for newer weights"),
+    "queued": ("queued_wrongly", lambda job, klass: job.state == "q" and job.klass == klass, "queued"),
+    "later": ("later_wrongly", lambda job, klass: job.state == "q" and job.klass == klass, "set aside"),
     "prefers": ("prefers_wrongly", lambda job, _: job.state == "q", "left to the worker it prefers"),
 }
 """(name of the rule, whether an entry is right, what the index says of it), by the first word of the index's key."""
@@ -183,7 +186,7 @@ def judge_member(entry: MemberFacts) -> list[Finding]:
     if not entry.member or is_right(entry, rest):
         return []
     why = f"{told.format(entry)}, but the job is {_said(entry)}"
-    return [Finding(kind, entry.index, f"job {entry.id.decode(errors='backslashreplace')} {why}")]
+    return [Finding(kind, entry.index, f"job {entry.id.rpartition(b':')[2].decode(errors='backslashreplace')} {why}")]
 
 
 def judge_totals(totals: Totals, newly_accepted: int) -> tuple[list[Finding], list[str]]:

@@ -1,8 +1,8 @@
 """One audit: look at everything, then again at what seemed wrong, and report what stays wrong.
 
-A pool is too large for one step of Redis, so queues and keys are read in pieces while jobs move between them. A finding
-therefore counts only if several looks at random moments all find it. The last looks read a job, its indexes and the
-queues in one step.
+A pool is too large for one step of Redis, so keys and suspects are read in pieces while jobs move between them. A
+finding therefore counts only if several looks at random moments all find it. The last looks read a job, its indexes and
+the suspects in one step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .look import Looker
 from .rules import KINDS, Finding, judge_job, judge_key, judge_member, judge_totals, kind_of
 
 LOOKS, SEARCHES = 5, 2
-"""Looks at a finding; the last SEARCHES of them search the queues in the same step."""
+"""Looks at a finding; the last SEARCHES of them search the suspects in the same step."""
 TOTAL_LOOKS = 20
 """Looks at the counters. Counters that no look can judge are reported as not judged."""
 
@@ -58,8 +58,8 @@ class Sweep:
         }
 
     async def _keys(self) -> list[Finding]:
-        """Every key; and every job, beside the queues as they were just before."""
-        listed = await self._look.lists() if await self._lists_are_lists() else {}
+        """Every key; and every job, beside the suspects as they were just before."""
+        listed = await self._look.suspects() if await self._types_are_right() else {}
         odd: set[bytes] = set()
         jobs: set[bytes] = set()
         async for chunk in self._look.names():
@@ -73,7 +73,7 @@ class Sweep:
             self._progress(self._checked["keys"], None, f"keys; {len(odd) + len(jobs)} to look at again")
         return (await self._keys_again(odd) if odd else []) + (await self._jobs_again(jobs) if jobs else [])
 
-    async def _lists_are_lists(self) -> bool:
+    async def _types_are_right(self) -> bool:
         """Whether the keys that all rules need can be read."""
         names = [kind.name.encode() for kind in KINDS if kind.life == "fixed"]
         facts = await self._look.key_facts(names)
@@ -97,8 +97,8 @@ class Sweep:
         async for look in self._moments():
             if not jobs:
                 return []
-            # Reading the queues again leaves few to search them for.
-            listed = None if look >= LOOKS - SEARCHES else await self._look.lists()
+            # Reading the suspects again leaves few to search them for.
+            listed = None if look >= LOOKS - SEARCHES else await self._look.suspects()
             if listed is None and len(jobs) > self._most:
                 self._unclear.append(f"jobs: {len(jobs) - self._most} more look wrong; repair what is reported first")
                 jobs = set(sorted(jobs)[: self._most])

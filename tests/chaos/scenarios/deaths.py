@@ -91,6 +91,45 @@ async def kill_late(chaos: Chaos) -> None:
     chaos.expect(wasted <= 2 * every, f"{wasted:.2f} s of each sample were generated again, saved every {every} s")
 
 
+@scenario("moves_while_workers_die", timeout_s=90.0)
+async def moves(chaos: Chaos) -> None:
+    """Idle workers join, and are given work of those that run it. Givers and takers die or freeze in the middle."""
+    options = {"max_running": 256, "tokens_per_s": 60, "checkpoint_s": 0.3, "max_lost": 100}
+    workers = await chaos.start_workers(2, **options)
+    async with chaos.client() as trainer, chaos.broker() as broker:
+        for blow in ("die", "freeze", "die"):
+            await trainer.submit(chaos.jobs(30, tokens=300) + chaos.jobs(15, n=2, tokens=300))
+            await until(lambda: _all_run(broker), what="all to run")
+            before = await _moved(broker)
+            workers.append(await chaos.worker(**options))
+            await until(lambda before=before: _has_moved(broker, before), what="a move")
+            victim = chaos.rng.choice([one for one in workers if await held(broker, one.id)])
+            workers.remove(victim)
+            if blow == "die":
+                await chaos.died(victim)
+            else:
+                chaos.gone(victim)
+                victim.signal(signal.SIGSTOP)
+                await until(lambda gone=victim.id: left(broker, gone), what="its lease to end")
+                victim.signal(signal.SIGCONT)
+                await serving(broker, victim)
+        taken = await trainer.take()
+        chaos.notes["moved"] = await _moved(broker)
+        chaos.expect(any(len(one.legs) > 1 for one in taken), "nothing that was moved went on with its tokens")
+
+
+async def _all_run(broker: Broker) -> bool:
+    return sum((await broker.load()).queued) == 0
+
+
+async def _moved(broker: Broker) -> int:
+    return sum([int(await part.redis.hget(part.keys.load, "moved") or 0) for part in broker.parts])
+
+
+async def _has_moved(broker: Broker, before: int) -> bool:
+    return await _moved(broker) > before
+
+
 async def _held_by(broker: Broker, *workers: WorkerProcess) -> bool:
     return all([await held(broker, one.id) for one in workers])
 

@@ -133,7 +133,9 @@ async def pools(chaos: Chaos) -> None:
             "wanted",
             "suspects",
             "later:1",
-            "queue:1",
+            "queued:1",
+            "turns:1",
+            "takers",
             "epoch:7",
             "weights",
             "worker:ghost",
@@ -169,7 +171,9 @@ def _indexes() -> Iterator[tuple[Any, ...]]:
         yield "ZADD", "prefers", "1", ghost
         yield "ZADD", "later:1", "0", ghost
         yield "RPUSH", "suspects", ghost
-        yield "LPUSH", "queue:1", ghost
+        yield "ZADD", "queued:1", "0", ghost
+        yield "ZADD", "turns:1", "9e99", ghost
+        yield "HSET", "takers", ghost, ghost
         yield "ZADD", "workers", "1", b"ghost" + ghost
         yield "SADD", "held:ghost", ghost
     yield "SET", "worker:ghost", b"\xff"

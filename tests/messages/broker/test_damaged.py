@@ -183,7 +183,7 @@ async def test_a_reply_stream_that_nobody_can_mend_ends_its_jobs_only(broker: Br
 
 
 POOL_KEYS = (
-    "queue:0", "queue:1", "later:1", "prefers", "suspects", "deadlines", "workers", "worker:w1", "held:w1",
+    "queue:0", "queued:1", "later:1", "prefers", "suspects", "deadlines", "workers", "worker:w1", "held:w1",
     "client:client", "reply:client", "news:client", "unread", "load", "bell", "dead", "wake", "token:w1", "weights",
     "wanted", "ward",
 )  # fmt: skip
@@ -295,7 +295,7 @@ async def test_what_is_no_job_of_a_client_leaves_its_set(broker: Broker, db: Red
     assert len(await (await joined()).claim(9, 9, 0)) == 2
 
 
-@pytest.mark.parametrize("lost", ["held:w1", "queue:1", "later:1", "deadlines", "prefers"])
+@pytest.mark.parametrize("lost", ["held:w1", "queued:1", "later:1", "deadlines", "prefers"])
 async def test_a_waiting_clients_job_comes_back_into_an_index_that_has_lost_it(
     broker: Broker, db: Redis, joined: Any, expire_lease: Any, lost: str
 ) -> None:

@@ -93,6 +93,7 @@ async def lifecycle(  # noqa: PLR0915 – a life is one story
     outcomes = await replies(broker)
     assert len(outcomes) == 4 + 4
     await broker.ack("client", outcomes)
+    await worker.reap(3)
     assert await worker.leave() == 0
     load = await broker.load()
     assert (load.accepted, load.done, load.cancelled, load.expired, load.dead) == (6, 2, 2, 1, 1)
@@ -112,9 +113,9 @@ async def test_sent_twice_is_done_once(
         second = await once(self, call)
         assert await dump(db, SAYS_LOOK) == before, call.script
         if call.script == "claim":
-            assert [part for i, part in enumerate(second) if i % 7 not in (3, 4)] == [
+            assert [part for i, part in enumerate(second[2:]) if i % 7 not in (3, 4)] == [
                 part
-                for i, part in enumerate(first)
+                for i, part in enumerate(first[2:])
                 if i % 7 not in (3, 4)  # but for the times
             ]
         return first

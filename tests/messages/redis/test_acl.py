@@ -253,7 +253,7 @@ async def test_an_operator_does_its_work(url: Url, admin: redis.asyncio.Redis) -
         for state in ("queued", "running"):
             assert (found := await live_of(mine, waiting.id)) is not None
             assert found.state == state
-            await lease.claim(1, 1, 0)
+            await lease.claim(2, 2, 0)
         (letter,) = await letters.page()
         await letters.requeue(letter.entry_id)
         assert await letters.count() == 0

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Connection
 from redis.exceptions import ConnectionError as RedisConnectionError
+from support.pools.fixtures import MakeLease
 from support.pools.pool import eventually, status, worker
 from typer.testing import CliRunner
 
@@ -142,6 +143,21 @@ async def test_status_tells_queue_workers_and_dead_letters(redis_db: str) -> Non
             json.dumps(state)
 
 
+async def test_status_tells_shares_and_how_even_loads_are(redis_db: str, joined: MakeLease) -> None:
+    await joined("new")
+    for name, held in (("full", 12), ("idle", 0)):
+        lease = await joined(name)
+        lease.holds = lambda held=held: held
+        await lease.heartbeat(status(name, held=held))
+        await lease.claim(9, 9, 0)
+    state = await pool_state(redis_db, "default")
+    assert state["imbalance"] == 2.0
+    assert {it["worker_id"]: it["share"] for it in state["workers"]} == {"new": None, "full": 6.0, "idle": 6.0}
+    lines = "\n".join(status_lines(state))
+    assert "imbalance: 2.00 (samples of the fullest worker beside its share; 1 is even)" in lines
+    assert all(said in lines for said in ("12 held of a share of 6 ", " 0 held of a share of 6 ", " 0 held   "))
+
+
 async def test_workers_and_how_long_their_start_took(redis_db: str) -> None:
     async def shown(*options: str) -> str:
         done = await asyncio.to_thread(run, "workers", "--redis", redis_db, *options)
@@ -229,7 +245,11 @@ async def test_status_fits_80_columns_and_cuts_no_word(redis_db: str) -> None:
         max_running=65536,
     )
     letter = {"job_id": "f" * 32, "cause": "the worker was lost three times", "error": "no longer there " * 9}
-    state |= {"workers": [named.model_dump() | {"alive": True}], "dead_letters": [letter], "unread_bytes": 10**12}
+    state |= {
+        "workers": [named.model_dump() | {"alive": True, "share": 65536.5}] * 2,
+        "dead_letters": [letter],
+        "unread_bytes": 10**12,
+    }
     lines = list(status_lines(state))
     assert max(map(len, lines)) <= 80
     words = " ".join(lines).split()

@@ -14,14 +14,18 @@ from typing import Any
 
 import pytest
 import redis
+from support.pools.fixtures import MakeLease
+from support.specimens.messages import job
 from typer.testing import CliRunner
 
+from rolloutmq.messages import Broker
 from rolloutmq.messages.errors import InvalidField
 from rolloutmq.ops.cli.main import app
-from rolloutmq.ops.doctor import engine, gpu, host
+from rolloutmq.ops.doctor import engine, gpu, host, redis_server
 from rolloutmq.ops.doctor.finding import Finding, lines
 from rolloutmq.ops.doctor.redis_server import _ways_in, redis_findings
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.ops.sharing import Sharing, Taker
 
 NAMES = {"redis", "redis version", "replication", "durability", "eviction", "memory", "connections", "latency", "clock"}
 
@@ -126,6 +130,42 @@ async def test_keys_that_were_set_aside(redis_db: str) -> None:
     with redis.Redis.from_url(redis_db) as db:
         db.hset("rmq:{p}:load", "aside", 3)
     assert (await of_redis(redis_db, "p"))["pool"].level == "warning"
+
+
+async def test_loads_that_stay_uneven(
+    redis_db: str, broker: Broker, joined: MakeLease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_server, "LOOK_S", 0.0)
+    assert (await of_redis(redis_db))["spread"].found == "no worker has claimed anything"
+    full, idle = await joined("full"), await joined("idle")
+    held = {full.worker_id: 30, idle.worker_id: 29}
+
+    async def told() -> tuple[str, str]:
+        for lease in (full, idle):
+            lease.holds = lambda lease=lease: held[lease.worker_id]
+            await lease.claim(9, 99, 0)
+        found = (await of_redis(redis_db))["spread"]
+        return found.level, found.found
+
+    assert await told() == ("ok", "the fullest of 2 workers holds 1.00 times its share")
+    held["idle"] = 0
+    await broker.enqueue([job(min_version=9)])
+    says = "the fullest of 2 workers holds 2.00 times its share, 1 hold less than theirs, and 1 jobs wait"
+    assert await told() == ("warning", says)
+
+
+async def test_loads_that_are_uneven_for_a_moment(
+    redis_db: str, joined: MakeLease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([Sharing({"w": Taker(30, 39, 0.0, "-", share)}) for share in (15.0, 15.0, 30.0)])
+
+    async def look(_: Broker) -> Sharing:
+        return next(looks)
+
+    monkeypatch.setattr(redis_server, "LOOK_S", 0.0)
+    monkeypatch.setattr(redis_server, "read_sharing", look)
+    assert (await of_redis(redis_db))["spread"].level == "ok"
+    assert next(looks, None) is None
 
 
 # --- this host --------------------------------------------------------------------------------------------------------

@@ -162,6 +162,21 @@ async def test_many_versions_share_a_label(redis_db: str, reader: PoolReader, jo
     assert len(versions) == 17
 
 
+async def test_how_evenly_the_workers_are_loaded(reader: PoolReader, joined: MakeLease) -> None:
+    def loads(reading: Reading) -> dict[str, float]:
+        (family,) = [it for it in pool_families(reading, Totals()) if it.name == "rolloutmq_sharing_workers"]
+        return {sample.labels["load"]: sample.value for sample in family.samples}
+
+    assert of(await reader.read(), Totals())["rolloutmq_imbalance_ratio"] == 1
+    for name, held in (("w1", 30), ("w2", 12), ("w3", 3)):
+        lease = await joined(name)
+        lease.holds = lambda held=held: held
+        await lease.claim(9, 9, 0)
+    reading = await reader.read()
+    assert of(reading, Totals())["rolloutmq_imbalance_ratio"] == pytest.approx(30 / 17)  # w3 can hold 12
+    assert loads(reading) == {"below": 2, "at": 0, "above": 1}
+
+
 async def test_a_look_costs_the_same_whatever_waits(reader: PoolReader, broker: Broker, joined: MakeLease) -> None:
     await joined("w1")
 

@@ -52,7 +52,7 @@ async def test_broken_records_are_passed_over_and_no_more_is_read_than_asked_for
 
         await redis.set(broker.keys.job(jobs[0].id), "no hash")
         await redis.hset(broker.keys.job(jobs[1].id), "n", "many")
-        await redis.lpush(broker.keys.queues[2], b"\xff")
+        await redis.zadd(broker.keys.queues[2], {b"\xff": -1})
         claims = await waiting(broker, 10)
         monkeypatch.setattr(redis, "hmget", counted)
         assert [claim.job_id for claim in await waiting(broker, 4)] == [one.id for one in jobs[1:5]]

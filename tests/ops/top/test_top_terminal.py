@@ -51,7 +51,7 @@ def top(url: str, *more: str, **size: int) -> Terminal:
 async def test_the_pool_a_worker_and_a_job(redis_db: str, pool: str) -> None:
     async with top(redis_db, columns=120) as terminal:
         await terminal.shows("pool default", "2 workers", "weights 0", "3 jobs open", "2 running", "8/256", "1,234")
-        assert "versions served 0: 2" in terminal.text
+        assert "versions served 0: 2   imbalance 1.00" in terminal.text
         assert "3/64" in terminal.line("another")
         assert "node-1" in terminal.line("another")
         assert terminal.marked().startswith("(queue)")

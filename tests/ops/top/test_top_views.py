@@ -27,7 +27,9 @@ SIZES = [(80, 24), (40, 10), (20, 6), (1, 2), (300, 100), (79, 1)]
 
 def look(workers: int = 3, focus: Focus = ANY, **state: Any) -> Look:
     fields: dict[str, Any] = {"host": HOSTILE, "engine": HOSTILE, "model": HOSTILE, "started_at": 1.0, "held": 10**12}
-    some = [status(f"w{number}", **fields).model_dump() | {"alive": number > 0} for number in range(workers)]
+    some = [
+        status(f"w{number}", **fields).model_dump() | {"alive": number > 0, "share": 1.0} for number in range(workers)
+    ]
     ids = [new_id() for _ in range(30)]
     record = dict.fromkeys(("state", "priority", "client", "worker", "adapter", "group"), HOSTILE)
     numbers = (
@@ -54,6 +56,7 @@ def look(workers: int = 3, focus: Focus = ANY, **state: Any) -> Look:
         "committed_version": 12,
         "transfer_under_way": 4,
         "waiting_for_weights": ["a"],
+        "imbalance": 1e9,
         "workers": some,
         "dead_letters_kept": 9,
     }

@@ -26,7 +26,7 @@ specs = st.tuples(
 class ClientRules(PoolCalls):
     """Submits jobs, cancels them, takes or forgets their results."""
 
-    @rule(batch=st.lists(specs, min_size=1, max_size=4), room=st.sampled_from((9, 9, 9, 0, 1, 2, 3)), again=twice)
+    @rule(batch=st.lists(specs, min_size=1, max_size=4), room=st.sampled_from((9, 9, 9, 0, 1, 2)), again=twice)
     def enqueue(self, batch: list[tuple[Any, ...]], room: int, again: bool) -> None:
         jobs: list[Job] = []
         for known, *fields in batch:
@@ -36,18 +36,6 @@ class ClientRules(PoolCalls):
                 self.submitted.append([f"{self.made:032x}", *fields])
             jobs.append(Job(*self.pick(self.submitted, known or 0)))
         self.submit(jobs, room, again)
-
-    @precondition(lambda self: any(queue and not self.model.jobs[queue[0]].open for queue in self.queues()))
-    @rule(again=twice)
-    def enqueue_after_ended(self, again: bool) -> None:
-        """A queue is full, but of what begins with an ended job."""
-        cls = next(i for i, queue in enumerate(self.queues()) if queue and not self.model.jobs[queue[0]].open)
-        self.made += 1
-        self.submitted.append([f"{self.made:032x}", 1, cls, "ca", "", 0, None, False, "p"])
-        self.submit([Job(*self.submitted[-1])], 3, again)
-
-    def queues(self) -> list[list[str]]:
-        return [self.state.queue(cls) for cls in range(CLASSES)]
 
     @precondition(lambda self: self.model.dead)
     @rule(which=index, room=st.sampled_from((9, 1, 0)), again=twice)
@@ -62,8 +50,6 @@ class ClientRules(PoolCalls):
     def submit(self, jobs: list[Job], room: int = 9, again: bool = False, letter: str = "") -> None:
         counts, unread = self.model.counts, self.model.unread
         caps = (counts["jobs"] + room if room < 9 else AMPLE, AMPLE, AMPLE)
-        if room == 3:  # the first job's queue is as long as it may be
-            caps = (max(1, len(self.state.queue(jobs[0].cls)) // 2), AMPLE, AMPLE)
         if room == 0:  # no room by bytes, or by what this client has not taken
             caps = (AMPLE, self.model.kept() + 30, 200)
         args: list[Any] = [*caps, letter]
@@ -79,7 +65,7 @@ class ClientRules(PoolCalls):
         expected: list[Any] = []
         for job in jobs:
             known = self.model.jobs.get(job.id)
-            why = None if known else self.misfit(job, caps, queues[job.cls])
+            why = None if known else self.misfit(job, caps)
             if why:
                 expected += ["BUSY", why, counts["jobs"], self.model.kept(), unread[job.client]]
                 break
@@ -87,28 +73,25 @@ class ClientRules(PoolCalls):
             if not known:
                 self.model.accept(job)
                 queues[job.cls].append(job.id)
+                queues[job.cls].sort(key=lambda id: (self.model.jobs[id].turn, id))
         if letter and "BUSY" not in expected:
             fields = self.model.dead.pop(letter)
             counts["letters"] -= 64 + sum(len(fields[it]) for it in ("cause", "host", "error", "payload"))
         assert answer == expected, f"{answer}, not {expected}"
         assert second is None or second == ["q" if word == "new" else word for word in answer]
         self.settle()
-        assert [self.state.queue(cls) for cls in range(CLASSES)] == queues, "at the end of their queues"
+        assert [self.state.queue(cls) for cls in range(CLASSES)] == queues, "at their turns"
         if "BUSY" not in answer:
             self.remember("enqueue", *args)
 
-    def misfit(self, job: Job, caps: tuple[int, int, int], queue: list[str]) -> str | None:
-        """Why it may not come in now. Of a queue that is too long, what has ended is cleared away from its head."""
+    def misfit(self, job: Job, caps: tuple[int, int, int]) -> str | None:
+        """Why it may not come in now."""
         counts = self.model.counts
         if self.model.unread[job.client] > caps[2]:
             return "unread"
-        while queue and len(queue) >= 2 * caps[0]:
-            if self.model.jobs[queue[0]].state == "q":
-                return "jobs"
-            del queue[0]
         if counts["jobs"] == 0:
             return "bytes" if self.model.kept() - counts["bytes"] > caps[1] else None
-        if counts["jobs"] >= caps[0] or len(queue) >= 2 * caps[0]:
+        if counts["jobs"] >= caps[0]:
             return "jobs"
         return "bytes" if self.model.kept() + len(job.payload) > caps[1] else None
 
@@ -173,10 +156,13 @@ class ClientRules(PoolCalls):
         self.redis.zadd(f"{PREFIX}deadlines", {job.id: then})
         job.overdue = True
 
-    @precondition(lambda self: any(job.prefers and not job.lapsed for job in self.model.open_jobs()))
+    @precondition(lambda self: self.preferring())
     @rule(which=index)
     def preference_lapses(self, which: int) -> None:
-        self.lapse(self.pick([job for job in self.model.open_jobs() if job.prefers and not job.lapsed], which))
+        self.lapse(self.pick(self.preferring(), which))
+
+    def preferring(self) -> list[Job]:
+        return [job for job in self.model.open_jobs() if (job.prefers or job.moving_to) and not job.lapsed]
 
     def lapse(self, job: Job) -> None:
         self.redis.hincrby(f"{PREFIX}job:{job.id}", "t", -2 * HOUR_MS)

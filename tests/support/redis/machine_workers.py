@@ -9,7 +9,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from support.redis.machine_calls import HOUR_MS, PREFIX, index, twice
 from support.redis.machine_clients import ClientRules, specs
 from support.redis.model import CLASSES, Job
-from support.redis.model_claim import Claiming, check_choice, check_places
+from support.redis.model_claim import Claiming, check_choice, check_places, waiting
 
 NOBODY = "e" * 32
 tokens = st.tuples(index, st.sampled_from(("", "", "", "worker", "old", "attempt")))
@@ -122,7 +122,7 @@ class WorkerRules(ClientRules):
             self.take(Claiming(one, 9, 99, 3))
             self.settle()
             if job.owner == one:  # given back, it prefers nobody
-                assert self.call("release", one, self.model.max_lost, job.id, job.attempt, 0, 0) == ["ok"]
+                assert self.call("release", one, self.model.max_lost, "", job.id, job.attempt, 0, 0) == ["ok"]
                 self.model.requeue(job)
                 self.settle()
                 self.take(Claiming(other, 9, 99, 3))
@@ -145,7 +145,7 @@ class WorkerRules(ClientRules):
         """A worker gives back a job whose record was evicted: then it is not held any more."""
         worker = self.pick(list(self.model.workers), which)
         self.redis.sadd(f"{PREFIX}held:{worker}", NOBODY)
-        assert self.call("release", worker, self.model.max_lost, NOBODY, 1, 0, 0) == ["fenced"]
+        assert self.call("release", worker, self.model.max_lost, "", NOBODY, 1, 0, 0) == ["fenced"]
 
     @rule(budget=st.sampled_from((1, 2, 256, 256)), again=twice)
     def reap(self, budget: int, again: bool) -> None:
@@ -160,7 +160,7 @@ class WorkerRules(ClientRules):
             held = self.state[f"held:{worker}"]
             taken = held - after[f"held:{worker}"]
             assert len(taken) == min(left, len(held))
-            for id in sorted(taken, reverse=True):
+            for id in sorted(taken):
                 job = self.model.jobs.get(id)
                 if job is None or job.owner != worker:
                     continue
@@ -175,14 +175,14 @@ class WorkerRules(ClientRules):
                 removed += 1
                 self.model.counts["leases_lost"] += 1
                 number = self.state[f"worker:{worker}"].get("number", "")
-                waits = [score for cls in range(CLASSES) for score in self.state[f"later:{cls}"].values()]
+                waits = [score for cls in range(CLASSES) for score in self.state.later(cls).values()]
                 left -= waits.count(-float(number)) if number else 0
         expired_now = self.ended_overdue(left)
         left -= expired_now
         waits = {id: 0 if self.model.gone(id) else score for id, score in self.state["prefers"].items()}
         over = sorted((score, id) for id, score in waits.items() if self.model.jobs[id].lapsed)
         undecided = [one for one in over if self.model.jobs[one[1]].open][: max(0, left)]
-        for _, id in reversed(undecided):
+        for _, id in undecided:
             self.put_back(self.model.jobs[id], lists)
         assert answer == [requeued, dead, expired_now, removed, int(left - len(undecided) <= 0)]
         assert second in (None, [0, 0, 0, 0, 0])
@@ -192,7 +192,10 @@ class WorkerRules(ClientRules):
         assert not any(f"reply:{client}" in after.keys for client in gone)
         for client in gone:
             self.model.forget_unread(client)
-        assert self.lists(after) == lists, "the oldest at the front of its queue"
+        for cls in range(CLASSES):
+            queue = lists[f"queued:{cls}"]
+            queue[:] = [id for id in queue if self.model.jobs[id].open]
+        assert self.lists(after) == lists, "each at its turn"
 
     @precondition(lambda self: self.claims)
     @rule(
@@ -207,18 +210,37 @@ class WorkerRules(ClientRules):
 
     claim_more = claim_again = claim
 
+    @precondition(lambda self: self.model.workers)
+    @rule(which=index, jobs=st.sampled_from((9, 2, 1)), version=st.sampled_from((3, 3, 0)), patient=st.booleans())
+    def claim_share(self, which: int, jobs: int, version: int, patient: bool) -> None:
+        """As workers do. What others leave is its own, if it asks often enough: nothing waits for ever."""
+        worker = self.worker(which)
+        for other in [other for other in self.model.workers if patient and other != worker]:
+            self.take(Claiming(other, 0, 99, version, 0))  # who has room for as much, and never comes for it
+            self.settle()
+        for waited in range(12 if patient else 1):
+            held = sum(job.unpublished for job in self.model.held(worker))
+            self.take(Claiming(worker, jobs, 99, version, held, waited))
+            self.settle()
+        if patient and self.model.workers.get(worker) is False and jobs == 9 and not self.state["suspects"]:
+            alone = self.state[f"worker:{worker}"].get("alone") in self.state[f"held:{worker}"]
+            left = [waiting(self.state, self.model, cls, worker, version) for cls in range(CLASSES)]
+            assert alone or not any(left), "it asked and asked"
+
+    claim_shares = claim_share
+
     def take(self, how: Claiming, again: bool = False) -> list[Job]:
         self.claims[how.worker] += 1
-        limits = (how.max_jobs, how.max_samples, how.version)
-        answer, second = self.send("claim", how.worker, self.claims[how.worker], *limits, CLASSES, again=again)
+        limits = (how.max_jobs, how.max_samples, how.version, CLASSES, "", how.holds, 0, how.waited)
+        answer, second = self.send("claim", how.worker, self.claims[how.worker], *limits, again=again)
         if self.model.workers.get(how.worker, True):
             assert answer == ["NOLEASE"]
             assert second in (None, answer)
             return []
-        after, rows = self.look(), [answer[i : i + 7] for i in range(0, len(answer), 7)]
+        after, rows = self.look(), [answer[i : i + 7] for i in range(2, len(answer), 7)]
         check_choice(self.state, self.model, how, [row[0] for row in rows])
         check_places(self.state, self.model, how, after, [row[0] for row in rows])
-        self.old_claims.append((how.worker, self.claims[how.worker], *limits, CLASSES))
+        self.old_claims.append((how.worker, self.claims[how.worker], *limits))
         given: list[Job] = []
         for id, attempt, n, queued, left, payload, progress in rows:
             job = self.model.jobs[id]
@@ -226,13 +248,15 @@ class WorkerRules(ClientRules):
             assert dict(zip(progress[::2], progress[1::2], strict=True)) == job.progress()
             assert int(queued) >= 0
             assert (0 < int(left) <= HOUR_MS) if job.deadline else left == ""
+            if not job.suspect:
+                self.model.now[job.cls] = max(self.model.now[job.cls], job.turn)
             self.model.claim(how.worker, job)
             self.tokens.append((how.worker, id, job.attempt))
             given.append(job)
         if second is not None:
             times = {3, 4}
-            assert [x for i, x in enumerate(second) if i % 7 not in times] == [
-                x for i, x in enumerate(answer) if i % 7 not in times
+            assert [x for i, x in enumerate(second[2:]) if i % 7 not in times] == [
+                x for i, x in enumerate(answer[2:]) if i % 7 not in times
             ], "the same claim number gives the same jobs"
         for job in self.model.open_jobs():  # whose deadline passed, as far as this claim came across them
             if job.state == "q" and job.overdue and after[f"job:{job.id}"]["st"] == "expired":
@@ -323,7 +347,7 @@ class WorkerRules(ClientRules):
     )
     def release(self, which: list[tuple[tuple[int, str], bool, list[int]]], again: bool) -> None:
         worker = self.token(which[0][0])[0]
-        args: list[Any] = [worker, self.model.max_lost]
+        args: list[Any] = [worker, self.model.max_lost, ""]
         expected: list[str] = []
         lists, claims = self.lists(), list[tuple[str, int]]()
         for token, lost, kinds in which:
@@ -346,10 +370,31 @@ class WorkerRules(ClientRules):
         answer, second = self.send("release", *args, again=again)
         assert answer == expected
         assert second is None or set(second) == {"fenced"}
-        assert self.lists(self.look()) == lists, "at the front of its queue, or with the suspects"
+        assert self.lists(self.look()) == lists, "at its turn, or with the suspects"
         self.remember("release", *args, claims=claims)
 
     release_more = release
+
+    @precondition(lambda self: any(job.owner for job in self.model.open_jobs()))
+    @rule(which=tokens, taker=index, claims=st.booleans(), again=twice)
+    def move(self, which: tuple[int, str], taker: int, claims: bool, again: bool) -> None:
+        """Released to a named worker, who perhaps claims it next."""
+        worker, id, attempt = self.token(which)
+        job, to = self.model.jobs[id], self.worker(taker)
+        mine, there = self.model.owns(worker, id, attempt), self.model.workers.get(to) is False
+        expected = "fenced" if not mine else "ok" if there and not job.lost else "kept"
+        args = (worker, self.model.max_lost, to, id, attempt, 0, 0)
+        answer, second = self.send("release", *args, again=again)
+        assert answer == [expected]
+        assert second in (None, ["kept" if expected == "kept" else "fenced"])
+        if expected == "ok":
+            self.model.move(job, to)
+            self.settle()
+            assert job.id in self.state.later(job.cls)
+        if claims:
+            self.take(Claiming(to, 9, 99, 3))
+
+    move_again = move
 
     @precondition(lambda self: self.tokens)
     @rule(which=tokens, script=st.sampled_from(("dead", "expire")), again=twice)

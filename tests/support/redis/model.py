@@ -1,7 +1,7 @@
 """A pool as it should be: what every script promises, in plain Python, and what Redis has to hold after each step.
 
-`Model` knows jobs, leases, counters and every entry that reply streams should have got. It does not know queues: their
-order is checked by whoever runs a script, against what Redis held before. `State` is everything Redis holds.
+`Model` knows jobs, leases, counters and every entry that reply streams should have got. It knows each job's turn, but
+not where it waits: whoever runs a script checks that against what Redis held before. `State` is everything Redis holds.
 """
 
 from __future__ import annotations
@@ -44,6 +44,14 @@ class Job:
     published: set[int] = field(default_factory=set)
     pieces: dict[int, dict[int, str]] = field(default_factory=dict)
     saved: bool = False
+    turn: int = 0  # in samples of virtual time
+    moves: int = 0
+    moving_to: str = ""  # it was released to this worker and not claimed since
+    moved_to: str = ""
+
+    @property
+    def unpublished(self) -> int:
+        return self.n - len(self.published)
 
     @property
     def saved_bytes(self) -> int:
@@ -68,12 +76,18 @@ class Job:
         self.saved = True
         return "ok"
 
-    def progress(self) -> dict[str, str]:
+    def pieces_saved(self) -> dict[str, str]:
         """The fields that say what there is of it already."""
         found = {f"s{sample}": "" for sample in self.published}
         for sample, pieces in self.pieces.items():
             found |= {f"k{sample}" + (f".{number}" if number else ""): content for number, content in pieces.items()}
         return found
+
+    def progress(self) -> dict[str, str]:
+        """What a claim says of it beside its payload."""
+        past = {"c": str(self.lost) if self.lost else "", "M": str(self.moves) if self.moves else ""}
+        said = {name: value for name, value in past.items() if value and self.attempt}
+        return self.pieces_saved() | said | ({"P": ""} if self.prefers and not self.moves else {})
 
     def record(self) -> dict[str, str]:
         """Its hash, but for the times."""
@@ -81,7 +95,10 @@ class Job:
             return {"st": self.state, "h": "h" + self.payload}
         found: dict[str, Any] = {"st": self.state, "p": self.payload, "n": self.n, "q": self.cls, "y": self.client}
         found |= {"z": len(self.payload), "a": self.attempt, "d": len(self.published), "h": "h" + self.payload}
+        found |= {"T": self.turn}
         preference = f"{HOUR_MS}@{self.prefers}" if self.prefers else ""
+        if self.moves:
+            preference = f"0@{self.moved_to}"
         optional = {
             "P": preference,
             "v": self.min_version,
@@ -89,9 +106,11 @@ class Job:
             "G": self.group,
             "w": self.owner,
             "c": self.lost,
+            "M": self.moves,
+            "m": int(bool(self.moving_to)),
         }
         found |= {name: value for name, value in optional.items() if value or (name == "g" and value is not None)}
-        found |= {name: content or 1 for name, content in self.progress().items()} | (
+        found |= {name: content or 1 for name, content in self.pieces_saved().items()} | (
             {"kk": self.saved_bytes} if self.saved else {}
         )
         return {name: str(value) for name, value in found.items()}
@@ -129,11 +148,16 @@ class State:
 
     def __getitem__(self, key: str) -> Any:
         kind = key.partition(":")[0]
-        empty = {"queue": list, "suspects": list, "held": set, "client": set, "ward": str}.get(kind, dict)
+        empty = {"suspects": list, "held": set, "client": set, "ward": str}.get(kind, dict)
         return self.keys.get(key, empty())
 
     def queue(self, cls: int) -> list[str]:
-        return list(self[f"queue:{cls}"])
+        """Ids by their turns."""
+        return sorted(self[f"queued:{cls}"], key=lambda id: (self[f"queued:{cls}"][id], id))
+
+    def later(self, cls: int) -> dict[str, float]:
+        """The score of each id that was set aside."""
+        return {member.partition(":")[2]: score for member, score in self[f"later:{cls}"].items()}
 
     def named(self, kind: str) -> dict[str, Any]:
         """Keys `<kind>:<name>` by name."""
@@ -152,8 +176,9 @@ LASTING = {
     "unread",
     "suspects",
     "prefers",
+    "takers",
 }
-LASTING_KINDS = {"queue", "later", "held", "client", "worker"}
+LASTING_KINDS = {"queued", "turns", "later", "held", "client", "worker"}
 FLEETING_KINDS = {"reply", "version", "epoch", "news", "reader", "token"}
 
 
@@ -167,6 +192,8 @@ class Model:
         self.counts: Counter[str] = Counter()
         self.unread: Counter[str] = Counter()
         self.committed = 0
+        self.now = [0] * CLASSES  # the newest turn that a worker was given
+        self.turns: list[dict[str, int]] = [{} for _ in range(CLASSES)]  # where each tenant's last job ends
         self.said: list[Entry] = []
         self.letters: list[tuple[str, str]] = []
         self.streams: dict[str, dict[str, dict[str, str]]] = {}
@@ -187,15 +214,19 @@ class Model:
         return [job for job in self.jobs.values() if job.owner == worker]
 
     def left_to_another(self, job: Job, worker: str) -> bool:
-        """Whether `worker` must put it aside for the one it prefers: never claimed, in time, and with a lease."""
+        """Whether `worker` must leave it to the one it prefers, never claimed, in time, and with a lease; or to the one
+        that it was released to."""
+        if job.moving_to:
+            return job.moving_to != worker and not job.lapsed
         other = job.prefers not in ("", worker) and not self.workers.get(job.prefers, True)
         return other and not job.attempt and not job.lapsed
 
     def gone(self, id: str) -> bool:
         """Whether the worker that this job is left to is not registered any more; then it is waited for no longer."""
         job = self.jobs[id]
-        job.lapsed = job.lapsed or job.prefers not in self.workers
-        return job.prefers not in self.workers
+        gone = (job.moving_to or job.prefers) not in self.workers
+        job.lapsed = job.lapsed or gone
+        return gone
 
     def owns(self, worker: str, job_id: str, attempt: int) -> bool:
         job = self.jobs.get(job_id)
@@ -205,7 +236,10 @@ class Model:
 
     def accept(self, job: Job) -> None:
         self.jobs[job.id] = job
-        self.counts.update(jobs=1, bytes=len(job.payload), accepted=1)
+        self.counts.update(jobs=1, bytes=len(job.payload), accepted=1, offered=job.n)
+        turns, tenant = self.turns[job.cls], job.client.partition("/")[0]
+        job.turn = max(self.now[job.cls], turns.get(tenant, 0))
+        turns[tenant] = job.turn + job.n
 
     def _say(self, client: str, fields: dict[str, str], nbytes: int) -> None:
         self.said.append((client, tuple(sorted(fields.items()))))
@@ -223,7 +257,10 @@ class Model:
         if outcome == "dead":
             self.letters.append((job.id, cause))
             self.counts["letters"] += ENTRY_BYTES + len(cause) + len(host) + len(error) + len(job.payload)
+        queued = job.state == "q"
         self._end(job, outcome)
+        if queued and not any(other.client == job.client for other in self.open_jobs()):
+            self.turns[job.cls].pop(job.client.partition("/")[0], None)  # what nobody ran is not its turn
 
     def expire_queued(self, job: Job) -> None:
         self.fail(job, "expired", "its deadline passed in the queue")
@@ -233,7 +270,8 @@ class Model:
         self.fail(job, "expired", f"its deadline passed {where}")
 
     def claim(self, worker: str, job: Job) -> None:
-        self.counts.update(attempts=1, redelivered=int(job.attempt > 0))
+        self.counts.update(attempts=1, redelivered=int(job.attempt > 0 and not job.moving_to))
+        job.moving_to = ""
         job.state, job.owner, job.attempt = "r", worker, job.attempt + 1
 
     def publish(self, worker: str, job_id: str, attempt: int, sample: int, result: str) -> str:
@@ -254,6 +292,12 @@ class Model:
 
     def requeue(self, job: Job) -> None:
         job.state, job.owner = "q", ""
+
+    def move(self, job: Job, to: str) -> None:
+        """Released to a worker that is there."""
+        self.counts["moved"] += 1
+        job.moves, job.moving_to, job.moved_to, job.lapsed = job.moves + 1, to, to, False
+        self.requeue(job)
 
     def lose(self, job: Job, text: str, worker: str) -> bool:
         """A job was in an engine or under a lease that is gone. Whether that was once too often."""
@@ -344,22 +388,25 @@ class Model:
     def _check_places(self, state: State) -> None:
         places: dict[str, list[str]] = {}
         for cls in range(CLASSES):
-            for key in (f"queue:{cls}", f"later:{cls}"):
-                for id in state[key]:
-                    places.setdefault(id, []).append(key)
+            for id in state.queue(cls):
+                places.setdefault(id, []).append(f"queued:{cls}")
+                assert state[f"queued:{cls}"][id] == self.jobs[id].turn, f"{id} has lost its turn"
+            for id in state.later(cls):
+                places.setdefault(id, []).append(f"later:{cls}")
+                assert f"{self.jobs[id].turn:015d}:{id}" in state[f"later:{cls}"], f"{id} has lost its turn"
         for id in state["suspects"]:
             places.setdefault(id, []).append("suspects")
         for job in self.jobs.values():
             found = places.pop(job.id, [])
+            job.lapsed = job.lapsed or (bool(job.moving_to) and state.later(job.cls).get(job.id, 0) >= 0)
             if job.state == "q":
-                own = ["suspects"] if job.suspect else [f"queue:{job.cls}", f"later:{job.cls}"]
+                own = ["suspects"] if job.suspect else [f"queued:{job.cls}", f"later:{job.cls}"]
                 assert len(found) == 1, f"{job.id} is queued and in {found}"
                 assert found[0] in own, f"{job.id} is queued and in {found}"
             elif job.state == "r":
                 assert found == [], f"{job.id} runs and is in {found}"
-            else:  # an ended job's id may wait in a list until a worker comes across it
-                assert len(found) <= 1
-                assert not any(place.startswith("later") for place in found)
+            else:  # an ended job's id may wait among the suspects until a worker comes across it
+                assert found in ([], ["suspects"]), f"{job.id} has ended and is in {found}"
         assert places == {}, "ids that nobody submitted"
         held = {worker: {job.id for job in self.held(worker)} for worker in self.workers}
         assert state.named("held") == {worker: ids for worker, ids in held.items() if ids}
@@ -368,25 +415,37 @@ class Model:
             assert record.get("alone") not in ids or len(ids) == 1, f"{worker} runs a suspect among {ids}"
 
     def _check_indexes(self, state: State) -> None:
-        others = ("owed", "numbers", "cap", "hour", "roster")
+        others = ("owed", "numbers", "cap", "hour", "roster", "turn", "spread", "planned")
         counters = {name: int(n) for name, n in state["load"].items() if not name.startswith(others)}
+        queued = sum(self.jobs[id].unpublished for cls in range(CLASSES) for id in state.queue(cls))
         assert {k: v for k, v in counters.items() if v} == {
-            k: v for k, v in {**self.counts, "saved": self.saved()}.items() if v
+            k: v for k, v in {**self.counts, "saved": self.saved(), "queued": queued}.items() if v
         }, "counters"
+        for cls, turns in enumerate(self.turns):
+            assert int(state["load"].get(f"turn{cls}", 0)) == self.now[cls], "the turn that was given last"
+            found = state[f"turns:{cls}"]
+            assert found.items() <= turns.items(), "tenants' turns"
+            idle = not state.queue(cls) and not state.later(cls)
+            for tenant, at in list(turns.items()):
+                if tenant not in found:
+                    assert idle or at <= self.now[cls], "a turn was forgotten"
+                    del turns[tenant]
         owed = {name: int(value) for name, value in state["load"].items() if name.startswith("owed")}
         assert owed.keys() <= {"owed1", "owed2"}
         assert all(value >= 0 for value in owed.values())
-        left = {id: score for cls in range(CLASSES) for id, score in state[f"later:{cls}"].items() if score < 0}
+        left = {id: score for cls in range(CLASSES) for id, score in state.later(cls).items() if score < 0}
         assert state["prefers"].keys() == left.keys(), "jobs that are left to the worker they prefer"
         for job in (self.jobs[id] for id in left):
             assert job.state == "q"
-            assert job.attempt == 0
-            assert -left[job.id] == float(state[f"worker:{job.prefers}"].get("number", -left[job.id]))
+            assert job.attempt == 0 or job.moving_to
+            its = state[f"worker:{job.moving_to or job.prefers}"]
+            assert -left[job.id] == float(its.get("number", -left[job.id]))
         clients: dict[str, set[str]] = {}
         for job in self.open_jobs():
             clients.setdefault(job.client, set()).add(job.id)
         assert state.named("client") == clients, "clients' open jobs"
         assert {k: int(v) for k, v in state["unread"].items()} == {k: v for k, v in self.unread.items() if v}, "unread"
+        assert state["takers"].keys() <= self.workers.keys(), "who shares what waits"
         assert state["workers"].keys() == self.workers.keys() == state.named("worker").keys(), "leases"
         assert int(state["weights"].get("committed", 0)) == self.committed
 

@@ -19,15 +19,21 @@ class Claiming:
     max_jobs: int
     max_samples: int
     version: int
+    holds: int | str = ""  # samples that it says it holds; it gets its share then
+    waited: int = 0  # claims in a row that gave nothing because of that
 
 
 def waiting(before: State, model: Model, cls: int, worker: str, version: int) -> list[Job]:
     """The jobs of a class that a worker with `version` may have, in the order in which it gets them."""
-    aside = before[f"later:{cls}"].items()
-    later = sorted((score, id) for id, score in aside if 0 <= score <= version)
+    aside = before.later(cls).items()
     number = before[f"worker:{worker}"].get("number")
-    own = sorted(id for id, score in aside if number is not None and score == -float(number))
-    found = [model.jobs[id] for id in [id for _, id in later] + own + before.queue(cls)]
+    own = {id for id, score in aside if number is not None and score == -float(number)}
+    # By turns. Of one turn what was set aside goes first, and the oldest weights.
+    places = {id: (0, score) for id, score in aside if 0 <= score <= version} | dict.fromkeys(
+        before.queue(cls), (1, 0.0)
+    )
+    by_turn = sorted(places, key=lambda id: (model.jobs[id].turn, *places[id], id))
+    found = [model.jobs[id] for id in sorted(own, key=lambda id: (model.jobs[id].turn, id)) + by_turn]
     return [
         job
         for job in found
@@ -53,6 +59,8 @@ def suspects_due(before: State, model: Model, how: Claiming) -> Suspects:
     held, ward, left = before[f"held:{how.worker}"], before["ward"], list(before["suspects"])
     if before[f"worker:{how.worker}"].get("alone") in held:
         return Suspects([], left, ward, ward == how.worker)
+    if how.max_samples == 0:  # it only says that it takes nothing now
+        return Suspects(None, left, ward)
     renewed = False
     assert len(left) <= SCAN, "more than one claim looks at: say what it does then"
     for job in (model.jobs[id] for id in before["suspects"]):
@@ -81,7 +89,7 @@ def check_places(before: State, model: Model, how: Claiming, after: State, given
         assert after.ttl["ward"] <= before.ttl["ward"], "a claim without a suspect keeps no turn"
     for cls in range(CLASSES):
         old, new = before.queue(cls), after.queue(cls)
-        gone, later = old[: len(old) - len(new)], after[f"later:{cls}"]
+        gone, later = old[: len(old) - len(new)], after.later(cls)
         assert old[len(gone) :] == new, f"class {cls}: taken from the front"
         for job in (model.jobs[id] for id in gone):
             aside = job.open and not job.overdue and job.id not in given
@@ -105,13 +113,22 @@ def check_choice(before: State, model: Model, how: Claiming, given: list[str]) -
     assert len(jobs) <= how.max_jobs
     assert not jobs or sum(samples[:-1]) < how.max_samples
     full = len(jobs) >= how.max_jobs or sum(samples) >= how.max_samples
-    entries = sum(len(before[f"queue:{cls}"]) + len(before[f"later:{cls}"]) for cls in range(CLASSES))
+    entries = sum(len(before[f"queued:{cls}"]) + len(before[f"later:{cls}"]) for cls in range(CLASSES))
     queues = [waiting(before, model, cls, how.worker, how.version) for cls in range(CLASSES)]
     taken = [[job for job in jobs if job.cls == cls] for cls in range(CLASSES)]
     for cls in range(CLASSES):
-        assert taken[cls] == queues[cls][: len(taken[cls])], f"class {cls}: first come, first served"
+        if how.holds != "":  # it may have its share of what waits in one place, and not in another
+            for place in (before.queue(cls), before.later(cls)):
+                here = [job for job in queues[cls] if job.id in place]
+                mine = [job for job in taken[cls] if job.id in place]
+                assert [job.turn for job in mine] == sorted(job.turn for job in mine), f"class {cls}: by turns"
+                assert place is not before.queue or mine == here[: len(mine)], f"class {cls}: by turns"
+            continue
+        assert taken[cls] == queues[cls][: len(taken[cls])], f"class {cls}: by turns"
         if entries < SCAN and not full:
             assert taken[cls] == queues[cls], f"class {cls}: there was room for more"
+    if how.holds != "":
+        return
     owed = [int(before["load"].get(f"owed{cls}", 0)) // SHARE for cls in range(CLASSES)]
     for cls in range(CLASSES):
         lower = range(cls + 1, CLASSES)

@@ -93,7 +93,7 @@ async def test_what_is_just_being_claimed_or_published_is_handed_back_too(
         go_on.set()
         (await asked).check()
         assert len(running.worker._held) == 0
-        assert await broker.redis.llen(broker.keys.queues[1]) == 1
+        assert await broker.redis.zcard(broker.keys.queues[1]) == 1
 
 
 async def test_a_pause_in_place_can_become_another_one(redis_db: str, control: PoolControl, broker: Broker) -> None:
@@ -166,7 +166,7 @@ async def test_a_drain_lifts_a_pause_in_place_and_saves_what_there_is(
         jobs = await busy(broker, running)
         (await control.pause("in_place")).check()
         await running.stop()
-        assert await broker.redis.llen(broker.keys.queues[1]) + len(await replies(broker)) == 3
+        assert await broker.redis.zcard(broker.keys.queues[1]) + len(await replies(broker)) == 3
     async with worker(redis_db, max_running=3):
         await all_done(broker, jobs)
 
