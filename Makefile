@@ -22,7 +22,7 @@ ONCE_MORE = $(if $(CI),|| { test $$? -eq 1 && echo "these failed; once more and 
 ALONE = .venv/bin/python -m pytest $(EVERYWHERE) -m alone --junitxml=out/tests-alone.xml $(PYTEST) $(ONCE_MORE) \
   $(if $(PYTEST),|| test $$? -eq 5)
 
-.PHONY: help setup demo test test-slow test-all test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos fuzz check docs clean
+.PHONY: help setup demo test test-slow test-all test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos fuzz bench-spread check docs clean
 
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
@@ -37,6 +37,7 @@ help:
 	@echo "make capabilities   docs/capabilities.md from the last test run"
 	@echo "make chaos   real faults and an oracle that reads Redis' log (SEED=7 ONLY=kill,cut to replay; docs/chaos.md)"
 	@echo "make fuzz    broken input for every decoder, for a minute (SECONDS=600 for more; SEED=7 ONLY=frames CASE=12 to replay)"
+	@echo "make bench-spread   how evenly work is spread, beside an ideal balancer and an earlier commit (25 minutes; docs/capacity.md)"
 	@echo "make check   formatting, lint, strict types, import order, file sizes, that every test can be imported"
 	@echo "make docs    the documentation with the API reference, into out/site; warnings are errors"
 	@echo "make clean   remove .venv, out/ and caches"
@@ -117,6 +118,10 @@ chaos: setup
 fuzz: setup
 	PYTHONPATH=tests .venv/bin/python -m fuzz --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) \
 	  $(if $(ONLY),--only $(ONLY)) $(if $(CASE),--case $(CASE))
+
+# BENCH='--fast --out out/spread.json' and the like for less.
+bench-spread: setup
+	.venv/bin/python benchmarks/spread $(or $(BENCH),--out benchmarks/results/spread-cpu.json)
 
 check: setup
 	@mkdir -p out

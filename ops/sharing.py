@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 from ..messages.broker import Broker
 from ..messages.redis import is_wrong_type, text
 
-SAME_PACE, FASTEST = 1.5, 16.0
+SAME_PACE, FASTEST = 1.25, 16.0
 """As in messages/scripts/lib_spread.lua, which also says what the hash `takers` has of a worker."""
 EVEN = 1.25
 """A load up to so many times its share counts as even."""
@@ -24,6 +24,7 @@ _TAKER = re.compile(r"(\d{1,15}) (\d{1,15}) (\S+) \d+ \d+ (\S+) ")
 @dataclass(frozen=True, slots=True)
 class Taker:
     """What a worker holds, and the most that it can hold, in samples. pace: how fast its engine is, 0 for unknown.
+    engine: stands for the kind of engine; those of one kind count as equally fast.
 
     kind: stands for what it can do. share: what it would hold if all that workers of its kind hold were even, by how
     fast they are and what they can hold.
@@ -33,6 +34,7 @@ class Taker:
     most: int
     pace: float
     kind: str
+    engine: str = ""
     share: float = 0.0
 
     @property
@@ -84,11 +86,12 @@ def _parsed(said: bytes) -> Taker | None:
     if match is None:
         return None
     held, most = int(match[1]), int(match[2])
+    pace, _, engine = match[3].partition("/")
     try:
-        pace = float(match[3])
+        known = float(pace)
     except ValueError:
-        pace = 0.0
-    return Taker(held, max(held, most), pace if 0 < pace < math.inf else 0.0, match[4])
+        known = 0.0
+    return Taker(held, max(held, most), known if 0 < known < math.inf else 0.0, match[4], engine)
 
 
 def _together(one: Taker | None, other: Taker) -> Taker:
@@ -102,13 +105,21 @@ def _together(one: Taker | None, other: Taker) -> Taker:
 def shared(takers: Iterable[Taker]) -> list[Taker]:
     """The same workers with their shares."""
     takers = list(takers)
-    paces = [taker.pace for taker in takers if taker.pace]
-    mean = sum(paces) / len(paces) if paces else 0.0
+    mean = _mean(takers)
+    speeds = {
+        engine: _speed(_mean([it for it in takers if it.engine == engine]), mean)
+        for engine in {it.engine for it in takers}
+    }
     levels = {
-        kind: _level([(it, _speed(it.pace, mean)) for it in takers if it.kind == kind])
+        kind: _level([(it, speeds[it.engine]) for it in takers if it.kind == kind])
         for kind in {it.kind for it in takers}
     }
-    return [replace(it, share=min(float(it.most), levels[it.kind] * _speed(it.pace, mean))) for it in takers]
+    return [replace(it, share=min(float(it.most), levels[it.kind] * speeds[it.engine])) for it in takers]
+
+
+def _mean(takers: list[Taker]) -> float:
+    paces = [taker.pace for taker in takers if taker.pace]
+    return sum(paces) / len(paces) if paces else 0.0
 
 
 def _speed(pace: float, mean: float) -> float:

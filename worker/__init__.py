@@ -1,5 +1,8 @@
 """The worker: one engine in a pool. Names are imported when they are used, so this loads neither torch nor SGLang.
 
+Many files: `worker` puts the rooms together, and each of the others is one thing that it does besides: moves, leaving,
+slots, the journal.
+
 For a trainer: `prepare_transformers`, which makes `import transformers` work beside a CPU build of torch. For whoever
 embeds a worker in a program of their own: `Worker`, `WorkerConfig`, `run_worker`, and `ScriptedEngine` for tests.
 """

@@ -129,8 +129,11 @@ class InFlight:
                 while running := [sample.leg for sample in samples if sample.leg is not None]:
                     for leg in running:
                         self._engine.abort(leg.request_id)
-                    self._ended.clear()
-                    await set_within(self._ended, ABORT_AGAIN_S)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(ABORT_AGAIN_S):
+                            while any(sample.leg is not None for sample in samples):
+                                self._ended.clear()
+                                await self._ended.wait()
 
     def abort_dropped(self) -> None:
         """Free the slots of samples nobody wants any more, or not longer than they are."""

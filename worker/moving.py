@@ -84,8 +84,10 @@ class Moving:
         load = self._held.unpublished_of(lease)
         # What this worker has in other shards, the taker has there, too.
         fewer = self._generation.running - (self._held.unpublished - load) - plan.level
-        movable = [held for held in here if _may_move(held, plan)]
-        gains = [(self._gain(held, fewer), held) for held in movable if _runs(held)]
+        movable = [held for held in here if self._may_move(held, plan)]
+        # While the gate is shut an update may wait for what runs, and what was interrupted could not run on.
+        runs = [held for held in movable if _runs(held)] if self._generation.gate.is_open else []
+        gains = [(self._gain(held, fewer), held) for held in runs]
         worth = [held for won, held in sorted(gains, key=lambda one: -one[0]) if won > 0]
         chosen, given = list[HeldJob](), 0
         for held in [*(held for held in reversed(movable) if not _runs(held)), *worth]:
@@ -110,6 +112,19 @@ class Moving:
             more = self._engine.progress(sample.leg.request_id, known - len(sample.tokens))
         return known + (len(more.token_ids) if more is not None else 0)
 
+    def _may_move(self, held: HeldJob, plan: Plan) -> bool:
+        claim, job = held.claim, held.job
+        if claim.preferred or claim.lost or claim.ending or claim.moves + held.in_vain >= MOST_MOVES:
+            return False
+        if not isinstance(job, GenerateJob) or job.session_id is not None:
+            return False
+        samples = [one for one in held.samples.values() if isinstance(one, SampleRun)]
+        if any(one.finish_reason is not None or one.ending for one in samples):
+            return False
+        # What has begun goes on under the weights that it would have here: never older ones, nor newer ones too early.
+        begun = [one.newest for one in samples if one.newest is not None]
+        return not begun or max(begun) <= self._generation.version == plan.version
+
     async def _give(self, plan: Plan, lease: Lease) -> None:
         chosen = self.choose(plan, lease)
         samples = [sample for held in chosen for sample in held.samples.values()]
@@ -118,24 +133,13 @@ class Moving:
             out = {id(one) for one in await self._generation.take_out(samples)}
             # Meanwhile some may have ended or failed, and the weights may be newer.
             ready = [held for held in chosen if all(id(one) in out for one in held.samples.values())]
-            await self._handback.hand_over(lease, [held for held in ready if _may_move(held, plan)], plan.taker)
+            await self._handback.hand_over(lease, [held for held in ready if self._may_move(held, plan)], plan.taker)
         except (RedisError, OSError) as error:  # what was given all the same is fenced, as the next heartbeat tells
             log.warning("nothing more is given to %s for now: %s", plan.taker, error)
         finally:
             for held in interrupted:  # of those that have left nobody asks
                 held.in_vain += 1
             self._generation.put_back(samples)
-
-
-def _may_move(held: HeldJob, plan: Plan) -> bool:
-    """A sample goes on under newer weights, never under older ones: the taker's are as new as those that sampled."""
-    claim, job = held.claim, held.job
-    if claim.preferred or claim.lost or claim.ending or claim.moves + held.in_vain >= MOST_MOVES:
-        return False
-    if not isinstance(job, GenerateJob) or job.session_id is not None:
-        return False
-    samples = (one for one in held.samples.values() if isinstance(one, SampleRun))
-    return all(one.finish_reason is None and not one.ending and one.newest <= plan.version for one in samples)
 
 
 def _runs(held: HeldJob) -> bool:

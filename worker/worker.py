@@ -176,7 +176,7 @@ class Worker:
         info = self._engine.info
         can = can_of(info.context_length, info.features, not info.features & POOLING_FEATURES)
         for part in lease.parts:
-            part.can = can
+            part.can, part.engine = can, info.kind
         look, pace = (self._room, self._serves, self._admission.admit), lambda: self._generation.pace
         self._claims = ClaimLoop(lease, waker, *look, holds=self._held.unpublished_of, pace=pace)
         self._service.claims = self._admission.claims = self._claims

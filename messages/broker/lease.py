@@ -138,6 +138,8 @@ class Lease:
         """Samples that the worker holds under this lease. None: a claim takes all it has room for."""
         self.pace: Callable[[], float] = float
         """How fast the engine is, in a unit that all engines of the pool share; 0 if that is not known."""
+        self.engine = ""
+        """A hex digest of what kind of engine it is: those of one kind count as equally fast."""
         self.again_s, self.share = 0.0, math.inf
         """What the last claim said: seconds after which to claim again in any case, 0 for none, and the samples that
         are the worker's share."""
@@ -207,7 +209,7 @@ class Lease:
         number = self._claims + 1
         has = (calls.AdapterVersion(*adapter) for adapter in (adapters or {}).items())
         holds = "" if self.holds is None else max(0, self.holds() + carried)
-        limits, pace = (max_jobs, max_samples, version, len(PRIORITIES), self.can, holds), f"{self.pace():.4g}"
+        limits, pace = (max_jobs, max_samples, version, len(PRIORITIES), self.can, holds), f"{self.pace():.4g}/{self.engine}"
         answer = await self._scripts.run(calls.claim(self.worker_id, number, *limits, pace, self._denied, *has))
         if answer[0] == b"NOLEASE":
             raise LeaseLost(f"worker {self.worker_id} holds no lease")

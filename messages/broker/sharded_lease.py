@@ -59,7 +59,8 @@ class ShardedLease(Lease):
         """
         newest = time.monotonic() - SHARE_S
         others = (one for one in self._parts if one is not part and one.share < math.inf and one.claimed_at > newest)
-        return round(sum(one.holds() - one.share for one in others if one.holds is not None))
+        carried = sum(one.holds() - one.share for one in others if one.holds is not None)
+        return math.floor(carried + 0.5) if carried > 0 else math.ceil(carried - 0.5)  # a half counts, too
 
     async def claim(
         self, max_jobs: int, max_samples: int, version: int, adapters: Mapping[str, int] | None = None, carried: int = 0

@@ -2,45 +2,50 @@
 --
 -- HASH `takers` has each worker that takes part: '<samples it holds> <most it can hold> <pace> <asked> <version> <kind> <adapters>'.
 -- Its own claim says so, with the samples that it is given, and each change of what it holds is followed by a claim. asked:
--- the pool's clock then. pace: how fast its engine is, 0 for unknown. kind: the token of what it can do, '-' in a pool whose
--- workers are all alike. adapters: each with its version, as '/<name>@<version>'. Whoever leaves its share to others for SILENT_MS is taken out until its next
--- claim: it is paused, frozen, or runs a suspect.
+-- the pool's clock then. pace: '<tokens a second, 0 for unknown>/<kind of engine, in hex>'. kind: the token of what it can do,
+-- '-' in a pool whose workers are all alike. adapters: each with its version, as '/<name>@<version>'. Whoever leaves its share
+-- to others for SILENT_MS is taken out until its next claim: it is paused, frozen, or runs a suspect.
 --
 -- The level is what an average worker holds when everything that waits is shared: water that is poured over what they hold.
--- A claim fills a worker up to the level times its speed. To read all workers takes a moment, so `spread` in `load` keeps
--- the level for some milliseconds: '<at> <level> <speeds of all> <mean pace> <samples offered by then>'.
+-- A claim fills a worker up to the level times its speed: the mean pace of its kind of engine beside that of all. What one
+-- engine measures depends on what it happens to run. To read all workers takes a moment, so `spread` in `load` keeps the level
+-- for some milliseconds: '<at> <level> <speeds of all> <samples offered by then>', and ' <kind of engine>=<speed>' if not 1.
 local LAPSE_MS = 250           -- after which a worker that has its share looks again at what is left
 local SILENT_MS = 500          -- twice as much: who has its share, too, is about to ask
 local SOON_MS = 10
-local SAME_PACE = 1.5          -- engines count as equally fast up to this factor: measured paces vary
+local SAME_PACE = 1.25         -- up to this factor a kind of engine counts as fast as the mean
 local ROUNDS = 8               -- of the search for the level; each leaves out who is above it or full
 local TAKER = '^(%d+) (%d+) (%S+) (%d+) (%d+) (%S+) (.*)$'
 
--- How fast an engine is beside the mean of all.
-local function speed_of(pace, mean)
-  local speed = pace > 0 and mean > 0 and pace / mean or 1
-  if speed < SAME_PACE and speed > 1 / SAME_PACE then return 1 end
-  return math.max(1 / 16, math.min(16, speed))
-end
-
--- The workers that share: {name, held, most, pace, asked, version, like, speed} each; their level when so many samples wait; their mean pace;
--- and their speeds together. me: the caller, as it is now. able(kind, adapters): whether such workers count, nil for all.
+-- The workers that share: {name, held, most, pace, asked, version, like, speed} each; their level when so many samples wait;
+-- their speeds together; and the speed of each kind of engine. me: the caller, as it is now. able(kind, adapters): whether such
+-- workers count, nil for all.
 local function takers(me, waiting, able)
-  local found, paces, known = {me}, me.pace, me.pace > 0 and 1 or 0
+  local found, kinds, paces, known = {me}, {}, 0, 0
   local all = redis.call('HGETALL', takers_key)
   for i = 1, #all, 2 do
     local held, most, pace, asked, version, kind, adapters = match(all[i + 1], TAKER)
     held, most, asked = whole(held), whole(most), whole(asked)
     if held and most and asked and all[i] ~= me.name and (not able or able(kind, adapters)) then
-      pace = tonumber(pace) or 0
       found[#found + 1] = {name = all[i], held = held, most = most, pace = pace, asked = asked,
                            version = whole(version) or 0, like = kind .. adapters}
-      if pace > 0 then paces, known = paces + pace, known + 1 end
     end
   end
-  local mean, sum, speeds = known > 0 and paces / known or 0, waiting, 0
   for _, one in ipairs(found) do
-    one.speed = speed_of(one.pace, mean)
+    local pace, engine = match(one.pace, '^([%d.e+-]+)/(%x*)$')
+    pace, one.engine = tonumber(pace or nil) or 0, engine or ''
+    if pace > 0 and pace < 1e9 then
+      local kind = kinds[one.engine] or {0, 0}
+      kinds[one.engine], paces, known = {kind[1] + pace, kind[2] + 1}, paces + pace, known + 1
+    end
+  end
+  for engine, kind in pairs(kinds) do
+    local speed = kind[1] / kind[2] / (paces / known)
+    kinds[engine] = speed < SAME_PACE and speed > 1 / SAME_PACE and 1 or math.max(1 / 16, math.min(16, speed))
+  end
+  local sum, speeds = waiting, 0
+  for _, one in ipairs(found) do
+    one.speed = kinds[one.engine] or 1
     sum, speeds = sum + one.held, speeds + one.speed
   end
   local level = sum / speeds
@@ -59,28 +64,33 @@ local function takers(me, waiting, able)
     level = math.max(0, rest / below)
     if math.abs(level - last) < 0.01 then break end
   end
-  return found, level, mean, speeds
+  return found, level, speeds, kinds
 end
 
--- The level of all workers, for `me`; and the mean pace. load: its queued, offered and spread. fresh: read them now, unless that was
--- just done.
+-- The level of all workers, for `me`, whose speed it finds out. load: its queued, offered and spread. fresh: read all of them
+-- now, unless that was just done.
 local FRESH_MS = 5
 local PLENTY_MS = 100
 local function level_of_all(me, load, fresh)
   local now, offered = clock().now, load.offered
-  local at, level, speeds, mean, before = match(load.spread or '', '^(%d+) (%S+) (%S+) (%S+) (%d+)$')
-  at, level, speeds, mean = whole(at), tonumber(level), tonumber(speeds), tonumber(mean)
-  if at and level and speeds and mean and speeds > 0 then
+  local at, level, speeds, before, kinds = match(load.spread or '', '^(%d+) (%S+) (%S+) (%d+)(.*)$')
+  at, level, speeds = whole(at), tonumber(level or nil), tonumber(speeds or nil)
+  if at and level and speeds and speeds > 0 then
     level = level + (offered - counted(before)) / speeds
-    local plenty = level * speed_of(me.pace, mean) >= me.most   -- then a little more or less makes no difference
+    me.speed = kinds ~= '' and tonumber(match(kinds, ' ' .. (match(me.pace, '/(%x*)$') or '') .. '=(%S+)') or nil) or 1
+    local plenty = level * me.speed >= me.most   -- then a little more or less makes no difference
     local age, oldest = now - at, fresh and FRESH_MS or plenty and PLENTY_MS or math.max(FRESH_MS, speeds / 4)
-    if age >= 0 and age <= oldest then return level, mean end
+    if age >= 0 and age <= oldest then return level end
   end
   local _
-  _, level, mean, speeds = takers(me, load.queued)
-  load.spread = string.format('%d %.3f %.3f %.4g %d', now, level, speeds, mean, offered)
+  _, level, speeds, kinds = takers(me, load.queued)
+  local told = {string.format('%d %.3f %.3f %d', now, level, speeds, offered)}
+  for engine, speed in pairs(kinds) do
+    if speed ~= 1 then append(told, string.format('%s=%.3f', engine, speed)) end
+  end
+  load.spread = table.concat(told, ' ')
   redis.call('HSET', load_key, 'spread', load.spread)
-  return level, mean
+  return level
 end
 
 -- Take those out who have left their share to others: they hold less, and have not asked since.
@@ -116,7 +126,7 @@ local function ask_for_moves(me)
   -- even. `me` goes first; others get some if they have asked lately. A taker has the adapters and the features of the giver, and
   -- no older version, under which samples would have to begin again. The giver decides what is worth its cost.
   local function moves_between()
-    local workers, _, _, speeds = takers(me, 0)
+    local workers, _, speeds = takers(me, 0)
     local needy, givers, moves, level = {}, {}, {}, 0
     for _, one in ipairs(workers) do level = level + one.held / speeds end
     for _, one in ipairs(workers) do

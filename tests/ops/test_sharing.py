@@ -30,9 +30,14 @@ def of(*takers: Taker) -> Sharing:
         ([replace(IDLE, held=256), *[IDLE] * 3], [64] * 4, 4.0),
         ([Taker(256, 256, 0.0, "-"), Taker(64, 64, 0.0, "-")], [256, 64], 1.0),  # both are full
         ([Taker(200, 256, 0.0, "-"), Taker(0, 32, 0.0, "-")], [168, 32], 200 / 168),
-        ([Taker(80, 256, 400.0, "-"), Taker(20, 256, 100.0, "-")], [80, 20], 1.0),
-        ([Taker(50, 256, 400.0, "-"), Taker(50, 256, 100.0, "-")], [80, 20], 2.5),
-        ([Taker(50, 256, 100.0, "-"), Taker(50, 256, 120.0, "-")], [50, 50], 1.0),  # as fast, as far as one can tell
+        ([Taker(80, 256, 400.0, "-", "a"), Taker(20, 256, 100.0, "-", "b")], [80, 20], 1.0),
+        ([Taker(50, 256, 400.0, "-", "a"), Taker(50, 256, 100.0, "-", "b")], [80, 20], 2.5),
+        (
+            [Taker(50, 256, 100.0, "-", "a"), Taker(50, 256, 120.0, "-", "b")],
+            [50, 50],
+            1.0,
+        ),  # nearly as fast
+        ([Taker(50, 256, 400.0, "-", "a"), Taker(50, 256, 100.0, "-", "a")], [50, 50], 1.0),  # engines of one kind
         ([replace(IDLE, held=1), *[IDLE] * 3], [0.25] * 4, 1.0),  # one sample is somewhere
         ([replace(IDLE, held=2), *[replace(IDLE, held=1)] * 3], [1.25] * 4, 1.0),
         ([Taker(8, 64, 0.0, "a"), Taker(0, 64, 0.0, "a"), Taker(0, 64, 0.0, "b")], [4, 4, 0], 2.0),
@@ -53,7 +58,7 @@ def test_workers_are_below_at_or_above_their_share() -> None:
 async def test_a_share_is_the_one_that_claims_follow(broker: Broker, joined: MakeLease) -> None:
     fast, slow = await joined("fast"), await joined("slow")
     for lease, pace in ((fast, 400.0), (slow, 100.0)):
-        lease.holds, lease.pace = (lambda: 0), (lambda pace=pace: pace)
+        lease.holds, lease.pace, lease.engine = (lambda: 0), (lambda pace=pace: pace), f"{pace:.0f}"
         assert await lease.claim(64, 256, 0) == []
     await broker.enqueue([job() for _ in range(50)])
     assert len(await fast.claim(64, 256, 0)) == 40 == fast.share

@@ -184,3 +184,33 @@ async def test_weights_are_switched_only_inside_a_switch() -> None:
     with pytest.raises(RuntimeError, match="inside"):
         bench.switched(2, {})
     assert bench.generation.version == 1
+
+
+async def test_what_is_taken_out_is_told_once_however_many_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolloutmq.worker.in_flight.ABORT_AGAIN_S", 600.0)
+    bench, aborted = Bench(), list[str]()
+    bench.engine.abort = aborted.append  # type: ignore[attr-defined]
+    samples, ids = await bench.run(6)
+    taking = asyncio.create_task(bench.generation.take_out(samples[:2]))
+    for request_id in ids[2:]:
+        bench.engine.end(request_id, 10)
+        await all_that_can_happen_now()
+    for request_id in ids[:2]:
+        bench.engine.end(request_id, 5, "abort")
+        await all_that_can_happen_now()
+    assert sorted(await taking, key=lambda one: one.index) == samples[:2]
+    assert aborted == ids[:2]
+    assert bench.generation.running == 0
+    bench.generation.put_back(samples[:2])
+    assert bench.generation.running == 2
+
+
+async def test_what_is_not_let_go_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolloutmq.worker.in_flight.ABORT_AGAIN_S", 0.01)
+    bench, aborted = Bench(), list[str]()
+    bench.engine.abort = aborted.append  # type: ignore[attr-defined]
+    samples, ids = await bench.run(1)
+    taking = asyncio.create_task(bench.generation.take_out(samples))
+    await eventually(lambda: len(aborted) >= 3, what="again and again")
+    bench.engine.end(ids[0], 5, "abort")
+    assert await taking == samples

@@ -17,7 +17,7 @@ from support.pools.fixtures import MakeLease
 from support.pools.pool import Running, change, eventually, record, replies, wait_replies, worker
 from support.specimens.messages import job
 
-from rolloutmq.messages import Broker, GenerateJob, JobFailure, connect
+from rolloutmq.messages import Broker, GenerateJob, JobFailure, RolloutResult, connect
 from rolloutmq.messages.broker import Release, broker_of
 from rolloutmq.messages.model.weights import UpdateMode
 from rolloutmq.messages.redis import ping, shard_of
@@ -178,6 +178,24 @@ async def test_new_weights_may_come_in_the_midst_of_moves(mode: UpdateMode, redi
                 found = await each_token_once(broker, jobs, first, second, third)
     for it in found:
         assert list(it.versions) == sorted(it.versions)
+
+
+async def test_what_an_update_waits_for_is_not_interrupted(redis_db: str, broker: Broker) -> None:
+    """With "drain" a sample has one version."""
+    jobs = some(8)
+    async with busy(redis_db, broker, jobs) as (one, first), publisher(redis_db, mode="drain") as source:
+        update = asyncio.create_task(publish(source, 1))
+        await eventually(lambda: not one.worker._generation.gate.is_open, what="it waits for what runs")
+        async with idle(redis_db) as (two, second):
+            await ask(broker, one, two.id, 4)
+            await broker.cancel([jobs[0].id])
+            await eventually(lambda: len(held(one)) == 7, what="the bell was heard")
+            hurry(one)
+            found = [it.outcome for it in await wait_replies(broker, 8)]
+            assert (await update).state == "committed"
+    results = [it for it in found if isinstance(it, RolloutResult)]
+    assert [(it.worker_id, it.versions) for it in results] == [(one.id, (0,))] * 7
+    assert (first.aborted, second.begun) == ({jobs[0].id}, [])
 
 
 # --- in the middle of a move ---------------------------------------------------------------------------------------

@@ -155,9 +155,29 @@ async def test_a_job_that_ends_or_generates_nothing_stays(giver: Giver) -> None:
 async def test_a_sample_that_newer_weights_began_does_not_go_to_older_ones(giver: Giver) -> None:
     begun, running, new = giver.hold(), giver.hold(runs=True, version=2), giver.hold()
     giver.sample(begun).segments = [Segment(1, 5), Segment(2, 5)]
+    giver.bench.generation.version = 2
     assert giver.gives(Plan("taker", 1, 2, 1)) == [new]
     assert giver.gives(Plan("taker", 2, 2, 0)) == [new, begun]
     assert giver.gives(Plan("taker", 2, 3, -1)) == [new, begun, running]
+
+
+async def test_what_has_begun_goes_on_under_the_version_that_it_would_have_here(giver: Giver) -> None:
+    waiting, running, new = giver.hold(), giver.hold(runs=True, version=0), giver.hold()
+    giver.sample(waiting).segments = [Segment(0, 5)]
+    giver.bench.generation.version = 0
+    assert giver.gives(Plan("taker", 1, 3, -1)) == [new]
+    giver.bench.generation.version = 1
+    assert giver.gives(Plan("taker", 1, 3, -1)) == [new, waiting, running]
+
+
+async def test_nothing_is_interrupted_that_could_not_run_on_here(giver: Giver) -> None:
+    """An update may wait for it, or a pause lets it run to its end."""
+    running, new = giver.hold(runs=True), giver.hold()
+    for _ in range(2):
+        giver.hold(runs=True)
+    with giver.bench.generation.gate.holder("update"):
+        assert giver.gives(Plan("taker", 1, 2, -2)) == [new]
+    assert giver.gives(Plan("taker", 1, 2, -2)) == [new, running]
 
 
 async def test_an_answer_about_media_is_not_interrupted(giver: Giver) -> None:

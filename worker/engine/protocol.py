@@ -6,6 +6,7 @@ request is one leg of one sample: prompt in, tokens out. The worker takes care o
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -122,7 +123,7 @@ class EngineInfo:
     """What the engine is. A worker's size, the check of a job, and the replay of a result need it.
 
     context_length: most tokens of prompt and output together.
-    gpu: unique id of the GPU, for an engine that runs on exactly one.
+    gpu: unique id of the GPU, for an engine that runs on exactly one. gpu_model: what its GPUs are called, "" for none.
     features: optional job fields that this engine supports. A job that uses another one is refused by name.
     deterministic: whether it samples by seeds, and a token does not depend on its batch.
     adapters: the LoRA adapters in it. The worker keeps this up to date. Empty after a start.
@@ -140,11 +141,18 @@ class EngineInfo:
     tp_size: int = 1
     ep_size: int = 1
     gpu: str = ""
+    gpu_model: str = ""
     features: frozenset[str] = field(default_factory=frozenset)
     deterministic: bool = False
     adapters: LoadedAdapters = field(default_factory=LoadedAdapters, compare=False, repr=False)
     empty: bool = False
     startup: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def kind(self) -> str:
+        """A hex digest of what its speed depends on."""
+        told = self.name, self.version, self.dtype, self.device, self.gpu_model, self.tp_size, self.ep_size
+        return hashlib.sha1(repr(told).encode(), usedforsecurity=False).hexdigest()[:8]
 
     def fingerprint(self) -> Mapping[str, str]:
         """Return what a replay needs to know. It is small, because it travels with every result."""

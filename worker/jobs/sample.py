@@ -106,10 +106,9 @@ class SampleRun(JobRun[GenerateJob]):
         return len(self.done) - self._saved
 
     @property
-    def newest(self) -> int:
-        """The newest version that sampled any of its tokens, or runs it now; 0 for none."""
-        last = _last_version(self.segments) or 0
-        return max(last, self.leg.version) if self.leg is not None else last
+    def newest(self) -> int | None:
+        """The newest version that sampled any of its tokens, or runs it now; None for none."""
+        return self.leg.version if self.leg is not None else _last_version(self.segments)
 
     @property
     def remaining(self) -> int:

@@ -97,9 +97,10 @@ class Launched:
     def describe(self, config: SGLangConfig) -> EngineInfo:
         """Return what the engine is. Its features are not set yet."""
         model, arguments = self.manager.model_config, self._engine.server_args
-        gpu = ""  # if it runs on several GPUs, or none
-        if arguments.device == "cuda" and arguments.tp_size == 1:
-            gpu = str(torch.cuda.get_device_properties(arguments.base_gpu_id).uuid)
+        gpu = gpu_model = ""  # if it runs on several GPUs, or none
+        if arguments.device == "cuda":
+            properties = torch.cuda.get_device_properties(arguments.base_gpu_id)
+            gpu, gpu_model = str(properties.uuid) if arguments.tp_size == 1 else "", str(properties.name)
         return EngineInfo(
             name="sglang",
             version=VERSION,
@@ -111,6 +112,7 @@ class Launched:
             tp_size=config.tp_size,
             ep_size=config.ep_size,
             gpu=gpu,
+            gpu_model=gpu_model,
             deterministic=config.deterministic,
             startup=self._startup(),
         )

@@ -2,8 +2,8 @@
 -- ARGV: prefix, worker, claim, max_jobs, max_samples, version, classes, can, holds, pace, waited, *adapters (name, version)
 -- claim: number of this claim. version: of the worker's weights. classes: how many priority classes there are.
 -- can: what the worker's engine can do, in the form of a job's N; '' for a worker that tries everything.
--- holds: samples that the worker holds; '' for one that takes all it has room for, whatever others have. pace: how fast its
--- engine is, 0 for unknown, see lib_spread.lua. waited: how many claims in a row gave nothing because of the worker's share.
+-- holds: samples that the worker holds; '' for one that takes all it has room for, whatever others have. pace: of its
+-- engine, see lib_spread.lua. waited: how many claims in a row gave nothing because of the worker's share.
 -- adapters: those that the worker has, each with its newest version.
 -- Returns {'NOLEASE'}, or a flat list: ms after which to claim again in any case (0: when there is a reason to), thousandths
 --   of samples of its share (-1: no limit), and per job: id, attempt, samples, queued ms, ms to the deadline ('' for none),
@@ -177,7 +177,7 @@ end
 -- What this claim says of the worker to those that share, see lib_spread.lua.
 local its_kind = #needs.others > 0 and token_of(ARGV[8]) or '-'
 local me = whole(ARGV[9]) and {
-  name = worker, held = whole(ARGV[9]), most = whole(ARGV[9]) + max_samples, pace = tonumber(ARGV[10]) or 0, asked = clock().now,
+  name = worker, held = whole(ARGV[9]), most = whole(ARGV[9]) + max_samples, pace = ARGV[10], asked = clock().now,
   version = version, like = its_kind .. has_names,
 }
 
@@ -257,9 +257,9 @@ local function enough(range)
   repeat
     fresh = over and range == EVERYWHERE
     if fresh or not limits[range] then
-      local level, mean, _
+      local level, _
       if range == EVERYWHERE then
-        level, mean = level_of_all(me, load, fresh)
+        level = level_of_all(me, load, fresh)
       else
         local waits = range.able and 0 or load.queued
         for class = 0, classes - 1 do
@@ -269,10 +269,10 @@ local function enough(range)
             waits = waits + redis.call('ZCOUNT', later_key(class), range[1], range[2]) * math.max(1, unpublished(f[1], f[2]))
           end
         end
-        _, level, mean = takers(me, waits, range.able)
+        _, level = takers(me, waits, range.able)
       end
       level = level * 2 ^ math.min(math.max(waited - 2, 0), 16) + math.max(waited - 2, 0)
-      limits[range] = level * speed_of(me.pace, mean)
+      limits[range] = level * me.speed
     end
     if jobs > 0 then return me.held + samples + one_job / 2 > limits[range] end
     over = me.held >= limits[range]

@@ -20,9 +20,9 @@ ROOM = 256
 class Taking:
     """A worker that has room for 256 samples, and takes its shares."""
 
-    def __init__(self, lease: Lease, pace: float = 0.0) -> None:
+    def __init__(self, lease: Lease, pace: float = 0.0, engine: str = "") -> None:
         self.lease, self.held, self.claims = lease, Counter[str](), 0
-        lease.holds, lease.pace = self.held.total, lambda: pace
+        lease.holds, lease.pace, lease.engine = self.held.total, (lambda: pace), engine
 
     async def claim(self, room: int | None = None, version: int = 0, **adapters: int) -> int:
         """Samples that one claim gives."""
@@ -94,24 +94,25 @@ async def test_who_has_no_room_leaves_its_share_to_the_others(broker: Broker, jo
     assert [one.held.total(), other.held.total()] == [30, 30]
 
 
-async def test_a_faster_engine_gets_more(broker: Broker, joined: MakeLease) -> None:
-    [slow] = await team(joined, 1, pace=100.0)
-    fast = Taking(await joined("fast"), pace=400.0)
-    await fast.claim()
+@pytest.mark.parametrize(
+    ("paces", "engines", "shares"),
+    [
+        ((100.0, 400.0), ("a", "b"), [20, 80]),
+        ((100.0, 140.0), ("a", "b"), [50, 50]),  # nearly as fast
+        ((100.0, 400.0), ("a", "a"), [50, 50]),  # of one kind: one of them had less to do when it was measured
+        ((0.0, 400.0), ("a", "b"), [50, 50]),  # not known yet
+    ],
+)
+async def test_a_faster_kind_of_engine_gets_more(
+    broker: Broker, joined: MakeLease, paces: tuple[float, ...], engines: tuple[str, ...], shares: list[int]
+) -> None:
+    workers = [Taking(await joined(f"w{i}"), *it) for i, it in enumerate(zip(paces, engines, strict=True))]
+    for one in workers:
+        assert await one.claim() == 0
     await submit(broker, 100)
-    await slow.work()
-    await fast.work()
-    assert [slow.held.total(), fast.held.total()] == [20, 80]
-
-
-async def test_paces_that_are_nearly_the_same_are_the_same(broker: Broker, joined: MakeLease) -> None:
-    [slow] = await team(joined, 1, pace=100.0)
-    fast = Taking(await joined("fast"), pace=180.0)
-    await fast.claim()
-    await submit(broker, 100)
-    await slow.work()
-    await fast.work()
-    assert [slow.held.total(), fast.held.total()] == [50, 50]
+    for one in workers:
+        await one.work()
+    assert [one.held.total() for one in workers] == shares
 
 
 @pytest.mark.parametrize("n", [8, 64])

@@ -145,6 +145,18 @@ class PoolMachine(WorkerRules):
             assert self.call("announce", self.epochs, number, "m", 60) == "closed"
             assert self.look().stable() == before, "a copy of the announcement after the end"
 
+    @precondition(lambda self: self.state["suspects"] and self.model.workers)
+    @rule(which=index, ended=st.booleans())
+    def suspects_turn(self, which: int, ended: bool) -> None:
+        """Somebody claims while there are suspects, perhaps one that has just been cancelled."""
+        if ended:
+            job = self.model.jobs[self.pick(list(self.state["suspects"]), which)]
+            if job.open:
+                assert self.call("cancel", "no more", job.id) == ["ok"]
+                self.model.fail(job, "cancelled", "no more")
+            self.settle()
+        self.take(Claiming(self.pick(list(self.model.workers), which), 2, 9, 3))
+
     @rule()
     def ward_is_over(self) -> None:
         self.redis.delete(f"{PREFIX}ward")

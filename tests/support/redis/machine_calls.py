@@ -7,7 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant
-from support.redis.model import CLASSES, Job, Model, State
+from support.redis.model import CLASSES, Job, Model
+from support.redis.state import State
 
 from rolloutmq.messages.scripts.source import script_source
 

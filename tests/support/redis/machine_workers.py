@@ -88,18 +88,6 @@ class WorkerRules(ClientRules):
         self.reap(256, False)
         self.join(False)
 
-    @precondition(lambda self: self.state["suspects"] and self.model.workers)
-    @rule(which=index, ended=st.booleans())
-    def suspects_turn(self, which: int, ended: bool) -> None:
-        """Somebody claims while there are suspects, perhaps one that has just been cancelled."""
-        if ended:
-            job = self.model.jobs[self.pick(list(self.state["suspects"]), which)]
-            if job.open:
-                assert self.call("cancel", "no more", job.id) == ["ok"]
-                self.model.fail(job, "cancelled", "no more")
-            self.settle()
-        self.take(Claiming(self.pick(list(self.model.workers), which), 2, 9, 3))
-
     @precondition(lambda self: list(self.model.workers.values()).count(False) > 1)
     @rule(cls=st.integers(0, CLASSES - 1), lapses=st.sampled_from(("", "before", "after")), own=st.booleans())
     def prefer(self, cls: int, lapses: str, own: bool) -> None:

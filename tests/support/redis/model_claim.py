@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from support.redis.model import CLASSES, Job, Model, State
+from support.redis.model import CLASSES, Job, Model
+from support.redis.state import State
 
 SHARE = 8
 SCAN = 64

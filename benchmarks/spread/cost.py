@@ -1,0 +1,85 @@
+"""What a job costs Redis at equal jobs per claim. `benchmarks/spread` runs one of these for each commit, in turns.
+
+`python benchmarks/spread/cost.py` reads from each line of its input the number of jobs per claim, and how many times
+256 jobs, and says what they took: µs of Redis' processor time for a job's enqueue, claim, complete and ack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import numpy as np
+
+from rolloutmq.messages.broker import Broker, Finished, Lease
+from rolloutmq.messages.broker.submissions import batches
+from rolloutmq.messages.ids import new_id
+from rolloutmq.messages.model import GenerateJob, RolloutResult, SamplingParams, Segment, WorkerStatus
+from rolloutmq.messages.redis import connect
+from rolloutmq.ops.redis import EmbeddedRedis
+
+POOL, CLIENT = "cost", "cost-client"
+WAITING = 256
+"""Jobs that are submitted together."""
+TOKENS = np.zeros(16, np.int32)
+LOGPROBS = np.zeros(16, np.float32)
+
+
+async def measure(url: str) -> None:
+    async with connect(url, pool=POOL) as redis:
+        broker, lease = Broker(redis, POOL), Lease(redis, POOL, "w", 600.0)
+        if hasattr(lease, "holds"):
+            lease.holds, lease.pace = lambda: 0, lambda: 200.0  # so that its share is computed
+        status = WorkerStatus(worker_id="w", host="h", pid=1, state="serving", version=0)
+        await lease.join(status)
+        print("ready", flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            each, rounds = map(int, line.split())
+            made = [_jobs(broker) for _ in range(rounds)]
+            await lease.heartbeat(status)
+            before = await _busy_s(redis)
+            for jobs in made:
+                await _turn(broker, lease, jobs, each)
+            spent = await _busy_s(redis) - before
+            print(1e6 * spent / (WAITING * rounds), flush=True)
+
+
+def _jobs(broker: Broker) -> list[object]:
+    sampling = SamplingParams(max_new_tokens=16)
+    jobs = [GenerateJob(id=new_id(), token_ids=TOKENS, sampling=sampling, reply_to=CLIENT) for _ in range(WAITING)]
+    return list(batches(jobs, broker.caps.payload))
+
+
+async def _turn(broker: Broker, lease: Lease, jobs: list[object], each: int) -> None:
+    await broker.accept(jobs)
+    for _ in range(WAITING // each):
+        claims = await lease.claim(each, each, 0)
+        if len(claims) != each:
+            raise SystemExit(f"a claim for {each} jobs gave {len(claims)}")
+        results = [
+            RolloutResult(
+                job_id=claim.job_id,
+                sample=0,
+                n=1,
+                group_id=claim.job_id,
+                token_ids=TOKENS,
+                logprobs=LOGPROBS,
+                finish_reason="length",
+                segments=(Segment(0, 16),),
+                worker_id="w",
+                attempt=claim.attempt,
+            )
+            for claim in claims
+        ]
+        await lease.complete([Finished(one.job_id, one.attempt, 0, one) for one in results])
+    await broker.ack(CLIENT, await broker.read_replies(CLIENT, "0", count=WAITING))
+
+
+async def _busy_s(redis: object) -> float:
+    used = await redis.info("cpu")
+    return float(used["used_cpu_user"] + used["used_cpu_sys"])
+
+
+if __name__ == "__main__":
+    with EmbeddedRedis() as server:
+        asyncio.run(measure(server.url))
