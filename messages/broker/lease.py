@@ -209,7 +209,8 @@ class Lease:
         number = self._claims + 1
         has = (calls.AdapterVersion(*adapter) for adapter in (adapters or {}).items())
         holds = "" if self.holds is None else max(0, self.holds() + carried)
-        limits, pace = (max_jobs, max_samples, version, len(PRIORITIES), self.can, holds), f"{self.pace():.4g}/{self.engine}"
+        limits = max_jobs, max_samples, version, len(PRIORITIES), self.can, holds
+        pace = f"{self.pace():.4g}/{self.engine}"
         answer = await self._scripts.run(calls.claim(self.worker_id, number, *limits, pace, self._denied, *has))
         if answer[0] == b"NOLEASE":
             raise LeaseLost(f"worker {self.worker_id} holds no lease")
