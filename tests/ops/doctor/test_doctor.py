@@ -157,7 +157,7 @@ async def test_loads_that_stay_uneven(
 async def test_loads_that_are_uneven_for_a_moment(
     redis_db: str, joined: MakeLease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = iter([Sharing({"w": Taker(30, 39, 0.0, "-", share)}) for share in (15.0, 15.0, 30.0)])
+    looks = iter([Sharing({"w": Taker(30, 39, 0.0, "-", share=share)}) for share in (15.0, 15.0, 30.0)])
 
     async def look(_: Broker) -> Sharing:
         return next(looks)
