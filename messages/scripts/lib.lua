@@ -104,8 +104,9 @@ local function fail(id, outcome, cause, host, err)
   bury_record(id, outcome, r[4] or nil,
               {y = r[1], e = r[7], q = r[8], v = r[9], g = r[10], l = r[12], P = r[13], h = r[14], kk = r[15], N = r[16],
                T = r[17]})
-  if r[5] == 'q' and r[1] and redis.call('EXISTS', client_key(r[1])) == 0 then
-    attempt(function() redis.call('ZREM', turns_key(r[8]), tenant_of(r[1])) end)   -- what nobody ran is not its turn
+  -- A client that has nothing more is not behind with what nobody ran. Of several clients of one tenant another may have.
+  if r[1] and tenant_of(r[1]) == r[1] and redis.call('EXISTS', client_key(r[1])) == 0 then
+    for class = 0, CLASSES - 1 do redis.call('ZREM', turns_key(class), r[1]) end
   end
   jobs_ended(1, whole(r[6]) or 0, outcome)
 end

@@ -41,7 +41,7 @@ end
 -- `load` has the turn of the job that was given last, in turn<class>, and the samples of all queues, in `queued`.
 local function queue_key(class) return key_of_class('queued:', class) end
 -- ZSET tenant -> where its last job of a class ended. What is behind the current turn says nothing and is deleted, see
--- reap; so is the turn of a client whose last open job ended while it waited, see fail.
+-- reap; so is the turn of a client whose last open job was not done, see fail.
 local function turns_key(class) return key_of_class('turns:', class) end
 local function tenant_of(client) return match(client, '^([^/]+)/') or client end
 -- SET of a client's open jobs.

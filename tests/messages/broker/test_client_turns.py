@@ -91,6 +91,17 @@ async def test_what_nobody_ran_is_not_the_clients_turn(broker: Broker, joined: M
     assert Counter(await order(broker, lease, 12))["hasty"] == 5
 
 
+async def test_a_tenant_keeps_its_turn_while_another_of_its_clients_has_jobs(broker: Broker, joined: MakeLease) -> None:
+    lease = await joined()
+    await submit(broker, "other", 200)
+    await submit(broker, "run/a", 50)
+    await submit(broker, "run/b", 50)
+    await broker.cancel_client("run/b")
+    await submit(broker, "run/b", 50)
+    given = Counter(await order(broker, lease, 80))
+    assert given["run/a"] + given["run/b"] <= 42
+
+
 async def test_turns_behind_the_newest_are_forgotten(broker: Broker, joined: MakeLease, db: Redis) -> None:
     lease = await joined()
     for client in range(50):

@@ -92,8 +92,8 @@ LIES = {
     ),
     "what nobody ran was its client's turn": (
         "lib",
-        "r[5] == 'q' and r[1] and redis.call('EXISTS'",
-        "false and redis.call('EXISTS'",
+        "redis.call('ZREM', turns_key(class), r[1])",
+        "redis.call('ZREM', 'x', r[1])",
     ),
     "claimed ids stay in their queue": ("claim", "if queue then claimed[#claimed + 1]", "if queue then claimed[1]"),
     "samples that wait are not counted": ("claim", "if unqueued ~= 0 then", "if false then"),

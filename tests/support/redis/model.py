@@ -193,10 +193,10 @@ class Model:
         if outcome == "dead":
             self.letters.append((job.id, cause))
             self.counts["letters"] += ENTRY_BYTES + len(cause) + len(host) + len(error) + len(job.payload)
-        queued = job.state == "q"
         self._end(job, outcome)
-        if queued and not any(other.client == job.client for other in self.open_jobs()):
-            self.turns[job.cls].pop(job.client.partition("/")[0], None)  # what nobody ran is not its turn
+        if not any(other.client == job.client for other in self.open_jobs()):
+            for turns in self.turns:
+                turns.pop(job.client, None)  # what nobody ran is not its turn
 
     def expire_queued(self, job: Job) -> None:
         self.fail(job, "expired", "its deadline passed in the queue")
