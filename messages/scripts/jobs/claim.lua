@@ -116,14 +116,6 @@ local function score_of(v, g, l, n)
   return number and ADAPTER * number + math.min(least, ADAPTER - 1) or nil
 end
 
--- Whether a job that prefers a worker was put aside for another worker: one with a lease, if the job has never been
--- claimed and its time is not over.
-local function leave_to_preferred(id, f)
-  local ms, other = string.match(f[13], '^(%d+)@(.+)$')
-  local until_ms = tonumber(f[3]) + (whole(ms) or 0)
-  return other ~= worker and f[2] == '0' and until_ms > clock().deadlines and leave_to(other, id, f[16], f[18], until_ms)
-end
-
 local said = redis.call('HMGET', load_key, 'owed1', 'owed2', 'turn0', 'turn1', 'turn2', 'queued', 'offered', 'spread',
                         'attempts')
 local load = {queued = counted(said[6]), offered = counted(said[7]), spread = said[8]}
@@ -140,7 +132,11 @@ local function settle(id, queue)
   local late = fine and f[4] and tonumber(f[4]) <= clock().deadlines
   local score = fine and not late and not f[14] and score_of(f[9], f[10], f[12], f[17])   -- its end needs no weights
   if fine and f[13] then redis.call('ZREM', prefers_key, id) end
-  local away = not fine or late or score or (f[13] and not f[14] and leave_to_preferred(id, f))
+  -- It is left to the worker that it prefers: one with a lease, if the job was never claimed and its time is not over.
+  local ms, other = match(f[13] or '', '^(%d+)@(.+)$')
+  local until_ms = fine and other and not f[14] and other ~= worker and tonumber(f[3]) + (whole(ms) or 0)
+  local away = not fine or late or score or (until_ms and f[2] == '0' and until_ms > clock().deadlines
+    and leave_to(other, id, f[16], f[18], until_ms))
   if away and queue and score ~= NO_SLOT and redis.call('ZREM', queue, id) == 1 then
     unqueued = unqueued + unpublished(f[7], f[5])
   end
@@ -318,10 +314,11 @@ end
 local FRONT = 256              -- ids that it reads at once
 local newest = {}
 local function take(class, limit)
-  local queue, later, before = queue_key(class), later_key(class), jobs
+  local queue, later, before, seen = queue_key(class), later_key(class), jobs, looked
   local heads = aside and aside(class) or {}
   local front, at = {}, 1            -- the first ids of the queue, and the next of them
-  if sizes[2 * class + 1] == 0 and #heads == 0 then return 0 end
+  local plain = #heads == 0
+  if sizes[2 * class + 1] == 0 and plain then return 0 end
   while jobs - before < limit and not full() do
     if #front < at and sizes[2 * class + 1] > 0 then
       if #claimed > 0 then redis.call('ZREM', queue, unpack(claimed)) end
@@ -347,7 +344,10 @@ local function take(class, limit)
     if jobs > so_far then newest[class] = math.max(newest[class] or 0, its_turn) end
   end
   if #claimed > 0 then redis.call('ZREM', queue, unpack(claimed)) end
-  sizes[2 * class + 1], sizes[2 * class + 2], claimed = redis.call('ZCARD', queue), redis.call('ZCARD', later), {}
+  claimed, sizes[2 * class + 1] = {}, sizes[2 * class + 1] - jobs + before
+  if not plain or looked - seen > jobs - before then
+    sizes[2 * class + 1], sizes[2 * class + 2] = redis.call('ZCARD', queue), redis.call('ZCARD', later)
+  end
   return jobs - before
 end
 
