@@ -11,18 +11,18 @@ import sys
 
 import numpy as np
 
-from rolloutmq.messages.broker import Broker, Finished, Lease
+from rolloutmq.messages.broker import Broker, Lease
 from rolloutmq.messages.broker.submissions import batches
 from rolloutmq.messages.ids import new_id
-from rolloutmq.messages.model import GenerateJob, RolloutResult, SamplingParams, Segment, WorkerStatus
+from rolloutmq.messages.model import GenerateJob, SamplingParams, WorkerStatus
 from rolloutmq.messages.redis import connect
+from rolloutmq.ops.bench.broker.growth import finished
 from rolloutmq.ops.redis import EmbeddedRedis
 
 POOL, CLIENT = "cost", "cost-client"
 WAITING = 256
 """Jobs that are submitted together."""
 TOKENS = np.zeros(16, np.int32)
-LOGPROBS = np.zeros(16, np.float32)
 
 
 async def measure(url: str) -> None:
@@ -56,22 +56,7 @@ async def _turn(broker: Broker, lease: Lease, jobs: list[object], each: int) -> 
         claims = await lease.claim(each, each, 0)
         if len(claims) != each:
             raise SystemExit(f"a claim for {each} jobs gave {len(claims)}")
-        results = [
-            RolloutResult(
-                job_id=claim.job_id,
-                sample=0,
-                n=1,
-                group_id=claim.job_id,
-                token_ids=TOKENS,
-                logprobs=LOGPROBS,
-                finish_reason="length",
-                segments=(Segment(0, 16),),
-                worker_id="w",
-                attempt=claim.attempt,
-            )
-            for claim in claims
-        ]
-        await lease.complete([Finished(one.job_id, one.attempt, 0, one) for one in results])
+        await lease.complete([finished(claim, "w") for claim in claims])
     await broker.ack(CLIENT, await broker.read_replies(CLIENT, "0", count=WAITING))
 
 

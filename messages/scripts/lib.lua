@@ -205,19 +205,20 @@ local function no_longer_preferred(worker)
   return found
 end
 
+-- A job that was set aside goes into its queue. n, d: its samples, and those that are published.
+local function from_later(id, class, turn, n, d)
+  if redis.call('ZREM', later_key(class), later_member(id, turn)) == 1 then
+    to_queue(id, class, turn, unpublished(n, d))
+  end
+end
+
 -- Move jobs whose time to wait for a preferred worker is over to their queues, at most `budget`. Returns how many.
 local function end_preferences(budget)
   local ids = redis.call('ZRANGEBYSCORE', prefers_key, '-inf', clock().deadlines, 'LIMIT', 0, math.max(budget, 0))
   for _, id in ipairs(ids) do
     local f = redis.call('HMGET', job_key(id), 'st', 'q', 'T', 'n', 'd')
     redis.call('ZREM', prefers_key, id)
-    if f[1] == 'q' then
-      alone(id, function()
-        if redis.call('ZREM', later_key(f[2]), later_member(id, f[3])) == 1 then
-          to_queue(id, f[2], f[3], unpublished(f[4], f[5]))
-        end
-      end)
-    end
+    if f[1] == 'q' then alone(id, from_later, id, f[2], f[3], f[4], f[5]) end
   end
   return #ids
 end

@@ -186,10 +186,16 @@ async def test_weights_are_switched_only_inside_a_switch() -> None:
     assert bench.generation.version == 1
 
 
-async def test_what_is_taken_out_is_told_once_however_many_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rolloutmq.worker.in_flight.ABORT_AGAIN_S", 600.0)
+def deaf() -> tuple[Bench, list[str]]:
+    """An engine that lets go of nothing, and what it was told to abort."""
     bench, aborted = Bench(), list[str]()
     bench.engine.abort = aborted.append  # type: ignore[attr-defined]
+    return bench, aborted
+
+
+async def test_what_is_taken_out_is_told_once_however_many_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolloutmq.worker.in_flight.ABORT_AGAIN_S", 600.0)
+    bench, aborted = deaf()
     samples, ids = await bench.run(6)
     taking = asyncio.create_task(bench.generation.take_out(samples[:2]))
     for request_id in ids[2:]:
@@ -207,8 +213,7 @@ async def test_what_is_taken_out_is_told_once_however_many_others_end(monkeypatc
 
 async def test_what_is_not_let_go_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rolloutmq.worker.in_flight.ABORT_AGAIN_S", 0.01)
-    bench, aborted = Bench(), list[str]()
-    bench.engine.abort = aborted.append  # type: ignore[attr-defined]
+    bench, aborted = deaf()
     samples, ids = await bench.run(1)
     taking = asyncio.create_task(bench.generation.take_out(samples))
     await eventually(lambda: len(aborted) >= 3, what="again and again")

@@ -17,9 +17,7 @@ local function stop(id)
     if state == 'r' then
       running[#running + 1] = id
     else
-      if redis.call('ZREM', later_key(f[3]), later_member(id, f[5])) == 1 then
-        to_queue(id, f[3], f[5], unpublished(f[6], f[4]))
-      end
+      from_later(id, f[3], f[5], f[6], f[4])
       redis.call('ZREM', prefers_key, id)
       queued = true
     end
