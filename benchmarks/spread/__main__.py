@@ -42,7 +42,7 @@ BEFORE = "80afd48"
 SHARE, TRIES = 0.5, 3
 MOST_RATIO, MOST_UNEVEN, MOST_COST = 1.10, 1.25, 1.05
 CASE_S = 900
-COST_ROUNDS, COST_BATCHES = 9, 8
+COST_PROCESSES, COST_ROUNDS, COST_BATCHES = 8, 8, 4
 EACH = (1, 8, 64)
 REMARKS = [
     "The scripts' waits (250 ms until a share lapses, and others) are real time; they weigh less if time is stretched.",
@@ -181,23 +181,35 @@ class Side:
 
 
 def costs(before: str) -> list[dict[str, Any]]:
-    """µs of Redis for a job at equal jobs per claim, now and before, in turns."""
-    now, then = Side(""), Side(before)
+    """µs of Redis for a job at equal jobs per claim, now and before, in turns.
+
+    Two servers with the same code differ by some percent, for as long as they run; so the mean of several counts.
+    """
+    found: dict[int, list[tuple[float, float]]] = {each: [] for each in EACH}
+    for _ in range(COST_PROCESSES):
+        sides = Side(""), Side(before)
+        for each in EACH:
+            rounds = [[side.us(each) for side in sides] for _ in range(1 + COST_ROUNDS)][1:]
+            now, then = (statistics.median(side) for side in zip(*rounds, strict=True))
+            found[each].append((now, then))
+        for side in sides:
+            side.end()
     rows = []
-    for each in EACH:
-        now.us(each), then.us(each)
-        pairs = []
-        for number in range(COST_ROUNDS):
-            first, second = (now, then) if number % 2 else (then, now)
-            one, two = first.us(each), second.us(each)
-            pairs.append((one, two) if number % 2 else (two, one))
-        ratio = round(statistics.median(a / b for a, b in pairs), 3)
-        now_us, before_us = (round(statistics.median(side), 1) for side in zip(*pairs, strict=True))
-        row = {"jobs_per_claim": each, "now_us": now_us, "before_us": before_us, "ratio": ratio, "rounds": len(pairs)}
+    for each, pairs in found.items():
+        now, then = (statistics.mean(side) for side in zip(*pairs, strict=True))
+        row = {
+            "jobs_per_claim": each,
+            "now_us": round(now, 1),
+            "before_us": round(then, 1),
+            "ratio": round(now / then, 3),
+            "of_pairs": sorted(round(a / b, 3) for a, b in pairs),
+            "rounds": COST_ROUNDS,
+        }
         rows.append(row)
-        print(f"{each} jobs per claim: {now_us} µs of Redis for a job, before {before_us}, ratio {ratio}", flush=True)
-    now.end()
-    then.end()
+        print(
+            f"{each} jobs per claim: {now:.1f} µs of Redis for a job, before {then:.1f}, ratio {now / then:.3f}",
+            flush=True,
+        )
     return rows
 
 
