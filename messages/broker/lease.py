@@ -107,7 +107,6 @@ class Release:
 
 
 _SAID = frozenset({b"x", b"c", b"M", b"P"})
-_NONE: frozenset[int] = frozenset()
 _PROGRESS = re.compile(rb"([sk])(\d{1,9})(?:\.(\d{1,9}))?")
 
 
@@ -315,16 +314,14 @@ def _claim(raw: list[Any]) -> Claim:
         queued_s=int(queued_ms) / 1000,
         left_s=int(left_ms) / 1000 if left_ms != b"" else None,
         payload=payload,
-        published=frozenset(published) if published else _NONE,
+        published=frozenset(published),
         ending=b"x" in said,
-        lost=whole(said[b"c"]) if b"c" in said else 0,
-        moves=whole(said[b"M"]) if b"M" in said else 0,
+        lost=whole(said.get(b"c")),
+        moves=whole(said.get(b"M")),
         preferred=b"P" in said,
         partials={
             sample: tuple(numbered[number] for number in sorted(numbered))
             for sample, numbered in pieces.items()
             if sample not in published
-        }
-        if pieces
-        else {},
+        },
     )

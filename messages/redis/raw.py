@@ -18,11 +18,13 @@ def whole(raw: bytes | None, where: str = "") -> int:
 
     where: for the log, which names each thing that is no number once.
     """
+    if raw is None:
+        return 0
     digits = text(raw)
     sign, digits = (-1, digits[1:]) if digits.startswith("-") else (1, digits)
     if digits.isascii() and digits.isdigit() and len(digits) <= 15:
         return sign * int(digits)
-    if raw is not None and where:
+    if where:
         name_once(f"{where} is {text(raw)[:80]!r}, not a number: it counts as 0")
     return 0
 
