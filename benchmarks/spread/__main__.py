@@ -189,8 +189,11 @@ def costs(before: str) -> list[dict[str, Any]]:
     for _ in range(COST_PROCESSES):
         sides = Side(""), Side(before)
         for each in EACH:
-            rounds = [[side.us(each) for side in sides] for _ in range(1 + COST_ROUNDS)][1:]
-            now, then = (statistics.median(side) for side in zip(*rounds, strict=True))
+            took: dict[Side, list[float]] = {side: [] for side in sides}
+            for number in range(1 + COST_ROUNDS):
+                for side in sides if number % 2 else reversed(sides):
+                    took[side].append(side.us(each))
+            now, then = (statistics.median(took[side][1:]) for side in sides)  # the first warms up
             found[each].append((now, then))
         for side in sides:
             side.end()
