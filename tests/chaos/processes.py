@@ -81,7 +81,11 @@ class Spoken:
 
 
 class WorkerProcess(Spoken):
-    """A worker with the scripted engine."""
+    """A worker with the scripted engine. told_early: whether it was told to drain before it had joined."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process)
+        self.told_early: bool | None = None
 
     @classmethod
     async def launch(cls, url: str, log: Path, options: Options) -> Self:
@@ -100,6 +104,19 @@ class WorkerProcess(Spoken):
     def refused(self) -> int:
         """Publishes that the script refused."""
         return sum(self.all("fenced"))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it. SIGTERM is sent once: when the loop is closed, nothing listens to another one any more."""
+        if number == signal.SIGTERM:
+            if self.told_early is not None:
+                return
+            self.told_early = not self.all("joined")
+        super().signal(number)
+
+    def may_end(self, code: int) -> bool:
+        """Whether this is an exit code that it may have."""
+        # Before it has joined, SIGTERM may find a process that does not listen yet.
+        return code in {0, -signal.SIGKILL} or (code == -signal.SIGTERM and self.told_early is True)
 
     async def drain(self, timeout: float) -> int:
         """SIGTERM; its exit code."""
