@@ -15,12 +15,8 @@ EVERYWHERE = --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/packages
 SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --ignore=tests/worker/sglang --ignore=tests/producer/trl
 
 # In CI, what failed beside other tests is run once more, alone: a machine that has two cores for four processes delays
-# timers by seconds. The output names it, and whoever reads that looks for the race. `make test` runs everything once.
+# timers by seconds. The output names it, and whoever reads that looks for the race. Outside CI everything runs once.
 ONCE_MORE = $(if $(CI),|| { test $$? -eq 1 && echo "these failed; once more and alone:" && .venv/bin/python -m pytest --lf --lfnf=none; })
-
-# What needs both cores for itself: beside others its engines take no update within the 15 s that a worker gives them.
-ALONE = .venv/bin/python -m pytest $(EVERYWHERE) -m alone --junitxml=out/tests-alone.xml $(PYTEST) $(ONCE_MORE) \
-  $(if $(PYTEST),|| test $$? -eq 5)
 
 .PHONY: help setup demo test test-whole test-all test-long test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos fuzz bench-spread check docs clean
 
@@ -54,17 +50,17 @@ demo: setup
 test: PROCESSES = 5
 test: setup
 	@mkdir -p out
-	$(PYTEST_ALL) $(EVERYWHERE) -m "not slow" --junitxml=out/tests.xml $(PYTEST)
+	$(PYTEST_ALL) $(EVERYWHERE) -m "not slow" --junitxml=out/tests.xml $(PYTEST) $(ONCE_MORE)
 
-# With the slow ones, which go on where others of their files end.
+# With the slow ones, which go on where others of their files end. The last line is what needs both cores for itself:
+# beside others its engines take no update within the 15 s that a worker gives them.
 test-whole: setup
 	@mkdir -p out
 	$(PYTEST_ALL) $(EVERYWHERE) -m "not alone" --junitxml=out/tests.xml $(PYTEST)
-	$(ALONE)
+	.venv/bin/python -m pytest $(EVERYWHERE) -m alone --junitxml=out/tests-alone.xml $(PYTEST) $(if $(PYTEST),|| test $$? -eq 5)
 
 test-all: setup
-	@mkdir -p out
-	$(PYTEST_ALL) $(EVERYWHERE) -m "not slow and not alone" --junitxml=out/tests.xml $(PYTEST) $(ONCE_MORE)
+	$(MAKE) --no-print-directory test PROCESSES=$(PROCESSES)
 	$(MAKE) --no-print-directory test-trainers
 	$(MAKE) --no-print-directory test-redis7
 	$(MAKE) --no-print-directory test-redis62
@@ -132,7 +128,6 @@ fuzz: setup
 # BENCH='--fast --out out/spread.json' and the like for less.
 bench-spread: setup
 	.venv/bin/python benchmarks/spread $(or $(BENCH),--out benchmarks/results/spread-cpu.json)
-
 
 check: setup
 	@mkdir -p out
