@@ -160,7 +160,7 @@ class Bench:
         self._each("snapshot", "--snapshots", str(self.snapshots))
         if "peer" in self.given.sources:
             from_disk = ("--snapshots", str(self.snapshots)) if "snapshot" in self.given.sources else ()
-            with self.worker("peer", *WAYS["after"], *self.kept(), *from_disk, "--peer-after", "0", gpu=1):
+            with self.worker("peer", *WAYS["after"], *self.kept(), *from_disk, gpu=1):
                 self._until_workers(serving=True)
                 self._each("peer")
 

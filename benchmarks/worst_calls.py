@@ -36,15 +36,17 @@ from rolloutmq.messages.scripts.source import script_source
 from rolloutmq.ops.bench.broker.environments import describe_host
 from rolloutmq.ops.operations.audit.look import ADDED_UP
 from rolloutmq.ops.redis import EmbeddedRedis
-from rolloutmq.sync.transfer import Ledger
+from rolloutmq.sync.transfer import Holder, Ledger, TransferReport
 from rolloutmq.worker.lease.batches import MAX_BATCH
 from rolloutmq.worker.lease.claims import MAX_JOBS
 
 POOL = "worst"
-LIMIT_MS, ADAPTERS = 20.0, 8
+LIMIT_MS = 20.0
 NEVER = 1 << 30
 SEEN = MAX_JOBS + 64  # entries of queues that a claim looks at
 HOUR_MS = 3_600_000
+WHERE = "10.0.0.1:29500"
+HOLDER = Holder(8, WHERE, "t" * 32).to_json()
 Call = calls.Call
 
 
@@ -125,7 +127,8 @@ class Pool:
         taken: set[str] = set()
         while len(taken) < len(ids):
             self.redis.hdel(self.keys.load, "owed1", "owed2")  # no other class has its turn
-            got = self.run(self.claim(worker, min(256, len(ids) - len(taken))))[::7]
+            # Before the jobs it is said when to ask again, and how large the share is.
+            got = self.run(self.claim(worker, min(256, len(ids) - len(taken))))[2::7]
             taken |= {job_id.decode() for job_id in got}
             if not got or not taken <= set(ids):
                 raise SystemExit(f"{worker} got {len(taken)} jobs, and not those {len(ids)}")
@@ -153,8 +156,7 @@ def fill(pool: Pool) -> None:
         pool.held(worker, pool.rows(100, f"c{number:04d}"))
     crowd = [f"c{number:04d}" for number in range(pool.many(5000))]
     for number in range(pool.many(1000)):
-        for adapter in range(ADAPTERS):
-            pool.redis.hset(pool.keys.wanted, f"a{adapter}@w{number:04d}", 0)
+        pool.redis.hset(pool.keys.holders, f"w{number:04d}", HOLDER)
     for number in range(pool.many(200_000) // 400):
         kind: dict[str, Any] = [{}, {"deadline_ms": HOUR_MS}, {"min_version": NEVER}, {"group": "g"}][number % 4]
         pool.submit(pool.rows(400, crowd[number % len(crowd)], 65536 if number % 100 == 0 else 600, **kind))
@@ -199,8 +201,8 @@ def claiming(pool: Pool) -> None:
     pool.measure("claim: the same again", claim)
     pool.submit(pool.rows(SEEN, "many", priority=0, min_version=7))
     pool.measure(f"claim: {SEEN} jobs that need newer weights", pool.claim(worker, MAX_JOBS))
-    pool.run(calls.announce(1, 7, b"", 60))
-    pool.measure("close: a version that jobs wait for", calls.close(1, 7, "committed", 60, ""))
+    pool.run(calls.announce(1, 7, b"", 60, ""))
+    pool.measure("close: a version that jobs wait for", calls.close(1, 7, "committed", 60, "", HOLDER, "{}"))
     pool.measure(f"claim: {MAX_JOBS} jobs that waited for it", pool.claim(worker, MAX_JOBS, 7))
     pool.submit(pool.rows(SEEN, "many", priority=0, deadline_ms=1))
     pool.tick()
@@ -218,7 +220,7 @@ def claiming(pool: Pool) -> None:
         ids = pool.held(giver, pool.rows(256, "many", n=n))
         for start, piece in itertools.product(range(0, 256, 4), range(number)):
             pool.run(calls.checkpoint(giver, *pieces(ids[start : start + 4], piece, size, n)))
-        pool.run(calls.release(giver, 3, *[(job_id, 1, 0, 0) for job_id in ids]))
+        pool.run(calls.release(giver, 3, "", *[(job_id, 1, 0, 0) for job_id in ids]))
         pool.measure(f"claim: {MAX_JOBS} jobs with {n * number} pieces each", pool.claim(worker, MAX_JOBS))
 
 
@@ -254,7 +256,7 @@ def ending(pool: Pool) -> None:
     pool.measure("cancel: 256 jobs with 512 pieces", calls.cancel("x", *ids))
     ids = pool.held(worker, pool.rows(256, "many"))
     given = [(job_id, 1, 0, 1, 0, 0, bytes(16384)) for job_id in ids[:MAX_BATCH]]
-    pool.measure(f"release: {MAX_BATCH} jobs with 2 MiB", calls.release(worker, 3, *given))
+    pool.measure(f"release: {MAX_BATCH} jobs with 2 MiB", calls.release(worker, 3, "", *given))
     ids = pool.held(worker, pool.rows(BATCH_JOBS, "many", 4096))
     pool.measure(f"cancel: {BATCH_JOBS} running jobs", calls.cancel("x", *ids))
     ids = pool.held(worker, pool.rows(BATCH_JOBS // 2, "many"))
@@ -320,14 +322,12 @@ def dying(pool: Pool) -> None:
 
 def syncing(pool: Pool) -> None:
     workers = [worker.decode() for worker in pool.redis.zrange(pool.keys.workers, 0, -1)]
-    pool.run(calls.announce(2, 8, b"", 60))
-    said = json.dumps({"ranks": 8, "cuda": True, "gpu": "G" * 40, "group": "g" * 40, "nccl": "n" * 200})
+    pool.measure("announce", calls.announce(2, 8, bytes(512), 60, "a" * 700))
+    said = TransferReport(True, "done", holder=WHERE).to_json()
     for worker in workers:
-        pool.measure("join", calls.join(2, worker, said))
-        pool.measure("report", calls.report(2, worker, said, 0, ""))
-        pool.measure("want", calls.want(worker, 9, ""))
-    pool.measure("close: with 1,000 joins", calls.close(2, 8, "committed", 60, ""))
-    pool.measure("offer: beside 9,000 wishes", calls.offer(3, 8, b"", 60, workers[0], 0))
+        pool.measure("report", calls.report(2, worker, said, 1, 8, 60, "d" * 32, HOLDER))
+    lost = json.dumps(dict.fromkeys(workers, "was lost: its connection is closed"))
+    pool.measure("close: with 1,000 reports, and 1,000 lost", calls.close(2, 8, "committed", 60, "", HOLDER, lost))
     pool.measure("heartbeat", calls.heartbeat(workers[0], HOUR_MS, bytes(4096), 0, "", 0, ""))
     pool.measure("command: to 1,000 workers", calls.command(command := new_id(), "", bytes(4096), 60_000))
     for worker in workers[: pool.many(256)]:
@@ -341,13 +341,13 @@ def syncing(pool: Pool) -> None:
         await sender.answers(sent)
 
     pool.watch("answers of 256 workers, 1 MiB each", answers)
-    pool.watch("epoch with 1,000 joins", lambda redis: redis.hgetall(pool.keys.epoch(2)))
-    pool.watch("wanted: 9,000 wishes", lambda redis: Ledger(redis, POOL).wanted())
+    pool.watch("epoch with 1,000 reports", lambda redis: redis.hgetall(pool.keys.epoch(2)))
+    pool.watch("holders: some of 1,000", lambda redis: Ledger(redis, POOL).holders(8))
 
 
 def looking(pool: Pool) -> None:
-    queued = random.Random(0).sample(pool.redis.lrange(pool.keys.queues[1], 0, -1), 256)
-    size = max(1, min(256, 200_000 // (1 + pool.redis.llen(pool.keys.queues[1]))))
+    queued = random.Random(0).sample(pool.redis.zrange(pool.keys.queues[1], 0, -1), 256)
+    size = max(1, min(256, 200_000 // (1 + pool.redis.zcard(pool.keys.queues[1]))))
     pool.measure("audit_jobs: searching the queues", calls.audit_jobs(3, 1, *queued[:size]))
     pool.measure("audit_jobs: 256 jobs", calls.audit_jobs(3, 0, *queued))
     clients = [key[len(pool.keys.prefix) + 7 :] for key in pool.redis.scan_iter(pool.keys.client("*"), count=4096)]
@@ -366,7 +366,7 @@ def worst(size: float, rounds: int) -> dict[str, Any]:
         pool = Pool(server.url, size)
         began = time.monotonic()
         fill(pool)
-        queued = sum(pool.redis.llen(key) for key in pool.keys.queues) + sum(map(pool.redis.zcard, pool.keys.later))
+        queued = sum(pool.redis.zcard(key) for key in pool.keys.queues) + sum(map(pool.redis.zcard, pool.keys.later))
         memory = pool.redis.info("memory")["used_memory"] / 1e9
         print(f"{queued} jobs queued, {memory:.1f} GB, {time.monotonic() - began:.0f} s", flush=True)
         for _ in range(rounds):

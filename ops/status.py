@@ -27,7 +27,7 @@ async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
 
 async def read_state(broker: Broker, ledger: Ledger) -> dict[str, Any]:
     """The same over a connection that there is."""
-    load, workers = await broker.load(), await broker.workers()
+    load, workers, committed = await broker.load(), await broker.workers(), await ledger.committed()
     alive, boxes = await ledger.live_workers(), [DeadLetters(part) for part in broker.parts]
     sharing = await read_sharing(broker)
     shares = {worker: round(taker.share, 1) for worker, taker in sharing.takers.items()}
@@ -42,9 +42,9 @@ async def read_state(broker: Broker, ledger: Ledger) -> dict[str, Any]:
         "set_aside": load.set_aside,
         "waiting_for_engines": [asdict(one) for one in await broker.waiting()],
         "ended": {"done": load.done, "cancelled": load.cancelled, "expired": load.expired, "dead": load.dead},
-        "committed_version": await ledger.committed(),
+        "committed_version": committed,
         "transfer_under_way": await ledger.open_epoch(),
-        "waiting_for_weights": sorted(await ledger.wanted()),
+        "waiting_for_weights": sorted(w.worker_id for w in workers if w.worker_id in alive and w.version < committed),
         "imbalance": round(sharing.imbalance, 2),
         "workers": [
             w.model_dump() | {"alive": w.worker_id in alive, "share": shares.get(w.worker_id)} for w in workers

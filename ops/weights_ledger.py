@@ -23,7 +23,6 @@ async def ledger_state(redis_url: str, pool: str, limit: int) -> Plain:
             "pool": pool,
             "committed_version": await ledger.committed(),
             "transfer_under_way": await ledger.open_epoch(),
-            "wanted": await ledger.wanted(),
             "workers": [
                 {"worker_id": w.worker_id, "host": w.host, "state": w.state, "version": w.version}
                 | {"alive": w.worker_id in alive}
@@ -51,12 +50,11 @@ def _plain(record: VersionRecord) -> Plain:
 
 
 def _transfer(transfer: TransferRecord) -> Plain:
-    said = transfer.epoch.announcement.model_dump(mode="json", exclude={"version", "epoch"})
+    said = transfer.epoch.announcement.model_dump(mode="json", exclude={"version", "epoch", "token"})
     return {
         "epoch": transfer.number,
         "state": transfer.epoch.state,
         **said,
-        "joined": sorted(transfer.epoch.joins),
         "served": transfer.served,
         "failures": transfer.failures,
         "reports": {worker: asdict(report) for worker, report in sorted(transfer.epoch.reports.items())},
@@ -81,8 +79,8 @@ def list_lines(state: Plain) -> Iterator[str]:
     for name, version in state["adapters"].items():
         yield printable(f"adapter {name}: version {version}")
     for worker in state["workers"]:
-        has = state["wanted"].get(worker["worker_id"])
-        waits = "" if has is None else f", waits for a newer one than {has}"
+        behind = worker["alive"] and worker["version"] < state["committed_version"]
+        waits = ", waits for a newer one" if behind else ""
         said = worker["state"] if worker["alive"] else "silent"
         yield printable(f"worker {worker['worker_id']} on {worker['host']}: {said}, version {worker['version']}{waits}")
 
@@ -91,25 +89,21 @@ def show_lines(record: Plain) -> Iterator[str]:
     """`version_state` for people."""
     yield _head(record)
     for transfer in record["transfers"]:
-        late = ", for late workers" if transfer["catch_up"] else ""
         yield printable(
-            f"epoch {transfer['epoch']}: {transfer['state']}, {transfer['mode']}, {transfer['backend']} "
-            f"from {transfer['host']}:{transfer['port']}{late}"
+            f"epoch {transfer['epoch']}: {transfer['state']}, {transfer['mode']} "
+            f"from {transfer['host']}:{transfer['port']}"
         )
-        yield printable(f"    joined: {_names(transfer['joined'])}")
-        for worker, rank in sorted(transfer["roster"].items(), key=lambda item: item[1]):
-            yield printable(f"    rank {rank}: {worker}: {_outcome(transfer, worker)}")
+        for worker in sorted({*transfer["reports"], *transfer["failures"]}):
+            yield printable(f"    {worker}: {_outcome(transfer, worker)}")
 
 
 def _outcome(transfer: Plain, worker: str) -> str:
     if worker in transfer["failures"]:
         return str(transfer["failures"][worker])
-    report = transfer["reports"].get(worker)
-    if report is None:
-        return "under way"
+    report = transfer["reports"][worker]
     seconds = ", ".join(f"{name[:-2]} {value:.3f} s" for name, value in report.items() if name.endswith("_s"))
     unread = "" if report["readback"] else "; not read back"
-    return f"{report['tensors']:,} tensors, {report['nbytes']:,} bytes; {seconds}{unread}"
+    return f"{report['tensors']:,} tensors, {report['nbytes']:,} bytes by {report['way']}; {seconds}{unread}"
 
 
 def _head(record: Plain) -> str:

@@ -51,8 +51,6 @@ class WorkerConfig(BaseModel):
     one."""
     media_hosts: frozenset[str] = frozenset()
     """Host to fetch media of jobs from; repeatable. Default: none."""
-    peer_after_s: Float | None = Field(default=3.0, ge=0.0)
-    """Seconds without an answer to workers that are behind, after which it sends them its weights."""
     engine_restarts: Int = Field(default=5, ge=0)
     """Restarts of the engine in a row without a finished sample, before it gives up."""
 

@@ -18,7 +18,7 @@ from ..messages.broker import Beat, Claim, CommandBox, Finished, Lease, Release,
 from ..messages.errors import EngineError, LeaseLost, MessageError, RequestRefused
 from ..messages.model import WorkerState, WorkerStatus
 from ..messages.redis import Bell, Ring, connect, parse_shards, ping
-from ..sync.transfer import Ledger
+from ..sync.transfer import Ledger, heard
 from .commands import Commands, Service, beside, worker_commands
 from .config import WorkerConfig
 from .engine import POOLING_FEATURES, AdapterMissing, Engine
@@ -33,7 +33,7 @@ from .metrics import Pace, StatusReport, Vitals
 from .moving import Moving
 from .spot import notices_of, wait_for_notice
 from .text import Tokenizer, ToolReader
-from .weights import Peer, Snapshots, WeightFollower
+from .weights import Snapshots, WeightFollower
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.2
@@ -85,7 +85,6 @@ class Worker:
         self._notices = None if config.spot is None else notices_of(config.spot)
         self._journal = WorkerJournal(config.journal)
         self._follower: WeightFollower | None = None
-        self._peer: Peer | None = None
         self._claims: ClaimLoop | None = None
         self._lease: Lease | None = None
         self._witnesses = [Witness() for _ in range(shards)]
@@ -184,7 +183,6 @@ class Worker:
         ears = getattr(listener, "shards", ()) or (listener,)
         bell, *others = bells = [Bell(one, self.config.pool, shard) for shard, one in enumerate(ears)]
         hears = [(its.listen, partial(self._on_ring, part)) for its, part in zip(bells, lease.parts, strict=True)]
-        self._peer = Peer(self._engine, Ledger(redis, self.config.pool), bell, self.config, self._follower)
         try:
             await bell.open()
             for other in others:  # one that is away is heard later, from its beginning
@@ -203,7 +201,6 @@ class Worker:
                     self._claims.run,
                     partial(self._follower.run, self.worker_id, self._weights_changed),
                     partial(self._keeper.run, lease, self._follower, self._claims, self._service.restarted),
-                    partial(self._peer.run, self.worker_id),
                 ]
                 giving: list[Loop] = [
                     partial(memberships.run, lambda: self.vitals.beat(self._status()), self._on_beat),
@@ -339,8 +336,7 @@ class Worker:
             self.vitals.committed = beat.committed
             self._generation.slots.grow()
             self._finishes_per_s = self._finished_pace.per_s(self._generation.finished)
-        if beat.epoch or beat.committed > self._generation.version:
-            self._follower.poke()
+        self._follower.beat(beat.committed, beat.epoch)
         if not self._keeper.dead.is_set() and not await self._engine.healthy():
             self._engine_died()
 
@@ -361,9 +357,10 @@ class Worker:
         elif kind == "move" and not self._draining.is_set():
             self._moving.hear(part, ring)
         elif kind == "weights" and self._follower is not None:
-            self._follower.poke()
-        elif kind == "want" and self._peer is not None:
-            self._peer.poke()
+            if (told := heard(ring)) is not None:
+                self._follower.hear(told)
+            elif "over" in ring and (epoch := ring.get("epoch", "")).isdecimal():
+                self._follower.hear_of_end(int(epoch))
         elif kind == "command" and self._commands and self._box and ring.get("worker", "") in {"", self.worker_id}:
             self._commands.hear(self._box, ring.get("id", ""))
 
@@ -372,10 +369,11 @@ class Worker:
             self._journal.worker("engine died")
             self._follower.halt()
 
-    def _weights_changed(self) -> None:
+    def _weights_changed(self, waiting: bool) -> None:
         if self._follower is not None and self._follower.in_service:
             self.vitals.startup.serves()
-        self._poke()
+        if waiting or (self._lease is not None and len(self._lease.parts) > 1):  # other shards were not asked
+            self._poke()
 
     def _poke(self) -> None:
         if self._claims is not None:

@@ -10,7 +10,9 @@ from pydantic import Field, StrictInt
 from .base import Float, Items, Message, Record
 
 UpdateMode = Literal["resume", "in_place", "drain"]
-Transport = Literal["gloo", "nccl", "ipc", "disk"]
+Transport = Literal["pull", "nccl", "ipc", "disk", ""]
+"""How a version came to an engine: bucket by bucket from others, by broadcast, from the trainer's own buffers on the
+same GPU, from a folder; "" if it did not come."""
 NonFinitePolicy = Literal["refuse", "allow"]
 StagingPolicy = Literal["auto", "on", "off"]
 Keep = Literal["auto", "device", "host"]
@@ -67,19 +69,12 @@ class WeightManifest(Message):
 class WeightAnnouncement(Message):
     """Announces the transfer of one version.
 
-    epoch: number of the transfer. A version can have several: one that failed is repeated, and others serve late
-        joiners.
-    catch_up: the transfer is for late joiners. Workers that have the version take no part.
-    host, port: the sender's rendezvous store. mode: how running samples are treated.
-    join_timeout_s, transfer_timeout_s: seconds that the sender waits for joins, and for the transfer to finish.
+    epoch: number of the transfer. host, port: where its sender listens; see sync/wire/shelf.py. token: who asks there
+    must know it. digest: of the version's manifest, see `WeightManifest.fingerprint`. mode: how running samples are
+    treated. join_timeout_s, transfer_timeout_s: seconds in which workers begin, and in which the transfer ends.
     nonfinite: whether receivers refuse a tensor that contains NaN or Inf. verify: whether they compare digests.
-    adapter: name of the LoRA adapter that has this version, "" for the model's own weights. Adapters have no ranks and
-        no group: every worker of the roster reads the tensors from the store, see sync/adapters/transfer.py.
-    stock: set by trainers of older releases that send through SGLang's own update group. Workers refuse it by name.
-    The seal fills in the rest:
-    roster: worker id -> rank of its first engine process in the group (the sender is rank 0), or 0 for a worker that
-        reads the buffers by CUDA IPC and is not in the group.
-    world_size: number of ranks with the sender. group: name of the group. An existing one is used again.
+    adapter: name of the LoRA adapter that has this version, "" for the model's own weights. What trainers of older
+    releases announce has other fields and is refused by the name of one.
     """
 
     KIND: ClassVar[int] = 5
@@ -87,21 +82,17 @@ class WeightAnnouncement(Message):
     version: StrictInt = Field(ge=0)
     epoch: StrictInt = Field(ge=1)
     mode: UpdateMode = "resume"
-    backend: Literal["gloo", "nccl"] = "gloo"
     nonfinite: NonFinitePolicy = "refuse"
     verify: bool = True
     host: str
     port: StrictInt = Field(ge=1, le=65535)
-    catch_up: bool = False
+    token: str = Field(default="", max_length=64)
+    digest: str = Field(default="", max_length=64)
     join_timeout_s: Float = Field(gt=0)
     transfer_timeout_s: Float = Field(gt=0)
-    roster: dict[str, StrictInt] = Field(default_factory=dict)
-    world_size: StrictInt = Field(default=0, ge=0)
-    group: str = Field(default="", max_length=64)
     adapter: str = Field(default="", max_length=128, pattern=r"^[A-Za-z0-9_.:/-]*$")
-    stock: bool = False
 
     @property
     def deadline_s(self) -> float:
-        """Seconds that the transfer may take after its seal. With "drain" running samples finish first."""
+        """Seconds that the transfer may take on a worker. With "drain" running samples finish first."""
         return self.transfer_timeout_s + (self.join_timeout_s if self.mode == "drain" else 0.0)

@@ -21,17 +21,20 @@ from .raw import is_wrong_type, name_once, text
 Ring = dict[str, str]
 BLOCK_MS = 20_000
 RETRY_S = 0.2
+REPORTS_S = 0.005
+"""Reports of a large pool come together. So long the next ones are collected, to be read at once."""
 
 
 class Bell:
-    """Listens from the moment of `open` on. A ring's `kind`: weights, join, report, want, cancel, stop,
-    control, command or worker."""
+    """Listens from the moment of `open` on. A ring's `kind`: weights, cancel, stop, move, control or command."""
 
-    def __init__(self, redis: Redis, pool: str, shard: int = 0) -> None:
-        """redis: a client for blocking reads."""
+    def __init__(self, redis: Redis, pool: str, shard: int = 0, *, transfers: bool = False) -> None:
+        """redis: a client for blocking reads. transfers: listen to the reports of transfers instead."""
         # redis-py types a reply as the union of what every mode and protocol could give; ours are RESP2 and bytes.
         self._redis: Any = redis
-        self._key = Keys(pool, shard).bell
+        self._pause_s = REPORTS_S if transfers else 0.0
+        keys = Keys(pool, shard)
+        self._key = keys.transfers if transfers else keys.bell
         self._last = "0"
         self._rung = asyncio.Event()
 
@@ -70,6 +73,8 @@ class Bell:
                 if on_ring is not None:
                     on_ring({text(name): text(value) for name, value in fields.items()})
             self._rung.set()
+            if self._pause_s:
+                await asyncio.sleep(self._pause_s)
 
     def quiet(self) -> None:
         """Forget all rings so far. Call it before you read the state that `wait` watches, so you miss no ring."""

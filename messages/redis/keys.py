@@ -117,7 +117,7 @@ class Keys:
         return f"{self.prefix}version:{version}"
 
     def epoch(self, epoch: int) -> str:
-        """HASH of one weight transfer: announcement, joins, reports."""
+        """HASH of one weight transfer: announcement, reports."""
         return f"{self.prefix}epoch:{epoch}"
 
     def command(self, command_id: str) -> str:
@@ -170,5 +170,7 @@ class Keys:
 
     By adapter: its newest committed version, and its number in the pool.
     """
-    wanted = _Key()
-    """HASH worker id, or adapter@worker id -> the version that this worker has. They wait for a catch-up transfer."""
+    holders = _Key()
+    """HASH worker id, or "" for the trainer -> JSON of where it offers the newest committed version to others."""
+    transfers = _Key()
+    """STREAM (bounded) of workers' reports of transfers. Only senders listen to it."""

@@ -259,40 +259,45 @@ local function leave_to(worker, id, class, turn, until_ms)
   return true
 end
 
--- The field of the hash `wanted` with which a worker asks for weights or for an adapter. Names contain no '@'.
-local function want_field(worker, adapter)
-  return (adapter or '') ~= '' and adapter .. '@' .. worker or worker
-end
-
 -- The transfer that is forgotten when transfer `number` begins. Each has what every worker said of it.
 local TRANSFERS = 1024
 local function epoch_before(number) return prefix .. 'epoch:' .. number - TRANSFERS end
 
--- A worker has joined or left. Whoever keeps a list of workers sees by `roster` that it is old. Only the sender of an open
--- transfer waits for it: a ring wakes every worker, and a thousand that join at once would wake a million.
-local function roster_changed(worker)
-  redis.call('HINCRBY', load_key, 'roster', 1)
-  if (redis.call('HGET', prefix .. 'weights', 'open') or '0') ~= '0' then ring('kind', 'worker', 'id', worker) end
+-- A version is committed: some worker serves it, or there is none. A committed version never goes back. Returns whether
+-- this call did it. version: <name>@<version> of an adapter. An adapter gets its number in the pool, by which jobs wait for
+-- it, with its first committed version.
+local function commit(version, epoch, remember_s, digest)
+  local weights, key = prefix .. 'weights', prefix .. 'version:' .. version
+  local first = redis.call('HGET', key, 'st') ~= 'committed'
+  if first then redis.call('HSET', key, 'st', 'committed', 'epoch', epoch, 'closed', redis_ms()) end
+  redis.call('EXPIRE', key, remember_s)
+  local adapter, number = string.match(version, '^(.+)@(%d+)$')
+  local newest = adapter and 'adapter:' .. adapter or 'committed'
+  if tonumber(number or version) <= (whole(redis.call('HGET', weights, newest)) or 0) then return first end
+  redis.call('HSET', weights, newest, number or version)
+  if not adapter then
+    redis.call('HSET', weights, 'digest', digest)
+    redis.call('UNLINK', prefix .. 'holders')
+  elseif not redis.call('HGET', weights, 'number:' .. adapter) then
+    redis.call('HSET', weights, 'number:' .. adapter, redis.call('HINCRBY', weights, 'adapters', 1))
+  end
+  return first
 end
 
--- Remove a worker that holds no job from the pool. Its wants are left, see forget_wants. Returns how many jobs waited
--- for it.
+-- A worker has joined or left. Whoever keeps a list of workers sees by `roster` that it is old.
+local function roster_changed()
+  redis.call('HINCRBY', load_key, 'roster', 1)
+end
+
+-- Remove a worker that holds no job from the pool. Returns how many jobs waited for it.
 local function forget_worker(worker)
   local leaves = redis.call('ZREM', prefix .. 'workers', worker) == 1
   local waited = no_longer_preferred(worker)
   redis.call('DEL', prefix .. 'worker:' .. worker)
   redis.call('HDEL', takers_key, worker)
-  if leaves then roster_changed(worker) end
+  redis.call('HDEL', prefix .. 'holders', worker)
+  if leaves then roster_changed() end
   return waited
-end
-
--- Delete all requests of workers that are gone. gone: id -> true.
-local function forget_wants(gone)
-  local key = prefix .. 'wanted'
-  local wanted = redis.call('HGETALL', key)
-  for i = 1, #wanted, 2 do
-    if gone[string.match(wanted[i], '@(.*)$') or wanted[i]] then redis.call('HDEL', key, wanted[i]) end
-  end
 end
 
 -- Whether `worker` holds job `id` in this attempt.

@@ -58,7 +58,7 @@ def _engine(*, vllm: bool) -> dict[str, Any]:
         "serialized_weight_sync_mode": Rule(refuse="weights travel in the dtype that the trainer gives them"),
         "num_engines": Rule(why="as many workers as you start; they may come and go"),
         "backend": _SGLANG,
-        "weight_sync_backend": Rule(_backend, "NCCL, CUDA IPC or gloo, as the hosts have it"),
+        "weight_sync_backend": Rule(_backend, "NCCL, CUDA IPC or TCP, as the hosts have it"),
         "weight_transfer_threshold_cuda_ipc_GB": Rule(_gigabytes),
         "delta_weight_sync": Whole(Rule(refuse="whole versions are sent, not differences")),
         "tensor_parallel_size": engine.TP,

@@ -115,7 +115,7 @@ def table(block: Mapping[str, Any]) -> Table:
         # weights
         "checkpoint_engine": {
             "_target_": _TARGET,
-            "backend": Rule(why="NCCL, CUDA IPC or gloo, as the hosts have it"),
+            "backend": Rule(why="NCCL, CUDA IPC or TCP, as the hosts have it"),
             "update_weights_bucket_megabytes": Rule(_megabytes),
             "engine_kwargs": Whole(_CHECKPOINT_ENGINE),
             "custom_backend_module": _CHECKPOINT_ENGINE,

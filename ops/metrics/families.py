@@ -126,7 +126,11 @@ def _workers(reading: Reading, totals: Totals) -> Iterable[Metric]:
 
 def _weights(reading: Reading, totals: Totals) -> Iterable[Metric]:
     yield gauge(P + "committed_version", "The pool's newest weights version.", reading.committed)
-    yield gauge(P + "workers_waiting_for_weights", "Requests for a catch-up transfer.", reading.waiting_for_weights)
+    yield gauge(
+        P + "workers_waiting_for_weights",
+        "Live workers behind the committed version.",
+        reading.waiting_for_weights,
+    )
     about = "Seconds of a transfer on one worker, from rendezvous to verified parameters, since the exporter started."
     yield distribution(P + "sync_seconds", about, totals.syncs)
     yield counter(P + "sync_bytes_total", "Bytes of weights that workers received and verified.", totals.sync_bytes)

@@ -79,24 +79,24 @@ class PoolReader:
     async def read(self) -> Reading:
         load = await self._broker.load()
         async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hlen(self._keys.wanted)
             pipe.hmget(self._keys.weights, "committed", "epochs", "open")
             for queue, later in zip(self._keys.queues, self._keys.later, strict=True):
                 pipe.zrange(queue, 0, HEADS - 1)
                 pipe.zrange(later, 0, HEADS - 1)
-            wanted, weights, *heads = await pipe.execute()
+            weights, *heads = await pipe.execute()
         counts = [await _counts(part) for part in self._broker.parts]
         committed, newest, under_way = map(whole, weights)
         samples, max_staleness = await self._heads([heads[i] + heads[i + 1] for i in range(0, len(heads), 2)])
+        workers, alive = await self._broker.workers(), await living_workers(self._redis, self._keys)
         return Reading(
             load=load,
             samples_per_job=samples,
-            workers=tuple(await self._broker.workers()),
-            alive=frozenset(await living_workers(self._redis, self._keys)),
+            workers=tuple(workers),
+            alive=frozenset(alive),
             dead_letters=sum(dead for dead, _ in counts),
             unread_clients=max(clients for _, clients in counts),
             committed=committed,
-            waiting_for_weights=int(wanted),
+            waiting_for_weights=sum(w.worker_id in alive and w.version < committed for w in workers),
             memory=await self._memory(),
             ended=await self._ended(newest, under_way),
             held_back=await self._held_back(committed),
@@ -153,7 +153,7 @@ class PoolReader:
                 if not is_wrong_type(error):
                     raise
                 state = ""  # nobody can tell what became of it, and the rest of the pool can be shown
-            if state in {"joining", "sealed"}:
+            if state == "open":
                 continue
             if state or number < newest:  # without a state it never began, or is forgotten
                 self._open.discard(number)

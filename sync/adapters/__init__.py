@@ -1,8 +1,8 @@
-"""LoRA adapters: the format that is accepted, reading one from a folder, and its transfer."""
+"""LoRA adapters: the format that is accepted, reading one from a folder, and how one comes to a worker."""
 
 from . import format
 from .folder import read_adapter
 from .format import Adapter
-from .transfer import AdapterSender, Fetch, Parcel
+from .transfer import Fetch
 
-__all__ = ["Adapter", "AdapterSender", "Fetch", "Parcel", "format", "read_adapter"]
+__all__ = ["Adapter", "Fetch", "format", "read_adapter"]

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...messages.errors import WaitTimeout, WeightSyncError
+from ...messages.errors import InvalidField, WaitTimeout, WeightSyncError
 
 if TYPE_CHECKING:
     from ..packing import PackedWeights
@@ -71,6 +71,8 @@ class PublishHandle:
         self._on_abort = on_abort
         self._look: Callable[[], PublishProgress] = lambda: PublishProgress("waiting")
         self._future: Future[PublishReport] = Future()
+        self._first: Future[PublishReport] = Future()
+        self._future.add_done_callback(self._end)
 
     def progress(self) -> PublishProgress:
         """Return how far it is now. It sends nothing and does not wait."""
@@ -96,15 +98,33 @@ class PublishHandle:
         """Return whether `wait` would return at once."""
         return self._future.done()
 
-    def wait(self, timeout: float | None = None) -> PublishReport:
+    def wait(self, timeout: float | None = None, *, for_: Literal["all", "committed"] = "all") -> PublishReport:
         """Wait for the report and return it. timeout: in seconds; None waits for ever.
 
-        Raises WaitTimeout, after which it can be waited for again, or WeightSyncError if the publisher itself failed.
+        for_: "committed" returns as soon as one worker serves the version; the report then has those that do by now.
+        "all" waits until every other worker has it too, has refused it or is lost.
+
+        Raises WaitTimeout, after which it can be waited for again, WeightSyncError if the publisher itself failed, and
+        InvalidField for another `for_`.
         """
+        if for_ not in ("all", "committed"):
+            raise InvalidField("for_", for_, "'all' or 'committed'")
+        waited = self._future if for_ == "all" or self._future.done() else self._first
         try:
-            return self._future.result(timeout)
+            return waited.result(timeout)
         except TimeoutError:
             raise WaitTimeout(f"version {self.version} is still on its way after {timeout} s") from None
+
+    def _committed(self, report: PublishReport) -> None:
+        if not self._first.done():
+            self._first.set_result(report)
+
+    def _end(self, outcome: Future[PublishReport]) -> None:
+        if not self._first.done():
+            if (error := outcome.exception()) is not None:
+                self._first.set_exception(error)
+            else:
+                self._first.set_result(outcome.result())
 
 
 @dataclass(slots=True)
@@ -125,6 +145,12 @@ class Publication:
 
     def tell(self, state: State, **found: Any) -> None:
         """Give the handle its report. found: the report's other fields."""
+        self.handle._future.set_result(self._report(state, **found))
+
+    def tell_committed(self, workers: tuple[str, ...]) -> None:
+        """Tell those that wait for the first worker."""
+        self.handle._committed(self._report("committed", workers=workers))
+
+    def _report(self, state: State, **found: Any) -> PublishReport:
         seconds = time.monotonic() - self.began
-        report = PublishReport(self.packed.version, state, seconds=seconds, adapter=self.adapter, **found)
-        self.handle._future.set_result(report)
+        return PublishReport(self.packed.version, state, seconds=seconds, adapter=self.adapter, **found)

@@ -20,7 +20,6 @@ from ...messages.errors import InvalidField, WeightSyncError
 from ...messages.journal import Entry, Journal
 from ...messages.model import UpdateMode
 from ...messages.redis import Keys, connect, default_url, first_node_url, ping
-from ..adapters import Parcel
 from ..adapters import format as adapter_format
 from ..disk import SnapshotStore
 from ..packing import PackedWeights, release_host_memory
@@ -32,7 +31,6 @@ from .saver import SnapshotSaver, store_of
 from .sender import Sender, TransferResult
 
 log = logging.getLogger(__name__)
-RETRY_S = 1.0
 
 
 class WeightPublisher:
@@ -81,7 +79,7 @@ class WeightPublisher:
         self._waiting: dict[str, Publication] = {}  # the newest of each that waits for its turn
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._sending: PublishHandle | None = None
+        self._sending: list[PublishHandle] = []
         self._sender: Sender | None = None
         self._started: Future[dict[str, int]] = Future()
         self._thread: threading.Thread | None = None
@@ -221,8 +219,8 @@ class WeightPublisher:
         for order in waiting:
             order.tell("aborted", failures={"trainer": handle.aborted})
         loop, sender = self._loop, self._sender
-        if not waiting and loop is not None and sender is not None and handle is self._sending:
-            loop.call_soon_threadsafe(sender.stop, handle.aborted)
+        if not waiting and loop is not None and sender is not None and handle in self._sending:
+            loop.call_soon_threadsafe(sender.stop, handle.version, handle.aborted)
 
     def close(self) -> None:
         """Finish what was published and what is being saved, then stop. Workers that join later get nothing from it."""
@@ -273,38 +271,35 @@ class WeightPublisher:
             stack.callback(setattr, self, "_sender", None)
             self._loop = asyncio.get_running_loop()
             self._started.set_result(await sender.open())
-            while True:
-                await sender.wait_for_work(lambda: bool(self._waiting) or self._closing)
-                with self._lock:
-                    turn = "" if "" in self._waiting else next(iter(self._waiting), "")  # the weights before adapters
-                    order = self._waiting.pop(turn, None)
-                    closing = self._closing
-                if order is not None:
-                    await self._send(sender, order)
-                elif closing:
-                    return
-                else:
-                    await self._catch_up(sender)
+            async with asyncio.TaskGroup() as tasks:  # each publication is followed while the next one begins
+                while True:
+                    await sender.until(lambda: (bool(self._waiting) or self._closing) and sender.free)
+                    with self._lock:
+                        turn = "" if "" in self._waiting else next(iter(self._waiting), "")  # weights before adapters
+                        order = self._waiting.pop(turn, None)
+                    if order is None:
+                        return
+                    begun = asyncio.Event()
+                    tasks.create_task(self._send(sender, order, begun))
+                    await begun.wait()
 
-    async def _catch_up(self, sender: Sender) -> None:
-        try:
-            await sender.catch_up()
-        except Exception:
-            log.exception("a late worker could not be caught up; it asks again")
-            await asyncio.sleep(RETRY_S)
-
-    async def _send(self, sender: Sender, order: Publication) -> None:
+    async def _send(self, sender: Sender, order: Publication, begun: asyncio.Event) -> None:
         began = time.monotonic()
-        await self._send_one(sender, order)
+        self._sending.append(order.handle)
+        try:
+            await self._send_one(sender, order, begun)
+        finally:
+            begun.set()
+            self._sending.remove(order.handle)
         tracing.past("rolloutmq publish weights", time.monotonic() - began, weights=order.name)
 
-    async def _send_one(self, sender: Sender, order: Publication) -> None:
-        self._sending, handle = order.handle, order.handle
+    async def _send_one(self, sender: Sender, order: Publication, begun: asyncio.Event) -> None:
+        handle = order.handle
         handle._look = lambda: PublishProgress("digesting")
         try:
             snapshot = await asyncio.to_thread(_snapshot, order.packed)
             if not order.adapter:
-                handle._look = lambda: sender.progress(snapshot.manifest.nbytes)
+                handle._look = partial(sender.progress, handle.version, snapshot.manifest.nbytes)
             if handle.aborted:
                 result = TransferResult(committed=False, failures={"trainer": handle.aborted})
             elif snapshot.nonfinite and self._settings.nonfinite == "refuse":
@@ -313,10 +308,8 @@ class WeightPublisher:
                 why = f"tensor {snapshot.nonfinite[0]} has NaN or Inf in it ({do}); nonfinite='allow' sends it"
                 log.error("%s is not sent: %s", order.name, why)
                 result = TransferResult(committed=False, failures={"trainer": why})
-            elif order.adapter:
-                result = await sender.adapters.send(Parcel(order.adapter, order.config, snapshot))
             else:
-                result = await sender.send(snapshot)
+                result = await sender.send(snapshot, order, begun.set)
         except Exception as error:
             order.handle._future.set_exception(WeightSyncError(f"{order.name}: {error}"))
             log.exception("%s could not be sent", order.name)

@@ -1,197 +1,301 @@
-"""The trainer's transfers: a new version to all workers, and the retained one to workers that join late."""
+"""The trainer's publications: each is announced, offered, and followed until every worker has it or is lost."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
-from typing import Literal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
+from ...messages.errors import WeightSyncError
 from ...messages.model import WeightAnnouncement
-from ...messages.redis import Bell
-from ..adapters import AdapterSender
+from ...messages.redis import Bell, Ring
 from ..tensors import Snapshot
-from ..transfer import (
-    GLANCE_S,
-    GRACE_S,
-    Join,
-    Ledger,
-    Patience,
-    SyncSettings,
-    Transfer,
-    TransferResult,
-    nccl_settings,
-    repeated,
-)
-from ..wire import Broadcaster, gpu_id
-from .handle import Phase, PublishProgress
+from ..transfer import Holder, Ledger, SyncSettings, TransferReport, read_report, through_outage
+from .handle import Phase, Publication, PublishProgress
+from .hub import Hub, Outgoing
 
 log = logging.getLogger(__name__)
+GRACE_S = 2.0
+"""Seconds that a worker's report may come after its own deadline."""
+GLANCE_S = 1.0
+"""Seconds between looks at the ledger whether the workers that it waits for are alive."""
+PROBE_S = 0.3
+"""Seconds between questions to those that have joined whether they are alive."""
+REJOIN_S = 0.8
+"""Seconds in which a worker whose connection broke may come again before it counts as lost."""
+CLOSE_S = 30.0
+MOST = 2
+"""Publications that are followed at the same time. The oldest one is given its report when another one begins."""
 
-__all__ = ["GRACE_S", "Sender", "TransferResult"]
+
+@dataclass(slots=True)
+class TransferResult:
+    """What became of a publication.
+
+    workers: ids of those that have the version now. failures: worker id -> what went wrong there. readback: whether all
+    of `workers` compared their engines' parameters after the load.
+    """
+
+    committed: bool
+    workers: tuple[str, ...] = ()
+    failures: dict[str, str] = field(default_factory=dict)
+    readback: bool = False
+
+
+@dataclass(slots=True)
+class Run:
+    """A publication under way. over: why it is not followed to its end. stopped: why it was given up.
+
+    expected: the workers that were alive when it began. seen: those that have been alive since. alive: those that are.
+    began: on time.monotonic().
+    """
+
+    told: WeightAnnouncement
+    outgoing: Outgoing
+    expected: set[str]
+    seen: set[str]
+    alive: set[str]
+    began: float = field(default_factory=time.monotonic)
+    reports: dict[str, TransferReport] = field(default_factory=dict)
+    over: str = ""
+    stopped: str = ""
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """The workers that have the version."""
+        return tuple(sorted(worker for worker, report in self.reports.items() if report.ok))
 
 
 class Sender:
-    """Sends snapshots to a pool's workers. Retains the last committed one for workers that join later."""
+    """Sends versions to a pool's workers. Offers the last committed ones to those that come late."""
 
     def __init__(self, redis: Redis, blocking: Redis, pool: str, host: str, settings: SyncSettings) -> None:
         """blocking: a connection for commands that wait. host: address under which workers reach this host."""
         self._settings = settings
         self._ledger = Ledger(redis, pool)
-        self._bell = Bell(blocking, pool)
-        self._line = Broadcaster(host, settings.port)
-        self.adapters = AdapterSender(self._ledger, self._bell, settings, self._line)
-        self._retained: Snapshot | None = None
+        self._bell = Bell(blocking, pool, transfers=True)
+        self._loop = asyncio.get_running_loop()
+        timeout_s = settings.transfer_timeout_s
+        self._hub = Hub(host, settings.port, self._news, gpu_direct=settings.gpu_direct, timeout_s=timeout_s)
+        self._offered: dict[str, list[Outgoing]] = {}  # by adapter, "" for the weights; the last one is the newest
+        self._runs: dict[int, Run] = {}
         self._listening: asyncio.Task[None] | None = None
-        self._not_by_ipc: set[str] = set()
-        self._patience = Patience()
-        self._under_way: Transfer | None = None
-        self._stopped = ""
 
     async def open(self) -> dict[str, int]:
-        """Start to listen to the bell. Returns name -> newest version, committed or not; the weights' name is ""."""
+        """Start to listen. Returns name -> newest version, committed or not; the weights' name is ""."""
         await self._bell.open()
-        self._listening = asyncio.create_task(self._bell.listen())
+        self._listening = asyncio.create_task(self._bell.listen(self._on_ring))
         newest = await self._ledger.newest()
         return await self._ledger.newest_adapters() | {"": newest}
 
     async def close(self) -> None:
-        """Stop listening, and leave the process group."""
+        """Offer nothing more, and stop listening."""
         if self._listening is not None:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
-        await asyncio.to_thread(self._line.close)
+        await asyncio.to_thread(self._hub.close)
 
     def poke(self) -> None:
-        """Let `wait_for_work` look again. Call it on the sender's loop."""
+        """Let everything that waits look again. Call it on the sender's loop."""
         self._bell.ring_here()
 
-    async def wait_for_work(self, ready: Callable[[], bool]) -> None:
-        """Wait until `ready()` is true, which is checked after each `poke`, or a worker asks for a retained version."""
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Wait until `ready()` is true. It is checked after each `poke`, and whenever something happens."""
         while True:
             self._bell.quiet()
-            if ready() or (self._retained is not None and await self._waiting()) or await self.adapters.lacking():
+            if ready():
                 return
             await self._bell.wait(float("inf"), GLANCE_S)
 
-    async def _waiting(self) -> set[str]:
-        """Return the live workers that ask for a transfer and have less than the retained version."""
-        assert self._retained is not None
-        try:
-            behind = await self._ledger.behind(self._retained.manifest.version)
-        except (RedisError, OSError):
-            return set()
-        return {worker for worker in behind if self._patience.lasts(worker)}
+    @property
+    def free(self) -> bool:
+        """Whether a new version may begin.
 
-    async def catch_up(self) -> TransferResult | None:
-        """Send the retained version to the workers that ask for it, or else a retained adapter.
-
-        Returns None if nobody asks.
+        Versions commit in order, so the last one has a worker that serves it, or is over. And slow workers still
+        receive two versions at most: a trainer keeps two beside the one that it sends.
         """
-        if self._retained is None or not (waiting := await self._waiting()):
-            return await self.adapters.catch_up()
-        self._stopped = ""
-        result = await self._send(self._retained, frozenset(waiting))
-        for worker in waiting:
-            self._patience.tried(worker, well=worker in result.workers)
-        return result
+        self._tidy()
+        slow = sum(bool(each.receiving) for each in self._offered.get("", ()))
+        return all(run.served for run in self._runs.values()) and slow <= MOST
 
-    async def send(self, snapshot: Snapshot) -> TransferResult:
-        """Send a new version to every live worker. It is retained if it is committed."""
-        self._stopped = ""
-        self._patience.forget()
-        result = await self._send(snapshot, None)
-        if result.committed:
-            self._retained = snapshot
-        return result
-
-    def stop(self, why: str) -> None:
-        """End the `send` under way. Call it on the sender's loop."""
-        self._stopped = why
-        if self._under_way is not None:
-            self._under_way.stop(why)
-
-    def progress(self, total_bytes: int) -> PublishProgress:
-        """Return how far the `send` under way is. Any thread may call it."""
-        transfer = self._under_way
-        if transfer is None:
+    def progress(self, version: int, total_bytes: int) -> PublishProgress:
+        """Return how far a version is. Any thread may call it."""
+        run = next((run for run in list(self._runs.values()) if run.told.version == version), None)
+        if run is None:
             return PublishProgress("announced", 0, total_bytes)
-        phase: Phase = "sending" if transfer.roster else "announced"
-        return PublishProgress(phase, min(self._line.sent_bytes, total_bytes), total_bytes, transfer.roster)
+        joined = tuple(sorted(run.outgoing.joined))
+        phase: Phase = "sending" if joined else "announced"
+        return PublishProgress(phase, min(run.outgoing.sent_bytes, total_bytes), total_bytes, joined)
 
-    async def _send(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
-        """Send to every live worker, or to `only` these. A transfer that one worker broke is repeated without it."""
-        return await repeated(self._ledger, lambda whom: self._transfer(snapshot, whom), only)
+    def stop(self, version: int, why: str) -> None:
+        """Give a version of the weights up. Workers that have not loaded it do not. Call it on the sender's loop."""
+        for run in self._runs.values():
+            if run.told.version == version and not run.told.adapter:
+                run.stopped = why
+        self.poke()
 
-    async def _transfer(self, snapshot: Snapshot, only: frozenset[str] | None) -> TransferResult:
-        expected = await self._ledger.live_workers() if only is None else only
-        if self._stopped:
-            return TransferResult(committed=False, failures=dict.fromkeys(expected, self._stopped))
-        source = _Retained(snapshot, self._line, self._settings.gpu_direct, self._not_by_ipc)
-        self._under_way = transfer = Transfer(self._ledger, self._bell, self._settings, source)
+    async def send(self, snapshot: Snapshot, order: Publication, begun: Callable[[], None]) -> TransferResult:
+        """Publish a version. Returns when every worker has it, does not take it, or is lost.
+
+        begun(): called once it is announced, when `free` says whether the next one may begin.
+        """
+        adapter, aborted = order.adapter, order.handle.aborted
+        ledger, settings, snapshots = self._ledger, self._settings, self._offered.setdefault(adapter, [])
+        expected = await ledger.live_workers()
+        if aborted:
+            return TransferResult(committed=False, failures=dict.fromkeys(expected, aborted))
+        epoch = await ledger.new_epoch()
+        self._tidy(MOST)
+        outgoing = await asyncio.to_thread(self._hub.offer, snapshot, expected, order.config if adapter else None)
+        host, _, port = self._hub.address.rpartition(":")
+        said = settings.announced() | ({"mode": "resume"} if adapter else {})
+        told = WeightAnnouncement(
+            version=snapshot.manifest.version,
+            epoch=epoch,
+            host=host.strip("[]"),
+            port=int(port),
+            token=outgoing.token,
+            digest=snapshot.manifest.fingerprint,
+            **said,
+        )
+        if adapter:  # a field that is not set is not encoded
+            told = told.model_copy(update={"adapter": adapter})
+        run = Run(told, outgoing, set(expected), set(expected), set(expected), stopped=order.handle.aborted)
+        for older in list(self._runs.values())[: max(0, len(self._runs) + 1 - MOST)]:
+            older.over = f"had not reported when version {told.version} was published"
+        self._runs[epoch] = run
+        snapshots.append(outgoing)
         try:
-            result = await transfer.run(expected, catch_up=only is not None)
+            await ledger.announce(told)
+            begun()
+            result = await self._follow(run, order)
+            await self._close(run, result)
+            outgoing.committed = outgoing.sources.late = result.committed
+        except BaseException:
+            outgoing.committed = False
+            raise
         finally:
-            self._under_way = None
-        assert result is not None
-        self._not_by_ipc |= source.handed_over & result.again
+            del self._runs[epoch]
+            if not outgoing.committed:
+                with contextlib.suppress(ValueError):
+                    snapshots.remove(outgoing)
+                await asyncio.to_thread(self._hub.withdraw, outgoing, run.stopped or "no worker could take it")
+            self._tidy()
+            self.poke()
+        if result.failures:
+            of = f" of adapter {adapter}" if adapter else ""
+            log.warning("version %s%s: %s", told.version, of, result.failures)
         return result
 
+    async def _close(self, run: Run, result: TransferResult) -> None:
+        """Workers may serve the version by now. So the result is written even if Redis is away for a while."""
+        holder = Holder(run.told.version, self._hub.address, run.told.token)
+        lost = {worker: why for worker, why in result.failures.items() if worker not in run.reports}
+        close = partial(self._ledger.close, run.told, result.committed, holder, lost)
+        if await through_outage(close, time.monotonic() + CLOSE_S) and not result.committed:
+            result.committed = True  # a worker has reported it meanwhile
 
-class _Retained:
-    """A snapshot in this process, and the Broadcaster that sends it: a `TransferSource`."""
+    async def _follow(self, run: Run, order: Publication) -> TransferResult:
+        """Wait until every worker has reported or is lost, or the time is over. Returns the result."""
+        told, now = run.told, time.monotonic()
+        silent_until, deadline = now + told.join_timeout_s, now + told.deadline_s + GRACE_S
+        looked, probed, said = now, now, False
+        while True:
+            self._bell.quiet()
+            now = time.monotonic()
+            run.stopped = run.stopped or order.handle.aborted
+            if run.served:
+                run.outgoing.committed = True
+                order.tell_committed(run.served)
+            if now - looked >= GLANCE_S:
+                looked = now
+                await self._look(run, deadline)
+            if run.stopped and not said:  # whoever waits for its requests to end stops that
+                said, deadline = True, min(deadline, now + GRACE_S)
+                await asyncio.to_thread(self._hub.withdraw, run.outgoing, run.stopped)
+                await self._ledger.close(told, bool(run.served), None, {})
+            waits = {worker for worker in self._concerned(run) if not self._why_not(run, worker, silent_until)}
+            if not waits or now >= deadline or run.over:
+                break
+            if now - probed >= PROBE_S:
+                probed = now
+                await asyncio.to_thread(self._hub.probe, waits)
+            await self._bell.wait(deadline, PROBE_S)
+        if self._concerned(run) - run.reports.keys():  # a report may have come that the bell did not bring
+            await self._look(run, deadline)
+        failures = {worker: self._why(run, worker, silent_until) for worker in self._concerned(run)}
+        workers = run.served
+        readback = bool(workers) and all(run.reports[worker].readback for worker in workers)
+        return TransferResult(bool(workers) or not failures, workers, failures, readback)
 
-    def __init__(self, snapshot: Snapshot, line: Broadcaster, gpu_direct: bool, not_by_ipc: AbstractSet[str]) -> None:
-        """not_by_ipc: workers to which handing over by CUDA IPC has failed before."""
-        self.version, self.digest = snapshot.manifest.version, snapshot.manifest.fingerprint
-        self.handed_over: set[str] = set()
-        self._snapshot, self._line = snapshot, line
-        self._gpu_direct, self._not_by_ipc = gpu_direct, not_by_ipc
+    def _concerned(self, run: Run) -> set[str]:
+        """The workers that have not said that they have the version."""
+        return (run.expected | run.outgoing.joined | run.reports.keys()) - set(run.served)
 
-    @property
-    def absent(self) -> frozenset[int]:
-        return self._line.absent
+    def _why_not(self, run: Run, worker: str, silent_until: float) -> str:
+        """Why there is nothing to wait for at a worker; "" if there is."""
+        if (report := run.reports.get(worker)) is not None:
+            return f"{report.phase}: {report.error}"
+        now, (why, since) = time.monotonic(), self._hub.lost(worker)
+        if why and now - max(since, run.began) > REJOIN_S:  # it may have left for another trainer
+            return why
+        if worker in run.seen - run.alive:
+            return "was lost: its lease is over"
+        if (newer := self._newer(run, worker)) is not None:
+            return f"went on to version {newer}"
+        if worker in run.outgoing.joined:
+            return ""
+        return run.stopped or ("did not answer the announcement in time" if now >= silent_until else "")
 
-    @property
-    def address(self) -> tuple[str, int]:
-        return self._line.host, self._line.store.port
+    def _newer(self, run: Run, worker: str) -> int | None:
+        """Return the newer version that a worker has begun to take, which it does when it is done with this one."""
+        for other in self._runs.values():
+            later = other.told.epoch > run.told.epoch and other.told.adapter == run.told.adapter
+            if later and worker in other.outgoing.joined:
+                return other.told.version
+        return None
 
-    async def announce(self, ledger: Ledger, announcement: WeightAnnouncement) -> bool:
-        """See TransferSource. Returns True, because a trainer may always announce."""
-        await asyncio.to_thread(self._line.offer, announcement.epoch, self._snapshot)
-        await ledger.announce(announcement)
-        return True
+    def _why(self, run: Run, worker: str, silent_until: float) -> str:
+        why = self._why_not(run, worker, silent_until)
+        return why or run.stopped or run.over or "did not report in time"
 
-    def by_ipc(self, joins: Mapping[str, Join]) -> set[str]:
-        here = gpu_id(self._snapshot.device) if self._gpu_direct else ""
-        self.handed_over = {worker for worker, join in joins.items() if here and join.gpu == here} - self._not_by_ipc
-        return set(self.handed_over)
+    async def _look(self, run: Run, deadline: float) -> None:
+        """Read who is alive, and the reports. Waits while Redis is away."""
 
-    def backend(self, joins: Mapping[str, Join]) -> Literal["gloo", "nccl"]:
-        bucket = self._snapshot.buckets[0]
-        from_gpu = bucket.device.type == "cuda" or bucket.is_pinned()
-        nccl = self._gpu_direct and from_gpu and all(join.cuda for join in joins.values())
-        gpus = [join.gpu for join in joins.values() if join.gpu]
-        if nccl and (len(set(gpus)) < len(gpus) or gpu_id(bucket.device) in gpus):
-            log.warning("sent through host memory: NCCL takes one rank per GPU, and workers share one")
-            nccl = False
-        if nccl and (other := {join.nccl for join in joins.values()} - {nccl_settings()}):
-            log.warning("sent through host memory: NCCL is set %r here, %s on workers", nccl_settings(), sorted(other))
-            nccl = False
-        return "nccl" if nccl else "gloo"
+        async def look() -> set[str]:
+            epoch = await self._ledger.epoch(run.told.epoch)
+            if epoch is None:
+                raise WeightSyncError(f"transfer {run.told.epoch} vanished from the ledger: was Redis emptied?")
+            run.reports |= epoch.reports
+            return await self._ledger.live_workers()
 
-    def name_group(self, epoch: int, members: Mapping[str, int], joins: Mapping[str, Join]) -> str:
-        return self._line.name_group(epoch, members, joins)
+        run.alive = await through_outage(look, deadline)
+        run.seen |= run.alive
 
-    async def send(self, announcement: WeightAnnouncement, timeout_s: float) -> None:
-        await asyncio.to_thread(self._line.send, self._snapshot, announcement, timeout_s)
+    def _tidy(self, most: int = MOST + 1) -> None:
+        """Withdraw what nobody needs: versions before the newest committed one that nobody is receiving.
 
-    def give_up(self, why: str) -> None:
-        self._line.give_up(why)
+        most: to keep of each name. Of more than that the newest one goes too: workers have it.
+        """
+        for offered in self._offered.values():
+            newest = max((at for at, each in enumerate(offered) if each.committed), default=0)
+            for old in [each for each in offered[: newest + (len(offered) > most)] if not each.receiving]:
+                offered.remove(old)
+                self._hub.withdraw(old, "there is a newer version")
 
-    async def clean(self, announcement: WeightAnnouncement) -> None:
-        await asyncio.to_thread(self._line.clean, announcement)
+    def _on_ring(self, ring: Ring) -> None:
+        epoch, worker = ring.get("epoch", ""), ring.get("worker", "")
+        run = self._runs.get(int(epoch)) if epoch.isdecimal() else None
+        if run is not None and worker:
+            run.reports[worker] = read_report(ring.get("report", ""))
+
+    def _news(self) -> None:
+        """Something happened at the hub. Called from its threads."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.poke)

@@ -1,8 +1,10 @@
-"""One engine rank's side of a transfer: receive a version, check it, load it, and send it on to other workers."""
+"""One engine rank's side of a transfer: receive a version, check it, load it, and offer it to others."""
 
 from .compatibility import TIED, check_names
 from .from_disk import open_version
-from .lend import held_tensors, send_held
+from .lend import held_tensors
+from .pulling import asks, take
 from .receiver import Receiver
+from .verify import Arrival
 
-__all__ = ["TIED", "Receiver", "check_names", "held_tensors", "open_version", "send_held"]
+__all__ = ["TIED", "Arrival", "Receiver", "asks", "check_names", "held_tensors", "open_version", "take"]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from ...messages.errors import TransferTimeout
-from ...messages.model import StagingPolicy, WeightManifest
+from ...messages.errors import MalformedMessage, TransferTimeout
+from ...messages.model import StagingPolicy, Transport, WeightManifest
 from ..plan import CopyPlan
 from ..tensors import Copies, Digester, Staging
 from ..transfer import SENDER_GONE, Phase, TransferOrder, TransferReport
-from ..wire import Brief, EpochKeys, Group, SenderConnection, fetch_brief, fetch_manifest
+from ..wire import Brief, EpochKeys, Group, Lines, Map, Place, fetch_manifest, gpu_id, nccl_settings
 from .compatibility import check_names
 from .loading import Known, Loading, Model, plan_for
 from .verify import Arrival
@@ -24,33 +24,25 @@ from .verify import Arrival
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Lent:
-    """A verified version that does not change while it is lent. plan: says where its tensors are, if it was recorded.
-
-    buffers: flat uint8 tensors to pack it into, each as long as the largest bucket.
-    """
-
-    manifest: WeightManifest
-    plan: CopyPlan | None
-    buffers: Sequence[torch.Tensor]
-
-
 @dataclass(eq=False)
 class Pending:
     """A transfer that this rank takes part in.
 
-    deadline: of time.monotonic. store: a connection to the sender's. group: None if none is needed. buckets: flat
-    uint8 tensors that hold the version, or a few of them that are used in turn. phase: for the report of a failure.
+    deadline: of time.monotonic. buckets: flat uint8 tensors that hold the version, or a few of them that are used in
+    turn. who: this rank, as the sender knows it; "" without one. place, store, group: of its cell, if it is in one.
+    phase: for the report of a failure.
     """
 
+    transport: ClassVar[Transport] = ""
     kept: Kept
     order: TransferOrder
     deadline: float
-    store: Any
     told: Brief
-    group: Group | None
     buckets: list[torch.Tensor]
+    who: str = ""
+    place: Place | None = None
+    store: Any = None
+    group: Group | None = None
     phase: Phase = "rendezvous"
     rendezvous_s: float = 0.0
     receive_s: float = 0.0
@@ -67,14 +59,15 @@ class Pending:
 
     def say_ready(self) -> None:
         """Tell the sender that this rank waits for the first bucket. Raises TransferTimeout."""
+        assert self.place is not None
         try:
-            self.store.set(EpochKeys(self.order.epoch).ready(self.order.rank_offset + self.kept.rank), "1")
+            self.store.set(EpochKeys(self.place.number).ready(self.place.rank), "1")
         except RuntimeError as error:
             raise TransferTimeout(f"{SENDER_GONE}: {error}") from error
 
     def broken(self) -> Callable[[], str]:
         """Return a function that says why the transfer broke off; "" if it did not."""
-        return self.kept.wire.broken(self.store, self.order)
+        return self.kept.lines.broken(self.order, self.store, self.place)
 
     def report(self, phase: Phase, **times: Any) -> TransferReport:
         """Report success up to `phase`."""
@@ -84,6 +77,8 @@ class Pending:
             tensors=len(self.outline.tensors),
             nbytes=self.told.nbytes,
             rendezvous_s=self.rendezvous_s,
+            way=self.transport,
+            holder=self.kept.lines.address,
             **times,
         )
 
@@ -94,29 +89,61 @@ class Kept:
     memory: device -> memory that receives versions. told: the version that was announced last.
     """
 
-    def __init__(self, device: torch.device, rank: int, known: Known, staging: StagingPolicy, *, alone: bool) -> None:
+    def __init__(self, device: torch.device, rank: int, ranks: int, known: Known, staging: StagingPolicy) -> None:
         """known: of the engine's checkpoint. Receiver describes the others."""
-        self.device, self.rank, self.alone, self._known = device, rank, alone, known
-        self.wire = SenderConnection(device, rank)
+        self.device, self.alone, self._known = device, ranks == 1, known
+        self.lines = Lines(device, rank, ranks)
         self.memory = {CPU: Staging(CPU, "on")}
         self.told: Brief | None = None
         self._streams: tuple[Any, Any] | None = None
         self._arrival: tuple[Any, Arrival] | None = None
         self._loading: tuple[Arrival, Model, Loading] | None = None
         self._plan: tuple[Any, CopyPlan | None] | None = None
+        self._verified: tuple[Any, set[int]] | None = None
         self.stage(staging)
 
     # --- the announced version -------------------------------------------------------------------------------------
 
-    def hear(self, order: TransferOrder, store: Any, deadline: float) -> Brief:
-        """Fetch what the transfer brings: only the digests, if the layout is the last version's."""
-        broken = self.wire.broken(store, order)
-        brief = fetch_brief(store, order.epoch, deadline, broken)
-        told = self.told.updated(brief) if self.told is not None and brief else None
+    def hear(self, order: TransferOrder, deadline: float) -> Map | None:
+        """Join at the order's sender, if it has one, and return its answer. `told` is the order's version then.
+
+        Of that only digests are fetched if the layout is known. Raises TransferTimeout, and MalformedMessage for an
+        answer that is none.
+        """
+        if not order.address:
+            self.told = self.told_of(fetch_manifest(order)[0])
+            return None
+        cuda = self.device.type == "cuda"
+        try:
+            answer = self.lines.join(order, deadline, cuda=cuda, gpu=gpu_id(self.device), nccl=nccl_settings())
+        except TransferTimeout:  # a trainer that is gone: others have the version
+            if not order.holders:
+                raise
+            self.told = self.told_of(fetch_manifest(order)[0])
+            return None
+        brief = answer.get("brief")
+        if not isinstance(brief, bytes) or not {"who", "way"} <= answer.keys():
+            raise MalformedMessage(f"the sender's answer has {sorted(map(str, answer))[:8]}: brief, who, way expected")
+        told = self.told.updated(brief) if self.told is not None else None
         if told is None or told.version != order.version:
-            told = self.told_of(fetch_manifest(store, order.epoch, order.version, deadline, broken))
+            told = self.told_of(fetch_manifest(order)[0])
         self.told = told
-        return told
+        return answer
+
+    def already(self, pending: Pending) -> set[int]:
+        """Return the buckets that an earlier attempt has received and verified, to be kept up to date."""
+        key = (
+            pending.told.layout,
+            tuple(pending.told.digests.tolist()),
+            pending.buckets[0].data_ptr() if pending.buckets else 0,
+        )
+        if self._verified is None or self._verified[0] != key:
+            self._verified = key, set()
+        return self._verified[1]
+
+    def overwritten(self) -> None:
+        """Forget what earlier attempts have received: the memory is used for something else."""
+        self._verified = None
 
     def told_of(self, manifest: WeightManifest) -> Brief:
         """Check a manifest's names. Raises DigestMismatch for tensors that are not the model's."""
@@ -137,6 +164,7 @@ class Kept:
         """Free staged host memory if the engine is on a GPU: other transfers do not need it."""
         if self.device != CPU:
             self.memory[CPU].release()
+            self.overwritten()
             self.drop_buffers()
 
     def streams(self) -> tuple[Any, Any]:
@@ -202,10 +230,14 @@ class Kept:
         self._arrival = self._loading = None
 
 
+def import_early() -> None:
+    """Import what torch needs to record a copy plan. It takes seconds."""
+    importlib.import_module("torch._dynamo")
+
+
 @cache
 def warm_up(device: torch.device) -> None:
-    """Do everything that is slow the first time in a process, while the old weights still serve."""
-    importlib.import_module("torch._dynamo")  # takes seconds; torch needs it to record a copy plan
+    """Do what is slow the first time in a process, while the old weights still serve."""
     if device.type == "cuda":  # compiles the kernels
         sample = torch.zeros(1 << 20, dtype=torch.bfloat16, device=device)
         found, bad = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32)

@@ -13,23 +13,25 @@ from collections.abc import Iterator
 import torch
 
 from ...messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
-from ...messages.model import StagingPolicy
+from ...messages.model import StagingPolicy, WeightManifest
 from ..disk.checkpoint import checkpoint_tensors
 from ..plan import CopyPlan
 from ..tensors import short_turns
 from ..transfer import TransferOrder, TransferReport
-from ..wire import Brief
+from ..wire import Brief, Offer, begin
+from .lend import held_offer
 from .loading import Model
-from .pending import Kept, Lent, warm_up
-from .ways import Way, standing_way, way_of
+from .pending import Kept, import_early, warm_up
+from .ways import Way, way_of
 
 
 class Receiver:
     """One rank's part in transfers. Any thread may call `prepare`; call `commit` only where nothing uses the model.
 
-    device: of the engine's weights. rank: among the engine's tensor-parallel ranks. model_dir: the engine's checkpoint.
-    A version must have its names. staging: see `Staging`. alone: whether the engine has one rank. An engine of several
-    ranks serves with collectives, and only a staged version is received beside those.
+    device: of the engine's weights. rank, ranks: among the engine's tensor-parallel ranks, and how many there are. An
+    engine of several ranks serves with collectives, and only a staged version is received beside those. model_dir: the
+    engine's checkpoint. A version must have its names. staging: see `Staging`. recorded: whether loads are recorded as
+    copies, for which torch needs seconds of imports. They begin now, and beside the first version.
     """
 
     def __init__(
@@ -39,11 +41,13 @@ class Receiver:
         rank: int = 0,
         model_dir: str = "",
         staging: StagingPolicy = "auto",
-        alone: bool = True,
+        ranks: int = 1,
+        recorded: bool = True,
     ) -> None:
         self.device, self.rank = device, rank
         known = checkpoint_tensors(model_dir) if model_dir else {}
-        self.kept = Kept(device, rank, known, staging, alone=alone)
+        self.kept = Kept(device, rank, ranks, known, staging)
+        self._imports = begin(import_early) if recorded else None
         self._pending: Way | None = None  # prepared
         self._under_way: Way | None = None  # to be ended before the next one, if nobody commits it
         self._lock = threading.Lock()
@@ -58,12 +62,16 @@ class Receiver:
         The report's phase is "staged" or "ready" if it went well. What an earlier `prepare` left behind is dropped.
         """
         kept, began, self._pending = self.kept, time.monotonic(), None
-        kept.wire.newest = order
+        kept.lines.newest = order
         with self._lock, kept.on_device(), short_turns():
             self._end_under_way()
+            kept.lines.withdraw("its holder takes a newer version")
             try:
                 warm_up(self.device)
-                way = self._join(order, began + order.timeout_s)
+                self._under_way = way = way_of(kept, order, began + order.timeout_s)
+                if way.transport != "pull":
+                    kept.overwritten()
+                way.start()
                 way.rendezvous_s = time.monotonic() - began
                 way.receive()
                 if way.staged:
@@ -71,8 +79,13 @@ class Receiver:
                     if order.verify:
                         way.phase = "verify"
                         way.verify()
+                if way.local:
+                    self._is_here(way)
+                if self._imports is not None:
+                    self._imports.result()
             except Exception as error:  # whatever torch raises belongs into the report
                 failed = self._under_way
+                kept.lines.withdraw(f"its holder could not take it: {error}")  # who waits for it here asks elsewhere
                 self._end_under_way()
                 self._forget_group_after(error)
                 if failed is not None:
@@ -80,19 +93,10 @@ class Receiver:
                 phase = "rendezvous" if failed is None else failed.phase
                 return TransferReport(ok=False, phase=phase, error=f"{type(error).__name__}: {error}")
             self._pending = way
+            if way.staged and way.transport == "nccl" and order.verify:
+                offer = Offer(order.token, way.told.manifest, len(way.buckets), way.buckets.__getitem__)
+                self._offer(offer, order)
         return way.report("staged" if way.staged else "ready", receive_s=way.receive_s)
-
-    def _join(self, order: TransferOrder, deadline: float) -> Way:
-        """Join in the last transfer's group if group and layout are the same, else anew."""
-        way = standing_way(self.kept, order, deadline)
-        if way is not None:
-            self._under_way = way
-            if way.restart():
-                return way
-            self._under_way = None
-        self._under_way = way = way_of(self.kept, order, deadline)
-        way.start()
-        return way
 
     # --- second half -----------------------------------------------------------------------------------------------
 
@@ -103,7 +107,7 @@ class Receiver:
         idle: certainly none runs. Then the first bucket is loaded while the second one arrives.
         """
         if self._lent:
-            return TransferReport(ok=False, phase="load", error="the engine is sending its weights to another")
+            return TransferReport(ok=False, phase="load", error="the engine's weights are being looked at")
         with self._lock:
             way, self._pending = self._pending, None
             if way is None or way.order.epoch != epoch:
@@ -129,8 +133,11 @@ class Receiver:
         finally:
             way.let_go()
         seconds = time.monotonic() - began
+        if not way.local:
+            self._is_here(way)
         if verify:
             self._held = way.told, kept.last_plan
+            self._offer_held(way)
         return way.report(
             "done",
             receive_s=way.receive_s if way.staged else seconds,
@@ -138,29 +145,42 @@ class Receiver:
             readback=loading.readback and verify,
         )
 
-    # --- sending it on ---------------------------------------------------------------------------------------------
+    # --- what others may have of it ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def lending(self, version: int) -> Iterator[Lent]:
-        """Give the version that the engine holds. Nothing is prepared or committed inside this block.
+    def lending(self, version: int) -> Iterator[tuple[WeightManifest, CopyPlan | None]]:
+        """Give the manifest of the version that the engine holds, and the copy plan by which it was loaded.
 
-        A transfer that was prepared and not committed is dropped. Raises WeightSyncError if the engine takes part in a
+        Nothing is prepared or committed inside this block. Raises WeightSyncError if the engine takes part in a
         transfer, or does not hold `version`, received and verified.
         """
         if not self._lock.acquire(blocking=False):
             raise WeightSyncError("the engine takes part in a transfer itself")
         try:
-            self._lent, self._pending = True, None
-            self._end_under_way()
+            self._lent = True
             if self._held is None or self._held[0].version != version:
                 raise WeightSyncError(f"the engine does not hold version {version}, received and verified")
             with self.kept.on_device():
-                told, plan = self._held
-                buffers = self.kept.memory[self.device].borrow(told.outline.bucket_nbytes)
-                yield Lent(told.manifest(), plan, buffers)
+                yield self._held[0].manifest(), self._held[1]
         finally:
             self._lent = False
             self._lock.release()
+
+    def _is_here(self, way: Way) -> None:
+        """Tell the sender that nothing more is needed of it. One that is gone needs no word."""
+        if way.who:
+            with contextlib.suppress(TransferTimeout):
+                self.kept.lines.done(way.order, way.who)
+
+    def _offer(self, offer: Offer, order: TransferOrder) -> None:
+        offer.arrived()
+        self.kept.lines.put(offer, order)
+
+    def _offer_held(self, way: Way) -> None:
+        """Offer a version that is in the parameters alone, if it can be read back out of them."""
+        plan = self.kept.last_plan
+        if self.kept.lines.offer is None and way.order.token and plan is not None:
+            self._offer(held_offer(way.order.token, way.told, plan), way.order)
 
     def stage(self, policy: StagingPolicy) -> None:
         """Set whether versions are received beside the weights that serve.
@@ -172,6 +192,8 @@ class Receiver:
     def forget(self, *, held: bool) -> None:
         """Free all buffers. held: forget which version the parameters hold too, because something else writes them."""
         self._end_under_way()
+        self.kept.lines.withdraw("its holder gives the memory up")
+        self.kept.overwritten()
         self._pending = None
         self.kept.drop_buffers()
         self._held = None if held else self._held
@@ -187,4 +209,4 @@ class Receiver:
 
     def _forget_group_after(self, error: Exception) -> None:
         if not isinstance(error, DigestMismatch):
-            self.kept.wire.forget()
+            self.kept.lines.forget()

@@ -44,14 +44,23 @@ class Arrival:
 
         expected: (tensors,) int64 on the CPU, the version's digests. finite: refuse NaN and Inf, too.
         """
-        wrong = (self._found.cpu() != expected).nonzero().flatten()
+        self._check(0, len(self.views), expected, finite=finite)
+
+    def check_bucket(self, bucket: int, expected: torch.Tensor, *, finite: bool) -> None:
+        """Do the same for one bucket whose digests are queued."""
+        first, last = self._ranges[bucket]
+        self._check(first, last, expected[first:last], finite=finite)
+
+    def _check(self, first: int, last: int, expected: torch.Tensor, *, finite: bool) -> None:
+        found, nonfinite = self._found[first:last].cpu(), self._nonfinite[first:last].cpu()
+        wrong = (found != expected).nonzero().flatten()
         if len(wrong):
             index = int(wrong[0])
-            arrived, sent = (hex_of(values[index : index + 1])[0] for values in (self._found, expected))
-            name = self.views[index][0].name
+            arrived, sent = (hex_of(values[index : index + 1])[0] for values in (found, expected))
+            name = self.views[first + index][0].name
             raise DigestMismatch(f"tensor {name}: digest {arrived}, the trainer sent {sent}{_more(wrong)}")
-        if finite and len(bad := self._nonfinite.cpu().nonzero().flatten()):
-            raise DigestMismatch(f"tensor {self.views[int(bad[0])][0].name}: has NaN or Inf in it{_more(bad)}")
+        if finite and len(bad := nonfinite.nonzero().flatten()):
+            raise DigestMismatch(f"tensor {self.views[first + int(bad[0])][0].name}: has NaN or Inf in it{_more(bad)}")
 
 
 def _more(indices: torch.Tensor) -> str:

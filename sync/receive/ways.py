@@ -9,17 +9,21 @@ half written, and the report says so.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, ClassVar
 
-from ...messages.errors import DigestMismatch, TransferTimeout, WeightSyncError
+import torch
+
+from ...messages.errors import TransferTimeout, WeightSyncError
+from ...messages.model import Transport
 from ..disk import DiskVersion
 from ..disk.checkpoint import Checkpoint
 from ..transfer import TransferOrder
-from ..wire import Brief, EpochKeys, Group, await_key, fetch, is_group_for, open_handles
+from ..wire import Brief, EpochKeys, Map, Place, await_key, open_handles
 from .arriving import Arriving
 from .from_disk import open_version, read_into
 from .loading import Loading
 from .pending import CPU, Kept, Pending
+from .pulling import Ask, asks, take
 
 
 class Way(Pending):
@@ -30,6 +34,9 @@ class Way(Pending):
     """
 
     staged = True
+    local = True
+    """Whether all bytes are in this process's memory after the first half."""
+    transport: ClassVar[Transport] = ""
     early = False
     """Whether the first half queues broadcasts, as many as there are buffers for."""
     arriving: Arriving | None = None
@@ -43,25 +50,6 @@ class Way(Pending):
             arriving = self.arriving = self._make_arriving()
             self.say_ready()
             arriving.queue_ahead()
-
-    def restart(self) -> bool:
-        """Do what `start` does, before the version's digests are known. They are fetched while buckets arrive.
-
-        Returns False if nobody answers at the sender's store. Another sender may listen there by now.
-        """
-        layout, arriving = self.told.layout, self._make_arriving()
-        try:
-            self.say_ready()
-        except TransferTimeout:
-            return False
-        self.arriving = arriving
-        arriving.queue_ahead()
-        self.told = self.kept.hear(self.order, self.store, self.deadline)
-        if self.told.layout != layout:
-            raise DigestMismatch(
-                f"the version's layout {self.told.layout} is not the one in its group's name {self.order.group}"
-            )
-        return True
 
     def receive(self) -> None:
         """Receive the version, or the part of it that belongs to the first half."""
@@ -94,7 +82,7 @@ class Way(Pending):
         """End unfinished broadcasts, and leave their group: it is of no use for the next transfer."""
         if self.arriving is not None and not self.arriving.complete:
             self.arriving.abandon()
-            self.kept.wire.drop_group()
+            self.kept.lines.drop_group()
 
     def let_go(self) -> None:
         """Free memory that the next transfer does not need."""
@@ -118,6 +106,7 @@ class Way(Pending):
 class FromDisk(Way):
     """Read from a folder into host memory. Every tensor is verified as it is read."""
 
+    transport = "disk"
     opened: DiskVersion | Checkpoint
 
     def receive(self) -> None:
@@ -133,7 +122,7 @@ class FromDisk(Way):
         self.kept.drop_host_memory()
 
     def _go_on(self) -> None:
-        if why := self.kept.wire.overtaken(self.order):
+        if why := self.kept.lines.overtaken(self.order):
             raise TransferTimeout(why)
         if time.monotonic() >= self.deadline:
             raise TransferTimeout(f"{self.opened.path} could not be read in time")
@@ -142,26 +131,48 @@ class FromDisk(Way):
 class ByHandle(Way):
     """Read from the trainer's own buckets on the same GPU, by CUDA IPC."""
 
+    transport = "ipc"
+    local = False
+
+    def receive(self) -> None:
+        """See Way. All of it is here."""
+
     def let_go(self) -> None:
         """See Way. The trainer's memory is not kept open longer than needed."""
         self.kept.drop_buffers()
 
 
-class Staged(Way):
-    """Receive over gloo, one bucket after the other."""
+class Pulled(Way):
+    """Take it bucket by bucket from others, into host memory. Each is verified, and offered to others, as it comes.
+
+    What an earlier attempt has verified of the same version is kept.
+    """
+
+    transport = "pull"
+    ask: Ask
 
     def receive(self) -> None:
-        assert self.group is not None
-        self.phase = "receive"
-        self.say_ready()
-        for bucket in self.buckets:
-            self.group.broadcast(bucket, self.deadline)
+        self.phase, kept = "receive", self.kept
+        take(
+            kept.lines,
+            self.order,
+            self.told.manifest,
+            kept.arrival(self),
+            self.told.digests,
+            ask=self.ask,
+            deadline=self.deadline,
+            here=kept.already(self),
+        )
+
+    def verify(self) -> None:
+        """See Way. `receive` has verified every bucket."""
 
 
 class StagedAhead(Way):
-    """Receive over NCCL. All broadcasts are queued at the start, and buckets are digested as they arrive."""
+    """Receive by broadcast. All broadcasts are queued at the start, and buckets are digested as they arrive."""
 
     early = True
+    transport = "nccl"
 
     def receive(self) -> None:
         assert self.arriving is not None
@@ -172,7 +183,8 @@ class StagedAhead(Way):
 class AtOnce(Way):
     """Receive during the commit. Nothing arrives before every rank is ready."""
 
-    staged = False
+    staged = local = False
+    transport = "nccl"
 
     def check(self, loading: Loading) -> None:
         self.phase = "receive"
@@ -192,7 +204,8 @@ class AtOnce(Way):
 
     def _await_go(self) -> None:
         """Wait until all ranks are ready. A load that began before could find nothing new in its buffers."""
-        go = EpochKeys(self.order.epoch).go
+        assert self.place is not None
+        go = EpochKeys(self.place.number).go
         await_key(self.store, go, self.deadline, self.broken(), "word that all are ready")
 
 
@@ -224,52 +237,50 @@ class AtOnceAhead(AtOnce):
 
 
 def way_of(kept: Kept, order: TransferOrder, deadline: float) -> Way:
-    """Connect to the sender, fetch the manifest, and choose a way. Raises WeightSyncErrors and InvalidField."""
-    if order.transport == "disk":
+    """Join at the sender, if there is one, and choose a way. Raises WeightSyncErrors and MessageErrors."""
+    if order.path:
         opened = open_version(order.path, order.version)
         try:
-            told = kept.told_of(opened.manifest)
-            buckets = kept.memory[CPU].whole(told.outline.bucket_nbytes)
-            assert buckets is not None  # host memory is always staged
+            read = kept.told_of(opened.manifest)
+            way = FromDisk(kept, order, deadline, read, _whole(kept, read))
         except BaseException:
             opened.close()
             raise
-        way = FromDisk(kept, order, deadline, None, told, None, buckets)
         way.opened = opened
         return way
-    store = kept.wire.store(order, deadline)
-    told = kept.hear(order, store, deadline)
-    if order.transport == "ipc":
-        broken = kept.wire.broken(store, order)
-        raw = fetch(store, EpochKeys(order.epoch).handles, deadline, broken, "handles of the trainer's buckets")
-        buckets = open_handles(raw, kept.device, told.outline.bucket_nbytes)
-        return ByHandle(kept, order, deadline, store, told, None, buckets)
-    return _by_group(kept, order, deadline, told, (store, kept.wire.join(order, store, deadline)))
+    answer = kept.hear(order, deadline)
+    who = str(answer["who"]) if answer is not None else ""
+    assert kept.told is not None
+    told = kept.told
+    if answer is not None and answer["way"] == "ipc":
+        buckets = open_handles(answer["handles"], kept.device, told.outline.bucket_nbytes)
+        return ByHandle(kept, order, deadline, told, buckets, who=who)
+    if answer is not None and answer["way"] == "cell":
+        return _in_cell(kept, order, deadline, answer)
+    pulled = Pulled(kept, order, deadline, told, _whole(kept, told), who=who)
+    pulled.ask = asks(kept.lines, order, answer, deadline)
+    return pulled
 
 
-def standing_way(kept: Kept, order: TransferOrder, deadline: float) -> Way | None:
-    """Choose a way without asking the sender, if this rank is still in the order's group and knows the layout.
-
-    The version's digests are not known yet, so begin it by `restart`. Returns None if the sender must be asked.
-    """
-    standing, told = kept.wire.standing(order), kept.told
-    if order.transport != "nccl" or standing is None or told is None or not is_group_for(order.group, told.layout):
-        return None
-    way = _by_group(kept, order, deadline, told, standing)
-    return way if way.early else None
+def _whole(kept: Kept, told: Brief) -> list[torch.Tensor]:
+    buckets = kept.memory[CPU].whole(told.outline.bucket_nbytes)
+    assert buckets is not None  # host memory is always staged
+    return buckets
 
 
-def _by_group(kept: Kept, order: TransferOrder, deadline: float, told: Brief, sender: tuple[Any, Group]) -> Way:
-    """sender: its store, and the group with it."""
-    nccl, sizes = order.transport == "nccl", told.outline.bucket_nbytes
-    memory = kept.memory[kept.device if nccl else CPU]
+def _in_cell(kept: Kept, order: TransferOrder, deadline: float, answer: Map) -> Way:
+    told, who, place = kept.told, str(answer["who"]), Place.of(answer)
+    assert told is not None
+    sizes, memory = told.outline.bucket_nbytes, kept.memory[kept.device]
     buckets: list[Any] | None = memory.whole(sizes)
     made: type[Way]
     if buckets is not None:
-        made = StagedAhead if nccl else Staged
+        made = StagedAhead
     else:
         buckets = memory.rotating(sizes)
         # No bucket arrives before a drain is over, because the sender's GPU would wait. None arrives beside the
         # collectives of a tensor-parallel engine.
-        made = AtOnceAhead if nccl and kept.alone and order.mode != "drain" else AtOnce
-    return made(kept, order, deadline, sender[0], told, sender[1], buckets)
+        made = AtOnceAhead if kept.alone and order.mode != "drain" else AtOnce
+    store = kept.lines.store(order, place, deadline)
+    group = kept.lines.cell(order, place, store, deadline)
+    return made(kept, order, deadline, told, buckets, who=who, place=place, store=store, group=group)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 
@@ -29,8 +28,6 @@ class Snapshot:
     manifest: WeightManifest
     buckets: tuple[torch.Tensor, ...]
     nonfinite: tuple[str, ...] = ()
-    rotation: ClassVar[int] = 0
-    """See Sendable: every bucket has memory of its own."""
 
     @property
     def device(self) -> torch.device:

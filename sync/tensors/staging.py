@@ -58,17 +58,6 @@ class Staging:
             self._rotating = [torch.empty(most, dtype=torch.uint8, device=self.device) for _ in range(ROTATING)]
         return self._rotating
 
-    def borrow(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return buffers as `rotating` does, inside the memory of a staged version if there is one.
-
-        That version is lost.
-        """
-        most = -(-max(sizes, default=0) // ALIGN) * ALIGN
-        if self._whole is None or self._whole.numel() < most:
-            return self.rotating(sizes)
-        count = min(ROTATING, self._whole.numel() // max(1, most))
-        return [self._whole[index * most : (index + 1) * most] for index in range(count)]
-
     def release(self) -> None:
         """Free the memory. It is allocated again when it is next needed."""
         self._whole, self._rotating = None, []

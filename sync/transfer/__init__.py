@@ -1,33 +1,26 @@
-"""A transfer without its bytes: the order and the report, the ledger in Redis, and the steps of a transfer.
+"""A transfer without its bytes: the order and the report, the settings, and the ledger in Redis.
 
-No torch.
+Few files: no torch, so everything that follows the ledger may import it.
 """
 
-from .ledger import Epoch, Join, Ledger, LedgerView, TransferRecord, VersionRecord, nccl_settings, through_outage
-from .order import SENDER_GONE, Phase, TransferOrder, TransferReport
-from .patience import Patience
-from .rounds import GLANCE_S, GRACE_S, Transfer, TransferResult, repeated
+from .ledger import Epoch, Ledger, LedgerView, TransferRecord, VersionRecord, heard, read_report, through_outage
+from .order import SENDER_GONE, Holder, Phase, TransferOrder, TransferReport
 from .settings import SyncOptions, SyncSettings
 
 __all__ = [
-    "GLANCE_S",
-    "GRACE_S",
     "SENDER_GONE",
     "Epoch",
-    "Join",
+    "Holder",
     "Ledger",
     "LedgerView",
-    "Patience",
     "Phase",
     "SyncOptions",
     "SyncSettings",
-    "Transfer",
     "TransferOrder",
     "TransferRecord",
     "TransferReport",
-    "TransferResult",
     "VersionRecord",
-    "nccl_settings",
-    "repeated",
+    "heard",
+    "read_report",
     "through_outage",
 ]

@@ -1,40 +1,41 @@
 """The ledger of weights versions and transfers in Redis: announced, then committed or failed.
 
-A transfer is called an epoch. Its states are joining -> sealed -> closed. At the seal it is fixed who takes part,
-before anything is sent. A worker that is not in the sealed roster asks for a later transfer.
+A transfer is called an epoch. It is open until its sender closes it. Nobody signs up for it in Redis: whoever hears of
+it goes to the sender, and reports here what became of it. The first report of a worker that serves the version commits
+it. The ledger also has who offers the committed version to those that come late.
 """
 
 from __future__ import annotations
 
 import asyncio
+import binascii
 import json
-import os
 import time
+from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar, cast, get_args
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from ...messages.broker import living_workers, tell_shards
 from ...messages.codec import decode, encode
 from ...messages.errors import InvalidField, MessageError, WeightSyncError
-from ...messages.model import NCCL_AGREED, NCCL_CTAS, WeightAnnouncement
-from ...messages.redis import Keys, is_wrong_type, name_once, text, whole
+from ...messages.model import WeightAnnouncement
+from ...messages.redis import Keys, Ring, name_once, text, whole
 from ...messages.scripts import Scripts, calls
-from .order import TransferReport
+from .order import Holder, TransferReport
 
 T = TypeVar("T")
 REDIS_RETRY_S = 0.2
-MAX_RANKS = 4096
-"""Most processes of one engine. A join with more is ignored: a transfer with so many ranks could not be announced."""
-SCANNED = 256
+ASKED = 4
+"""Holders of a version that one look returns."""
 REMEMBER_S = 7 * 86400
 """Seconds that versions and epochs stay in the ledger."""
 
-EpochState = Literal["joining", "sealed", "closed"]
+EpochState = Literal["open", "closed"]
 
 
 async def through_outage(call: Callable[[], Awaitable[T]], deadline: float) -> T:
@@ -51,41 +52,21 @@ async def through_outage(call: Callable[[], Awaitable[T]], deadline: float) -> T
             await asyncio.sleep(REDIS_RETRY_S)
 
 
-def nccl_settings() -> str:
-    """Return this process's NCCL settings that all ranks of a group must share."""
-    return " ".join([*(f"{name}={os.environ.get(name, '')}" for name in NCCL_AGREED), f"ctas={NCCL_CTAS}"])
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """What a worker says when it joins a transfer.
-
-    ranks: number of its engine's processes. cuda: whether its weights are on GPUs. gpu: the GPU's unique id, if it is
-    one GPU. group: name of the process group that it is still in, "" for none. nccl: see `nccl_settings`.
-    """
-
-    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
-    cuda: bool = False
-    gpu: Annotated[str, Field(max_length=128)] = ""
-    group: Annotated[str, Field(max_length=64)] = ""
-    nccl: Annotated[str, Field(max_length=1024)] = field(default_factory=nccl_settings)
-
-
-_JOIN = TypeAdapter(Join)
+_HOLDER = TypeAdapter(Holder)
+_LOST = TypeAdapter(dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
     """A transfer as the ledger has it.
 
-    joins, reports: by worker id. by: id of the worker that sends, "" for a trainer.
+    reports: by worker id. lost: worker id -> why it has not reported, once the transfer is closed.
     """
 
     state: EpochState
     announcement: WeightAnnouncement
-    joins: dict[str, Join]
     reports: dict[str, TransferReport]
-    by: str = ""
+    lost: dict[str, str] = field(default_factory=dict)
 
 
 class Ledger:
@@ -134,15 +115,16 @@ class Ledger:
         return Epoch(
             state=cast(EpochState, state),
             announcement=decode(fields["m"], WeightAnnouncement),
-            joins=_joins(fields),
-            reports={name[7:]: _report(value) for name, value in fields.items() if name.startswith("report:")},
-            by=text(fields.get("by")),
+            reports={name[7:]: read_report(value) for name, value in fields.items() if name.startswith("report:")},
+            lost=_lost(fields.get("lost")),
         )
 
     async def announce(self, announcement: WeightAnnouncement) -> None:
-        """Open the transfer for joins and ring the bell. Raises WeightSyncError if other weights have the number."""
+        """Open the transfer and ring the bell. Raises WeightSyncError if other weights have the number."""
         message = encode(announcement)
-        state = await self._scripts.run(calls.announce(announcement.epoch, _what(announcement), message, REMEMBER_S))
+        state = await self._scripts.run(
+            calls.announce(announcement.epoch, _what(announcement), message, REMEMBER_S, b64encode(message).decode())
+        )
         if state == b"given":
             raise WeightSyncError(
                 f"version {announcement.version}: an operator's command has given this number to other weights, "
@@ -157,40 +139,76 @@ class Ledger:
         """
         return int(await self._scripts.run(calls.reserve(version, of, REMEMBER_S)))
 
-    async def offer(self, announcement: WeightAnnouncement, worker_id: str, over: int = 0) -> str:
-        """Open a transfer of the newest version as a worker that has it, if others wait for it.
+    async def heading(self) -> tuple[int, str, int]:
+        """Return the newest committed version, the digest of its manifest, and the transfer under way (0 for none)."""
+        committed, digest, opened = await self.redis.hmget(self.keys.weights, "committed", "digest", "open")
+        return whole(committed, "weights: committed"), text(digest), whole(opened, "weights: open")
 
-        over: number of an open transfer whose deadline has passed. Returns "ok", or why not: "nolease", "older" (the
-        version is not the newest any more), "nobody" (waits), "busy" (another transfer is under way).
+    async def announced(self, number: int) -> WeightAnnouncement | None:
+        """Return what an open transfer brings, or None if it is closed or unknown."""
+        message, state = await self.redis.hmget(self.keys.epoch(number), "m", "st")
+        return decode(message, WeightAnnouncement) if message and state == b"open" else None
+
+    async def goes_on(self, told: WeightAnnouncement) -> bool:
+        """Whether a transfer is still under way, or ended with a version that some worker serves."""
+        state = await self.redis.hget(self.keys.epoch(told.epoch), "st")
+        return state == b"open" or (bool(state) and await self.version_state(_what(told)) == "committed")
+
+    async def holders(self, version: int) -> tuple[Holder | None, list[Holder]]:
+        """Return the trainer, if it offers `version`, the newest committed one, and some of the workers that do."""
+        found: list[Any] = await self.redis.hrandfield(self.keys.holders, ASKED, withvalues=True)
+        trainer = await self.redis.hget(self.keys.holders, "")
+        said = [value for name, value in zip(found[::2], found[1::2], strict=True) if name]
+        told = [holder for value in (trainer, *said) if value and (holder := _holder(value)) is not None]
+        here = [holder for holder in told if holder.version == version]
+        first = here.pop(0) if trainer and here and here[0] == _holder(trainer) else None
+        return first, here
+
+    async def adapter_holder(self, name: str) -> Holder | None:
+        """Return who offers the newest committed version of an adapter."""
+        raw = await self.redis.hget(self.keys.weights, f"at:{name}")
+        return _holder(raw) if raw else None
+
+    async def holds(self, worker_id: str, holder: Holder) -> None:
+        """Say that a worker, which got the committed version by itself, offers it to others."""
+        await self.redis.hset(self.keys.holders, worker_id, holder.to_json())
+
+    async def report(self, told: WeightAnnouncement, worker_id: str, report: TransferReport) -> bool:
+        """Write how the transfer ended on a worker. The first one that serves the version commits it.
+
+        Returns whether jobs waited for it.
         """
-        message = encode(announcement)
-        answer: bytes = await self._scripts.run(
-            calls.offer(announcement.epoch, announcement.version, message, REMEMBER_S, worker_id, over)
-        )
-        return answer.decode()
+        holder = ""
+        if report.ok and report.holder and not told.adapter:
+            holder = Holder(told.version, report.holder, told.token).to_json()
+        said = replace(report, switched={}).to_json()  # `switched` is between the worker and its engine
+        what, ok = _what(told), int(report.ok)
+        call = calls.report(told.epoch, worker_id, said, ok, what, REMEMBER_S, told.digest, holder)
+        how, waiting = await self._scripts.run(call)
+        if how == b"committed":
+            await self.tell_shards(told)
+        return bool(waiting)
 
-    async def join(self, epoch: int, worker_id: str, join: Join) -> bool:
-        """Take part. Returns False if the transfer is sealed, or the worker holds no lease."""
-        answer: bytes = await self._scripts.run(calls.join(epoch, worker_id, json.dumps(asdict(join))))
-        return answer == b"ok"
+    async def close(
+        self, told: WeightAnnouncement, committed: bool, holder: Holder | None, lost: dict[str, str]
+    ) -> bool:
+        """End the transfer. A committed version becomes the pool's, if it is the newest.
 
-    async def seal(self, announcement: WeightAnnouncement) -> None:
-        """Close the transfer for joins. `announcement` now has roster and world size."""
-        await self._scripts.run(calls.seal(announcement.epoch, encode(announcement)))
-
-    async def report(self, epoch: int, worker_id: str, report: TransferReport, adapter: str = "") -> None:
-        """Write how the transfer ended on a worker. After success the worker no longer counts as waiting for one."""
-        told = replace(report, switched={}).to_json()  # `switched` is between the worker and its engine
-        await self._scripts.run(calls.report(epoch, worker_id, told, int(report.ok), adapter))
-
-    async def close(self, announcement: WeightAnnouncement, committed: bool, digest: str = "") -> None:
-        """End the transfer. A committed version becomes the pool's, if it is the newest. digest: of its manifest."""
+        holder: where the sender offers it from now on. lost: worker -> why it has not reported.
+        Returns whether the version is committed: a worker may have reported it meanwhile.
+        """
         state = "committed" if committed else "failed"
-        await self._scripts.run(calls.close(announcement.epoch, _what(announcement), state, REMEMBER_S, digest))
-        if committed:
-            version, name = announcement.version, announcement.adapter
-            known = {name: version} if name else {}
-            await tell_shards(self.redis, self.keys.pool, 0 if name else version, known)
+        where = holder.to_json() if holder is not None else ""
+        call = calls.close(told.epoch, _what(told), state, REMEMBER_S, told.digest, where, json.dumps(lost))
+        ended = await self._scripts.run(call)
+        if ended == b"committed":
+            await self.tell_shards(told)
+        return bool(ended == b"committed")
+
+    async def tell_shards(self, told: WeightAnnouncement) -> None:
+        """Tell the other shards that a version is committed."""
+        version, name = told.version, told.adapter
+        await tell_shards(self.redis, self.keys.pool, 0 if name else version, {name: version} if name else {})
 
     async def adapters(self) -> dict[str, int]:
         """Return the pool's LoRA adapters: name -> newest committed version."""
@@ -212,42 +230,6 @@ class Ledger:
         """Return announced, committed, failed, given (by an operator's command), or "" if unknown."""
         return text(await self.redis.hget(self.keys.version(version), "st"))
 
-    async def want(self, worker_id: str, version: int, adapter: str = "") -> None:
-        """Ask for a transfer. version: what this worker has, of the weights or of an adapter."""
-        await self._scripts.run(calls.want(worker_id, version, adapter))
-
-    async def unwant(self, worker_id: str) -> None:
-        """Withdraw the request for weights: the worker has got a version elsewhere."""
-        await self.redis.hdel(self.keys.wanted, worker_id)
-
-    async def wanted(self) -> dict[str, int]:
-        """Return the workers that wait for a transfer of the weights: id -> the version that it has."""
-        raw = await self._wishes()
-        return {text(worker): whole(version, "wanted") for worker, version in raw.items() if b"@" not in worker}
-
-    async def wanted_adapters(self) -> dict[str, dict[str, int]]:
-        """Return who waits for adapters: adapter -> worker id -> the version that it has, 0 for none."""
-        found: dict[str, dict[str, int]] = {}
-        for wish, version in (await self._wishes()).items():
-            adapter, at, worker = text(wish).partition("@")
-            if at:
-                found.setdefault(adapter, {})[worker] = whole(version, "wanted")
-        return found
-
-    async def _wishes(self) -> dict[bytes, bytes]:
-        try:
-            return {worker: has async for worker, has in self.redis.hscan_iter(self.keys.wanted, count=SCANNED)}
-        except ResponseError as error:  # something else under its name: the next worker that asks has it put aside
-            if not is_wrong_type(error):
-                raise
-            name_once(f"{self.keys.wanted}: {error}")
-            return {}
-
-    async def behind(self, version: int) -> set[str]:
-        """Return the live workers that wait for a transfer and have less than `version`."""
-        waiting = {worker for worker, has in (await self.wanted()).items() if has < version}
-        return waiting & await self.live_workers() if waiting else set()
-
     async def live_workers(self) -> set[str]:
         """Return the workers whose lease has not run out."""
         return await living_workers(self.redis, self.keys)
@@ -258,22 +240,34 @@ def _what(announcement: WeightAnnouncement) -> int | str:
     return f"{announcement.adapter}@{announcement.version}" if announcement.adapter else announcement.version
 
 
-def _joins(fields: dict[str, Any]) -> dict[str, Join]:
-    joins = {}
-    for name, value in fields.items():
-        if name.startswith("join:"):
-            try:
-                joins[name[5:]] = _JOIN.validate_json(value, strict=True)
-            except ValidationError:  # one bad join does not stop the others
-                continue
-    return joins
-
-
-def _report(value: bytes) -> TransferReport:
+def heard(ring: Ring) -> WeightAnnouncement | None:
+    """Return the announcement that a ring of the bell has, or None if it has none that can be read."""
     try:
-        return TransferReport.from_json(value.decode(errors="replace"))
+        return decode(b64decode(ring.get("told", ""), validate=True), WeightAnnouncement)
+    except (MessageError, binascii.Error, ValueError):
+        return None
+
+
+def read_report(value: bytes | str) -> TransferReport:
+    """Return a worker's report, or one that says that it cannot be read."""
+    try:
+        return TransferReport.from_json(value.decode(errors="replace") if isinstance(value, bytes) else value)
     except MessageError as error:  # one bad report does not stop the others
         return TransferReport(ok=False, phase="load", error=str(error))
+
+
+def _holder(value: bytes) -> Holder | None:
+    try:
+        return _HOLDER.validate_json(value, strict=True)
+    except ValidationError:  # one bad entry does not stop the others
+        return None
+
+
+def _lost(value: bytes | None) -> dict[str, str]:
+    try:
+        return _LOST.validate_json(value) if value else {}
+    except ValidationError:
+        return {}
 
 
 # --- for people: nothing here decides anything ---------------------------------------------------------------------
@@ -297,11 +291,9 @@ class TransferRecord:
 
     @property
     def failures(self) -> dict[str, str]:
-        """Worker -> why it failed there: its report, or that it had not reported when the transfer was closed."""
+        """Worker -> why it failed there: its report, or why it had not reported when the transfer was closed."""
         found = {w: f"{r.phase}: {r.error}" for w, r in self.epoch.reports.items() if not r.ok}
-        if self.epoch.state == "closed":
-            silent = self.epoch.announcement.roster.keys() - self.epoch.reports.keys()
-            found |= dict.fromkeys(silent, "no report")
+        found |= {worker: why for worker, why in self.epoch.lost.items() if worker not in self.epoch.reports}
         return dict(sorted(found.items()))
 
 

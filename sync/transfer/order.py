@@ -2,43 +2,54 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ...messages.errors import InvalidField, MalformedMessage
 from ...messages.model import NonFinitePolicy, Transport, UpdateMode, WeightAnnouncement, as_invalid_field
-from .settings import STOCK_GONE
 
 SENDER_GONE = "the sender is gone"
 """In the report of a receiver that had no answer from the sender's store. A sender that reads it is not gone."""
+_numbers = itertools.count(-1, -1)
+"""Numbers of orders that are nobody's transfer: below 0, which none of the ledger has."""
 Phase = Literal["rendezvous", "receive", "verify", "load", "ready", "staged", "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Where a verified version is offered. address: "host:port". token: who asks there must know it."""
+
+    version: Annotated[int, Field(ge=0)]
+    address: Annotated[str, Field(min_length=1, max_length=300)]
+    token: Annotated[str, Field(min_length=1, max_length=64)]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
 class TransferOrder:
     """Where an engine receives a weights version from.
 
-    The trainer is rank 0 of `world_size` in process group `group`. Tensor-parallel rank r of this engine is rank
-    `rank_offset + r`. `host:port` is the trainer's TCPStore. It has the manifest (names, dtypes, shapes, buckets,
-    digests) under the epoch's keys; see `EpochKeys` in sync/wire/store.py. The transfer must be over `timeout_s`
-    seconds after the engine gets the order. With mode "drain" running requests have `drain_s` of them to end.
-    transport: "nccl" and "gloo" are broadcasts in `group`. "ipc" opens the trainer's own buffers on the same GPU,
-    without group and rank. "disk" reads the version from the snapshots in folder `path`, without a sender. As an order
-    to send (`Engine.send_weights`) it makes this engine rank 0, in the trainer's place.
+    address: "host:port" of the sender, "" without one; holders: of others that offer the version, in which order to
+    ask them. token: who asks must know it. digest: of the version's manifest. worker: who receives, as the sender
+    knows it. The transfer must be over `timeout_s` seconds after the engine gets the order. With mode "drain" running
+    requests have `drain_s` of them to end. path: a folder to read the version from, without anybody.
     """
 
     version: int
     epoch: int
-    transport: Transport
-    host: str
-    port: int
-    group: str
-    rank_offset: int
-    world_size: int
+    address: str
+    token: str
+    digest: str
+    worker: str
     timeout_s: float
+    holders: tuple[str, ...] = ()
     mode: UpdateMode = "resume"
     verify: bool = True
     nonfinite: NonFinitePolicy = "refuse"
@@ -46,53 +57,62 @@ class TransferOrder:
     path: str = ""
 
     @classmethod
-    def of_announcement(
-        cls, announcement: WeightAnnouncement, rank: int, *, timeout_s: float | None = None
-    ) -> TransferOrder:
-        """Make the order that a sealed announcement is for an engine whose first rank in the group is `rank`.
+    def of_announcement(cls, told: WeightAnnouncement, worker: str) -> TransferOrder:
+        """Make the order that an announcement is for the engine of `worker`.
 
-        rank: as in the roster; 0 for a receiver that opens the sender's buffers by IPC. It is 0 for the sender itself
-        too,
-            whose transport is the announcement's backend.
-        timeout_s: a sender's. None takes a receiver's deadline from the announcement.
-
-        Raises InvalidField for a transfer through SGLang's own update group, as older trainers announce it.
+        Raises InvalidField for a transfer as older trainers announce it.
         """
-        if announcement.stock:
-            raise InvalidField("transfer", "stock", STOCK_GONE)
-        sends = timeout_s is not None
+        if not told.token:
+            raise InvalidField("token", "", "a trainer of this release: upgrade trainer and workers together")
         return cls(
-            version=announcement.version,
-            epoch=announcement.epoch,
-            transport=announcement.backend if rank or sends else "ipc",
-            host=announcement.host,
-            port=announcement.port,
-            group=announcement.group,
-            rank_offset=rank,
-            world_size=announcement.world_size,
-            timeout_s=announcement.deadline_s if timeout_s is None else timeout_s,
-            drain_s=announcement.join_timeout_s,
-            mode=announcement.mode,
-            verify=announcement.verify,
-            nonfinite=announcement.nonfinite,
+            version=told.version,
+            epoch=told.epoch,
+            address=f"[{told.host}]:{told.port}" if ":" in told.host else f"{told.host}:{told.port}",
+            token=told.token,
+            digest=told.digest,
+            worker=worker,
+            timeout_s=told.deadline_s,
+            drain_s=told.join_timeout_s,
+            mode=told.mode,
+            verify=told.verify,
+            nonfinite=told.nonfinite,
         )
 
     @classmethod
-    def from_disk(cls, path: str, version: int, number: int, *, timeout_s: float) -> TransferOrder:
-        """Make an order to read `version` from folder `path`. It has no sender and no group.
+    def from_holders(
+        cls, trainer: Holder | None, workers: Sequence[Holder], digest: str, worker: str, *, timeout_s: float
+    ) -> TransferOrder:
+        """Make an order to take a committed version from those that have it, at least one. It is nobody's transfer.
 
-        number: stands for the epoch. It is below 0 and differs from order to order. NaN and Inf are not refused by it:
-        a snapshot has only those that its trainer allowed, and a checkpoint with some is refused when it is opened.
+        NaN and Inf are not refused by it: a committed version has only those that its trainer allowed.
+        """
+        first = trainer or workers[0]
+        return cls(
+            version=first.version,
+            epoch=next(_numbers),
+            address=trainer.address if trainer is not None else "",
+            token=first.token,
+            digest=digest,
+            worker=worker,
+            timeout_s=timeout_s,
+            holders=tuple(holder.address for holder in workers if holder.token == first.token),
+            nonfinite="allow",
+        )
+
+    @classmethod
+    def from_disk(cls, path: str, version: int, *, timeout_s: float) -> TransferOrder:
+        """Make an order to read `version` from folder `path`.
+
+        NaN and Inf are not refused by it: a snapshot has only those that its trainer allowed, and a checkpoint with
+        some is refused when it is opened.
         """
         return cls(
             version=version,
-            epoch=number,
-            transport="disk",
-            host="",
-            port=0,
-            group="",
-            rank_offset=0,
-            world_size=1,
+            epoch=next(_numbers),
+            address="",
+            token="",
+            digest="",
+            worker="",
             timeout_s=timeout_s,
             nonfinite="allow",
             path=path,
@@ -101,7 +121,7 @@ class TransferOrder:
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> TransferOrder:
         """Make one from the dictionary that `dataclasses.asdict` makes of it."""
-        return cls(**raw)
+        return cls(**raw | {"holders": tuple(raw["holders"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +134,8 @@ class TransferReport:
         is not intact must not serve.
     switched: request id -> number of tokens that the old weights sampled, after an update under running requests.
     readback: whether the engine's parameters were compared with the trainer's digests after the load.
+    way: how the version came. holder: "host:port" where this
+    engine offers it to others, "" if it does not.
     """
 
     ok: bool
@@ -127,6 +149,8 @@ class TransferReport:
     load_s: float = 0.0
     readback: bool = False
     switched: dict[str, int] = field(default_factory=dict)
+    way: Transport = ""
+    holder: str = ""
 
     @property
     def seconds(self) -> float:

@@ -11,7 +11,7 @@ from ...messages.model import BUCKET_BYTES, Keep, NonFinitePolicy, UpdateMode, a
 
 STOCK_GONE = (
     "'own'; updates no longer go through SGLang's own update group: where NCCL does not work, publish with "
-    "gpu_direct=False, which sends over gloo"
+    "gpu_direct=False, which sends over TCP"
 )
 """The error's text about what is allowed instead of transfer='stock'."""
 ANNOUNCED = {"mode", "join_timeout_s", "transfer_timeout_s", "verify", "nonfinite"}
@@ -47,14 +47,14 @@ class SyncSettings(BaseModel):
     host: str | None = Field(default=None, min_length=1)
     """Address under which workers reach this host; by default the local address of the route to Redis."""
     port: int = Field(default=0, ge=0, le=HIGHEST_PORT)
-    """Where the rendezvous store listens; 0 picks a free port."""
+    """Where the trainer listens for workers; 0 picks a free port."""
     mode: UpdateMode = "resume"
     """What an update does with running samples. 'resume' interrupts them and continues them under the new weights.
     'in_place' changes the weights under them and keeps their KV cache. 'drain' lets them finish first."""
     join_timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """Seconds that workers have to answer an announcement; with 'drain', to finish what runs."""
     transfer_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-    """Seconds that a transfer may take, from the seal to the last report."""
+    """Seconds that a transfer may take on a worker, from the announcement to its report."""
     bucket_bytes: int = Field(default=BUCKET_BYTES, ge=1)
     """Bytes of one broadcast."""
     keep: Keep = "auto"
@@ -66,7 +66,7 @@ class SyncSettings(BaseModel):
     nonfinite: NonFinitePolicy = "refuse"
     """'refuse': a version with NaN or Inf is neither sent nor loaded. 'allow': it is."""
     gpu_direct: bool = True
-    """False sends through host memory (gloo), even between GPUs."""
+    """False sends over TCP through host memory, even between GPUs: no broadcasts, no CUDA IPC."""
     verify: bool = True
     """False leaves the digests unchecked. It is for measuring what the check costs."""
     transfer: Literal["own"] = "own"

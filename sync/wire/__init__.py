@@ -1,50 +1,60 @@
-"""Connections between a sender of weights and its receivers: rendezvous store, process group, CUDA IPC."""
+"""Connections between who has a version and who takes it: bucket by bucket, by broadcast in a cell, by CUDA IPC.
 
-from .brief import Brief, group_for, is_group_for
+A receiver joins at the sender (`Lines`, `Hub` in sync/publish), which says from whom to take the version (`Sources`).
+"""
+
+from .brief import Brief
 from .broadcaster import Broadcaster
-from .group import MARGIN_S, Group, Queued, await_broadcasts, check_unbroken, nccl_environment, open_group
-from .ipc import gpu_id, open_handles
-from .sender_connection import SenderConnection
-from .store import (
-    SLICE_S,
-    EpochKeys,
-    await_key,
-    begin,
-    fetch,
-    fetch_brief,
-    fetch_manifest,
-    join_store,
-    local_end,
-    own_address_towards,
-    serve_store,
-    why_broken,
+from .frames import ANSWER, REFUSE, WAIT, Map, Talk
+from .group import (
+    MARGIN_S,
+    Group,
+    Queued,
+    await_broadcasts,
+    check_unbroken,
+    nccl_environment,
+    nccl_settings,
+    open_group,
 )
+from .ipc import export_handles, gpu_id, open_handles
+from .lines import Lines, Place
+from .pull import Pull, fetch_manifest
+from .shelf import Offer, Shelf
+from .sources import Sources
+from .store import SLICE_S, EpochKeys, await_key, begin, join_store, local_end, own_address_towards, serve_store
 
 __all__ = [
+    "ANSWER",
     "MARGIN_S",
+    "REFUSE",
     "SLICE_S",
+    "WAIT",
     "Brief",
     "Broadcaster",
     "EpochKeys",
     "Group",
+    "Lines",
+    "Map",
+    "Offer",
+    "Place",
+    "Pull",
     "Queued",
-    "SenderConnection",
+    "Shelf",
+    "Sources",
+    "Talk",
     "await_broadcasts",
     "await_key",
     "begin",
     "check_unbroken",
-    "fetch",
-    "fetch_brief",
+    "export_handles",
     "fetch_manifest",
     "gpu_id",
-    "group_for",
-    "is_group_for",
     "join_store",
     "local_end",
     "nccl_environment",
+    "nccl_settings",
     "open_group",
     "open_handles",
     "own_address_towards",
     "serve_store",
-    "why_broken",
 ]

@@ -17,7 +17,6 @@ from ...messages.model import TensorSpec, WeightManifest
 from ..tensors import hex_of, values_of
 
 NAME_BYTES = 16
-_SHOWN = 16
 _HEAD = struct.Struct(f"<{NAME_BYTES}sq")
 
 
@@ -25,16 +24,6 @@ def layout_name(manifest: WeightManifest) -> str:
     """Return 32 hex digits. They are equal for manifests that differ only in version and digests."""
     places = [(t.name, t.dtype, t.shape, t.bucket, t.offset) for t in manifest.tensors]
     return hashlib.blake2b(repr((manifest.bucket_nbytes, places)).encode(), digest_size=NAME_BYTES).hexdigest()
-
-
-def group_for(name: str, layout: str) -> str:
-    """Return a group's name with the layout in it. A member of the group then knows the layout of the next version."""
-    return f"{name}-{layout[:_SHOWN]}"
-
-
-def is_group_for(group: str, layout: str) -> bool:
-    """Whether `group` is the name of a group for this layout."""
-    return group.endswith(f"-{layout[:_SHOWN]}")
 
 
 @dataclass(frozen=True, slots=True)

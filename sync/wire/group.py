@@ -16,7 +16,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from ...messages.errors import ConfigError, TransferTimeout
-from ...messages.model import NCCL_CTAS
+from ...messages.model import NCCL_AGREED, NCCL_CTAS
 from .quiet import quiet_torch_for_a_while
 from .store import BoundedStore, begin, local_end, never, within
 
@@ -32,6 +32,11 @@ _NCCL_ENV = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 _env_lock = Lock()
+
+
+def nccl_settings() -> str:
+    """Return this process's NCCL settings that all ranks of a group must share."""
+    return " ".join([*(f"{name}={os.environ.get(name, '')}" for name in NCCL_AGREED), f"ctas={NCCL_CTAS}"])
 
 
 class Queued(Protocol):

@@ -1,4 +1,4 @@
-"""The rendezvous store: the trainer's TCPStore, through which the ranks of a transfer meet.
+"""The rendezvous store: the trainer's TCPStore, through which the ranks of a cell meet.
 
 torch's client waits for ever if the server accepts connections and does not answer, as a stopped process does. Its
 timeouts are for keys, not for answers. So `BoundedStore` makes its calls in a thread that it can leave behind.
@@ -22,9 +22,7 @@ from urllib.parse import urlsplit
 
 from torch.distributed import TCPStore
 
-from ...messages.codec import decode
-from ...messages.errors import DigestMismatch, RedisUnavailable, TransferTimeout, WeightSyncError
-from ...messages.model import WeightManifest
+from ...messages.errors import RedisUnavailable, TransferTimeout, WeightSyncError
 from ..transfer import SENDER_GONE
 
 T = TypeVar("T")
@@ -202,32 +200,19 @@ def _result(connecting: Future[Any], until: float, broken: Callable[[], str]) ->
 
 
 class EpochKeys:
-    """Keys in the store that belong to one transfer.
+    """Keys in the store that belong to one broadcast in a cell.
 
-    manifest: the version's WeightManifest, encoded. brief: see brief.py; set before the manifest.
-    handles: CUDA IPC handles of the buckets, for engines on the trainer's own GPU.
-    broken: why the sender has given the transfer up. It exists only then.
-    over: set when every receiver of a peer's transfer has reported, or is given up.
+    broken: why the sender has given it up. It exists only then.
     go: set by the sender when every rank is ready. From then on receivers may overwrite the weights that they have.
     """
 
-    def __init__(self, epoch: int) -> None:
-        self._prefix = prefix = f"epoch-{epoch}"
-        self.manifest, self.brief, self.handles = f"{prefix}/manifest", f"{prefix}/brief", f"{prefix}/handles"
-        self.broken, self.over, self.go = f"{prefix}/broken", f"{prefix}/over", f"{prefix}/go"
+    def __init__(self, number: str) -> None:
+        self._prefix = prefix = f"broadcast-{number}"
+        self.broken, self.go = f"{prefix}/broken", f"{prefix}/go"
 
     def ready(self, rank: int) -> str:
         """The key that `rank` sets when it has its buffers and waits for the first bucket."""
         return f"{self._prefix}/ready/{rank}"
-
-
-def fetch(store: Any, key: str, deadline: float, broken: Callable[[], str], what: str) -> bytes:
-    """Wait until a key is set, and return its value. Raises TransferTimeout at `deadline`, or if `broken`."""
-    await_key(store, key, deadline, broken, what)
-    try:
-        return bytes(store.get(key))
-    except RuntimeError as error:
-        raise TransferTimeout(f"no {what}: {SENDER_GONE}: {error}") from error
 
 
 def await_key(store: Any, key: str, deadline: float, broken: Callable[[], str], what: str) -> None:
@@ -248,45 +233,9 @@ def await_key(store: Any, key: str, deadline: float, broken: Callable[[], str], 
         raise TransferTimeout(f"no {what}: {SENDER_GONE}: {error}") from error
 
 
-def fetch_brief(store: Any, epoch: int, deadline: float, broken: Callable[[], str] = never) -> bytes:
-    """Wait for the manifest, and return the version in brief; b"" from a sender of an older release.
-
-    Raises TransferTimeout.
-    """
-    keys = EpochKeys(epoch)
-    try:
-        if not store.check([keys.manifest, keys.brief]):
-            await_key(store, keys.manifest, deadline, broken, "manifest")
-            if not store.check([keys.brief]):
-                return b""
-        return bytes(store.get(keys.brief))
-    except RuntimeError as error:
-        raise TransferTimeout(f"no version in brief: {SENDER_GONE}: {error}") from error
-
-
-def fetch_manifest(
-    store: Any, epoch: int, version: int, deadline: float, broken: Callable[[], str] = never
-) -> WeightManifest:
-    """Wait for the manifest. Raises TransferTimeout, or DigestMismatch if it is not of `version`."""
-    raw = fetch(store, EpochKeys(epoch).manifest, deadline, broken, f"manifest of version {version}")
-    manifest = decode(raw, WeightManifest)
-    if manifest.version != version:
-        raise DigestMismatch(f"the manifest is of version {manifest.version}, {version} was announced")
-    return manifest
-
-
-def lost(store: Any) -> bool:
-    """Whether the server is gone. Another sender may listen at the same address by now."""
-    try:
-        store.check(["anything"])
-    except RuntimeError:
-        return True
-    return False
-
-
-def why_broken(store: Any, epoch: int) -> Callable[[], str]:
-    """Return a function that says why the sender has given the transfer up, or is gone; "" if neither."""
-    key = EpochKeys(epoch).broken
+def why_broken(store: Any, number: str) -> Callable[[], str]:
+    """Return a function that says why the sender has given a broadcast up, or is gone; "" if neither."""
+    key = EpochKeys(number).broken
 
     def ask() -> str:
         try:

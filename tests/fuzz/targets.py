@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from base64 import b64encode
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from support.specimens.messages import ID, job, result, specimens
 
+from fuzz.lines import make_asked, make_told, run_asked, run_told
 from fuzz.mutator import mutated, mutated_bytes, pack, unpack
 from fuzz.stub import Answers
 from rolloutmq.messages import Broker, Lease, MessageError, RolloutMQError, decode, encode
@@ -23,11 +25,11 @@ from rolloutmq.messages.broker import CommandBox
 from rolloutmq.messages.broker.command_channel import CommandSender, Sent
 from rolloutmq.messages.broker.dead_letters import DeadLetters, successor
 from rolloutmq.messages.codec import KINDS
-from rolloutmq.messages.model import Command, GenerateJob
+from rolloutmq.messages.model import Command, GenerateJob, WeightAnnouncement
 from rolloutmq.messages.redis import Bell, Keys
 from rolloutmq.producer.calls.stream import Watched
 from rolloutmq.producer.inbox import Inbox
-from rolloutmq.sync.transfer import Join, Ledger, TransferReport
+from rolloutmq.sync.transfer import Holder, Ledger, TransferReport, heard
 from rolloutmq.worker.jobs import HeldJob, admit_all
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 from rolloutmq.worker.text.tokenizer import NoTokenizer
@@ -58,7 +60,7 @@ NAMES = (
     b"s99999999999999999999",
     b"s0x",
     b"k1.999999999999999999999",
-    b"join:\xff",
+    b"report:\xff",
 )
 
 
@@ -263,26 +265,23 @@ def _json(tree: Any) -> bytes:
     return json.dumps(plain(tree), default=repr).encode(errors="replace")
 
 
+HOLDER = Holder(3, "h:1", "t").to_json().encode()
+
+
 def _make_ledger(rng: Random) -> Case:
     report = TransferReport(ok=True, phase="done").to_json().encode()
-    epoch = {
-        b"st": b"sealed",
-        b"m": FRAMES["announcement"],
-        b"join:w": json.dumps(asdict(Join(1))).encode(),
-        b"by": b"w",
-    }
-    epoch |= {b"report:w": report}
+    epoch = {b"st": b"closed", b"m": FRAMES["announcement"], b"report:w": report, b"lost": b'{"v": "is lost"}'}
     if rng.random() < 0.3:
-        epoch |= {b"m": _frame(rng, "announcement", "adapter-announcement", "stock-announcement")}
+        epoch |= {b"m": _frame(rng, "announcement", "adapter-announcement")}
     if rng.random() < 0.5:
-        name = rng.choice((b"join:w", b"report:w"))
+        name = rng.choice((b"lost", b"report:w"))
         epoch[name] = _json(mutated(json.loads(epoch[name]), rng))
     weights = {b"committed": b"3", b"highest": b"4", b"digest": b"d", b"open": b"1", b"epochs": b"1"}
     weights |= {b"adapter:a": b"2", b"number:a": b"1", b"highest:a": b"2"}
     return {
         b"epoch": _hash(rng, epoch) if rng.random() < 0.5 else epoch,
         b"weights": _hash(rng, weights),
-        b"wanted": _hash(rng, {b"w": b"1", b"a@w": b"0"}),
+        b"holders": _hash(rng, {b"": HOLDER, b"w": rng.choice((HOLDER, _json(mutated(json.loads(HOLDER), rng))))}),
         b"clock": _hash(rng, {b"at": b"5"}),
         b"version": _hash(rng, {b"st": b"committed", b"at": b"1", b"closed": b"2"}),
     }
@@ -301,6 +300,7 @@ async def _run_ledger(case: Case) -> None:
                 "hgetall": hgetall,
                 "hmget": hmget,
                 "hget": lambda key, name: hmget(key, name)[0],
+                "hrandfield": lambda key, *_: [item for pair in hgetall(key).items() for item in pair],
                 "zrangebyscore": [b"w", b"\xff"],
                 "time": (1, 2),
             }
@@ -312,22 +312,29 @@ async def _run_ledger(case: Case) -> None:
     await ledger.committed_digest()
     await ledger.adapters()
     await ledger.newest_adapters()
-    await ledger.wanted()
-    await ledger.wanted_adapters()
-    await ledger.behind(3)
+    await ledger.heading()
+    trainer, workers = await ledger.holders(3)
+    for holder in (*workers, *([trainer] if trainer else [])):
+        assert (holder.version, type(holder.address), type(holder.token)) == (3, str, str)
+        assert 0 < len(holder.address) <= 300
+    await ledger.adapter_holder("a")
     await ledger.version_state(3)
     with contextlib.suppress(MessageError):
+        await ledger.announced(1)
+    with contextlib.suppress(MessageError):
         epoch = await ledger.epoch(1)
-        assert epoch is None or epoch.state in {"joining", "sealed", "closed"}
-        for join in epoch.joins.values() if epoch is not None else ():
-            assert 1 <= join.ranks <= 4096
+        assert epoch is None or epoch.state in {"open", "closed"}
+        for who, why in epoch.lost.items() if epoch is not None else ():
+            assert (type(who), type(why)) == (str, str)
 
 
 # --- bell -------------------------------------------------------------------------------------------------------------
 
 
 def _make_bell(rng: Random) -> Case:
-    return _hash(rng, {b"kind": rng.choice((b"cancel", b"command", b"weights")), b"ids": ID.encode(), b"id": b"5"})
+    told = b64encode(rng.choice((FRAMES["announcement"], _frame(rng, "announcement"))))
+    good = {b"kind": rng.choice((b"cancel", b"command", b"weights")), b"ids": ID.encode(), b"id": b"5", b"told": told}
+    return _hash(rng, good)
 
 
 async def _run_bell(case: Case) -> None:
@@ -338,12 +345,13 @@ async def _run_bell(case: Case) -> None:
             raise asyncio.CancelledError
         return answers.pop()
 
-    heard: list[dict[str, str]] = []
+    rings: list[dict[str, str]] = []
     bell = Bell(Answers({"xread": xread, "xrevrange": []}), "p")  # type: ignore[arg-type]
     with contextlib.suppress(asyncio.CancelledError):
-        await bell.listen(heard.append)
-    assert heard[-1] == {"kind": "stop", "ids": "a"}
-    assert len(heard) == 2
+        await bell.listen(rings.append)
+    assert rings[-1] == {"kind": "stop", "ids": "a"}
+    assert len(rings) == 2
+    assert all(told is None or isinstance(told, WeightAnnouncement) for told in map(heard, rings))
 
 
 TARGETS = {
@@ -354,4 +362,6 @@ TARGETS = {
     "records": Target(_make_record, _run_record),
     "ledger": Target(_make_ledger, _run_ledger),
     "bell": Target(_make_bell, _run_bell),
+    "asked": Target(make_asked, run_asked),
+    "told": Target(make_told, run_told),
 }

@@ -67,9 +67,10 @@ KINDS: dict[str, tuple[str, Callable[[Scene], str]]] = {
     "mark": ("string", lambda it: it.keys.mark),
     "scaler": ("string", lambda it: it.keys.scaler),
     "weights": ("hash", lambda it: it.keys.weights),
-    "wanted": ("hash", lambda it: it.keys.wanted),
+    "holders": ("hash", lambda it: it.keys.holders),
+    "transfers": ("stream", lambda it: it.keys.transfers),
 }
-UNCOUNTED = {"ward", "reader", "version", "epoch", "token", "bell", "mark", "scaler", "wanted"}
+UNCOUNTED = {"ward", "reader", "version", "epoch", "token", "bell", "mark", "scaler", "holders", "transfers"}
 """Of a wrong type they are set aside by whoever uses them next, which here may be nobody."""
 WAYS = ("wrong type", "missing", "garbage", "huge")
 

@@ -22,6 +22,7 @@ from rolloutmq.messages import (
     SamplingParams,
     Segment,
     UnsupportedVersion,
+    WeightAnnouncement,
     WeightManifest,
     decode,
     encode,
@@ -298,3 +299,12 @@ def test_a_manifest_says_its_bytes() -> None:
     manifest = specimens()["manifest"]
     assert isinstance(manifest, WeightManifest)
     assert manifest.nbytes == 12
+
+
+@pytest.mark.parametrize(
+    "field", [("backend", "gloo"), ("catch_up", True), ("roster", {"w": 1}), ("world_size", 2), ("group", "g")]
+)
+def test_an_announcement_of_an_older_trainer_is_refused_by_its_field(field: tuple[str, Any]) -> None:
+    fields = specimens()["adapter-announcement"].model_dump(exclude_unset=True)
+    with pytest.raises(InvalidField, match=f"^{field[0]}="):
+        decode(frame(5, fields | dict([field])), WeightAnnouncement)

@@ -25,7 +25,8 @@ def test_every_key_of_a_pool_has_its_hash_tag() -> None:
         keys.bell,
         keys.dead,
         keys.weights,
-        keys.wanted,
+        keys.holders,
+        keys.transfers,
     ]
     assert all(name.startswith("rmq:{p.1}:") for name in names)
     assert len(set(names)) == len(names)

@@ -99,7 +99,7 @@ def test_the_walk_over_the_models_finds_numbers_wherever_they_are() -> None:
         "EmbedJob.dimensions",
         "Segment.version",
         "TensorSpec.shape",
-        "WeightAnnouncement.roster",
+        "WeightAnnouncement.port",
         "StopParams.drain_s",
         "DeadRequeueParams.since",
         "WorkerConfig.lease_s",

@@ -23,7 +23,9 @@ from support.specimens.messages import job, result
 
 from rolloutmq.messages import Broker, EngineError, Finished, JobFailure, RolloutResult, SamplingParams, connect
 from rolloutmq.messages.broker import broker_of
+from rolloutmq.messages.model import WeightAnnouncement
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.lease.heartbeat import Membership
 from rolloutmq.worker.scripted.engine import ScriptedEngine
@@ -231,13 +233,20 @@ async def test_a_lost_lease_does_not_wait_for_a_frozen_reap(
 
 
 async def test_an_announcement_nobody_understands_does_not_stop_a_worker(
-    redis_db: str, broker: Broker, db: Redis
+    redis_db: str, broker: Broker, db: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    announced, read = Ledger.announced, list[int]()
+
+    async def noting(self: Ledger, number: int) -> WeightAnnouncement | None:
+        read.append(number)
+        return await announced(self, number)
+
+    monkeypatch.setattr(Ledger, "announced", noting)
     async with worker(redis_db) as running:
-        await db.hset(broker.keys.epoch(1), mapping={"m": b"\x09\x00\x05\x80", "st": "joining"})
+        await db.hset(broker.keys.epoch(1), mapping={"m": b"\x09\x00\x05\x80", "st": "open"})
         await db.hset(broker.keys.weights, "open", 1)
-        await db.xadd(broker.keys.bell, {"kind": "weights", "epoch": "1"})
-        await eventually(lambda: running.worker._follower._seen_epoch == 1)
+        await db.xadd(broker.keys.bell, {"kind": "weights", "epoch": "1", "told": "CQAFgA=="})
+        await eventually(lambda: 1 in read)
         await broker.enqueue([job(sampling=SHORT)])
         await wait_replies(broker, 1)
         assert not running.task.done()

@@ -214,8 +214,6 @@ class Service:
         async with follower.turn.take("sleep", deadline):
             tags = self._state.to_sleep(params.tags)
             self._not_frozen("sleep")
-            if follower.give_way is not None and not await follower.give_way("the engine goes to sleep"):
-                raise EngineError("sleep: the engine still sends its weights to others")
             self._asleep.acquire()
             try:
                 await self._interrupt()

@@ -98,8 +98,6 @@ class WeightCommands:
             self._untouched("load")
             if before >= params.version:  # while the turn was waited for
                 raise EngineError(f"load: version {before} came first")
-            if self._follower.give_way is not None and not await self._follower.give_way("weights are to be loaded"):
-                raise EngineError("load: the engine still sends its weights to others")
             async with self._generation.in_flight.quiet():
                 checked = await self._engine.operate("check_sharded", {"path": params.path})
                 try:

@@ -232,13 +232,6 @@ class Engine(Protocol):
         """
         ...
 
-    async def send_weights(self, order: TransferOrder) -> TransferReport:
-        """Send the version that was loaded last to the group of `order`, as rank 0, bit for bit as the trainer sent it.
-
-        Requests may run meanwhile, and neither half of an update may. The report also says if this engine cannot send.
-        """
-        ...
-
     async def load_adapter(self, adapter: Adapter) -> None:
         """Load one version of a LoRA adapter beside its other versions, while requests run."""
         ...

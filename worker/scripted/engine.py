@@ -214,7 +214,7 @@ class ScriptedEngine:
         from ...sync.receive import Receiver  # noqa: PLC0415
 
         self._check(self._alive)
-        self._receiver = self.ops.receiver = self._receiver or Receiver(torch.device("cpu"))
+        self._receiver = self.ops.receiver = self._receiver or Receiver(torch.device("cpu"), recorded=False)
         report: TransferReport = await asyncio.to_thread(self._receiver.prepare, order)
         return report
 
@@ -228,13 +228,6 @@ class ScriptedEngine:
         for request_id, count in counts.items():
             self._running[request_id][2].append((count, order.version))
         return replace(report, switched=counts)
-
-    async def send_weights(self, order: TransferOrder) -> TransferReport:
-        self._check(self._alive and self._receiver is not None)
-        from ...sync.receive import send_held  # noqa: PLC0415
-
-        report: TransferReport = await asyncio.to_thread(send_held, self._receiver, order, self.weights)
-        return report
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Called by the receiver with a version's tensors, bucket by bucket."""

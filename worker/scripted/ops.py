@@ -157,8 +157,8 @@ class ScriptedOps:
         wrong, compared, why = [], 0, "nothing was received"
         if self.receiver is not None:
             try:
-                with self.receiver.lending(int(params["version"])) as lent:
-                    specs, why = lent.manifest.tensors, ""
+                with self.receiver.lending(int(params["version"])) as (manifest, _):
+                    specs, why = manifest.tensors, ""
                 wrong = [spec.name for spec in specs if values.get(spec.name) != spec.digest]
                 compared = len(specs)
             except RolloutMQError as reason:

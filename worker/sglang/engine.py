@@ -30,7 +30,7 @@ from .config import SGLangConfig, may_begin_empty
 from .features import features
 from .processes import EarlySchedulers
 from .run import SGLangRun
-from .weights import clear_head, commit_weights, prepare_weights, send_weights
+from .weights import clear_head, commit_weights, prepare_weights
 from .wire import COMMIT_LOADER
 
 logger = logging.getLogger(__name__)
@@ -154,11 +154,6 @@ class SGLangEngine:
         """See the protocol. A caller that is cancelled does not stop the transfer, which has its own deadline."""
         run, loader, tp_size = self._current(), self._weight_loader, self.config.tp_size
         return await run.race(commit_weights(run.manager, run.channel, order, loader=loader, tp_size=tp_size))
-
-    async def send_weights(self, order: TransferOrder) -> TransferReport:
-        """See the protocol. A caller that is cancelled does not stop it: the sender's store, or its deadline, does."""
-        run = self._current()
-        return await run.race(send_weights(run.channel, order, tp_size=self.config.tp_size))
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """See the protocol. A caller that is cancelled does not stop it."""

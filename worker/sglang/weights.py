@@ -77,14 +77,6 @@ async def commit_weights(
         raise EngineError(f"the engine did not load version {order.version} in time") from None
 
 
-async def send_weights(channel: Channel, order: TransferOrder, *, tp_size: int) -> TransferReport:
-    """Send what the engine holds to others, while it serves. Raises EngineError if it does not answer."""
-    if tp_size > 1:
-        return TransferReport(ok=False, phase="load", error="a tensor-parallel engine holds no tensor whole")
-    async with asyncio.timeout(order.timeout_s + COMMIT_GRACE_S):
-        return await channel.ask(0, {"send": dataclasses.asdict(order)})
-
-
 async def _refused(asked: list[asyncio.Task[TransferReport]], why: str) -> TransferReport:
     """Return the report of an update that SGLang refused, with the ranks' own reports if there are any."""
     done, _ = await asyncio.wait(asked, timeout=REFUSED_S)

@@ -9,7 +9,6 @@ which every release of SGLang passes on unchanged.
 of JSON, its answer one line back, before the next question of that connection:
 
     {"prepare": <TransferOrder>}   the report of the first half of a transfer, when it is over
-    {"send": <TransferOrder>}      how it went, when the version that this rank holds has been sent to others
     {"committed": <ticket>, "timeout_s": s}
                                    the report of the second half, which SGLang's own request with that ticket sets off
     {"commit": <ticket>, "loader": <name>, "told": <text>, "timeout_s": s}

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import Any
 
 from ...messages.errors import EngineDead, EngineError, InvalidField, RequestRefused
 from ...messages.model import WeightAnnouncement
-from ...sync.transfer import Ledger, TransferReport
+from ...sync.transfer import Ledger, TransferOrder, TransferReport
 from ..engine import FEATURE, NOT_ENABLED, Engine, LoadedAdapters, adapter_names
+from ..gate import WeightsTurn
 
 log = logging.getLogger(__name__)
 ASK_S = 1.0
-"""Seconds between requests for missing adapters."""
+"""Seconds until one that could not be had is tried again; twice as many each time."""
 LOAD_S = 60.0
 """Seconds that an engine may take to load or unload an adapter."""
 
@@ -24,7 +26,8 @@ class AdapterFollower:
     def __init__(self, engine: Engine, ledger: Ledger) -> None:
         self._engine, self._ledger = engine, ledger
         self._refused: dict[str, int] = {}  # versions that this engine cannot load: not asked for again
-        self._asked = 0.0
+        self._pauses: dict[str, tuple[float, float]] = {}  # name -> when to try again, and how long to wait after that
+        self._lines: Any = None
 
     @property
     def any(self) -> bool:
@@ -49,43 +52,52 @@ class AdapterFollower:
             there += "; nor is LoRA enabled on this worker's engine"
         return RequestRefused(str(InvalidField("lora", name, there)))
 
-    async def keep_up(self, worker_id: str) -> None:
-        """Unload superseded versions, and ask for versions that the pool has and this engine lacks."""
+    async def keep_up(self, worker_id: str, turn: WeightsTurn) -> bool:
+        """Unload superseded versions, and get one that the pool has and this engine lacks. Returns whether one came."""
         if not self.any:
-            return
+            return False
         loaded = self._engine.info.adapters
         await self._retire(loaded)
-        if time.monotonic() - self._asked < ASK_S:
-            return
-        self._asked = time.monotonic()
         for name, version in (await self._ledger.adapters()).items():
-            if loaded.newest(name) < version and self._refused.get(name, 0) < version:
-                await self._ledger.want(worker_id, loaded.newest(name), name)
+            after, pause_s = self._pauses.get(name, (0.0, ASK_S))
+            if loaded.newest(name) >= version or self._refused.get(name, 0) >= version or time.monotonic() < after:
+                continue
+            holder = await self._ledger.adapter_holder(name)
+            if holder is None or holder.version != version:
+                continue
+            order = TransferOrder.from_holders(holder, (), "", worker_id, timeout_s=LOAD_S)
+            async with turn.take("an adapter"):
+                report = await self._take(order, name)
+            if report.ok:
+                self._pauses.pop(name, None)
+                return True
+            log.info("adapter %s@%s could not be taken: %s: %s", name, version, report.phase, report.error)
+            self._pauses[name] = time.monotonic() + pause_s, min(2 * pause_s, LOAD_S)
+        return False
 
     def concerned(self, announcement: WeightAnnouncement) -> bool:
-        """Whether to take part in the transfer of an adapter.
-
-        A worker that cannot load adapters takes part, to say so, unless the transfer is a catch-up.
-        """
+        """Whether to take part in the transfer of an adapter. A worker that cannot load any does, to say so."""
         if FEATURE not in self._engine.info.features:
-            return not announcement.catch_up
+            return True
         return self._engine.info.adapters.newest(announcement.adapter) < announcement.version
 
-    async def take(self, announcement: WeightAnnouncement) -> TransferReport:
-        """Receive, verify and load the version that a sealed transfer brings. Requests go on running."""
-        report = await self._take(announcement)
+    async def take(self, announcement: WeightAnnouncement, worker_id: str) -> TransferReport:
+        """Receive, verify and load the version that a transfer brings. Requests go on running."""
+        report = await self._take(TransferOrder.of_announcement(announcement, worker_id), announcement.adapter)
         if not report.ok:
             what = f"{announcement.adapter}@{announcement.version}"
             log.warning("adapter %s was refused in %s: %s", what, report.phase, report.error)
         return report
 
-    async def _take(self, announcement: WeightAnnouncement) -> TransferReport:
+    async def _take(self, order: TransferOrder, name: str) -> TransferReport:
         from ...sync.adapters import Fetch  # noqa: PLC0415 – torch: only where adapters are published
+        from ...sync.wire import Lines  # noqa: PLC0415
 
-        name, version = announcement.adapter, announcement.version
+        version = order.version
         if FEATURE not in self._engine.info.features:
             return TransferReport(ok=False, phase="load", error=NOT_ENABLED)
-        fetch = Fetch(announcement)
+        self._lines = self._lines or Lines(None, 0, 1)
+        fetch = Fetch(self._lines, order, name)
         try:
             adapter = await asyncio.to_thread(fetch.run)
         except Exception as error:  # torch may raise anything: it goes into the report
@@ -101,9 +113,8 @@ class AdapterFollower:
             why = str(error) or f"the engine did not load it within {LOAD_S:g} s"
             return TransferReport(ok=False, phase="load", error=why)
         loaded.add(name, version)
-        self._asked = 0.0  # another one may be missing
         nbytes = sum(tensor.nbytes for tensor in adapter.tensors.values())
-        return TransferReport(ok=True, phase="done", tensors=len(adapter.tensors), nbytes=nbytes)
+        return TransferReport(ok=True, phase="done", tensors=len(adapter.tensors), nbytes=nbytes, way="pull")
 
     async def _retire(self, loaded: LoadedAdapters) -> None:
         for name, version in loaded.superseded():

@@ -1,72 +1,93 @@
-"""Catching up from disk: a worker that is behind takes the committed version from a snapshot, if there is one."""
+"""Catching up: a worker that is behind takes the committed version by itself, from a folder or from whoever has it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from ...messages.errors import EngineDead
-from ...sync.transfer import TransferOrder, TransferReport
+from ...sync.transfer import Ledger, TransferOrder, TransferReport
 from .snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 Preparing = asyncio.Task[TransferReport]
+TAKE_S = 300.0
+"""Seconds that a version may take to come from others. Nobody waits for it."""
+LONGEST_PAUSE_S = 60.0
 
 
 class CatchUp:
-    """Reads a snapshot while the follower waits for transfers. If the version comes by a transfer, that goes first.
+    """Gets a version while the follower waits for transfers. If one brings it, that goes first.
 
-    prepare(order, why): starts the first half of an update. Returns None if the engine may not load now.
-    commit(order, report): runs the second half after the first one's report. Returns None if it is not needed any more.
+    prepare(order): starts the first half of an update. commit(order, report): runs the second half after the first
+    one's report. Returns None if it is not needed any more.
     """
 
     def __init__(
         self,
+        ledger: Ledger,
         snapshots: Snapshots | None,
-        prepare: Callable[[TransferOrder, str], Awaitable[Preparing | None]],
+        prepare: Callable[[TransferOrder], Preparing],
         commit: Callable[[TransferOrder, TransferReport], Awaitable[TransferReport | None]],
     ) -> None:
-        self._snapshots, self._prepare, self._commit = snapshots, prepare, commit
-        self._reading: tuple[TransferOrder, Preparing] | None = None
+        self._ledger, self._snapshots, self._prepare, self._commit = ledger, snapshots, prepare, commit
+        self._under_way: tuple[TransferOrder, Preparing] | None = None
+        self._failures, self._not_before = 0, 0.0
 
     @property
-    def reads(self) -> bool:
-        """Whether a snapshot is being read."""
-        return self._reading is not None
+    def under_way(self) -> bool:
+        """Whether a version is on its way."""
+        return self._under_way is not None
 
-    async def look(self, here: int, committed: int, digest: str) -> bool:
-        """Begin to read, or load what has been read. Returns True if version `committed` has just been loaded.
+    async def look(self, worker_id: str, here: int, committed: int, digest: str) -> TransferReport | None:
+        """Begin to get the committed version, or load what has come. Returns the report once that is over.
 
         here: the version that the engine has. digest: of the committed version's manifest.
         """
-        if self._snapshots is None or here >= committed:
+        if here >= committed:
             self.stop()
-        elif self._reading is None:
-            order = await self._snapshots.order(committed, digest) if digest else None
-            preparing = await self._prepare(order, f"version {committed} is on disk") if order is not None else None
-            if order is not None and preparing is not None:
-                self._reading = order, preparing
-        elif self._reading[1].done():
-            (order, preparing), self._reading = self._reading, None
-            return await self._load(self._snapshots, order, preparing)
-        return False
+            self._failures, self._not_before = 0, 0.0
+        elif self._under_way is None:
+            if time.monotonic() >= self._not_before:
+                await self._begin(worker_id, committed, digest)
+        elif self._under_way[1].done():
+            (order, preparing), self._under_way = self._under_way, None
+            return await self._load(order, preparing)
+        return None
 
-    async def _load(self, snapshots: Snapshots, order: TransferOrder, preparing: Preparing) -> bool:
+    async def _begin(self, worker_id: str, committed: int, digest: str) -> None:
+        order = None
+        if self._snapshots is not None and digest:
+            order = await self._snapshots.order(committed, digest)
+        if order is None:
+            trainer, workers = await self._ledger.holders(committed)
+            if trainer is None and not workers:
+                return
+            order = TransferOrder.from_holders(trainer, workers, digest, worker_id, timeout_s=TAKE_S)
+        self._under_way = order, self._prepare(order)
+
+    async def _load(self, order: TransferOrder, preparing: Preparing) -> TransferReport | None:
         try:
             report = await self._commit(order, preparing.result())
         except EngineDead:
-            return False
+            return None
         if report is None:
-            return False
+            return None
         if report.ok:
-            log.info("version %s was read from %s", order.version, order.path)
-        elif report.intact:  # otherwise the engine failed, and not the snapshot
-            snapshots.refuse(order.version, f"{report.phase}: {report.error}")
-        return report.ok
+            log.info("version %s came from %s", order.version, order.path or "others")
+            return report
+        if order.path and report.intact and self._snapshots is not None:  # otherwise the engine failed
+            self._snapshots.refuse(order.version, f"{report.phase}: {report.error}")
+        elif not order.path:
+            log.warning("version %s could not be taken: %s: %s", order.version, report.phase, report.error)
+            self._not_before = time.monotonic() + min(LONGEST_PAUSE_S, 2.0**self._failures - 1.0)
+            self._failures += 1
+        return report
 
     def stop(self) -> None:
-        """Forget a read under way. The engine drops it when it prepares something else."""
-        if self._reading is not None:
-            self._reading[1].cancel()
-        self._reading = None
+        """Forget what is under way. The engine drops it when it prepares something else."""
+        if self._under_way is not None:
+            self._under_way[1].cancel()
+        self._under_way = None

@@ -1,11 +1,11 @@
-"""Follows the ledger for a worker: joins transfers, lets the engine receive, verify and load versions, and reports."""
+"""Follows the ledger for a worker: lets the engine receive, verify and load versions, and reports."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from ...messages import tracing
 from ...messages.errors import EngineDead, EngineError, InvalidField, MessageError, TransferTimeout
 from ...messages.model import WeightAnnouncement
 from ...messages.redis import name_once
-from ...sync.transfer import Epoch, Join, Ledger, TransferOrder, TransferReport, through_outage
+from ...sync.transfer import Holder, Ledger, TransferOrder, TransferReport, through_outage
 from ..engine import Engine
 from ..gate import Gate, WeightsTurn, set_within
 from ..generation import Generation
@@ -27,8 +27,10 @@ from .quarantine import Quarantine
 from .snapshots import Snapshots
 
 log = logging.getLogger(__name__)
-SEAL_GRACE_S = 2.0
-"""Seconds that a worker waits for the seal beyond the trainer's own join deadline."""
+ATTEMPTS = 3
+"""Most attempts of a transfer while its sender goes on. What has arrived and was verified is not sent again."""
+LINE_TROUBLE = frozenset({"rendezvous", "receive"})
+"""Phases in which a transfer can fail because of somebody else."""
 STUCK_S = 30.0
 """Seconds after which an engine whose answer is late counts as stuck."""
 REPORT_S = 30.0
@@ -49,14 +51,9 @@ class WeightFollower:
     midway. The engine generates nothing until a whole version has arrived or, after
         QUARANTINE_S without one, until it has been restarted.
     snapshots: where to look for the committed version before asking anybody for it.
-    gate: while anybody holds it, nothing is joined, read or asked for, so the engine's weights stay as they are.
+    gate: while anybody holds it, nothing is received, so the engine's weights stay as they are.
     turn: an update takes it, and so does everybody else who changes the weights or needs them unchanged.
-    give_way: awaited before the engine takes part in an update. It ends what the engine sends to others. It returns
-    False
-        if the engine still sends.
     """
-
-    give_way: Callable[[str], Awaitable[bool]] | None = None
 
     def __init__(
         self,
@@ -73,10 +70,10 @@ class WeightFollower:
         self._engine, self._generation, self._ledger = engine, generation, ledger
         self.adapters = AdapterFollower(engine, ledger)
         self._on_stuck, self._journal = on_stuck, journal
-        self._catch_up = CatchUp(snapshots, self._begin, self._finish)
+        self._catch_up = CatchUp(ledger, snapshots, self._prepare, self._finish)
         self._said = 0.0
-        self._group = ""  # name of the process group that the engine is still in
-        self._seen_epoch = 0
+        self._seen_epoch = self._given_up = 0
+        self._heard: dict[str, WeightAnnouncement] = {}  # by adapter, "" for the weights
         self._halted = False
         self._poked = asyncio.Event()
         self.gate = Gate(self.poke)
@@ -86,12 +83,6 @@ class WeightFollower:
     @property
     def quarantined(self) -> bool:
         return self._quarantine.on
-
-    @property
-    def lendable(self) -> int:
-        """The version that the engine has verified and may send to others; 0 for none."""
-        busy = self.turn.locked() or self.updating or self.quarantined
-        return self._generation.version if self.in_service and self._may_touch() and not busy else 0
 
     def _may_touch(self) -> bool:
         return self.gate.is_open and not self._halted
@@ -109,128 +100,145 @@ class WeightFollower:
     def restarted(self) -> None:
         """Note that the engine has its base weights again, version 0, and may be behind. The caller has the turn."""
         self._halted = False
-        self._group = ""
         self._generation.version = 0
         self.in_service = False
         self._seen_epoch = 0
         self._quarantine.end()
         self.poke()
 
-    async def run(self, worker_id: str, on_change: Callable[[], None]) -> None:
-        """Follow until cancelled. on_change(): called when `in_service` or the version may have changed."""
-        asked = 0.0
+    def hear(self, told: WeightAnnouncement) -> None:
+        """Take part in a transfer as soon as possible. A newer one replaces it."""
+        self._heard[told.adapter] = told
+        self.poke()
+
+    def hear_of_end(self, epoch: int) -> None:
+        """Stop what is prepared for a transfer that was given up."""
+        self._given_up = epoch
+        self.poke()
+
+    def beat(self, committed: int, epoch: int) -> None:
+        """Look at the ledger if a heartbeat says that there is something."""
+        if committed > self._generation.version or epoch not in (0, self._seen_epoch):
+            self.poke()
+
+    async def run(self, worker_id: str, on_change: Callable[[bool], None]) -> None:
+        """Follow until cancelled.
+
+        on_change(waiting): called when `in_service` or the version have changed. waiting: whether jobs may have waited.
+        """
         while True:
             self._poked.clear()
             wait_s = LOOK_S
             try:
-                committed, digest = await self._ledger.committed_digest()
+                told = self._heard.pop("", None) or (self._heard.popitem()[1] if self._heard else None)
+                took = told is not None and await self._look_into(told, worker_id, on_change)
+                if took and told is not None and not told.adapter and self._generation.version == told.version:
+                    await set_within(self._poked, SETTLED_LOOK_S)
+                    continue
+                committed, digest, number = await self._ledger.heading()
                 if not self.in_service and not self.quarantined and self._generation.version >= committed:
                     self.in_service = True
-                    on_change()
-                number = await self._ledger.open_epoch()
+                    on_change(True)
                 # Compared for inequality, because the numbers start again in a Redis that lost its data.
-                if number and number != self._seen_epoch and await self._look_into(number, worker_id):
-                    on_change()
+                told = await self._ledger.announced(number) if number not in (0, self._seen_epoch) else None
+                if told is not None and await self._look_into(told, worker_id, on_change):
                     continue
-                if self._may_touch() and await self._catch_up.look(self._generation.version, committed, digest):
-                    await self._ledger.unwant(worker_id)
-                    on_change()
+                if self._may_touch() and await self._come_after(worker_id, committed, digest):
+                    on_change(True)
                     continue
-                may_ask = not self._catch_up.reads and self.gate.is_open
-                if may_ask and self._quarantine.overdue and not self._halted:
+                idle = not self._catch_up.under_way and self.gate.is_open
+                if idle and self._quarantine.overdue and not self._halted:
                     self._on_stuck()
-                if may_ask and self._generation.version < committed and time.monotonic() - asked > LOOK_S:
-                    asked = time.monotonic()
-                    await self._ledger.want(worker_id, self._generation.version)
-                    self._say_that_it_waits(committed)
-                if self._may_touch():
-                    await self.adapters.keep_up(worker_id)
+                if self._may_touch() and await self.adapters.keep_up(worker_id, self.turn):
+                    on_change(True)
+                    continue
                 lacks = not self.in_service or self.quarantined or self._generation.version < committed
+                if lacks and self._generation.version < committed:
+                    self._say_that_it_waits(committed)
                 if not lacks and not number and not self.adapters.any:
                     wait_s = SETTLED_LOOK_S
             except (RedisError, OSError, MessageError) as error:
                 name_once(f"the weights ledger cannot be read: {error}")
             await set_within(self._poked, wait_s)
 
-    async def _look_into(self, number: int, worker_id: str) -> bool:
+    async def _come_after(self, worker_id: str, committed: int, digest: str) -> bool:
+        """Get the committed version without a transfer if this worker lacks it. Returns whether it has just come."""
+        report = await self._catch_up.look(worker_id, self._generation.version, committed, digest)
+        if report is None or not report.ok:
+            return False
+        if report.holder and report.way == "pull":
+            with suppress(RedisError, OSError):  # another one has it too
+                await self._offer_to_others(worker_id, committed, report)
+        return True
+
+    async def _offer_to_others(self, worker_id: str, version: int, report: TransferReport) -> None:
+        trainer, workers = await self._ledger.holders(version)
+        known = trainer or next(iter(workers), None)
+        if known is not None:
+            await self._ledger.holds(worker_id, Holder(version, report.holder, known.token))
+
+    async def _look_into(self, told: WeightAnnouncement, worker_id: str, on_change: Callable[[bool], None]) -> bool:
         """Take part in a transfer if it concerns this worker. Returns False if the weights may not be touched now."""
         if not self._may_touch():
             return False
         async with self.turn.take("a weight transfer"):
             if not self._may_touch():  # the engine went to sleep, or died, before the turn came
                 return False
-            before, self._seen_epoch = self._seen_epoch, number
-            try:
-                await self._take_part(number, worker_id)
-            except (RedisError, OSError):
-                self._seen_epoch = before  # so that it is tried again: the sender may still wait for this worker
-                raise
+            if told.epoch != self._seen_epoch:
+                before, self._seen_epoch = self._seen_epoch, told.epoch
+                try:
+                    on_change(await self._take_part(told, worker_id))
+                except (RedisError, OSError):
+                    self._seen_epoch = before  # so that it is tried again: the sender may still wait for this worker
+                    raise
         return True
 
-    async def _take_part(self, number: int, worker_id: str) -> None:
-        epoch = await self._ledger.epoch(number)
-        if epoch is not None and epoch.state == "joining" and epoch.announcement.adapter:
-            await self._take_adapter(epoch.announcement, worker_id)
-            return
-        if epoch is None or epoch.state != "joining" or epoch.announcement.version <= self._generation.version:
-            return
-        if await self._may_load(f"version {epoch.announcement.version} is announced"):
-            await self._join_and_load(epoch, number, worker_id)
-
-    async def _take_adapter(self, told: WeightAnnouncement, worker_id: str) -> None:
-        """Take part in the transfer of an adapter. It loads while the engine runs."""
-        if not self.adapters.concerned(told) or not await self._ledger.join(told.epoch, worker_id, Join(1)):
-            return
-        sealed = await self._sealed(told.epoch, time.monotonic() + told.join_timeout_s + SEAL_GRACE_S)
-        if sealed is not None and worker_id in sealed.announcement.roster:
-            report = await self.adapters.take(sealed.announcement)
+    async def _take_part(self, told: WeightAnnouncement, worker_id: str) -> bool:
+        """Returns whether jobs have waited for what it brought, or may have."""
+        if told.adapter:  # it loads while the engine runs
+            if not self.adapters.concerned(told):
+                return False
+            report = await self.adapters.take(told, worker_id)
             self._journal.updated(told.version, report, adapter=told.adapter)
-            await self._report(told.epoch, worker_id, report, told.adapter)
-
-    async def _may_load(self, why: str) -> bool:
-        may = self.give_way is None or await self.give_way(why)
-        if not may:
-            log.warning("%s, and this engine still sends to others: it takes no part", why)
-        return may
-
-    async def _join_and_load(self, epoch: Epoch, number: int, worker_id: str) -> None:
-        announcement, info = epoch.announcement, self._engine.info
-        join = Join(info.tp_size, cuda=info.device == "cuda", gpu=info.gpu, group=self._group)
-        if not await self._ledger.join(number, worker_id, join):
-            return
-        sealed = await self._sealed(number, time.monotonic() + announcement.join_timeout_s + SEAL_GRACE_S)
-        if sealed is None or worker_id not in sealed.announcement.roster:
-            return
+            return await self._report(told, worker_id, report)
+        if told.version <= self._generation.version:
+            return False
+        served = self.in_service
         self._catch_up.stop()
-        self._journal.announced(sealed.announcement)
-        try:
-            order = TransferOrder.of_announcement(sealed.announcement, sealed.announcement.roster[worker_id])
-            report = await self._receive_and_load(order)
-        except (EngineDead, InvalidField) as error:
-            report = TransferReport(ok=False, phase="rendezvous", error=str(error))
-        in_group = report.ok and sealed.announcement.roster[worker_id] > 0
-        self._group = sealed.announcement.group if in_group else ""
+        self._journal.announced(told)
+        for attempt in range(ATTEMPTS):
+            try:
+                report = await self._receive_and_load(TransferOrder.of_announcement(told, worker_id), told)
+            except (EngineDead, InvalidField) as error:
+                report = TransferReport(ok=False, phase="rendezvous", error=str(error))
+                break
+            if report.ok or (report.phase not in LINE_TROUBLE and report.intact) or attempt == ATTEMPTS - 1:
+                break
+            if self._halted or not await self._goes_on(told):
+                break
+            log.info("version %s: %s; once more", told.version, report.error)
         if not report.ok:
-            log.warning("version %s was refused in %s: %s", announcement.version, report.phase, report.error)
-        await self._report(number, worker_id, report)
+            log.warning("version %s was refused in %s: %s", told.version, report.phase, report.error)
+        return await self._report(told, worker_id, report) or served != self.in_service
 
-    async def _report(self, number: int, worker_id: str, report: TransferReport, adapter: str = "") -> None:
-        """Report to the sender, which waits for it. During an outage of Redis it is tried until the deadline."""
-        tracing.past("rolloutmq sync", report.seconds, epoch=number, adapter=adapter, ok=report.ok, bytes=report.nbytes)
-        tell = partial(self._ledger.report, number, worker_id, report, adapter)
-        await through_outage(tell, time.monotonic() + REPORT_S)
+    async def _report(self, told: WeightAnnouncement, worker_id: str, report: TransferReport) -> bool:
+        """Report to the sender, which waits for it. During an outage of Redis it is tried until the deadline.
 
-    async def _receive_and_load(self, order: TransferOrder) -> TransferReport:
-        preparing = self._prepare(order)
-        if not await self._first(preparing, order):
-            # The engine drops it when it prepares something else.
-            return _over("the transfer was over before it was here")
-        report = await preparing
-        return await self._commit(order) if report.ok else report
+        Returns whether jobs waited for the version.
+        """
+        tracing.past(
+            "rolloutmq sync", report.seconds, epoch=told.epoch, adapter=told.adapter, ok=report.ok, bytes=report.nbytes
+        )
+        tell = partial(self._ledger.report, told, worker_id, report)
+        return await through_outage(tell, time.monotonic() + REPORT_S)
 
-    async def _first(self, work: asyncio.Future[Any], order: TransferOrder) -> bool:
-        """Wait for `work`. As soon as the ledger is done with the transfer, cancels it and returns False."""
-        watching = asyncio.create_task(self._ledger_is_done_with(order))
+    async def _receive_and_load(self, order: TransferOrder, told: WeightAnnouncement) -> TransferReport:
+        report = await self._prepare(order)
+        return await self._commit(order, told) if report.ok else report
+
+    async def _first(self, work: asyncio.Future[Any], told: WeightAnnouncement | None) -> bool:
+        """Wait for `work`. As soon as the transfer is given up, cancels it and returns False."""
+        watching = asyncio.create_task(self._is_given_up(told))
         try:
             await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -239,21 +247,23 @@ class WeightFollower:
             work.cancel()
         return work.done()
 
-    async def _ledger_is_done_with(self, order: TransferOrder) -> None:
-        """Return when it is. Orders to read from disk have a number below 0 and are not in the ledger."""
-        while True:
+    async def _is_given_up(self, told: WeightAnnouncement | None) -> None:
+        """Return when it is. What is nobody's transfer never is."""
+        while told is None or (told.epoch != self._given_up and await self._goes_on(told)):
             self._poked.clear()
-            with suppress(RedisError, OSError):
-                if order.epoch > 0 and await self._ledger.open_epoch() != order.epoch:
-                    return
             await set_within(self._poked, LOOK_S)
 
-    async def _commit(self, order: TransferOrder) -> TransferReport:
-        if order.epoch > 0:
-            with suppress(RedisError, OSError):  # asked now: nobody waits for Redis while generation stands still
-                if await self._ledger.open_epoch() != order.epoch:
-                    return _over("the transfer was over before it was loaded")
-        async with self._standing_still(order) as why_not:
+    async def _goes_on(self, told: WeightAnnouncement) -> bool:
+        try:
+            return await self._ledger.goes_on(told)
+        except (RedisError, OSError):
+            return True
+
+    async def _commit(self, order: TransferOrder, told: WeightAnnouncement | None = None) -> TransferReport:
+        """told: of the transfer, if it is one."""
+        if told is not None and told.epoch == self._given_up:  # nobody waits for Redis while generation stands still
+            return _over()
+        async with self._standing_still(order, told) as why_not:
             if why_not is not None:
                 return why_not
             self.updating = True
@@ -281,7 +291,9 @@ class WeightFollower:
         return report
 
     @asynccontextmanager
-    async def _standing_still(self, order: TransferOrder) -> AsyncIterator[TransferReport | None]:
+    async def _standing_still(
+        self, order: TransferOrder, told: WeightAnnouncement | None
+    ) -> AsyncIterator[TransferReport | None]:
         """Bring generation into the state that the update's mode needs. Yields a report if that was not possible."""
         if order.mode == "in_place" and not self.quarantined:
             async with self._generation.in_flight.switching():
@@ -289,8 +301,8 @@ class WeightFollower:
         elif order.mode == "drain":
             with self._generation.gate.holder("update"):
                 idle = asyncio.create_task(self._generation.in_flight.idle(order.drain_s))
-                if not await self._first(idle, order):
-                    yield _over("the transfer was over before it was loaded")
+                if not await self._first(idle, told):
+                    yield _over()
                 elif idle.result():
                     yield None
                 else:
@@ -310,7 +322,7 @@ class WeightFollower:
                 raise
             self._on_stuck()  # nothing is known about the weights now
             report = TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)
-        self._journal.updated(order.version, report, mode=order.mode, transport=order.transport)
+        self._journal.updated(order.version, report, mode=order.mode, transport=report.way)
         return report
 
     async def load(self, order: TransferOrder) -> TransferReport:
@@ -322,8 +334,6 @@ class WeightFollower:
             if not (order.version > here or self.quarantined):  # another version came during the wait for the turn
                 return TransferReport(ok=False, phase="load", error=f"version {here} came first")
             self._catch_up.stop()
-            if not await self._may_load(f"version {order.version} is to be loaded"):
-                return TransferReport(ok=False, phase="load", error="the engine still sends its weights to others")
             report = await self._prepare(order)
             return await self._commit(order) if report.ok else report
 
@@ -350,9 +360,6 @@ class WeightFollower:
 
     # --- both halves -----------------------------------------------------------------------------------------------
 
-    async def _begin(self, order: TransferOrder, why: str) -> Preparing | None:
-        return self._prepare(order) if await self._may_load(why) else None
-
     async def _finish(self, order: TransferOrder, report: TransferReport) -> TransferReport | None:
         async with self.turn.take(f"the load of version {order.version}"):
             if not self._may_touch() or self._generation.version >= order.version:
@@ -372,27 +379,11 @@ class WeightFollower:
     def _say_that_it_waits(self, committed: int) -> None:
         if time.monotonic() - self._said > SAY_S:
             self._said = time.monotonic()
-            log.info("version %s is committed, this worker has %s and asks for it", committed, self._generation.version)
-
-    # --- small things ----------------------------------------------------------------------------------------------
-
-    async def _sealed(self, number: int, deadline: float) -> Epoch | None:
-        """Return the epoch once it is sealed, or None if it closed, vanished or was not sealed in time."""
-        while time.monotonic() < deadline and not self._halted:
-            self._poked.clear()
-            with suppress(RedisError, OSError):  # Redis may come back, and the sender waits for workers that joined
-                epoch = await self._ledger.epoch(number)
-                if epoch is None or epoch.state == "closed":
-                    return None
-                if epoch.state == "sealed":
-                    return epoch
-            await set_within(self._poked, min(LOOK_S, max(0.001, deadline - time.monotonic())))
-        return None
+            here = self._generation.version
+            log.info("version %s is committed, this worker has %s and tries to get it", committed, here)
 
 
-def _over(why: str) -> TransferReport:
-    """Return the report of a transfer that its sender has ended, or that another one has replaced.
-
-    It may be repeated.
-    """
-    return TransferReport(ok=False, phase="rendezvous", error=f"{TransferTimeout.__name__}: {why}")
+def _over() -> TransferReport:
+    """Return the report of a transfer that its sender has given up, or that another one has replaced."""
+    error = f"{TransferTimeout.__name__}: the transfer was given up before it was loaded"
+    return TransferReport(ok=False, phase="rendezvous", error=error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from pathlib import Path
 
@@ -15,8 +14,6 @@ log = logging.getLogger(__name__)
 SLOWEST = 50e6
 """Bytes per second of the slowest disk. It gives the time limit for a read."""
 TIMEOUT_S = 60.0
-_numbers = itertools.count(-1, -1)
-"""Numbers below 0, which no transfer of the ledger has. An engine tells prepared versions apart by them."""
 
 
 class Snapshots:
@@ -66,4 +63,4 @@ class Snapshots:
 
 def folder_order(path: str, version: int, nbytes: int) -> TransferOrder:
     """An order to load the `nbytes` bytes of a folder as `version`."""
-    return TransferOrder.from_disk(path, version, next(_numbers), timeout_s=TIMEOUT_S + nbytes / SLOWEST)
+    return TransferOrder.from_disk(path, version, timeout_s=TIMEOUT_S + nbytes / SLOWEST)

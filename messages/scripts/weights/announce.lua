@@ -1,12 +1,13 @@
 -- Open a weight transfer.
--- ARGV: prefix, epoch, version, announcement, remember_s
--- Returns ok; the state of a transfer that has gone on or is over; or given: other weights have the number (see reserve).
+-- ARGV: prefix, epoch, version, announcement, remember_s, told
+-- told: the announcement as text. The bell says it, so that nobody has to ask for it.
+-- Returns ok; closed if the transfer is over; or given: other weights have the number (see reserve).
 local key = prefix .. 'epoch:' .. ARGV[2]
 local state = redis.call('HGET', key, 'st')
-if state and state ~= 'joining' then return state end   -- a delayed copy: the transfer went on, or is over
+if state == 'closed' then return state end   -- a delayed copy
 local version = prefix .. 'version:' .. ARGV[3]
 if redis.call('HGET', version, 'st') == 'given' then return 'given' end
-redis.call('HSET', key, 'm', ARGV[4], 'st', 'joining')
+redis.call('HSET', key, 'm', ARGV[4], 'st', 'open')
 redis.call('EXPIRE', key, ARGV[5])
 redis.call('UNLINK', epoch_before(ARGV[2]))
 redis.call('HSET', prefix .. 'weights', 'open', ARGV[2])
@@ -17,5 +18,5 @@ local weights, name, number = prefix .. 'weights', string.match(ARGV[3], '^(.*)@
 local field = name and 'highest:' .. name or 'highest'
 number = tonumber(number or ARGV[3])
 if number > (tonumber(redis.call('HGET', weights, field)) or 0) then redis.call('HSET', weights, field, number) end
-ring('kind', 'weights', 'epoch', ARGV[2])
+ring('kind', 'weights', 'epoch', ARGV[2], 'told', ARGV[6])
 return 'ok'

@@ -1,9 +1,20 @@
--- How a transfer ended on one worker.
--- ARGV: prefix, epoch, worker, report, serves, adapter
--- report: JSON. serves: 1 if the worker now serves the version. adapter: '' for the weights.
+-- How a transfer ended on one worker. The first one that serves a version commits it.
+-- ARGV: prefix, epoch, worker, report, serves, version, remember_s, digest, holder
+-- report: JSON. serves: 1 if the worker now serves the version. version: <name>@<version> of an adapter. digest: of its
+-- tensors. holder: JSON of where the worker offers it to others, '' if it does not.
+-- Only the sender hears of it: a ring would wake every worker.
+-- Returns {committed if it was the first, else ok or unknown; jobs that wait for a version up to this one}
 local key = prefix .. 'epoch:' .. ARGV[2]
-if redis.call('EXISTS', key) == 0 then return 'unknown' end
+if redis.call('EXISTS', key) == 0 then return {'unknown', 0} end
 redis.call('HSET', key, 'report:' .. ARGV[3], ARGV[4])
-if ARGV[5] == '1' then redis.call('HDEL', prefix .. 'wanted', want_field(ARGV[3], ARGV[6])) end
-ring('kind', 'report', 'epoch', ARGV[2])
-return 'ok'
+redis.call('XADD', prefix .. 'transfers', 'MAXLEN', '~', 1024, '*', 'epoch', ARGV[2], 'worker', ARGV[3], 'report', ARGV[4])
+if ARGV[5] ~= '1' then return {'ok', 0} end
+local first = commit(ARGV[6], ARGV[2], ARGV[7], ARGV[8])
+if ARGV[9] ~= '' and redis.call('HGET', prefix .. 'weights', 'committed') == ARGV[6] then
+  redis.call('HSET', prefix .. 'holders', ARGV[3], ARGV[9])
+end
+local waiting, version = 0, tonumber(ARGV[6])   -- nil for an adapter: any job may be for it
+for class = 0, CLASSES - 1 do
+  waiting = waiting + redis.call('ZCOUNT', later_key(class), 1, version or '+inf')
+end
+return {first and 'committed' or 'ok', waiting}

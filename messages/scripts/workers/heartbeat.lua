@@ -18,7 +18,7 @@ local joins = redis.call('ZADD', workers, lease, worker) == 1
 if lease > until_ms then redis.call('HSET', clock_key, 'until', lease) end
 redis.call('HSET', key, 'status', ARGV[4])
 if (ARGV[8] or '') ~= '' then redis.call('HSET', needs_key, 'can:' .. ARGV[8], lease) end
-if joins then roster_changed(worker) end
+if joins then roster_changed() end
 local reaps = (at < reaped or at >= reaped + REAP_MS) and 1 or 0
 if reaps == 1 then redis.call('HSET', clock_key, 'reaped', at) end
 local weights = redis.call('HMGET', prefix .. 'weights', 'committed', 'open')

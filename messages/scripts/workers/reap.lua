@@ -6,7 +6,7 @@
 local max_lost, most = tonumber(ARGV[2]), tonumber(ARGV[3])
 local MAX_BYTES = 4194304     -- of payloads of dead letters, after which one call takes back no further job
 local now, left, bytes = tick(whole(ARGV[4]), whole(ARGV[5])), most, 0
-local requeued, dead, removed, gone = 0, 0, 0, {}
+local requeued, dead, removed = 0, 0, 0
 
 -- Returns whether the job goes back; its record is damaged if not.
 local function take_back(id, worker)
@@ -40,13 +40,9 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', prefix .. 'workers', '-inf',
   if redis.call('SCARD', held_key(worker)) == 0 then
     left = left - forget_worker(worker)
     removed = removed + 1
-    gone[worker] = true
   end
 end
-if removed > 0 then
-  forget_wants(gone)
-  redis.call('HINCRBY', load_key, 'leases_lost', removed)
-end
+if removed > 0 then redis.call('HINCRBY', load_key, 'leases_lost', removed) end
 local expired = end_overdue(left)
 local undecided = end_preferences(left - expired)
 -- Check one reply stream per call. If it has expired unread, its bytes are no longer counted.

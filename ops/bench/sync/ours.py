@@ -1,4 +1,4 @@
-"""The sending end of RolloutMQ's own transfer, without Redis and roster. It measures the engine's part.
+"""The sending end of RolloutMQ's own transfer, without Redis. It measures the engine's part.
 
 pool.py measures all of it, from `WeightPublisher.publish` to the commit.
 """
@@ -8,15 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from threading import Event
 from typing import Any
 
 import torch
 
-from ....messages.model import UpdateMode, WeightAnnouncement
+from ....messages.errors import TransferTimeout
+from ....messages.model import UpdateMode
 from ....sync.packing import PackedWeights
+from ....sync.publish import Hub, Outgoing
 from ....sync.tensors import Snapshot
 from ....sync.transfer import TransferOrder
-from ....sync.wire import Broadcaster, group_for
+
+GLANCE_S = 0.2
 
 
 class OursSender:
@@ -27,13 +31,14 @@ class OursSender:
     """
 
     def __init__(
-        self, tensors: Callable[[bool], Iterable[tuple[str, torch.Tensor]]], *, host: str, device: str
+        self, tensors: Callable[[bool], Iterable[tuple[str, torch.Tensor]]], *, host: str, device: str, timeout_s: float
     ) -> None:
         """tensors(flipped): returns the checkpoint, or one that differs from it everywhere."""
         self._device = torch.device(device)
-        self._broadcaster = Broadcaster(host, 0)
+        self._news = Event()
+        self._hub = Hub(host, 0, self._news.set, gpu_direct=True, timeout_s=timeout_s)
         self._snapshots: list[Snapshot] = []
-        self._last: WeightAnnouncement | None = None
+        self._last: Outgoing | None = None
         for number, flipped in enumerate((False, True)):
             began = self._now()
             packed = PackedWeights(number, tensors(flipped))
@@ -43,38 +48,47 @@ class OursSender:
         self.buckets = len(self._snapshots[0].buckets)
 
     def announce(
-        self, epoch: int, *, group: str, world: int, mode: UpdateMode, verify: bool, timeout_s: float
+        self, epoch: int, *, workers: list[str], mode: UpdateMode, verify: bool, timeout_s: float
     ) -> dict[str, Any]:
-        """Offer the next version. Returns the TransferOrder of the first engine, as a dictionary."""
+        """Offer the next version. Returns the TransferOrder of the engines, as a dictionary, without their ids."""
         if self._last is not None:
-            self._broadcaster.clean(self._last)
-        self._broadcaster.offer(epoch, self._version(epoch))
-        announcement = WeightAnnouncement(
-            version=epoch,
-            epoch=epoch,
-            mode=mode,
-            backend="nccl" if self._device.type == "cuda" else "gloo",
-            verify=verify,
-            host=self._broadcaster.host,
-            port=self._broadcaster.store.port,
-            join_timeout_s=timeout_s,
-            transfer_timeout_s=timeout_s,
-            roster={f"receiver-{rank}": rank for rank in range(1, world)},
-            world_size=world,
-            group=group_for(group, self._broadcaster.layout),
-        )
-        self._last = announcement
-        return asdict(TransferOrder.of_announcement(announcement, 1))
-
-    def send(self, timeout_s: float) -> None:
-        """Broadcast what was announced last. Raises TransferTimeout; the next announcement needs a new group then."""
-        assert self._last is not None
-        self._broadcaster.send(self._version(self._last.epoch), self._last, timeout_s)
-
-    def _version(self, epoch: int) -> Snapshot:
+            self._hub.withdraw(self._last, "the next round begins")
         snapshot = self._snapshots[epoch % 2]
         manifest = snapshot.manifest.model_copy(update={"version": epoch})
-        return Snapshot(manifest, snapshot.buckets, snapshot.nonfinite)
+        offered = Snapshot(manifest, snapshot.buckets, snapshot.nonfinite)
+        self._last = self._hub.offer(offered, frozenset(workers))
+        return asdict(
+            TransferOrder(
+                version=epoch,
+                epoch=epoch,
+                address=self._hub.address,
+                token=self._last.token,
+                digest="",
+                worker="",
+                timeout_s=timeout_s,
+                mode=mode,
+                verify=verify,
+                drain_s=timeout_s,
+            )
+        )
+
+    def send(self, workers: list[str], timeout_s: float) -> None:
+        """Wait until all of them have what was announced last. Raises TransferTimeout."""
+        assert self._last is not None
+        deadline = time.monotonic() + timeout_s
+        while set(workers) - self._last.joined or self._last.receiving:
+            self._news.clear()
+            if lost := [worker for worker in workers if self._hub.lost(worker)[0]]:
+                raise TransferTimeout(f"{lost[0]}: {self._hub.lost(lost[0])[0]}")
+            if time.monotonic() >= deadline:
+                raise TransferTimeout(f"{sorted(self._last.receiving)} did not receive it in time")
+            self._news.wait(GLANCE_S)
+
+    def close(self) -> None:
+        """Give the versions' memory back."""
+        self._hub.close()
+        self._last = None
+        self._snapshots.clear()
 
     def _now(self) -> float:
         if self._device.type == "cuda":

@@ -67,7 +67,7 @@ class Session:
         self._children: list[Child] = []
         self._opened: set[str] = set()
         self._version = FIRST_VERSION
-        self._lives = self._groups = 0
+        self._lives = 0
 
     @property
     def trainer(self) -> Child:
@@ -189,7 +189,7 @@ class Session:
 
     async def _ours(self, variant: str, *, mode: str, verify: bool) -> tuple[list[Span], list[dict[str, Any]]]:
         if "ours" not in self._opened:
-            facts = await self.trainer.call("ours_open", START_S)
+            facts = await self.trainer.call("ours_open", START_S, timeout_s=STEP_S)
             self.facts |= {f"trainer_{what}_ms": round(facts[f"{what}_s"] * 1e3, 2) for what in ("pack", "digest")}
             self._opened.add("ours")
         if fresh := f"staging:{variant}" not in self._opened:
@@ -199,18 +199,19 @@ class Session:
             self._opened.add(f"staging:{variant}")
         self._version += 1
         order = await self.trainer.call(
-            "ours_announce", STEP_S, epoch=self._version, group=f"ours-{self._lives}-{self._groups}",
-            world=self.count + 1, mode=mode, verify=verify, timeout_s=STEP_S,
-        )  # fmt: skip
-        orders = [order | {"rank_offset": 1 + i} for i in range(self.count)]
-        try:
-            _, *reports = await together(
-                self.trainer.call("ours_send", 2 * STEP_S, timeout_s=STEP_S),
-                *(child.call("ours", 2 * STEP_S, order=one) for child, one in zip(self.receivers, orders, strict=True)),
-            )
-        except RolloutMQError:
-            self._groups += 1  # both ends have left the last group
-            raise
+            "ours_announce",
+            STEP_S,
+            epoch=self._version,
+            workers=self._names,
+            mode=mode,
+            verify=verify,
+            timeout_s=STEP_S,
+        )
+        orders = [order | {"worker": name} for name in self._names]
+        _, *reports = await together(
+            self.trainer.call("ours_send", 2 * STEP_S, workers=self._names, timeout_s=STEP_S),
+            *(child.call("ours", 2 * STEP_S, order=one) for child, one in zip(self.receivers, orders, strict=True)),
+        )
         if fresh:  # buffers and bindings were made just now, and are not measured
             return await self._ours(variant, mode=mode, verify=verify)
         return [report["span"] for report in reports], reports
@@ -271,6 +272,11 @@ class Session:
             await together(*(child.call("load_stop", 2 * STEP_S, timeout_s=STEP_S) for child in self.receivers))
 
     # --- how it is set up --------------------------------------------------------------------------------------------
+
+    @property
+    def _names(self) -> list[str]:
+        """The receivers, as the sender knows them. An engine that was started again is another one."""
+        return [f"receiver-{self._lives}-{number}" for number in range(self.count)]
 
     @property
     def _at(self) -> dict[str, Any]:

@@ -85,29 +85,29 @@ class Trainer:
             yield self._flat[place : place + size]
             place += size
 
-    def ours_open(self) -> dict[str, Any]:
+    def ours_open(self, timeout_s: float) -> dict[str, Any]:
         """Pack and digest."""
 
         def flipped(negate: bool) -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in self._tensors:
                 yield name, -tensor if negate else tensor
 
-        self._ours = OursSender(flipped, host=HOST, device=self._device)
+        self._ours = OursSender(flipped, host=HOST, device=self._device, timeout_s=timeout_s)
         return {"pack_s": self._ours.pack_s, "digest_s": self._ours.digest_s, "buckets": self._ours.buckets}
 
     def ours_announce(self, **order: Any) -> dict[str, Any]:
         """See OursSender.announce."""
         return self._ours.announce(**order)
 
-    def ours_send(self, timeout_s: float) -> None:
-        """Send the version that was announced."""
-        self._ours.send(timeout_s)
+    def ours_send(self, workers: list[str], timeout_s: float) -> None:
+        """Wait until these have the version that was announced."""
+        self._ours.send(workers, timeout_s)
 
     def publisher_open(self, redis_url: str, pool: str, timeout_s: float) -> int:
         """Make a WeightPublisher. Returns the last version that it knows."""
         from ....sync.publish import WeightPublisher  # noqa: PLC0415 – starts threads and connections of its own
 
-        del self._ours  # frees its memory
+        self._ours.close()
         self._publisher = WeightPublisher(redis_url, pool, host=HOST, transfer_timeout_s=timeout_s)
         return int(self._publisher.last_version)
 

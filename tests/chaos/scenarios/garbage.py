@@ -130,7 +130,8 @@ async def pools(chaos: Chaos) -> None:
         for key in (
             "deadlines",
             "prefers",
-            "wanted",
+            "holders",
+            "transfers",
             "suspects",
             "later:1",
             "queued:1",
@@ -162,7 +163,9 @@ def _weights() -> Iterator[tuple[Any, ...]]:
     yield "XADD", "bell", "*", "kind", "weights", "epoch", "7"
     yield "DEL", "epoch:7"
     yield "SET", "epoch:7", b"\xff"
-    yield "HSET", "wanted", b"\xff@\xfe", b"x"
+    for holder in (b"\xff@\xfe", b"{}", b'{"version":0,"address":"x","token":"x"}'):
+        yield "HSET", "holders", b"\xff", holder, "", holder
+    yield "XADD", "transfers", "*", b"\xff", b"\xfe", "epoch", "7", "worker", b"\xff", "report", b"\xff"
 
 
 def _indexes() -> Iterator[tuple[Any, ...]]:

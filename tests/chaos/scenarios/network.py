@@ -114,7 +114,7 @@ async def flaky(chaos: Chaos) -> None:
 
 OPERATORS = {"dead_page", "drop_letter", "requeue", "audit_jobs", "audit_keys", "audit_members", "audit_totals"}
 """Scripts that neither a worker nor a trainer's client runs while a pool works."""
-WEIGHTS = {"announce", "close", "join", "learn", "offer", "report", "reserve", "seal", "want"}
+WEIGHTS = {"announce", "close", "learn", "report", "reserve"}
 """Scripts of weight transfers; `weights_under_fire` has those."""
 PLAIN = {"XREAD", "BLPOP"}
 

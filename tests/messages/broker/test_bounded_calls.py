@@ -16,7 +16,8 @@ from support.specimens.messages import job, result
 from rolloutmq.messages import Broker, Caps, Finished, Partial, Piece, Segment, encode
 from rolloutmq.messages.broker import CommandBox, CommandSender, DeadLetters
 from rolloutmq.messages.model import CommandReply, WeightAnnouncement
-from rolloutmq.sync.transfer import Ledger
+from rolloutmq.sync.transfer import Holder, Ledger
+from rolloutmq.sync.transfer.ledger import ASKED
 
 MB = 1 << 20
 
@@ -159,12 +160,21 @@ async def test_samples_that_come_again_are_counted_once_in_a_call(
 async def test_what_many_have_is_read_in_parts(db: Redis, broker: Broker, joined: Any) -> None:
     await db.hset(broker.keys.unread, mapping={f"client-{number}": number for number in range(2000)})
     assert sum((await broker.unread()).values()) == 1999 * 1000
-    ledger = Ledger(db, "default")
-    await db.hset(broker.keys.wanted, mapping={f"worker-{number}": 1 for number in range(2000)})
-    assert len(await ledger.wanted()) == 2000
-    calls = await commands(db, asyncio.gather(broker.unread(), ledger.wanted()))
+    calls = await commands(db, broker.unread())
     assert "hgetall" not in calls
-    assert calls["hscan"] >= 8
+    assert calls["hscan"] >= 4
+
+
+async def test_a_look_at_the_holders_reads_a_few_of_them(db: Redis, broker: Broker) -> None:
+    ledger = Ledger(db, "default")
+    told = {f"worker-{number}": Holder(3, f"h:{number}", "t").to_json() for number in range(2000)}
+    await db.hset(broker.keys.holders, mapping=told | {"": Holder(3, "trainer:1", "t").to_json()})
+    trainer, workers = await ledger.holders(3)
+    assert trainer == Holder(3, "trainer:1", "t")
+    assert ASKED - 1 <= len(workers) <= ASKED
+    calls = await commands(db, ledger.holders(3))
+    assert calls.keys() >= {"hrandfield"}
+    assert not {"hgetall", "hscan", "hvals"} & calls.keys()
 
 
 async def test_each_answer_is_read_once_and_by_itself(db: Redis, broker: Broker, joined: Any) -> None:

@@ -25,7 +25,7 @@ async def commit(db: Redis, version: int) -> None:
         transfer_timeout_s=1.0,
     )
     await ledger.announce(announcement)
-    await ledger.close(announcement, committed=True)
+    await ledger.close(announcement, True, None, {})
 
 
 async def test_first_come_first_served_within_a_class(broker: Broker, joined) -> None:
@@ -174,7 +174,7 @@ async def test_a_deadline_that_passed_in_the_queue(broker: Broker, joined) -> No
 async def _passed(broker: Broker, one: GenerateJob) -> bool:
     seconds, micros = await broker.redis.time()
     deadline = await broker.redis.zscore(broker.keys.deadlines, one.id)
-    return deadline is None or seconds * 1000 + micros / 1000 > deadline
+    return deadline is None or seconds * 1000 + micros // 1000 > deadline  # as scripts read the clock
 
 
 async def test_a_claim_says_what_is_left_of_the_deadline(broker: Broker, joined) -> None:

@@ -185,7 +185,7 @@ async def test_a_reply_stream_that_nobody_can_mend_ends_its_jobs_only(broker: Br
 POOL_KEYS = (
     "queue:0", "queued:1", "later:1", "prefers", "suspects", "deadlines", "workers", "worker:w1", "held:w1",
     "client:client", "reply:client", "news:client", "unread", "load", "bell", "dead", "wake", "token:w1", "weights",
-    "wanted", "ward",
+    "holders", "transfers", "ward",
 )  # fmt: skip
 
 

@@ -17,20 +17,19 @@ from rolloutmq.messages.model.commands import CommandReply
 from rolloutmq.messages.scripts import Scripts, calls
 from rolloutmq.messages.scripts.calls import Call
 from rolloutmq.messages.scripts.source import FOLDER, LIBRARIES
-from rolloutmq.sync.transfer.ledger import Join, Ledger
+from rolloutmq.sync.transfer.ledger import Holder, Ledger
 from rolloutmq.sync.transfer.order import TransferReport
 
 ELSEWHERE = ("lib", "audit_")
 """Scripts of the audit, which only read, and what is no script."""
 ALL = {path.stem for path in FOLDER.rglob("*.lua") if not path.name.startswith(ELSEWHERE)}
-SAYS_LOOK = ("bell", "wake", "news:client", "clock")
-LASTING = {"load", "bell", "weights", "dead", "letters", "clock"}
-"""The only keys that may outlive everything: counters, bounded bell, newest version, dead letters, clock."""
+SAYS_LOOK = ("bell", "transfers", "wake", "news:client", "clock")
+LASTING = {"load", "bell", "weights", "holders", "transfers", "dead", "letters", "clock"}
+"""The only keys that may outlive everything: counters, bounded bell, newest version and who has it, bounded reports,
+dead letters, clock."""
 
 
-async def lifecycle(  # noqa: PLR0915 – a life is one story
-    broker: Broker, joined: Any, expire_lease: Callable[[Lease], Awaitable[None]]
-) -> None:
+async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease], Awaitable[None]]) -> None:
     """Every script, every way a job can end, a transfer that commits and one that fails; everybody leaves."""
     jobs = [job(n=2, deadline_s=60.0) for _ in range(6)]
     done, cancelled, buried, expired, crashed, queued = jobs
@@ -63,29 +62,23 @@ async def lifecycle(  # noqa: PLR0915 – a life is one story
     await worker.complete([Finished(crashed.id, 3, i, result(crashed, i, 3)) for i in range(2)])
 
     ledger = Ledger(broker.redis, "default")
-    await ledger.want("w1", 0)
-    for version, report in ((1, TransferReport(True, "done")), (2, TransferReport(False, "verify", "no"))):
+    served, failed = TransferReport(True, "done", holder="h:2"), TransferReport(False, "verify", "no")
+    for version, report in ((1, served), (2, failed)):
         announcement = WeightAnnouncement(
             version=version,
             epoch=await ledger.new_epoch(),
             host="h",
             port=1,
+            token="t",
             join_timeout_s=1.0,
             transfer_timeout_s=1.0,
         )
         await ledger.announce(announcement)
-        assert await ledger.join(announcement.epoch, "w1", Join(1))
-        await ledger.seal(announcement)
-        await ledger.report(announcement.epoch, "w1", report)
-        await ledger.close(announcement, report.ok)
-    await ledger.want("w1", 0)
-    offered = announcement.model_copy(update={"version": 1, "epoch": await ledger.new_epoch()})
-    assert await ledger.offer(offered, "w1") == "ok"
-    await ledger.close(offered, True)
-    await ledger.unwant("w1")
+        await ledger.report(announcement, "w1", report)
+        await ledger.close(announcement, report.ok, Holder(version, "h:1", "t"), {"w2": "is lost"})
     assert [await ledger.reserve(number, "a folder") for number in (2, 3)] == [2, 0]
     assert await ledger.committed() == 1
-    assert await ledger.wanted() == {}
+    assert await ledger.holders(1) == (Holder(1, "h:1", "t"), [Holder(1, "h:2", "t")])
     await broker._scripts.run(calls.learn(2, calls.AdapterVersion("a", 1)))  # as a shard that is not the home
 
     letters = DeadLetters(broker)
@@ -186,14 +179,14 @@ def test_every_script_has_a_call_and_no_call_lacks_its_script() -> None:
 @pytest.mark.parametrize(
     "declared",
     [
-        lambda worker, epoch, join: None,
-        lambda epoch, worker: None,
-        lambda epoch, worker, join, more: None,
+        lambda given_to, version, remember_s: None,
+        lambda version, given_to: None,
+        lambda version, given_to, remember_s, more: None,
     ],
 )
 def test_a_call_that_differs_from_the_scripts_header_is_no_call(declared: Any) -> None:
-    declared.__name__ = "join"
-    with pytest.raises(TypeError, match=r"join.lua takes epoch, worker, join; here it is declared with"):
+    declared.__name__ = "reserve"
+    with pytest.raises(TypeError, match=r"reserve.lua takes version, given_to, remember_s; here it is declared with"):
         calls._call(declared)
 
 

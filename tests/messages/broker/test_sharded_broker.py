@@ -148,7 +148,7 @@ async def test_all_shards_hear_what_is_committed(wide: Redis) -> None:
         version=3, epoch=1, host="127.0.0.1", port=1, join_timeout_s=1.0, transfer_timeout_s=1.0
     )
     await ledger.announce(announcement)
-    await ledger.close(announcement, committed=True)
+    await ledger.close(announcement, True, None, {})
     assert [await committed_in(part) for part in broker.parts] == [b"3"] * SHARDS
     lease = await lease_in(wide)
     await lease.learn(2, {"a": 5})

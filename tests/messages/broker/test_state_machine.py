@@ -113,7 +113,11 @@ LIES = {
     "a failure is of no group": ("lib", "'G', r[11] or id", "'G', id"),
     "a stray is taken from its worker": ("reap", "f[1] ~= 'r' or f[2] ~= worker", "f[1] ~= 'r'"),
     "a job without a record stays held": ("release", "redis.call('EXISTS', job_key(id)) == 0", "false"),
-    "a transfer opens again": ("announce", "state and state ~= 'joining'", "false"),
+    "a transfer opens again": ("announce", "state == 'closed'", "false"),
+    "a committed version goes back": ("lib", "<= (whole(redis.call('HGET', weights, newest)) or 0)", "< 0"),
+    "who has an older version still offers it": ("lib", "redis.call('UNLINK', prefix .. 'holders')", ""),
+    "an older version is offered": ("report", "ARGV[9] ~= '' and redis", "ARGV[9] ~= '' or redis"),
+    "who is gone still offers weights": ("lib", "redis.call('HDEL', prefix .. 'holders', worker)", ""),
     "a preference is for ever": ("claim", "until_ms > clock().deadlines\n    and", "true\n    and"),
     "a preference is for every attempt": ("claim", "until_ms and f[2] == '0'", "until_ms"),
     "nobody ends a preference": ("reap", "undecided = end_preferences(left - expired)", "undecided = 0"),
@@ -133,17 +137,46 @@ LATE = {
 class PoolMachine(WorkerRules):
     """Calls scripts as broker and leases would, with raw arguments; compares all of Redis with the model after each."""
 
-    @rule(number=st.integers(1, 3), committed=st.booleans(), again=twice)
-    def weights(self, number: int, committed: bool, again: bool) -> None:
+    @rule(number=st.integers(1, 3), served=st.booleans(), committed=st.booleans(), which=index, again=twice)
+    def weights(self, number: int, served: bool, committed: bool, which: int, again: bool) -> None:
+        """served: by a worker, which says so. committed: the sender says it, when it ends the transfer.
+
+        After a committed version comes one that no worker has.
+        """
+        self.transfer(number, served, committed, which, again)
+        if committed and number < 3:
+            self.transfer(number + 1, False, True, which, again)
+
+    def transfer(self, number: int, served: bool, committed: bool, which: int, again: bool) -> None:
         self.epochs += 1
-        self.send("announce", self.epochs, number, "m", 60, again=again)
-        self.send("close", self.epochs, number, "committed" if committed else "failed", 60, again=again)
-        self.model.committed = max(self.model.committed, number if committed else 0)
-        self.remember("announce", self.epochs, number, "m", 60)
+        opened = self.epochs, number, "m", 60, "told"
+        self.send("announce", *opened, again=again)
+        if served and self.model.workers:
+            worker = self.pick(list(self.model.workers), which)
+            waiting = sum(1 <= score <= number for cls in range(CLASSES) for score in self.state.later(cls).values())
+            said = self.epochs, worker, "report", 1, number, 60, "digest", "there"
+            (how, found), _ = self.send("report", *said, again=again)
+            assert (how, found) == ("ok" if number in self.model.served else "committed", waiting)
+            self.commit(number, worker, "there")
+        ends = self.epochs, number, "committed" if committed else "failed", 60, "digest", "here", "{}"
+        how, _ = self.send("close", *ends, again=again)
+        assert (how == "committed") == (committed or number in self.model.served)
+        if how == "committed":
+            self.commit(number, "", "here")
+        self.remember("announce", *opened)
         if again:
             before = self.look().stable()
-            assert self.call("announce", self.epochs, number, "m", 60) == "closed"
+            assert self.call("announce", *opened) == "closed"
             assert self.look().stable() == before, "a copy of the announcement after the end"
+
+    def commit(self, version: int, who: str, where: str) -> None:
+        """A version is committed, if it was not, and `who` offers it."""
+        model = self.model
+        model.served.add(version)
+        if version > model.committed:
+            model.committed, model.holders = version, {}
+        if version == model.committed:
+            model.holders[who] = where
 
     @precondition(lambda self: self.state["suspects"] and self.model.workers)
     @rule(which=index, ended=st.booleans())
@@ -251,14 +284,8 @@ class PoolMachine(WorkerRules):
         assert self.call("leave", worker) == 0
         del self.model.workers[worker]
         state = self.look()
-        assert {key for key, ttl in state.ttl.items() if ttl == -1} <= {
-            "load",
-            "bell",
-            "weights",
-            "dead",
-            "letters",
-            "clock",
-        }
+        lasting = {"load", "bell", "weights", "holders", "transfers", "dead", "letters", "clock"}
+        assert {key for key, ttl in state.ttl.items() if ttl == -1} <= lasting
 
 
 @pytest.fixture

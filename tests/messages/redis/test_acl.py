@@ -26,7 +26,8 @@ from rolloutmq.ops.journal import live_of
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.status import pool_state
 from rolloutmq.producer.control import PoolControl
-from rolloutmq.sync.transfer.ledger import Join, Ledger
+from rolloutmq.sync.transfer.ledger import Holder, Ledger
+from rolloutmq.sync.transfer.order import TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 Url = Callable[..., str]
@@ -189,23 +190,16 @@ async def test_a_workers_rarer_duties(url: Url, admin: redis.asyncio.Redis) -> N
         await blocking.blpop([broker.keys.wake], timeout=0.1)
         announcement = _announcement()
         await Ledger(admin, "mine").announce(announcement)
-        assert await ledger.join(announcement.epoch, "last", Join(1))
-        await ledger.want("last", 0)
-        assert await ledger.epoch(announcement.epoch) is not None
-        assert await ledger.committed() == await ledger.open_epoch() - announcement.epoch
-        assert await ledger.committed_digest() == (0, "")
-        await Ledger(admin, "mine").close(announcement, True)
-        offered = announcement.model_copy(update={"epoch": announcement.epoch + 1})
-        await ledger.unwant("last")
-        assert await ledger.offer(offered, "last") == "nobody"
-        late = Lease(client, "mine", "late")
-        await late.join(status("late"))
-        await ledger.want("late", 0)
-        assert await ledger.behind(announcement.version) == {"late"}
-        assert await ledger.offer(offered, "last") == "ok"
-        await ledger.seal(offered)
-        await ledger.close(offered, True)
-        assert await late.leave() == 0
+        assert await ledger.announced(announcement.epoch) == announcement
+        assert await ledger.heading() == (0, "", announcement.epoch)
+        assert await ledger.goes_on(announcement)
+        await ledger.report(announcement, "last", TransferReport(True, "done", holder="h:1"))
+        assert await ledger.committed_digest() == (announcement.version, announcement.digest)
+        here = Holder(announcement.version, "h:1", announcement.token)
+        assert await ledger.holders(announcement.version) == (None, [here])
+        await ledger.holds("late", here)
+        assert await ledger.adapter_holder("math") is None
+        assert await ledger.adapters() == {}
         assert await last.leave() == len(await last.held())
     assert await refusals(admin) == []
 
@@ -224,13 +218,14 @@ async def test_a_publisher_does_its_work(url: Url, admin: redis.asyncio.Redis) -
         assert await ledger.new_epoch() == 1
         await ledger.live_workers()
         await ledger.announce(announcement)
-        await ledger.seal(announcement)
         await ledger.epoch(announcement.epoch)
-        await ledger.close(announcement, True)
+        here = Holder(announcement.version, "h:1", announcement.token)
+        await ledger.close(announcement, True, here, {})
         assert await ledger.committed() == announcement.version
         assert await ledger.version_state(announcement.version) == "committed"
-        assert await ledger.wanted() == {}
         assert await blocking.xread({ledger.keys.bell: "0"}, block=10)
+        await Ledger(admin, "mine").report(announcement, "w", TransferReport(True, "done"))
+        assert await blocking.xread({ledger.keys.transfers: "0"}, block=10)
     assert await refusals(admin) == []
 
 
@@ -362,8 +357,9 @@ async def test_a_producer_cannot_be_a_worker_or_a_publisher(url: Url, admin: red
         announcement = _announcement()
         for attempt in (
             lease.join(status("real")), lease.heartbeat(status("real")), lease.claim(1, 1, 0), lease.reap(3),
-            lease.leave(), ledger.want("real", 0), ledger.join(1, "real", Join(1)), ledger.announce(announcement),
-            ledger.close(announcement, True), ledger.new_epoch(), Broker(client, "mine").workers(),
+            lease.leave(), ledger.report(announcement, "real", TransferReport(True, "done")),
+            ledger.holds("real", Holder(1, "h:1", "t")), ledger.announce(announcement),
+            ledger.close(announcement, True, None, {}), ledger.new_epoch(), Broker(client, "mine").workers(),
         ):  # fmt: skip
             with pytest.raises(NoPermissionError):
                 await attempt

@@ -20,10 +20,10 @@ from rolloutmq.messages.broker.lease import Lease
 from rolloutmq.ops.cli.main import app
 from rolloutmq.sync.disk.store import SnapshotStore
 from rolloutmq.sync.packing.packing import PackedWeights
-from rolloutmq.sync.transfer.ledger import Join, Ledger
+from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferReport
 
-DONE = TransferReport(ok=True, phase="done", tensors=3, nbytes=2048, receive_s=0.25, readback=True)
+DONE = TransferReport(ok=True, phase="done", tensors=3, nbytes=2048, receive_s=0.25, readback=True, way="pull")
 UNREAD = replace(DONE, readback=False)
 BROKEN = TransferReport(ok=False, phase="verify", error="tensor a: digest \x1b[31mwrong")
 
@@ -40,36 +40,33 @@ def in_pool(url: str, work: Any) -> None:
     asyncio.run(main())
 
 
-async def transfer(ledger: Ledger, version: int, reports: dict[str, TransferReport], **fields: Any) -> int:
-    """A whole transfer to the workers of `reports`. Returns its epoch."""
-    base = {"host": "trainer", "port": 1, "join_timeout_s": 1.0, "transfer_timeout_s": 1.0}
+async def transfer(
+    ledger: Ledger, version: int, reports: dict[str, TransferReport], lost: dict[str, str] | None = None, **fields: Any
+) -> int:
+    """A whole transfer to the workers of `reports`, which none of `lost` has reported. Returns its epoch."""
+    base = {"host": "trainer", "port": 1, "token": "secret", "join_timeout_s": 1.0, "transfer_timeout_s": 1.0}
     announcement = WeightAnnouncement(**(base | {"version": version, "epoch": await ledger.new_epoch()} | fields))
     await ledger.announce(announcement)
-    for worker in reports:
-        assert await ledger.join(announcement.epoch, worker, Join(1))
-    roster = {worker: rank for rank, worker in enumerate(sorted(reports), 1)}
-    announcement = announcement.model_copy(update={"roster": roster, "world_size": len(roster) + 1})
-    await ledger.seal(announcement)
     for worker, report in reports.items():
-        await ledger.report(announcement.epoch, worker, report)
-    await ledger.close(announcement, any(report.ok for report in reports.values()))
+        await ledger.report(announcement, worker, report)
+    await ledger.close(announcement, any(report.ok for report in reports.values()), None, lost or {})
     return announcement.epoch
 
 
 @pytest.fixture
 def pool(redis_db: str) -> str:
-    """Two workers; version 1 reached both, version 2 one and later the other, version 3 nobody."""
+    """Two workers; version 1 reached both, version 2 one and in a second transfer the other, which serves version 1 all
+    the same by what it says of itself; version 3 reached nobody."""
 
     async def fill(client: Any) -> None:
         ledger = Ledger(client, "default")
-        for worker in ("w1", "w2"):
-            await Lease(client, "default", worker, 600.0).join(status(worker, version=2))
+        for worker, version in (("w1", 2), ("w2", 1)):
+            await Lease(client, "default", worker, 600.0).join(status(worker, version=version))
         await transfer(ledger, 1, {"w1": DONE, "w2": DONE})
         await transfer(ledger, 2, {"w1": DONE, "w2": BROKEN})
-        await transfer(ledger, 2, {"w2": DONE}, catch_up=True)
+        await transfer(ledger, 2, {"w2": DONE})
         await ledger.new_epoch()  # a re-sent increment: a number without a transfer
-        await transfer(ledger, 3, {"w2": BROKEN})
-        await ledger.want("w2", 2)
+        await transfer(ledger, 3, {"w2": BROKEN}, {"w1": "was lost", "w2": "was lost"})
 
     in_pool(redis_db, fill)
     return redis_db
@@ -77,14 +74,15 @@ def pool(redis_db: str) -> str:
 
 def test_list(pool: str) -> None:
     state = json.loads(run("list", "--redis", pool, "--json").stdout)
-    assert (state["committed_version"], state["transfer_under_way"], state["wanted"]) == (2, 0, {"w2": 2})
-    assert [(w["worker_id"], w["version"], w["alive"]) for w in state["workers"]] == [("w1", 2, True), ("w2", 2, True)]
+    assert (state["committed_version"], state["transfer_under_way"]) == (2, 0)
+    assert [(w["worker_id"], w["version"], w["alive"]) for w in state["workers"]] == [("w1", 2, True), ("w2", 1, True)]
     versions = [(v["version"], v["state"], [t["epoch"] for t in v["transfers"]]) for v in state["versions"]]
     assert versions == [(3, "failed", [5]), (2, "committed", [3, 2]), (1, "committed", [1])]
     latest, second, first = state["versions"]
-    assert latest["transfers"][0]["failures"] == {"w2": f"verify: {BROKEN.error}"}
+    assert latest["transfers"][0]["failures"] == {"w1": "was lost", "w2": f"verify: {BROKEN.error}"}
     assert [t["served"] for t in second["transfers"]] == [["w2"], ["w1"]]
-    assert first["transfers"][0]["roster"] == {"w1": 1, "w2": 2}
+    assert first["transfers"][0]["reports"].keys() == {"w1", "w2"}
+    assert "secret" not in json.dumps(state), "who knows the token may take the weights"
     times = [version["announced_at"] for version in state["versions"]]
     assert times == sorted(times, reverse=True)
     assert times[-1] > 1.7e9  # Redis' clock, in Unix seconds
@@ -100,11 +98,15 @@ def test_list_for_people(pool: str) -> None:
     shown = run("list", "--redis", pool).stdout.splitlines()
     assert shown[0] == "pool default   committed version 2"
     assert shown[1].startswith("version 3: announced 20")
-    assert shown[2:4] == ["    epochs 5; received by none", "    w2: verify: tensor a: digest \ufffd[31mwrong"]
+    assert shown[2:5] == [
+        "    epochs 5; received by none",
+        "    w1: was lost",
+        "    w2: verify: tensor a: digest \ufffd[31mwrong",
+    ]
     assert "    epochs 2, 3; received by w1, w2" in shown
     assert shown[-2:] == [
         "worker w1 on h: serving, version 2",
-        "worker w2 on h: serving, version 2, waits for a newer one than 2",
+        "worker w2 on h: serving, version 1, waits for a newer one",
     ]
 
 
@@ -140,14 +142,15 @@ def test_a_transfer_under_way_and_one_that_cannot_be_read(pool: str) -> None:
             version=4, epoch=await ledger.new_epoch(), host="t", port=1, join_timeout_s=1.0, transfer_timeout_s=1.0
         )
         await ledger.announce(announcement)
-        await ledger.join(announcement.epoch, "w1", Join(1))
-        await ledger.seal(announcement.model_copy(update={"roster": {"w1": 1}, "world_size": 2}))
+        await ledger.report(announcement, "w2", BROKEN)
 
     in_pool(pool, begin)
     with redis_module.Redis.from_url(pool) as client:
         client.hset("rmq:{default}:epoch:5", "m", b"\xff\x00 from the future")
     assert "transfer 6 under way" in run("list", "--redis", pool).stdout
-    assert "rank 1: w1: under way" in run("show", "4", "--redis", pool).stdout
+    shown = run("show", "4", "--redis", pool).stdout
+    assert "epoch 6: open, resume from t:1" in shown
+    assert "w2: verify: tensor a" in shown
     versions = json.loads(run("list", "--redis", pool, "--json").stdout)["versions"]
     assert [version["version"] for version in versions] == [4, 2, 1]
 
@@ -155,14 +158,14 @@ def test_a_transfer_under_way_and_one_that_cannot_be_read(pool: str) -> None:
 def test_show(pool: str) -> None:
     record = json.loads(run("show", "2", "--redis", pool, "--json").stdout)
     late, early = record["transfers"]
-    assert (late["epoch"], late["catch_up"], late["joined"]) == (3, True, ["w2"])
+    assert (late["epoch"], late["served"], late["failures"]) == (3, ["w2"], {})
     assert early["reports"]["w1"]["nbytes"] == 2048
     assert early["failures"] == {"w2": f"verify: {BROKEN.error}"}
     shown = run("show", "2", "--redis", pool).stdout
-    assert "epoch 3: closed, resume, gloo from trainer:1, for late workers" in shown
-    assert "rank 1: w1: 3 tensors, 2,048 bytes; " in shown
+    assert "epoch 3: closed, resume from trainer:1" in shown
+    assert "    w1: 3 tensors, 2,048 bytes by pull; " in shown
     assert "receive 0.250 s" in shown
-    assert "rank 2: w2: verify: tensor a" in shown
+    assert "    w2: verify: tensor a" in shown
     assert "\x1b" not in shown
     assert "not read back" not in shown
 
@@ -170,9 +173,9 @@ def test_show(pool: str) -> None:
 def test_show_says_on_which_worker_nothing_was_read_back(pool: str) -> None:
     in_pool(pool, lambda client: transfer(Ledger(client, "default"), 4, {"w1": DONE, "w2": UNREAD}))
     first, second = run("show", "4", "--redis", pool).stdout.splitlines()[-2:]
-    assert first.startswith("    rank 1: w1: 3 tensors")
+    assert first.startswith("    w1: 3 tensors")
     assert "not read back" not in first
-    assert second.startswith("    rank 2: w2: 3 tensors")
+    assert second.startswith("    w2: 3 tensors")
     assert second.endswith("; not read back")
 
 

@@ -118,10 +118,11 @@ def test_a_file_of_ours_becomes_everything_it_says() -> None:
 
 def test_null_in_a_file_of_ours_is_a_value(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text("worker: {peer_after_s: null}\n")
-    assert load_settings(file, environment={}).worker().peer_after_s is None
-    assert load_settings(environment={"ROLLOUTMQ_WORKER_PEER_AFTER_S": "null"}).worker().peer_after_s is None
-    assert load_settings(environment={}).worker().peer_after_s == 3.0
+    file.write_text("worker: {prefetch: null}\n")
+    assert load_settings(file, environment={}).said["worker.prefetch"].value is None
+    file.write_text("worker: {prefetch: 3}\n")
+    assert load_settings(file, environment={"ROLLOUTMQ_WORKER_PREFETCH": "null"}).worker().prefetch is None
+    assert load_settings(file, environment={}).worker().prefetch == 3
 
 
 def test_on_and_off_are_the_words_although_yaml_takes_them_for_booleans(tmp_path: Path) -> None:

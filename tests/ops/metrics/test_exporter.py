@@ -267,16 +267,15 @@ async def test_a_transfer_is_counted_once_it_has_ended(reader: PoolReader, db: R
         return totals
 
     await look()
-    told = specimens()["stock-announcement"]
+    told = specimens()["announcement"]
     assert isinstance(told, WeightAnnouncement)
-    told = told.model_copy(update={"epoch": await ledger.new_epoch(), "roster": {"w1": 1, "w2": 2}})
+    told = told.model_copy(update={"epoch": await ledger.new_epoch()})
     await ledger.announce(told)
-    await ledger.seal(told)
     report = TransferReport(ok=True, phase="done", nbytes=3_000, rendezvous_s=0.5, receive_s=1.0, load_s=1.5)
-    await ledger.report(told.epoch, "w1", report)
-    await ledger.report(told.epoch, "w2", TransferReport(ok=False, phase="verify", error="no"))
+    await ledger.report(told, "w1", report)
+    await ledger.report(told, "w2", TransferReport(ok=False, phase="verify", error="no"))
     assert (await look()).syncs.total == 0
-    await ledger.close(told, committed=True)
+    await ledger.close(told, True, None, {})
     for _ in range(2):
         await look()
         assert (totals.syncs.counts, totals.syncs.total) == ([0, 0, 0, 0, 0, 1, 0, 0, 0, 0], 3.0)

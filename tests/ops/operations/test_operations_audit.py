@@ -130,7 +130,7 @@ DAMAGE: dict[str, tuple[Damage, str | Callable[[Pool], str]]] = {
     "no_ttl": (lambda p: p.db.persist(p.keys.job(p.done.id)), _job("done")),
     "no_ttl ": (lambda p: p.db.persist(p.keys.reply("client")), "reply:client"),
     "no_ttl  ": (lambda p: p.db.persist(p.keys.ward), "ward"),
-    "no_ttl   ": (lambda p: p.db.hset(p.keys.epoch(3), "st", "joining"), "epoch:3"),
+    "no_ttl   ": (lambda p: p.db.hset(p.keys.epoch(3), "st", "open"), "epoch:3"),
     "unexpected_ttl": (lambda p: p.db.expire(p.keys.job(p.low.id), 100), _job("low")),
     "unexpected_ttl ": (lambda p: p.db.expire(p.keys.load, 100), "load"),
     "unknown_key": (lambda p: p.db.set(f"{p.keys.prefix}lock:x", 1), "lock:x"),

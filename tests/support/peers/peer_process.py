@@ -3,29 +3,36 @@
 Questions and answers are dicts over a pipe:
     {"prepare": order}, {"commit": epoch}   the receiver's report, as a dict
     {"digests": True}                       name -> digest of what the model holds
+    {"address": True}                       where others may take its version, "" if nowhere
+    {"group": True}, {"leave": True}        name of the cell's group that it is in, "" for none; leaves it
     {"fault": {"at": "broadcast", "number": 2, "how": "SIGKILL"}}   at that call of that function, once
 
-Points, in the order in which they are passed: rendezvous, ready, broadcast, arrived, verify, load, readback. how: a
-signal to itself, "raise", or "flip", which changes one bit of what `arrived`, or of what is about to be `readback`.
+Points: join, then rendezvous, connect, ready and broadcast in a cell or fetch of each bucket, arrived, verify, load,
+readback; and serve and amid, the beginning and the middle of a bucket that others take from here. how: a signal to
+itself, "raise", "hold" until it is let go, "flip", which changes one bit of what `arrived`, or of what is about to be
+`readback`, or "lie" to `serve` other bytes from then on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import os
 import signal
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
+from threading import Event
 from typing import Any
 
 import torch
 
 from rolloutmq.sync.receive import loading, verify
-from rolloutmq.sync.receive.pending import Pending, warm_up
+from rolloutmq.sync.receive.pending import Kept, Pending, warm_up
 from rolloutmq.sync.receive.receiver import Receiver
 from rolloutmq.sync.tensors.digester import digest
 from rolloutmq.sync.transfer.order import TransferOrder
-from rolloutmq.sync.wire import group, sender_connection
+from rolloutmq.sync.wire import frames, group, lines, pull, shelf
 
 PR_SET_PDEATHSIG = 1
 
@@ -59,11 +66,32 @@ class Linear(torch.nn.Module):
         return {name: digest(self.tensor(name)) for name in self.at}
 
 
+class Stream:
+    """Everything is over at once, as the host's work is."""
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def record_event(self) -> Stream:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+
+def without_streams(patch: Any = setattr) -> None:
+    """Let an engine on a CPU be in a cell: gloo's work is over when a call returns, on no stream."""
+    patch(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    patch(Kept, "streams", lambda _: (Stream(), Stream()))
+
+
 class Fault:
-    """Fails this process in the midst of something, once."""
+    """Fails this process in the midst of something, once. holds: it does so at this moment, until `free`."""
 
     def __init__(self, model: Linear | None = None) -> None:
         self.at, self.number, self.how, self.calls = "", 0, "SIGKILL", 0
+        self.holds, self.free = Event(), Event()
         self._model = model
 
     def set(self, at: str, number: int, how: str) -> None:
@@ -80,7 +108,13 @@ class Fault:
     def _happen(self, at: str, args: tuple[Any, ...]) -> None:
         if self.how == "raise":
             raise RuntimeError("CUDA error: an injected failure")
-        if self.how != "flip":
+        if self.how == "hold":
+            self.holds.set()
+            self.free.wait()
+        elif self.how == "lie":
+            offer, honest = args[0], args[0]._bucket
+            offer._bucket = lambda index: flipped(honest(index))
+        elif self.how != "flip":
             os.kill(os.getpid(), signal.Signals[self.how])
         elif at == "arrived":
             arrival, bucket = args
@@ -96,6 +130,12 @@ def flip(tensor: torch.Tensor) -> None:
     tensor.view(-1).view(torch.uint8)[-1:].bitwise_xor_(1)
 
 
+def flipped(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.clone()
+    flip(copy)
+    return copy
+
+
 def watched(fault: Fault, owner: Any, name: str, at: str) -> None:
     """Pass by `fault` before each call of this function."""
     original = getattr(owner, name)
@@ -109,14 +149,38 @@ def watched(fault: Fault, owner: Any, name: str, at: str) -> None:
 
 def watch(fault: Fault) -> None:
     """Pass by `fault` at every point of a receiver."""
-    watched(fault, sender_connection, "open_group", "rendezvous")
+    watched(fault, lines.Lines, "join", "join")
+    watched(fault, lines, "open_group", "rendezvous")
+    watched(fault, group.GlooGroup, "__init__", "connect")
+    watched(fault, group.NcclGroup, "__init__", "connect")
     watched(fault, Pending, "say_ready", "ready")
     watched(fault, group.GlooGroup, "broadcast", "broadcast")
     watched(fault, group.NcclGroup, "broadcast", "broadcast")
+    watched(fault, pull.Source, "fetch", "fetch")
     watched(fault, verify.Arrival, "queue", "arrived")
     watched(fault, verify.Arrival, "check", "verify")
+    watched(fault, verify.Arrival, "check_bucket", "verify")
     watched(fault, loading.Loading, "load", "load")
     watched(fault, loading.Loading, "queue_readback", "readback")
+    watch_sender(fault)
+
+
+def watch_sender(fault: Fault) -> None:
+    """Do the same for what is sent to those who take it."""
+    watched(fault, shelf.Offer, "send", "serve")
+    say = frames.Talk.say_bucket
+
+    def in_halves(self: frames.Talk, nbytes: int, pieces: Iterable[memoryview]) -> None:
+        def halves() -> Iterator[memoryview]:
+            for piece in pieces:
+                half = len(piece) // 2
+                yield piece[:half]
+                fault.here("amid")
+                yield piece[half:]
+
+        say(self, nbytes, halves())
+
+    frames.Talk.say_bucket = in_halves  # type: ignore[method-assign]
 
 
 def end_with_parent() -> None:
@@ -130,6 +194,8 @@ def main(pipe: Connection, told: dict[str, Any]) -> None:
     device = torch.device(told["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        without_streams()
     model = Linear(told["shapes"], getattr(torch, told["dtype"]), device)
     mine = Receiver(device, staging=told["staging"])
     fault = Fault(model)
@@ -148,6 +214,12 @@ def main(pipe: Connection, told: dict[str, Any]) -> None:
             answer = dataclasses.asdict(mine.commit(question["commit"], model))
         elif "digests" in question:
             answer = model.digests()
+        elif "address" in question:
+            answer = mine.kept.lines.address
+        elif "group" in question:
+            answer = mine.kept.lines.group.name if mine.kept.lines.group is not None else ""
+        elif "leave" in question:
+            mine.kept.lines.drop_group()
         elif "fault" in question:
             fault.set(**question["fault"])
         pipe.send(answer)

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
 from support.peers import peer_process
 
-from rolloutmq.messages.model.weights import WeightAnnouncement
 from rolloutmq.sync.packing.packing import PackedWeights
+from rolloutmq.sync.publish.hub import Hub, Outgoing
+from rolloutmq.sync.publish.sender import PROBE_S
 from rolloutmq.sync.tensors.snapshot import Snapshot
-from rolloutmq.sync.transfer.ledger import Join
+from rolloutmq.sync.transfer.ledger import Holder
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
-from rolloutmq.sync.transfer.rounds import _has_left
-from rolloutmq.sync.wire.broadcaster import Broadcaster
+from rolloutmq.worker.weights.follower import ATTEMPTS, LINE_TROUBLE
 
+TIMEOUT_S = 20.0
 SLACK_S = 2.0
 SHAPES = {
     "embed": [64, 8],
@@ -75,6 +77,12 @@ class Forked:
             return False
         return stat.rpartition(")")[2].split()[0] == "T"
 
+    def fell(self, how: str) -> bool:
+        """Whether the signal that it gave itself just now, SIGKILL or SIGSTOP, has done its work."""
+        if how == "SIGKILL":
+            self.process.join(10.0)
+        return not self.process.is_alive() if how == "SIGKILL" else self.stopped
+
     def signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, number)
@@ -95,145 +103,122 @@ class Peer(Forked):
         told = {"device": device, "staging": staging, "shapes": shapes or SHAPES, "dtype": "bfloat16"}
         super().__init__(peer_process.main, told)
         self.device = device
-        self.group = ""
+        self.name = f"worker-{self.process.pid}"
+
+    def update(self, order: TransferOrder) -> TransferReport | None:
+        """Both halves, once; None if it is dead."""
+        answer = self.ask(prepare=asdict(order))
+        if answer is not None and answer["ok"]:
+            answer = self.ask(commit=order.epoch)
+        return None if answer is None else TransferReport(**answer)
 
 
 @dataclass(slots=True)
 class Sending:
-    """A transfer under way. orders: one for each receiver."""
+    """A version on offer. orders: one for each receiver."""
 
-    announcement: WeightAnnouncement
+    outgoing: Outgoing
     orders: list[TransferOrder]
-    thread: Thread
-    failed: list[BaseException]
-
-    @property
-    def error(self) -> BaseException | None:
-        """What the sender met with, once it is done."""
-        self.thread.join()
-        return self.failed[0] if self.failed else None
 
 
 class Line:
-    """The sender, and its peers."""
+    """The sender, and its peers. cells: whether peers on a CPU are put into cells, with gloo."""
 
-    def __init__(self, peers: Sequence[Peer] = ()) -> None:
+    def __init__(self, peers: Sequence[Peer] = (), *, cells: bool = False, timeout_s: float = TIMEOUT_S) -> None:
+        """timeout_s: most seconds of a broadcast."""
         self.peers = list(peers)
-        self.broadcaster = Broadcaster("127.0.0.1", 0)
-        self.epoch = 0
+        self.hub = Hub("127.0.0.1", 0, lambda: None, gpu_direct=True, timeout_s=timeout_s, cpu_cells=cells)
+        self._epochs = itertools.count(1)
         for peer in self.peers:
             assert peer.hear() == "up"
 
     def begin(
-        self, snapshot: Snapshot, groups: Sequence[str], *, timeout_s: float, nccl: bool = False, **order: Any
+        self, snapshot: Snapshot, workers: Sequence[str], *, timeout_s: float = TIMEOUT_S, **order: Any
     ) -> Sending:
-        """Start to send to receivers of one rank each. groups: the group that each is still in."""
-        self.epoch += 1
-        epoch, ipc = self.epoch, order.get("transport") == "ipc"
-        roster = {f"w{index}": 0 if ipc else index + 1 for index in range(len(groups))}
-        joins = {f"w{index}": Join(1, group=group) for index, group in enumerate(groups)}
-        self.broadcaster.offer(epoch, snapshot)
-        announcement = WeightAnnouncement(
-            version=snapshot.manifest.version,
-            epoch=epoch,
-            host="127.0.0.1",
-            port=self.broadcaster.store.port,
-            join_timeout_s=timeout_s,
-            transfer_timeout_s=timeout_s,
-            roster=roster,
-            world_size=1 if ipc else len(groups) + 1,
-            group="" if ipc else self.broadcaster.name_group(epoch, roster, joins),
-            backend="nccl" if nccl else "gloo",
-        )
-        orders = [
-            TransferOrder(
-                **{
-                    "version": announcement.version,
-                    "epoch": epoch,
-                    "transport": announcement.backend,
-                    "host": announcement.host,
-                    "port": announcement.port,
-                    "group": announcement.group,
-                    "rank_offset": index + 1,
-                    "world_size": announcement.world_size,
-                    "timeout_s": timeout_s,
-                }
-                | order
-            )
-            for index in range(len(groups))
-        ]
-        failed: list[BaseException] = []
+        """Offer a version to receivers of these names."""
+        outgoing, epoch = self.hub.offer(snapshot, frozenset(workers)), next(self._epochs)
+        told = {
+            "version": snapshot.manifest.version,
+            "epoch": epoch,
+            "address": self.hub.address,
+            "token": outgoing.token,
+            "digest": snapshot.manifest.fingerprint,
+            "timeout_s": timeout_s,
+        }
+        return Sending(outgoing, [TransferOrder(**told | order, worker=worker) for worker in workers])
 
-        def send() -> None:
-            try:
-                self.broadcaster.send(snapshot, announcement, timeout_s)
-            except BaseException as error:
-                failed.append(error)
-
-        sending = Sending(announcement, orders, Thread(target=send), failed)
-        sending.thread.start()
-        return sending
+    def over(self, sending: Sending) -> None:
+        """Offer it no more."""
+        self.hub.withdraw(sending.outgoing, "the test is over")
 
     def transfer(
         self,
         snapshot: Snapshot,
         peers: Sequence[Peer] | None = None,
         *,
-        timeout_s: float = 20.0,
+        timeout_s: float = TIMEOUT_S,
         after_prepare: bool = True,
         **order: Any,
-    ) -> tuple[list[TransferReport | None], BaseException | None, float]:
-        """One transfer to `peers`: the reports (None of the dead and the stopped), the sender's error, its seconds.
+    ) -> list[TransferReport | None]:
+        """One transfer to `peers`: the reports, None of the dead and the stopped.
 
-        The sender hears of a death, as it does by a lease, and of a refusal; not of a stop. after_prepare: each commits
-        as soon as its first half went well.
+        Each tries again as its worker would. after_prepare: each commits as soon as its first half went well.
         """
         peers = self.peers if peers is None else list(peers)
-        began = time.monotonic()
-        nccl = snapshot.device.type == "cuda" and all(peer.device != "cpu" for peer in peers)
-        groups = [peer.group for peer in peers]
-        sending = self.begin(snapshot, groups, timeout_s=timeout_s, nccl=nccl, **order)
-        for peer, one in zip(peers, sending.orders, strict=True):
-            peer.say(prepare=asdict(one))
-        reports = self._reports(peers, sending, began + timeout_s + SLACK_S, after_prepare)
-        error = sending.error
-        for peer, report in zip(peers, reports, strict=True):
-            peer.group = sending.announcement.group if report is not None and report.ok else ""
-        self.broadcaster.clean(sending.announcement)
-        return reports, error, time.monotonic() - began
-
-    def _reports(
-        self, peers: Sequence[Peer], sending: Sending, until: float, after_prepare: bool
-    ) -> list[TransferReport | None]:
-        reports: dict[int, TransferReport | None] = {}
-        while silent := {index: peer for index, peer in enumerate(peers) if index not in reports}:
-            wait([peer.pipe for peer in silent.values()], 0.02)
-            for index, peer in silent.items():
+        sending = self.begin(snapshot, [peer.name for peer in peers], timeout_s=timeout_s, **order)
+        orders = dict(zip(peers, sending.orders, strict=True))
+        for peer in peers:
+            peer.say(prepare=asdict(orders[peer]))
+        reports: dict[Peer, TransferReport | None] = {}
+        tried, probed = Counter(peers), time.monotonic()
+        while waits := [peer for peer in peers if peer not in reports]:
+            wait([peer.pipe for peer in waits], 0.02)
+            for peer in waits:
                 if peer.pipe.poll():
                     answer = peer.hear()
                     report = None if answer is None else TransferReport(**answer)
                     if after_prepare and report is not None and report.phase in {"staged", "ready"}:
-                        peer.say(commit=sending.announcement.epoch)
-                        continue
-                    reports[index] = report
-                elif time.monotonic() > until or (peer.stopped and not sending.thread.is_alive()):
-                    reports[index] = None
-                else:
-                    continue
-                report = reports[index]
-                if (report is None and not peer.stopped) or (report is not None and _has_left(report)):
-                    self.broadcaster.give_up("a peer died or refused")
-        return [reports[index] for index in range(len(peers))]
+                        peer.say(commit=orders[peer].epoch)
+                    elif report is not None and tries_again(report) and tried[peer] < ATTEMPTS:
+                        tried[peer] += 1
+                        peer.say(prepare=asdict(orders[peer]))
+                    else:
+                        reports[peer] = report
+                elif peer.stopped:
+                    reports[peer] = None
+            if time.monotonic() - probed > PROBE_S:
+                probed = time.monotonic()
+                self.hub.probe([peer.name for peer in peers if (one := reports.get(peer)) is None or not one.ok])
+        self.over(sending)
+        return [reports[peer] for peer in peers]
+
+    def close(self) -> None:
+        """As a trainer that leaves."""
+        self.hub.close()
+
+
+def tries_again(report: TransferReport) -> bool:
+    """Whether it failed in a way for which its worker makes another attempt."""
+    return not report.ok and report.intact and report.phase in LINE_TROUBLE
+
+
+def order_from(
+    holders: Sequence[str], token: str, snapshot: Snapshot, worker: str = "late", timeout_s: float = TIMEOUT_S
+) -> TransferOrder:
+    """To take a version from those who have it at these addresses, without a trainer."""
+    manifest = snapshot.manifest
+    there = [Holder(manifest.version, address, token) for address in holders]
+    return TransferOrder.from_holders(None, there, manifest.fingerprint, worker, timeout_s=timeout_s)
 
 
 @contextmanager
-def line(*devices: str, **settings: Any) -> Iterator[Line]:
+def line(*devices: str, cells: bool = False, timeout_s: float = TIMEOUT_S, **settings: Any) -> Iterator[Line]:
     """A sender and one peer per device."""
     peers = [Peer(device, **settings) for device in devices]
     try:
-        made = Line(peers)
+        made = Line(peers, cells=cells, timeout_s=timeout_s)
         yield made
-        made.broadcaster.close()
+        made.close()
     finally:
         for peer in peers:
             peer.end()

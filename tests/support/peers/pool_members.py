@@ -30,7 +30,7 @@ class WorkerProcess(Forked):
         super().__init__(worker_main, {"redis_url": url, "lease_s": 60.0, "drain_s": 3.0} | config)
 
     def status(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        """id, version, in_service, quarantined, updating, starts, and the digests of what its engine holds."""
+        """id, version, in_service, quarantined, updating, starts, holds (at its fault), and its engine's digests."""
         self.say(status=True)
         answer = self.hear(timeout_s)
         assert answer is not None, "it does not answer"
@@ -39,9 +39,13 @@ class WorkerProcess(Forked):
     def fault(self, at: str, how: str, number: int = 1) -> None:
         assert self.ask(fault={"at": at, "number": number, "how": how}) == "set"
 
+    def let_go(self) -> None:
+        """It goes on after a "hold"."""
+        assert self.ask(go=True) == "gone on"
+
 
 class TrainerProcess(Forked):
-    """A trainer with a WeightPublisher. Points: announce, rendezvous, broadcast, verify (it has sent all), commit."""
+    """A trainer with a WeightPublisher. Points: offer, announce, join, serve, amid, done (one has it all), commit."""
 
     def __init__(self, url: str, **settings: Any) -> None:
         super().__init__(trainer_main, {"redis_url": url, "bucket_bytes": BUCKET_BYTES} | settings)
@@ -66,15 +70,15 @@ def worker_main(pipe: Connection, told: dict[str, Any]) -> None:
 
 async def _work(pipe: Connection, told: dict[str, Any]) -> None:
     from rolloutmq.sync.tensors.digester import digest  # noqa: PLC0415
-    from rolloutmq.sync.transfer.ledger import Ledger  # noqa: PLC0415
     from rolloutmq.worker.config import WorkerConfig  # noqa: PLC0415
     from rolloutmq.worker.scripted.engine import ScriptedEngine  # noqa: PLC0415
     from rolloutmq.worker.text.tokenizer import NoTokenizer  # noqa: PLC0415
+    from rolloutmq.worker.weights.follower import WeightFollower  # noqa: PLC0415
     from rolloutmq.worker.worker import Worker  # noqa: PLC0415
 
     fault = peer_process.Fault()
     peer_process.watch(fault)
-    peer_process.watched(fault, Ledger, "join", "announce")
+    peer_process.watched(fault, WeightFollower, "_take_part", "announce")
     speed = told.pop("tokens_per_s", None)
 
     class Engine(ScriptedEngine):
@@ -95,6 +99,9 @@ async def _work(pipe: Connection, told: dict[str, Any]) -> None:
         if "fault" in question:
             fault.set(**question["fault"])
             pipe.send("set")
+        elif "go" in question:
+            fault.free.set()
+            pipe.send("gone on")
         elif "leave" in question:
             worker.drain()
         else:
@@ -107,6 +114,7 @@ async def _work(pipe: Connection, told: dict[str, Any]) -> None:
                     "quarantined": follower is not None and follower.quarantined,
                     "updating": follower is not None and follower.updating,
                     "starts": engine.starts,
+                    "holds": fault.holds.is_set() and not fault.free.is_set(),
                     "digests": {name: digest(tensor) for name, tensor in engine.weights.items()},
                 }
             )
@@ -118,23 +126,19 @@ async def _work(pipe: Connection, told: dict[str, Any]) -> None:
 def trainer_main(pipe: Connection, told: dict[str, Any]) -> None:
     """Publish what is asked for, until the pipe is closed."""
     from rolloutmq import WeightPublisher  # noqa: PLC0415
+    from rolloutmq.sync.publish.hub import Hub  # noqa: PLC0415
     from rolloutmq.sync.transfer.ledger import Ledger  # noqa: PLC0415
-    from rolloutmq.sync.transfer.rounds import Transfer  # noqa: PLC0415
-    from rolloutmq.sync.wire import broadcaster, group  # noqa: PLC0415
+    from rolloutmq.sync.wire.sources import Sources  # noqa: PLC0415
 
     peer_process.end_with_parent()
     torch.set_num_threads(1)
-    fault, send = peer_process.Fault(), broadcaster.Broadcaster.send
-
-    def send_all(*args: Any) -> None:
-        send(*args)
-        fault.here("verify")
-
-    broadcaster.Broadcaster.send = send_all  # type: ignore[method-assign]
-    peer_process.watched(fault, Transfer, "_joins", "announce")
-    peer_process.watched(fault, broadcaster, "open_group", "rendezvous")
-    peer_process.watched(fault, group.GlooGroup, "broadcast", "broadcast")
+    fault = peer_process.Fault()
+    peer_process.watched(fault, Hub, "offer", "offer")
+    peer_process.watched(fault, Ledger, "announce", "announce")
+    peer_process.watched(fault, Hub, "_join", "join")
+    peer_process.watched(fault, Sources, "done", "done")
     peer_process.watched(fault, Ledger, "close", "commit")
+    peer_process.watch_sender(fault)
     url, until = told.pop("redis_url"), time.monotonic() + 20.0
     publisher = None
     while publisher is None:

@@ -14,19 +14,24 @@ from support.peers.peers import SHAPES, SLACK_S, Line, Peer, expected, version
 
 from rolloutmq.sync.tensors.snapshot import Snapshot
 from rolloutmq.sync.transfer.order import TransferReport
+from rolloutmq.worker.weights.follower import ATTEMPTS
 
 FAULTS = {
-    "SIGKILL": ("rendezvous", "ready", "broadcast", "arrived", "verify", "load", "readback"),
-    "SIGSTOP": ("rendezvous", "ready", "broadcast", "verify", "load"),
-    "raise": ("rendezvous", "ready", "load"),
+    "SIGKILL": ("join", "rendezvous", "ready", "broadcast", "fetch", "arrived", "verify", "amid", "load", "readback"),
+    "SIGSTOP": ("join", "rendezvous", "ready", "broadcast", "fetch", "verify", "amid", "load"),
+    "raise": ("join", "rendezvous", "ready", "load"),
     "flip": ("arrived", "readback"),
+    "lie": ("serve",),
 }
-WEIGHTS = (4, 1, 2, 3)
-"""How often each of them, in that order: a stop costs a deadline."""
+WEIGHTS = (4, 1, 2, 3, 2)
+"""How often each of them, in that order."""
+LATER = ("broadcast", "fetch", "amid", "serve")
+"""Points that are passed several times in an update."""
 FAULTY = 0.3
 TORN = 0.05
 """Share of updates in which a receiver fails, and in which the sender does."""
-ATTEMPTS = 4
+HALF = 0.5
+AGAIN = 4
 LARGE = {f"layer.{i}.weight": [2048, 2048] for i in range(20)} | {f"layer.{i}.norm": [2048] for i in range(20)}
 
 
@@ -34,7 +39,7 @@ class Soak:
     """Places for receivers, a spare for each, and what was seen."""
 
     def __init__(self, receivers: int, device: str, seed: int) -> None:
-        self.dice = random.Random(seed)
+        self.dice, self.places = random.Random(seed), random.Random(seed)  # faults do not depend on who was replaced
         self.gpu = device != "cpu"
         self.source = "cuda:0" if self.gpu else "cpu"
         self.shapes, self.bucket_bytes = (LARGE, 16 << 20) if self.gpu else (SHAPES, 512)
@@ -42,14 +47,15 @@ class Soak:
         self.seen: Counter[str] = Counter()
         self.seconds: list[float] = []
         self.regroups: list[float] = []
+        self.broken: set[Peer] = set()
         self.holds: dict[Peer, int] = {}
         self.spares = [self._start(place) for place in range(receivers)]
         self.peers = [self._start(place) for place in range(receivers)]
-        self.line = Line(self.peers)
+        self.line = Line(self.peers, timeout_s=self.timeout_s)
 
     def _start(self, place: int) -> Peer:
         device = f"cuda:{1 + place % (torch.cuda.device_count() - 1)}" if self.gpu else "cpu"
-        staging = self.dice.choice(("on", "off"))
+        staging = self.places.choice(("on", "off"))
         self.seen[f"staging_{staging}"] += 1
         return Peer(device, staging=staging, shapes=self.shapes)
 
@@ -61,7 +67,8 @@ class Soak:
         self.seen["joins"] += 1
 
     def update(self, number: int) -> None:
-        """One version, until everybody has it: again without those that failed, as the publisher does."""
+        """One version, until everybody has it. Half of them go by broadcast in a cell, at the first attempt."""
+        self.line.hub._cells._cpu = not self.gpu and self.dice.random() < HALF
         snapshot = version(number, self.source, self.shapes, self.bucket_bytes)
         sent, torn = snapshot, self.dice.random() < TORN
         if torn:  # the sender ends in the midst of it
@@ -69,34 +76,42 @@ class Soak:
             self.seen["torn"] += 1
         elif self.dice.random() < FAULTY:
             self._break_one()
-        for _ in range(ATTEMPTS):
+        for _ in range(AGAIN):
             behind = [peer for peer in self.peers if self.holds.get(peer) != number]
             if not behind:
-                return
+                break
             self._attempt(sent, snapshot, number, behind)
             sent = snapshot
-        self.seen["wrong"] += 1  # somebody never got it
+        else:
+            self.seen["wrong"] += 1  # somebody never got it
+        for peer in self.broken & set(self.peers):  # what it did not come to
+            peer.ask(fault={"at": "", "number": 0, "how": ""})
+        self.broken = set()
 
     def _break_one(self) -> None:
         (how,) = self.dice.choices(list(FAULTS), WEIGHTS)
         victim, at = self.dice.choice(self.peers), self.dice.choice(FAULTS[how])
         if at == "rendezvous":
             for peer in self.peers:
-                peer.group = ""
-        victim.ask(fault={"at": at, "number": self.dice.randint(1, 3) if at == "broadcast" else 1, "how": how})
+                peer.ask(leave=True)
+        victim.ask(fault={"at": at, "number": self.dice.randint(1, 3) if at in LATER else 1, "how": how})
+        self.broken.add(victim)
         self.seen[how] += 1
 
     def _attempt(self, sent: Snapshot, whole: Snapshot, number: int, behind: list[Peer]) -> None:
-        fresh = any(not peer.group for peer in behind)
+        fresh = {peer.ask(group=True) for peer in behind} == {""}
         before = {peer: self.holds.get(peer) for peer in behind}
-        reports, error, seconds = self.line.transfer(sent, behind, timeout_s=self.timeout_s)
-        self.seconds.append(seconds)
+        began = time.monotonic()
+        reports = self.line.transfer(sent, behind, timeout_s=self.timeout_s)
+        self.seconds.append(time.monotonic() - began)
         self.seen["transfers"] += 1
-        self.seen["hangs"] += seconds > self.timeout_s + 2 * SLACK_S
+        self.seen["hangs"] += self.seconds[-1] > ATTEMPTS * self.timeout_s + 2 * SLACK_S
         good = [report for report in reports if report is not None and report.ok]
-        if fresh and error is None and len(good) == len(behind):
+        if fresh and len(good) == len(behind) and all(report.way == "nccl" for report in good):
             self.regroups.append(max(report.rendezvous_s for report in good))
         for peer, report in zip(behind, reports, strict=True):
+            innocent = sent is whole and peer not in self.broken
+            self.seen["blamed"] += innocent and (report is None or not report.ok)
             self._judge(peer, report, before[peer], whole, number)
 
     def _judge(self, peer: Peer, report: TransferReport | None, had: int | None, whole: Snapshot, number: int) -> None:
@@ -118,13 +133,13 @@ class Soak:
             self.seen["wrong"] += holds != expected(old)
 
     def end(self) -> None:
-        self.line.broadcaster.close()
+        self.line.close()
         for peer in (*self.peers, *self.spares):
             peer.end()
 
 
 def soak(updates: int, receivers: int, device: str, seed: int = 0) -> dict[str, Any]:
-    """Figures of a soak; "wrong" and "hangs" must be 0."""
+    """Figures of a soak; "wrong", "hangs" and "blamed" (those that nothing happened to) must be 0."""
     began = time.monotonic()
     made = Soak(receivers, device, seed)
     try:
@@ -145,6 +160,7 @@ def soak(updates: int, receivers: int, device: str, seed: int = 0) -> dict[str, 
         "stops": seen["SIGSTOP"],
         "errors": seen["raise"],
         "flips": seen["flip"],
+        "lies": seen["lie"],
         "torn_sends": seen["torn"],
         "joins": seen["joins"],
         "refused_intact": seen["refused_intact"],
@@ -153,6 +169,7 @@ def soak(updates: int, receivers: int, device: str, seed: int = 0) -> dict[str, 
         "direct_receivers": seen["staging_off"] if made.gpu else 0,
         "wrong": seen["wrong"],
         "hangs": seen["hangs"],
+        "blamed": seen["blamed"],
         "deadline_s": made.timeout_s,
         "max_seconds": round(max(made.seconds), 3),
         "median_ms": round(1e3 * statistics.median(made.seconds), 2),

@@ -20,9 +20,6 @@ from rolloutmq.messages.broker import broker_of
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
-AFTER_S = 0.2
-
-
 publisher = partial(any_publisher, bucket_bytes=2048)
 
 
@@ -40,7 +37,7 @@ async def publish_and_leave(url: str, *versions: int, **settings: Any) -> None:
 
 @asynccontextmanager
 async def joined(url: str, **settings: Any) -> AsyncIterator[Running]:
-    async with worker(url, **({"peer_after_s": AFTER_S} | settings)) as running:
+    async with worker(url, **settings) as running:
         yield running
 
 
@@ -70,15 +67,5 @@ async def serve(url: str, count: int, before: int = 0) -> set[tuple[int, ...]]:
 
 
 async def is_waiting(ledger: Ledger, running: Running) -> bool:
-    return running.id in await ledger.wanted() and running.worker._status().state == "syncing"
-
-
-async def peers_transfers(ledger: Ledger) -> list[tuple[str, set[str]]]:
-    """Of every transfer that a worker opened: who, and for whom it went well."""
-    newest = int(await ledger.redis.hget(ledger.keys.weights, "epochs") or 0)
-    epochs = [await ledger.epoch(number) for number in range(1, newest + 1)]
-    return [
-        (epoch.by, {name for name, report in epoch.reports.items() if report.ok})
-        for epoch in epochs
-        if epoch is not None and epoch.by
-    ]
+    """Whether it lacks the committed version, and serves nothing."""
+    return version_of(running) < await ledger.committed() and running.worker._status().state == "syncing"

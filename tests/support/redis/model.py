@@ -127,7 +127,8 @@ class Model:
         self.workers: dict[str, bool] = {}  # registered -> its lease has run out
         self.counts: Counter[str] = Counter()
         self.unread: Counter[str] = Counter()
-        self.committed = 0
+        self.committed, self.served = 0, set[int]()  # the newest version, and all that ever were
+        self.holders: dict[str, str] = {}  # who offers the newest one, and where
         self.now = [0] * CLASSES  # the newest turn that a worker was given
         self.turns: list[dict[str, int]] = [{} for _ in range(CLASSES)]  # where each tenant's last job ends
         self.said: list[Entry] = []
@@ -384,6 +385,8 @@ class Model:
         assert state["takers"].keys() <= self.workers.keys(), "who shares what waits"
         assert state["workers"].keys() == self.workers.keys() == state.named("worker").keys(), "leases"
         assert int(state["weights"].get("committed", 0)) == self.committed
+        here = {who: where for who, where in self.holders.items() if not who or who in self.workers}
+        assert state["holders"] == here, "who offers the newest weights"
 
     def _check_keys(self, state: State) -> None:
         for key, ttl in state.ttl.items():

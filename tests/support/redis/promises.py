@@ -50,6 +50,6 @@ async def promises(client: Redis) -> Promises:
             lambda: lease.release([Release(jobs[2].id, claims[jobs[2].id].attempt)], 3),
             lambda: lease.bury(jobs[3].id, claims[jobs[3].id].attempt, "cause", "host", "error"),
             lambda: lease.expire(jobs[4].id, claims[jobs[4].id].attempt),
-            lambda: ledger.close(announcement, True),
+            lambda: ledger.close(announcement, True, None, {}),
         ],
     )

@@ -14,10 +14,10 @@ LINES = dict(re.findall(r"^ACL SETUSER rolloutmq-(\w+) (.*)$", DOCS.read_text(),
 ROLES = {
     "producer": ("enqueue", "cancel", "cancel_client", "stop", "ack", "overdue"),
     "worker": (
-        "claim", "complete", "checkpoint", "heartbeat", "release", "dead", "expire", "reap", "leave", "join", "report",
-        "want", "offer", "seal", "close", "take_command", "answer_command", "cancel", "learn",
+        "claim", "complete", "checkpoint", "heartbeat", "release", "dead", "expire", "reap", "leave", "report",
+        "take_command", "answer_command", "cancel", "learn",
     ),
-    "publisher": ("announce", "seal", "close", "learn"),
+    "publisher": ("announce", "close", "learn"),
     "operator": (
         "enqueue", "dead_page", "drop_letter", "cancel", "cancel_client", "ack", "overdue", "command", "audit_jobs",
         "audit_keys", "audit_members", "audit_totals",

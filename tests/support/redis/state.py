@@ -10,6 +10,8 @@ LASTING = {
     "load",
     "bell",
     "weights",
+    "holders",
+    "transfers",
     "dead",
     "letters",
     "workers",
@@ -49,7 +51,7 @@ class State:
 
     def stable(self) -> dict[str, Any]:
         """What a script sent a second time must leave as it is: all but ends of leases and what only says 'look'."""
-        look = ("bell", "wake", "token", "news", "workers", "clock")
+        look = ("bell", "transfers", "wake", "token", "news", "workers", "clock")
         quiet = {key: found for key, found in self.keys.items() if key.partition(":")[0] not in look}
         return quiet | {"workers": set(self["workers"])}
 

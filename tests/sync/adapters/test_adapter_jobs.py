@@ -41,7 +41,7 @@ async def commit(db: Redis, *versions: tuple[str, int]) -> None:
             version=version, epoch=epoch, host="h", port=1, join_timeout_s=1, transfer_timeout_s=1, adapter=name
         )
         await ledger.announce(told)
-        await ledger.close(told, committed=True)
+        await ledger.close(told, committed=True, holder=None, lost={})
 
 
 async def claimed(lease: Lease, adapters: Mapping[str, int], version: int = 0, jobs: int = 64) -> list[str]:

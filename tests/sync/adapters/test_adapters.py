@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,14 @@ from rolloutmq.messages.errors import EngineError, TransferTimeout
 from rolloutmq.messages.model.weights import WeightAnnouncement
 from rolloutmq.messages.scripts import Scripts
 from rolloutmq.messages.scripts.calls import Call
-from rolloutmq.sync.adapters import transfer as wire
+from rolloutmq.sync.adapters import Fetch
 from rolloutmq.sync.adapters.format import Adapter
 from rolloutmq.sync.disk.store import SnapshotStore
-from rolloutmq.sync.transfer.ledger import Ledger
-from rolloutmq.sync.transfer.order import TransferReport
-from rolloutmq.sync.wire.store import serve_store
+from rolloutmq.sync.publish.hub import Hub, Outgoing
+from rolloutmq.sync.transfer.ledger import Holder, Ledger
+from rolloutmq.sync.transfer.order import SENDER_GONE, TransferOrder, TransferReport
+from rolloutmq.sync.wire import Lines
+from rolloutmq.sync.wire.sources import DIRECT
 from rolloutmq.worker.engine.loaded_adapters import NOT_ENABLED
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -53,16 +57,13 @@ def check_loaded(engine: ScriptedEngine, name: str, version: int, dtype: torch.d
         assert torch.equal(adapter.tensors[key], tensor), key
 
 
-@pytest.mark.parametrize("chunk", [256, 4 << 20])
-async def test_every_worker_gets_every_bit(
-    redis_db: str, db: Redis, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wire, "CHUNK_BYTES", chunk)
+@pytest.mark.parametrize("bucket_bytes", [512, 4 << 20])
+async def test_every_worker_gets_every_bit(redis_db: str, db: Redis, bucket_bytes: int) -> None:
     ledger = Ledger(db, "default")
     async with (
         worker(redis_db, engine=ScriptedEngine(lora=True)) as one,
         worker(redis_db, engine=ScriptedEngine(lora=True)) as two,
-        publisher(redis_db, bucket_bytes=512) as source,
+        publisher(redis_db, bucket_bytes=bucket_bytes) as source,
     ):
         for name, version in (("math", 3), ("code", 1), ("math", 4)):
             report = await publish(source, name, version)
@@ -77,8 +78,8 @@ async def test_every_worker_gets_every_bit(
         assert await ledger.version_state("math@4") == "committed"
         assert await ledger.committed() == 0
         assert source._sender is not None
-        assert source._sender._line is not None
-        assert source._sender._line.store.num_keys() == 0  # nothing of a transfer stays
+        kept = [each.snapshot.manifest.version for each in source._sender._hub._outgoing.values()]
+        assert sorted(kept) == [1, 4]  # for whoever comes late, and nothing else of a transfer stays
         for version in (4, 3, 0, -1, True, 1 << 40):
             with pytest.raises(InvalidField, match="version"):
                 source.publish_adapter("math", version, tensors(1), CONFIG)
@@ -106,7 +107,10 @@ async def test_a_worker_without_lora_says_so_and_the_others_serve(
 
 async def test_what_cannot_be_loaded_is_refused_and_not_asked_for_again(redis_db: str, db: Redis) -> None:
     class Small(ScriptedEngine):
+        asked = 0
+
         async def load_adapter(self, adapter: Adapter) -> None:
+            self.asked += 1
             raise EngineError("rank 4 is above max_lora_rank=2")
 
     async with (
@@ -119,26 +123,29 @@ async def test_what_cannot_be_loaded_is_refused_and_not_asked_for_again(redis_db
         assert report.failures == {small.id: "load: rank 4 is above max_lora_rank=2"}
         follower = small.worker._follower
         assert follower is not None
-        follower.adapters._asked = 0.0
-        await follower.adapters.keep_up(small.id)
-        assert await Ledger(db, "default").wanted_adapters() == {}
+        assert await Ledger(db, "default").adapters() == {"math": 1}
+        assert not await follower.adapters.keep_up(small.id, follower.turn)
+        assert small.engine.asked == 1  # type: ignore[attr-defined]
 
 
 async def test_a_flipped_bit_is_found_and_named(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with worker(redis_db, engine=ScriptedEngine(lora=True)) as running, publisher(redis_db) as source:
         assert (await publish(source, "math", 1)).state == "committed"
-        put = wire._Source._put
+        offer = Hub.offer
 
-        def flipped(self: Any, epoch: int) -> None:
-            bucket = self._parcel.snapshot.buckets[0]
-            bucket[1] ^= 4
-            put(self, epoch)
-            bucket[1] ^= 4
+        def flipped(self: Hub, *told: Any) -> Outgoing:
+            outgoing = offer(self, *told)
+            sent = outgoing.snapshot.buckets[0].clone()
+            sent[1] ^= 4
+            outgoing.offer._bucket = lambda index: sent
+            return outgoing
 
-        monkeypatch.setattr(wire._Source, "_put", flipped)
+        monkeypatch.setattr(Hub, "offer", flipped)
         report = await publish(source, "math", 2)
         assert report.state == "failed"
-        assert f"verify: DigestMismatch: tensor {Q}.lora_A.weight" in report.failures[running.id]
+        why = report.failures[running.id]
+        assert f"receive: DigestMismatch: tensor {Q}.lora_A.weight" in why
+        assert f"from {source._sender._hub.address}" in why  # type: ignore[union-attr]
         assert running.engine.loaded.keys() == {("math", 1)}
 
 
@@ -153,12 +160,35 @@ async def test_nan_is_not_sent(redis_db: str) -> None:
 
 
 def test_a_trainer_that_goes_silent_is_given_up_in_time() -> None:
-    store = serve_store("127.0.0.1")
-    announcement = WeightAnnouncement(
-        version=1, epoch=1, host="127.0.0.1", port=store.port, join_timeout_s=1, transfer_timeout_s=0.3, adapter="math"
-    )
-    with pytest.raises(TransferTimeout):
-        wire.Fetch(announcement).run()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        told = WeightAnnouncement(
+            version=1,
+            epoch=1,
+            host="127.0.0.1",
+            port=silent.getsockname()[1],
+            token="t",
+            join_timeout_s=1,
+            transfer_timeout_s=0.3,
+            adapter="math",
+        )
+        fetch = Fetch(Lines(None, 0, 1), TransferOrder.of_announcement(told, "w"), "math")
+        with pytest.raises(TransferTimeout, match=SENDER_GONE):
+            fetch.run()
+        assert fetch.phase == "rendezvous"
+
+
+async def test_the_trainer_sends_few_copies_however_many_take_one(redis_db: str) -> None:
+    async with AsyncExitStack() as stack:
+        pool = [await stack.enter_async_context(worker(redis_db, engine=ScriptedEngine(lora=True))) for _ in range(6)]
+        source = await stack.enter_async_context(publisher(redis_db, bucket_bytes=512))
+        report = await publish(source, "math", 1)
+        assert (set(report.workers), report.failures) == ({running.id for running in pool}, {})
+        for running in pool:
+            check_loaded(running.engine, "math", 1)
+        assert source._sender is not None
+        (outgoing,) = source._sender._hub._outgoing.values()
+        assert outgoing.sources.copies == DIRECT < len(pool)
+        assert outgoing.sent_bytes == DIRECT * sum(outgoing.snapshot.manifest.bucket_nbytes)
 
 
 async def test_snapshots_on_disk_are_of_weights_only(redis_db: str, tmp_path: Path) -> None:
@@ -205,12 +235,12 @@ async def test_every_script_run_twice_changes_nothing(
     quiet = asyncio.Lock()
 
     async def twice(self: Scripts, call: Call) -> Any:
-        if call.script in {"announce", "seal", "report", "close", "want", "enqueue", "release", "cancel", "leave"}:
+        if call.script in {"announce", "report", "close", "enqueue", "release", "cancel", "leave"}:
             async with quiet:
                 first = await once(self, call)
-                before = await dump(db, ("bell", "wake"))
+                before = await dump(db, ("bell", "wake", "transfers"))
                 await once(self, call)
-                assert await dump(db, ("bell", "wake")) == before, call.script
+                assert await dump(db, ("bell", "wake", "transfers")) == before, call.script
                 seen.add(call.script)
                 return first
         return await once(self, call)
@@ -223,20 +253,16 @@ async def test_every_script_run_twice_changes_nothing(
             version=version, epoch=version, host="h", port=1, join_timeout_s=1, transfer_timeout_s=1, adapter="math"
         )
         await ledger.announce(told)
-        await ledger.want("w1", 0, "math")
-        await ledger.want("w1", 0)
-        assert await ledger.wanted_adapters() == {"math": {"w1": 0}}
-        await ledger.seal(told)
-        await ledger.report(version, "w1", TransferReport(ok=True, phase="done"), "math")
-        assert await ledger.wanted_adapters() == {}
-        assert await ledger.wanted() == {"w1": 0}
-        await ledger.close(told, version == 1)
+        await ledger.report(told, "w1", TransferReport(ok=version == 1, phase="done"))
+        assert await ledger.adapters() == {"math": 1}  # by the worker's report, and the trainer's word changes nothing
+        holder = Holder(version, "h:1", "token")
+        assert await ledger.close(told, version == 1, holder, {"w2": "was lost"}) == (version == 1)
     assert await ledger.adapters() == {"math": 1}
+    assert await ledger.adapter_holder("math") == Holder(1, "h:1", "token")
     waiting = lora()
     await broker.enqueue([waiting])
     assert await lease.claim(8, 8, 0) == []
     await broker.cancel([waiting.id])
-    await ledger.want("w1", 0, "math")
     await lease.leave()
-    assert await db.exists(broker.keys.wanted, *broker.keys.later) == 0
-    assert seen >= {"announce", "seal", "report", "close", "want", "enqueue", "cancel", "leave"}
+    assert await db.exists(*broker.keys.later) == 0
+    assert seen >= {"announce", "report", "close", "enqueue", "cancel", "leave"}

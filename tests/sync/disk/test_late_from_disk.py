@@ -35,7 +35,7 @@ async def test_a_late_worker_reads_the_committed_version_from_disk(
     async with joined(redis_db, snapshots=str(tmp_path)) as late:
         assert await serve(redis_db, 3) == {(2,)}
         check_equal(late.engine, 2)
-        assert await ledger.wanted() == {}
+        assert not await is_waiting(ledger, late)
         late.engine.weights = {}
         late.engine.kill()  # a restarted engine finds it again
         await eventually(lambda: late.engine.starts == 2)
@@ -76,6 +76,7 @@ async def test_a_snapshot_that_is_not_the_version_is_refused_and_others_are_aske
     await publish_and_leave(redis_db, 2, snapshots=folder)
     spoil(folder)
     async with joined(redis_db, snapshots=str(folder)) as late:
+        await eventually(lambda: any("is refused" in record.message for record in caplog.records))
         await eventually(lambda: is_waiting(ledger, late))
         assert [said in record.message for record in caplog.records if "is refused" in record.message] == [True]
         assert late.engine.weights == {}

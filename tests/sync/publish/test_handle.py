@@ -15,7 +15,7 @@ from support.pools.pool import eventually, worker
 from rolloutmq.messages import connect
 from rolloutmq.sync.publish import publisher as module
 from rolloutmq.sync.transfer.ledger import Ledger
-from rolloutmq.sync.wire import broadcaster
+from rolloutmq.sync.wire import Offer
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 NBYTES = sum(tensor.numel() * tensor.element_size() for tensor in weights(1).values())
@@ -57,13 +57,13 @@ class Held:
         self._go.set()
 
 
-def amid_the_buckets(sender: broadcaster.Broadcaster) -> bool:
-    return sender.sent_bytes > 0
+def amid_the_buckets(offer: Offer) -> bool:
+    return offer.sent_bytes > 0
 
 
 async def test_progress_from_the_turn_to_the_end(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
     digesting = Held(monkeypatch, module, "_snapshot")
-    sending = Held(monkeypatch, broadcaster.Broadcaster, "_check", amid_the_buckets)
+    sending = Held(monkeypatch, Offer, "send", amid_the_buckets)
     async with worker(redis_db) as running, publisher(redis_db, bucket_bytes=2048) as source:
         handle = source.publish(1, weights(1).items())
         await digesting.there()
@@ -72,8 +72,9 @@ async def test_progress_from_the_turn_to_the_end(redis_db: str, monkeypatch: pyt
         assert waiting.progress().phase == "waiting"
         digesting.go()
         await sending.there()
+        await eventually(lambda: handle.progress().phase == "sending")
         seen = handle.progress()
-        assert (seen.phase, seen.total_bytes, seen.workers) == ("sending", NBYTES, (running.id,))
+        assert (seen.total_bytes, seen.workers) == (NBYTES, (running.id,))
         assert 0 < seen.sent_bytes < NBYTES
         sending.go()
         assert (await asyncio.to_thread(handle.wait, 60)).state == "committed"
@@ -115,11 +116,13 @@ async def test_amid_the_buckets_the_old_weights_serve_on(
     async with worker(redis_db) as one, worker(redis_db) as two, publisher(redis_db, bucket_bytes=2048) as source:
         assert (await asyncio.to_thread(source.publish(1, weights(1).items()).wait, 60)).state == "committed"
         with monkeypatch.context() as patch:
-            sending = Held(patch, broadcaster.Broadcaster, "_check", amid_the_buckets)
+            sending = Held(patch, Offer, "send", amid_the_buckets)
             handle = source.publish(2, weights(2).items())
             await sending.there()
             handle.abort("the loss went up")
-            await eventually(sending.first._broken)  # else what is left may be sent before the sender's thread knows
+            await eventually(
+                lambda: sending.first.over
+            )  # else what is left may be sent before the sender's thread knows
             sending.go()
             report = await asyncio.to_thread(handle.wait, 60)
         assert report.state == "aborted"
@@ -143,6 +146,7 @@ async def test_while_workers_are_waited_for(redis_db: str) -> None:
         handle.abort()
         report = await asyncio.to_thread(handle.wait, 60)
         assert (report.state, report.failures) == ("aborted", {running.id: "aborted by the trainer"})
+        assert await asyncio.to_thread(handle.wait, 60, for_="committed") is report  # there is nothing more to wait for
 
 
 class Slow(ScriptedEngine):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.peers.publishing import publisher, weights
 from support.pools.commanded import hurry
+from support.pools.late import is_waiting
 from support.pools.pool import check_scripted, eventually, wait_replies, worker
 from support.specimens.messages import job
 
@@ -183,7 +184,7 @@ async def test_without_a_publisher_a_late_joiner_does_not_serve(redis_db: str, l
     async with publisher(redis_db) as source:
         await publish(source, 1)
     async with worker(redis_db) as late:
-        await eventually(lambda: ledger.redis.hexists(ledger.keys.wanted, late.id))
+        await eventually(lambda: is_waiting(ledger, late))
         await enqueue(redis_db, 1, 3)
         assert late.worker._status().state == "syncing"
         assert await broker.count_replies("client") == 0
@@ -193,7 +194,7 @@ async def test_without_a_publisher_a_late_joiner_does_not_serve(redis_db: str, l
                 source.publish(1, weights(1).items())
             assert (await publish(source, 2)).workers == (late.id,)
             assert [one.versions for one in await results_of(redis_db, 1)] == [(2,)]
-    assert await ledger.wanted() == {}
+            assert not await is_waiting(ledger, late)
 
 
 async def test_an_engine_that_restarts_catches_up(redis_db: str) -> None:

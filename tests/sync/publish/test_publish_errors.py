@@ -21,7 +21,7 @@ from rolloutmq import InvalidField, WeightPublisher
 from rolloutmq.messages import WeightAnnouncement, WeightSyncError
 from rolloutmq.sync.disk.errors import SnapshotError
 from rolloutmq.sync.packing import packing
-from rolloutmq.sync.transfer import SyncOptions, SyncSettings, Transfer
+from rolloutmq.sync.transfer import Ledger, SyncOptions, SyncSettings
 
 LAYER = torch.nn.Linear(2, 3)
 PAIRS = r"\(name, tensor\) pairs, such as model\.named_parameters\(\)"
@@ -61,21 +61,19 @@ def test_sglangs_own_update_group_is_refused_with_what_to_use(redis_db: str) -> 
         assert (caught.value.field, caught.value.value) == ("transfer", "stock")
 
 
-async def test_an_older_trainers_transfer_through_it_is_refused_by_name(
-    redis_db: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seal = Transfer._seal
+async def test_an_older_trainers_transfer_is_refused_by_name(redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    announce = Ledger.announce
 
-    def by_stock(self: Transfer, *told: Any) -> WeightAnnouncement:
-        return seal(self, *told).model_copy(update={"stock": True})
+    async def announced(self: Ledger, told: WeightAnnouncement) -> None:
+        await announce(self, told.model_copy(update={"token": ""}))
 
     # The first transfer that is prepared in a process imports for seconds.
     async with worker(redis_db) as one, publisher(redis_db, transfer_timeout_s=30.0) as source:
-        with monkeypatch.context() as older:
-            older.setattr(Transfer, "_seal", by_stock)
+        with monkeypatch.context() as patch:
+            patch.setattr(Ledger, "announce", announced)
             report = await publish(source, 1)
         assert report.state == "failed"
-        assert "transfer='stock': 'own'; " in report.failures[one.id]
+        assert "upgrade trainer and workers together" in report.failures[one.id]
         assert one.engine.weights == {}
         assert not one.worker._follower.quarantined
         report = await publish(source, 2)
@@ -194,10 +192,10 @@ async def test_an_adapter_that_is_not_sent_is_named(
         monkeypatch.undo()
         assert source._sender is not None
 
-        async def broken(parcel: Any) -> Any:
+        async def broken(*told: Any) -> Any:
             raise OSError("no way")
 
-        monkeypatch.setattr(source._sender.adapters, "send", broken)
+        monkeypatch.setattr(source._sender, "send", broken)
         with pytest.raises(WeightSyncError, match=r"^version 2 of adapter math: no way$"):
             await adapters.publish(source, "math", 2)
     told = [each.getMessage() for each in caplog.records if each.name == "rolloutmq.sync.publish.publisher"]

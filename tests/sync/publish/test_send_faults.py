@@ -1,4 +1,4 @@
-"""A publish that raises leaves nothing behind: not in the trainer's store, and not as a version to be sent later."""
+"""A publish that raises leaves nothing behind: not in the trainer's memory, and not as a version to be sent later."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from support.pools.pool import eventually, worker
 from support.specimens import adapters
 
 from rolloutmq.messages import WeightSyncError, connect
-from rolloutmq.sync.publish.sender import Sender
-from rolloutmq.sync.transfer.ledger import Ledger
+from rolloutmq.sync.transfer.ledger import Holder, Ledger
 from rolloutmq.sync.transfer.order import TransferOrder, TransferReport
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -32,41 +31,58 @@ def failing(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     monkeypatch.setattr(Ledger, call, fail)
 
 
-def keys(source: Any) -> int:
-    """How many values the trainer's store has."""
-    return int(source._sender._line.store.num_keys())
+def offered(source: Any) -> list[int]:
+    """The versions that the trainer keeps for others."""
+    hub = source._sender._hub
+    assert hub._shelf._offers.keys() == hub._outgoing.keys()
+    return [outgoing.snapshot.manifest.version for outgoing in hub._outgoing.values()]
 
 
-@pytest.mark.parametrize("call", ["announce", "epoch", "seal"])
+@pytest.mark.parametrize("call", ["live_workers", "new_epoch", "announce"])
 async def test_a_version_whose_publish_raised_is_never_sent(
     redis_db: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Who comes later gets the last version that was committed, at the first attempt."""
-    caught_up: list[Any] = []
-    catch_up = Sender.catch_up
+    orders: list[TransferOrder] = []
 
-    async def counted(self: Sender) -> Any:
-        caught_up.append("raised")
-        caught_up[-1] = await catch_up(self)
-        return caught_up[-1]
+    class Noting(ScriptedEngine):
+        async def prepare_weights(self, order: TransferOrder) -> TransferReport:
+            orders.append(order)
+            return await super().prepare_weights(order)
 
-    async with worker(redis_db, peer_after_s=None) as running, publisher(redis_db) as source:
-        assert (await publish(source, 1)).state == "committed"
-        before = keys(source)
-        assert (await publish(source, 2)).state == "committed"
-        assert keys(source) == before
+    async with worker(redis_db) as running, publisher(redis_db) as source:
+        for version in (1, 2):
+            assert (await publish(source, version)).state == "committed"
+            assert offered(source) == [version]
         failing(monkeypatch, call)
         with pytest.raises(WeightSyncError, match="version 3: the ledger fails"):
             await publish(source, 3)
         monkeypatch.undo()
-        assert keys(source) == before
-        monkeypatch.setattr(Sender, "catch_up", counted)
-        async with worker(redis_db, peer_after_s=None) as late:
+        assert offered(source) == [2]
+        async with worker(redis_db, engine=Noting()) as late:
             await eventually(lambda: late.worker._generation.version)
             assert late.worker._generation.version == running.worker._generation.version == 2
-            await eventually(lambda: [result.workers for result in caught_up if result != "raised"] == [(late.id,)])
+            assert [order.version for order in orders] == [2]
             assert await ledger.committed() == 2
             assert (await publish(source, 4)).state == "committed"
+
+
+async def test_one_that_a_worker_serves_is_had_from_it_though_its_publish_raised(
+    redis_db: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's own report commits it, not the trainer."""
+    async with worker(redis_db) as running, publisher(redis_db) as source:
+        assert (await publish(source, 1)).state == "committed"
+        failing(monkeypatch, "close")
+        with pytest.raises(WeightSyncError, match="version 2: the ledger fails"):
+            await publish(source, 2)
+        monkeypatch.undo()
+        assert offered(source) == [1]
+        assert await ledger.committed() == running.worker._generation.version == 2
+        async with worker(redis_db) as late:
+            await eventually(lambda: late.worker._generation.version == 2)
+            report = await publish(source, 3)
+            assert (report.state, set(report.workers)) == ("committed", {running.id, late.id})
 
 
 async def test_a_first_version_that_no_worker_took_is_not_committed_later(
@@ -78,31 +94,34 @@ async def test_a_first_version_that_no_worker_took_is_not_committed_later(
                 return TransferReport(False, "verify", "DigestMismatch: tensor first")
             return await super().prepare_weights(order)
 
-    want, asked = Ledger.want, list[str]()
+    holders, asked = Ledger.holders, list[int]()
 
-    async def counted(self: Ledger, worker_id: str, version: int, adapter: str = "") -> None:
-        await want(self, worker_id, version, adapter)
-        asked.append(worker_id)
+    async def counted(self: Ledger, version: int) -> tuple[Holder | None, list[Holder]]:
+        asked.append(version)
+        return await holders(self, version)
 
     async with publisher(redis_db) as source:
         assert (await publish(source, 1)).state == "committed"  # into an empty pool
-    async with worker(redis_db, engine=Picky(), peer_after_s=None) as running, publisher(redis_db) as source:
+    async with worker(redis_db, engine=Picky()) as running, publisher(redis_db) as source:
         assert (await publish(source, 2)).state == "failed"
-        monkeypatch.setattr(Ledger, "want", counted)  # it is behind version 1, and would take 2 now
+        assert offered(source) == []
+        monkeypatch.setattr(Ledger, "holders", counted)  # it is behind version 1, and would take 2 now
         await eventually(lambda: len(asked) >= 2)
+        assert set(asked) == {1}
         assert await ledger.version_state(2) == "failed"
         assert running.worker._generation.version == 0
         assert (await publish(source, 3)).state == "committed"
 
 
-async def test_an_adapter_whose_publish_raised_leaves_no_bytes_in_the_store(
-    redis_db: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", ["new_epoch", "announce", "close"])
+async def test_an_adapter_whose_publish_raised_is_not_kept(
+    redis_db: str, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     async with worker(redis_db, engine=ScriptedEngine(lora=True)), publisher(redis_db) as source:
         assert (await adapters.publish(source, "math", 1)).state == "committed"
-        before = keys(source)
-        failing(monkeypatch, "close")
+        assert offered(source) == [1]
+        failing(monkeypatch, call)
         with pytest.raises(WeightSyncError, match="the ledger fails"):
             await adapters.publish(source, "math", 2)
         monkeypatch.undo()
-        assert keys(source) == before
+        assert offered(source) == [1]

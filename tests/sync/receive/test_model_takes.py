@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from support.peers.peers import Line
 
 from rolloutmq.messages import WeightSyncError
+from rolloutmq.sync.packing.buckets import fill
 from rolloutmq.sync.packing.packing import PackedWeights
-from rolloutmq.sync.receive.lend import Held
+from rolloutmq.sync.receive.lend import _ready
 from rolloutmq.sync.receive.pending import CPU
 from rolloutmq.sync.receive.receiver import Receiver
 from rolloutmq.sync.tensors.digester import digest
@@ -68,21 +69,18 @@ def updates() -> Iterator[Callable[..., Update]]:
         receiver, versions = Receiver(CPU, model_dir=str(stored)), iter(range(1, 9))
 
         def update(sent: Tensors, **order: Any) -> TransferReport:
-            group = receiver.kept.wire.group.name if receiver.kept.wire.group is not None else ""
             snapshot = PackedWeights(next(versions), sent, 64).snapshot()
-            sending = line.begin(snapshot, [group], timeout_s=20.0, **order)
+            sending = line.begin(snapshot, ["w"], **order)
             report = receiver.prepare(sending.orders[0])
             if report.ok:
-                report = receiver.commit(sending.announcement.epoch, model)
-            if not report.ok:
-                line.broadcaster.give_up("refused")
-            sending.thread.join()
+                report = receiver.commit(sending.orders[0].epoch, model)
+            line.over(sending)
             return report
 
         return update
 
     yield of
-    line.broadcaster.close()
+    line.close()
 
 
 def checkpoint(folder: Path, kept: Tensors) -> Path:
@@ -143,14 +141,16 @@ def test_an_untied_model_needs_its_head(
     assert torch.equal(model.lm_head.weight, first[HEAD])
 
 
-def test_a_peer_leaves_out_only_what_it_holds_under_another_name() -> None:
+def test_an_engine_offers_a_tied_tensor_that_it_holds_under_another_name() -> None:
     second = tensors(2)
     held = {name: second[name] for name in (EMBED, NORM)}
-    buffers = [torch.zeros(256, dtype=torch.uint8)]
-    same = PackedWeights(1, second | {HEAD: second[EMBED]}).snapshot().manifest
-    assert {spec.name for spec in Held(same, held, buffers).manifest.tensors} == {EMBED, NORM}
-    with pytest.raises(WeightSyncError, match=f"tensor {HEAD}: digest"):
-        Held(PackedWeights(1, second).snapshot().manifest, held, buffers)
+    same = PackedWeights(1, second | {HEAD: second[EMBED]}).snapshot()
+    for bucket, inside in zip(same.buckets, _ready(same.manifest, held).inside, strict=True):
+        made = torch.zeros_like(bucket)
+        fill(made, inside)
+        assert torch.equal(made, bucket)
+    with pytest.raises(WeightSyncError, match=f"the engine does not keep {HEAD}"):
+        _ready(PackedWeights(1, second).snapshot().manifest, held)
 
 
 DTYPES = [

@@ -1,24 +1,20 @@
-"""An update that lies as the one before it: ready at once, and told of the digests while its buckets come."""
+"""An update that lies as the one before it: told in brief, and its group stays, whatever became of a connection."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.peers.peers import expected, version
-from test_corruption import TIMEOUT_S, Rank, Stream
+from support.peers.peer_process import without_streams
+from support.peers.peers import Line, expected, version
+from test_corruption import TIMEOUT_S, Rank
 
-from rolloutmq.sync.receive.arriving import Arriving
-from rolloutmq.sync.receive.pending import Kept, Pending
-from rolloutmq.sync.receive.ways import standing_way
+from rolloutmq.sync.receive import pending
 from rolloutmq.sync.tensors.snapshot import Snapshot
-from rolloutmq.sync.transfer.order import TransferReport
-from rolloutmq.sync.wire.broadcaster import Broadcaster
-from rolloutmq.sync.wire.store import EpochKeys
+from rolloutmq.sync.wire.lines import Place
+from rolloutmq.sync.wire.store import EpochKeys, serve_store
 
 
 class Gone:
@@ -31,64 +27,53 @@ class Gone:
         return call
 
 
-class Quick(Rank):
-    """Takes what comes over gloo as if it came over NCCL: queued ahead of the commit."""
-
-    def update(self, snapshot: Snapshot, between: Any = None, **order: Any) -> TransferReport:
-        return super().update(snapshot, between, transport="nccl", **order)
-
-
-@pytest.fixture(params=[True, False], ids=["staged", "direct"])
-def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Quick]:
-    monkeypatch.setattr("torch.cuda.stream", lambda _: contextlib.nullcontext())
-    made = Quick(staged=request.param, halves=False)
-    if request.param:
-        made.receiver.kept.streams = lambda: (Stream(), Stream())  # type: ignore[method-assign]
+@pytest.fixture(params=["pulled", "staged", "direct"])
+def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    without_streams(monkeypatch.setattr)
+    made = Rank(request.param, halves=False)
     assert made.update(version(1)).ok
     made.check_holds(version(1))
     yield made
-    made.receiver.kept.wire.drop_group()
-    made.line.broadcaster.close()
+    made.receiver.kept.lines.forget()
+    made.line.close()
+
+
+in_cells = pytest.mark.parametrize("rank", ["staged", "direct"], indirect=True)
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a receiver did, in its order."""
-    seen: list[str] = []
+def manifests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Versions whose manifest was fetched."""
+    seen, fetch = [], pending.fetch_manifest
 
-    def noted(owner: Any, name: str, what: str) -> None:
-        original = getattr(owner, name)
+    def noted(order: Any) -> Any:
+        seen.append(order.version)
+        return fetch(order)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            seen.append(what)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, call)
-
-    noted(Pending, "say_ready", "ready")
-    noted(Arriving, "queue_ahead", "queued")
-    noted(Kept, "hear", "told")
+    monkeypatch.setattr(pending, "fetch_manifest", noted)
     return seen
 
 
-def test_it_is_ready_before_it_is_told(rank: Quick, steps: list[str]) -> None:
+def test_what_lies_as_before_is_told_in_brief(rank: Rank, manifests: list[int]) -> None:
     for number in (2, 3):
         report = rank.update(version(number))
         assert (report.ok, report.readback, report.nbytes) == (True, True, version(number).manifest.nbytes), report
         rank.check_holds(version(number))
-    assert steps == ["ready", "queued", "told"] * 2
-
-
-def test_another_layout_is_told_first(rank: Quick, steps: list[str]) -> None:
-    """In a group of its own, which is the mark that there is something to hear first."""
-    other, group = version(2, bucket_bytes=1024), rank.receiver.kept.wire.group
+    assert manifests == []
+    other = version(4, bucket_bytes=1024)
     assert rank.update(other).ok
     rank.check_holds(other)
-    assert steps == ["told", "ready", "queued"]
-    assert rank.receiver.kept.wire.group is not group
+    assert manifests == [4]
 
 
-def test_a_flipped_bit_is_found_all_the_same(rank: Quick) -> None:
+@in_cells
+def test_another_layout_needs_no_new_group(rank: Rank) -> None:
+    group = rank.receiver.kept.lines.group
+    assert rank.update(version(2, bucket_bytes=1024)).ok
+    assert rank.receiver.kept.lines.group is group
+
+
+def test_a_flipped_bit_is_found_all_the_same(rank: Rank) -> None:
     honest = version(2)
     buckets = [bucket.clone() for bucket in honest.buckets]
     buckets[-1][0] ^= 1
@@ -99,69 +84,51 @@ def test_a_flipped_bit_is_found_all_the_same(rank: Quick) -> None:
         assert rank.bits() == expected(version(1))
 
 
-def test_a_version_that_lies_otherwise_than_announced_is_refused(rank: Quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = rank.bits()
-    hear = Kept.hear
-
-    def lied(self: Kept, *args: Any) -> Any:
-        return dataclasses.replace(hear(self, *args), layout="0" * 32)
-
-    monkeypatch.setattr(Kept, "hear", lied)
+def test_a_sender_that_started_again_is_joined_anew(rank: Rank) -> None:
+    """At another address: nothing of the first one's is of use there."""
+    rank.line.close()
+    group, rank.line = rank.receiver.kept.lines.group, Line(cells=rank.way != "pulled")
     report = rank.update(version(2))
-    assert (report.ok, report.intact, report.phase) == (False, True, "rendezvous")
-    assert "is not the one in its group's name" in report.error
-    assert rank.bits() == before
-    monkeypatch.undo()
+    assert report.ok, report
+    rank.check_holds(version(2))
+    assert group is None or rank.receiver.kept.lines.group is not group
 
 
-def test_a_sender_that_is_gone_is_not_taken_for_the_one_that_was(rank: Quick) -> None:
-    """It is looked for anew."""
-    group = rank.receiver.kept.wire.group
-    assert group is not None
-    (order,) = rank.line.begin(version(2), [group.name], timeout_s=TIMEOUT_S, transport="nccl").orders
-    lose_connection(rank)
-    way = standing_way(rank.receiver.kept, order, time.monotonic() + TIMEOUT_S)
-    assert way is not None
-    assert not way.restart()
-    assert way.arriving is None
-    rank.line.broadcaster.give_up("over")
+def lose_connection(rank: Rank) -> None:
+    lines = rank.receiver.kept.lines
+    sender, port, _ = lines._store  # type: ignore[misc]
+    assert sender is not None
+    sender.close()
+    lines._store = sender, port, Gone()
 
 
-def lose_connection(rank: Quick) -> None:
-    host, port, _ = rank.receiver.kept.wire._store  # type: ignore[misc]
-    rank.receiver.kept.wire._store = host, port, Gone()
-
-
-def test_a_lost_connection_costs_no_group(rank: Quick) -> None:
+@in_cells
+def test_a_lost_connection_costs_no_group(rank: Rank) -> None:
     """The sender is there, and stands in the group as this one does: it would wait for nobody to make it anew."""
-    group = rank.receiver.kept.wire.group
+    group = rank.receiver.kept.lines.group
     lose_connection(rank)
     report = rank.update(version(2))
     assert report.ok, report
     rank.check_holds(version(2))
-    assert rank.receiver.kept.wire.group is group
+    assert rank.receiver.kept.lines.group is group
 
 
-def test_a_restarted_sender_has_no_part_in_a_group_of_that_name(rank: Quick) -> None:
-    wire, other = rank.receiver.kept.wire, Broadcaster("127.0.0.1", 0)
-    assert wire.group is not None
-    order = dataclasses.replace(
-        rank.line.begin(version(2), [wire.group.name], timeout_s=TIMEOUT_S).orders[0], port=other.store.port
-    )
-    rank.line.broadcaster.give_up("over")
-    wire.newest = order
-    wire.store(order, time.monotonic() + TIMEOUT_S)
-    assert wire.group is None
-    other.close()
+@in_cells
+def test_a_restarted_sender_has_no_part_in_a_group_of_that_name(rank: Rank) -> None:
+    lines, other = rank.receiver.kept.lines, serve_store("127.0.0.1")
+    assert lines.group is not None
+    (order,) = rank.line.begin(version(2), ["w"]).orders
+    lines.newest = order
+    lines.store(order, Place(lines.group.name, "1", 1, 2, other.port), time.monotonic() + TIMEOUT_S)
+    assert lines.group is None
 
 
-def test_who_was_ready_for_another_transfer_of_that_number_is_not_taken_for_ready(rank: Quick) -> None:
-    """Numbers of transfers begin again in a Redis that lost its data."""
-    broadcaster = rank.line.broadcaster
-    left = [EpochKeys(1).ready(1), EpochKeys(2).ready(1)]
-    for key in left:
-        broadcaster.store.set(key, "1")
-    broadcaster.offer(2, version(2))
-    assert broadcaster.store.check(left)  # the newest so far is 1: nobody was ready for 2 before
-    broadcaster.offer(1, version(1))
-    assert not broadcaster.store.check(left[:1])
+@in_cells
+def test_who_was_ready_for_another_broadcast_is_not_taken_for_ready(rank: Rank) -> None:
+    """Each broadcast of a sender has a number of its own, whatever version it is of."""
+    numbers = []
+    for number in (2, 3, 3):
+        assert rank.update(version(number)).ok
+        assert len(rank.line.hub._cells._cells) == 1
+        numbers.append(str(rank.line.hub._cells._numbers))
+    assert len({EpochKeys(number).ready(1) for number in numbers}) == len(numbers)

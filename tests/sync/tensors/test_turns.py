@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 
+from rolloutmq.sync.receive.pending import Kept
 from rolloutmq.sync.receive.receiver import Receiver
 from rolloutmq.sync.tensors.runtime import SHORT_S, short_turns
+from rolloutmq.sync.transfer.ledger import Holder
 from rolloutmq.sync.transfer.order import TransferOrder
 
-ORDER = TransferOrder(
-    version=1,
-    epoch=1,
-    transport="gloo",
-    host="127.0.0.1",
-    port=1,
-    group="g",
-    rank_offset=1,
-    world_size=2,
-    timeout_s=0.5,
-)
+ORDER = TransferOrder.from_holders(None, [Holder(1, "127.0.0.1:1", "token")], "", "w", timeout_s=0.5)
 
 
 def test_turns_are_short_as_long_as_anybody_wants_them() -> None:
@@ -38,8 +31,13 @@ def test_turns_are_short_as_long_as_anybody_wants_them() -> None:
 
 
 def test_a_receiver_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(Receiver, "_join", lambda *_: seen.append(sys.getswitchinterval()))
+    seen, hear = [], Kept.hear
+
+    def heard(*args: Any) -> Any:
+        seen.append(sys.getswitchinterval())
+        return hear(*args)
+
+    monkeypatch.setattr(Kept, "hear", heard)
     before = sys.getswitchinterval()
     report = Receiver(torch.device("cpu")).prepare(ORDER)
     assert not report.ok

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from redis.asyncio import Redis
 
@@ -11,7 +9,6 @@ from rolloutmq.messages.errors import MalformedMessage
 from rolloutmq.messages.model.weights import WeightAnnouncement
 from rolloutmq.sync.transfer.ledger import Ledger
 from rolloutmq.sync.transfer.order import TransferReport
-from rolloutmq.sync.transfer.rounds import TransferResult
 
 
 def test_a_report_of_a_newer_worker_is_read_and_nonsense_is_not() -> None:
@@ -35,14 +32,3 @@ async def test_one_unreadable_report_is_a_failure_of_its_worker(redis_db: str) -
     assert epoch is not None
     assert not epoch.reports["w1"].ok
     await redis.aclose()
-
-
-def test_a_result_was_read_back_only_if_all_who_have_it_did() -> None:
-    yes, no = (TransferResult(True, (worker,), readback=read) for worker, read in (("a", True), ("b", False)))
-    failed = TransferResult(False, failures={"b": "receive: x"}, again=frozenset({"b"}))
-    assert yes.then(replace(yes, workers=("b",)), {"b"}).readback
-    assert not yes.then(no, {"b"}).readback
-    assert not no.then(yes, {"a"}).readback
-    assert yes.then(failed, {"b"}).readback
-    assert failed.then(yes, {"b"}) == yes
-    assert not failed.then(failed, {"b"}).readback

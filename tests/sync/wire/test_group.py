@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from rolloutmq.messages import ConfigError, RedisUnavailable, TransferTimeout
-from rolloutmq.messages.model.weights import WeightAnnouncement
-from rolloutmq.sync.wire.broadcaster import Broadcaster
-from rolloutmq.sync.wire.group import GlooGroup, here, open_group
-from rolloutmq.sync.wire.store import EpochKeys, join_store, own_address_towards, serve_store
+from rolloutmq.sync.wire.group import open_group
+from rolloutmq.sync.wire.store import join_store, own_address_towards, serve_store
 
 CPU = torch.device("cpu")
 
@@ -178,27 +176,3 @@ def test_a_backend_that_is_not_there() -> None:
     gpu = torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="nccl"):
         open_group(None, "g", rank=0, world=1, host="127.0.0.1", device=gpu, deadline=time.monotonic() + 1.0)
-
-
-def test_who_is_to_blame_when_a_group_is_not_made() -> None:
-    """All were there and the group was not made: to leave everybody out for it would leave nobody."""
-    sender = Broadcaster("127.0.0.1", 0)
-    announcement = WeightAnnouncement(
-        version=1,
-        epoch=1,
-        host="127.0.0.1",
-        port=1,
-        join_timeout_s=1.0,
-        transfer_timeout_s=1.0,
-        roster={"a": 1, "b": 2},
-        world_size=3,
-        group="g",
-    )
-    sender.store.set(here("g", 1), "1")
-    assert sender._absent(announcement) == {2}
-    sender.store.set(here("g", 2), "1")
-    assert sender._absent(announcement) == set()
-    sender._group = GlooGroup.__new__(GlooGroup)
-    sender.store.set(EpochKeys(1).ready(2), "1")
-    assert sender._absent(announcement) == {1}
-    sender._group = None

@@ -13,12 +13,16 @@ from redis.asyncio import Redis
 from safetensors.torch import save_file
 from support.engines.manual import all_that_can_happen_now
 from support.pools.commanded import LONG, all_done, busy, hurry, slow
+from support.pools.late import publish_and_leave
 from support.pools.pool import eventually, replies, wait_replies, worker
 from support.specimens.messages import SHORT, job
 
 from rolloutmq.messages import Broker, JobFailure, Lease, RolloutResult, SamplingParams
+from rolloutmq.messages.errors import TransferTimeout
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync import WeightPublisher
+from rolloutmq.sync.transfer import Ledger, TransferOrder
+from rolloutmq.sync.wire import fetch_manifest
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
 # --- pausing ---------------------------------------------------------------------------------------------------------
@@ -247,23 +251,20 @@ async def test_the_models_own_weights_do_not_serve_a_pool_that_has_newer_ones(
         assert running.worker._status().state == "syncing"
 
 
-async def test_nothing_is_loaded_while_the_engine_sends_nor_sent_while_somebody_has_the_weights(
-    redis_db: str, control: PoolControl, tmp_path: Path
+async def test_what_a_command_overwrites_is_offered_to_nobody_any_more(
+    redis_db: str, control: PoolControl, broker: Broker, tmp_path: Path
 ) -> None:
     save_file({"first": torch.arange(10.0)}, tmp_path / "model.safetensors")
-
-    async def goes_on(why: str) -> bool:
-        return False
-
+    ledger = Ledger(broker.redis, "default")
     async with worker(redis_db) as running:
+        await publish_and_leave(redis_db, 1)
+        _, (holder,) = await ledger.holders(1)
+        order = TransferOrder.from_holders(None, [holder], "", "late", timeout_s=5.0)
+        assert (await asyncio.to_thread(fetch_manifest, order))[0].version == 1
         (await control.load(str(tmp_path), 4)).check()
-        follower = running.worker._follower
-        follower.give_way = goes_on
-        answer = (await control.load(str(tmp_path), 5))[running.id]
-        assert "still sends its weights to others" in answer.error
-        assert follower.lendable == 4
-        async with follower.turn.take("a test"):
-            assert follower.lendable == 0
+        assert running.worker._generation.version == 4
+        with pytest.raises(TransferTimeout, match="not offered here"):
+            await asyncio.to_thread(fetch_manifest, order)
 
 
 async def test_the_prefix_cache_is_flushed_though_requests_run(

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ....sync.receive import Receiver, send_held
+from ....sync.receive import Receiver
 from ....sync.tensors import short_turns
 from ....sync.transfer import TransferOrder, TransferReport
 from ..wire import LINE_LIMIT, refused, socket_path
@@ -104,8 +104,6 @@ class ControlServer:
             return self._commit(question, asked)
         if "prepare" in question:
             report: TransferReport | None = self.receiver.prepare(TransferOrder.from_dict(question["prepare"]))
-        elif "send" in question:
-            report = send_held(self.receiver, TransferOrder.from_dict(question["send"]))
         else:
             report = self._report_of(str(question["committed"]), float(question["timeout_s"]))
         return report is not None and asked.answer(report.to_json())
@@ -146,7 +144,7 @@ def listen(folder: str, *, rank: int, ranks: int, gpu: int | None, model: str, s
     """Listen in this process, the scheduler of rank `rank` of `ranks`. gpu: index of its device, None on a CPU."""
     global _server  # noqa: PLW0603 – one scheduler per process, and SGLang calls `commit` by name
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-    receiver = Receiver(device, rank=rank, model_dir=model, staging=staging, alone=ranks == 1)
+    receiver = Receiver(device, rank=rank, model_dir=model, staging=staging, ranks=ranks)
     _server = ControlServer(folder, rank, receiver, model)
 
 

@@ -87,9 +87,9 @@ class Inside:
     def _compare(self, version: int) -> tuple[list[str], int, str]:
         """Return tensors that differ from what the trainer sent, how many were compared, and why none was."""
         try:
-            with self._receiver.lending(version) as lent:
-                held = held_tensors(lent.plan)
-                specs = [spec for spec in lent.manifest.tensors if spec.name in held]
+            with self._receiver.lending(version) as (manifest, plan):
+                held = held_tensors(plan)
+                specs = [spec for spec in manifest.tensors if spec.name in held]
                 found = hex_of(digests([held[spec.name] for spec in specs]))
         except RolloutMQError as reason:
             return [], 0, str(reason)
@@ -144,9 +144,9 @@ class Inside:
         with side_stream(self._receiver.device):
             expected: dict[str, str] = {}
             try:
-                with self._receiver.lending(version) as lent:
-                    tensors = held_tensors(lent.plan)
-                    expected = {spec.name: spec.digest for spec in lent.manifest.tensors}
+                with self._receiver.lending(version) as (manifest, plan):
+                    tensors = held_tensors(plan)
+                    expected = {spec.name: spec.digest for spec in manifest.tensors}
                     snapshot = PackedWeights(version, tensors, keep="host").snapshot()
             except WeightSyncError:
                 # It was not received, so it is the model as it was loaded, under its checkpoint's names.

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from support.engines import substitute_loader
 from support.engines.remote import descendants
-from support.peers.peers import Line
+from support.peers.peers import Line, order_from
 
 from rolloutmq.messages.errors import EngineDead, EngineError, RequestRefused
 from rolloutmq.messages.model.sampling import SamplingParams
@@ -45,7 +45,7 @@ def line() -> Iterator[Line]:
     """The trainer's end of the wire."""
     made = Line()
     yield made
-    made.broadcaster.close()
+    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +58,10 @@ def weights(tiny_model: Path) -> dict[str, Any]:
 
 @dataclass
 class Update:
-    """What became of both halves of an update, and of the sender."""
+    """What became of both halves of an update."""
 
     prepared: TransferReport
     committed: TransferReport | None
-    error: BaseException | None
 
 
 async def update(
@@ -71,15 +70,12 @@ async def update(
     from rolloutmq.sync.packing.packing import PackedWeights  # noqa: PLC0415
 
     snapshot = PackedWeights(version, tensors, 100_000).snapshot()
-    sending = line.begin(snapshot, [""], timeout_s=10.0)
+    sending = line.begin(snapshot, ["worker"], timeout_s=10.0)
     [order] = sending.orders
     prepared = await engine.prepare_weights(order)
     committed = await engine.commit_weights(order) if commit and prepared.ok else None
-    if not prepared.ok:
-        line.broadcaster.give_up("refused")
-    error = await asyncio.to_thread(lambda: sending.error)
-    line.broadcaster.clean(sending.announcement)
-    return Update(prepared, committed, error)
+    await asyncio.to_thread(line.over, sending)
+    return Update(prepared, committed)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -252,7 +248,6 @@ async def test_weights_reach_the_model_and_prefixes_of_older_ones_are_not_found(
     await engine.generate(request(prompt, cache_key="11"))
     zero = weights | {"lm_head.weight": 0 * weights["lm_head.weight"]}  # each token has probability 1 / vocabulary
     done = await update(engine, line, 12, zero)
-    assert done.error is None
     assert (done.prepared.ok, done.prepared.phase) == (True, "staged")
     assert done.committed is not None
     assert (done.committed.ok, done.committed.phase, done.committed.readback) == (True, "done", True)
@@ -323,11 +318,11 @@ async def test_a_bit_that_changes_after_the_load_is_found_by_reading_back(
     assert_greedy(await engine.generate(request(temperature=0, cache_key="667")), reference, 1e-3)
 
 
-async def test_a_failed_transfer_is_reported_not_raised(engine: SGLangEngine, line: Line) -> None:
-    nobody = TransferOrder(700, 1000, "gloo", "127.0.0.1", 1, "g", rank_offset=1, world_size=2, timeout_s=1.0)
+async def test_a_failed_transfer_is_reported_not_raised(engine: SGLangEngine) -> None:
+    nobody = TransferOrder(700, 1000, "127.0.0.1:1", "token", "", "worker", timeout_s=1.0)
     report = await engine.prepare_weights(nobody)
     assert (report.ok, report.phase, report.intact) == (False, "rendezvous", True)
-    assert "no rendezvous store" in report.error
+    assert "nobody answers at 127.0.0.1:1" in report.error
     report = await engine.commit_weights(nobody)
     assert (report.ok, report.phase, report.intact) == (False, "load", True)
     assert report.error == "transfer 1000 is not prepared here"
@@ -342,28 +337,28 @@ async def test_one_engine_in_a_process(engine: SGLangEngine) -> None:
 
 
 async def test_a_killed_scheduler_is_noticed_and_the_engine_starts_again(
-    engine: SGLangEngine, reference: Any, line: Line, weights: dict[str, Any]
+    engine: SGLangEngine, reference: Any, weights: dict[str, Any]
 ) -> None:
     """It comes back in bfloat16, so that this start serves two tests."""
     from rolloutmq.sync.packing.packing import PackedWeights  # noqa: PLC0415
-    from rolloutmq.sync.wire.group import here  # noqa: PLC0415
+    from rolloutmq.sync.wire.shelf import Offer, Shelf  # noqa: PLC0415
 
     others = descendants() - {p.pid for p in psutil.Process(active_children()[0].pid).children(recursive=True)}
     others -= {child.pid for child in active_children()}
     bystander = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)  # noqa: ASYNC220
     sigterm, sigquit = signal.getsignal(signal.SIGTERM), engine._run._sigquit
     tasks = [asyncio.create_task(engine.generate(request(max_new_tokens=900))) for _ in range(12)]
-    sending = line.begin(PackedWeights(900, weights).snapshot(), ["", ""], timeout_s=20.0)  # the other one never comes
-    transfer = asyncio.create_task(engine.prepare_weights(sending.orders[0]))
+    snapshot, shelf = PackedWeights(900, weights).snapshot(), Shelf("127.0.0.1")
+    offer = shelf.put(Offer("token", lambda: snapshot.manifest, len(snapshot.buckets), snapshot.buckets.__getitem__))
+    transfer = asyncio.create_task(engine.prepare_weights(order_from([shelf.address], "token", snapshot)))
     await until(lambda: len(engine._run.manager.rid_to_state) == 12)
-    await until(lambda: line.broadcaster.store.check([here(sending.announcement.group, 1)]))
+    await until(lambda: bool(offer._encoded))  # and then it waits for buckets, of which none comes
     [scheduler] = active_children()
     os.kill(scheduler.pid, signal.SIGKILL)
     results = await asyncio.wait_for(asyncio.gather(*tasks, transfer, return_exceptions=True), 2)
     assert {type(r) for r in results} == {EngineDead}
     assert "exit code -9" in str(results[0])
-    line.broadcaster.give_up("it died")
-    assert await asyncio.to_thread(lambda: sending.error) is not None
+    shelf.close()
     assert not await engine.healthy()
     with pytest.raises(EngineDead):
         await engine.generate(request())

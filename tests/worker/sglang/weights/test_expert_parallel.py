@@ -52,5 +52,5 @@ async def test_every_rank_takes_its_experts_and_a_missing_one_is_named(tmp_path:
         assert (report.ok, report.phase, report.readback) == (True, "done", True), report
         assert report.tensors == len(tensors)
     finally:
-        line.broadcaster.close()
+        line.hub.close()
         await engine.close()

@@ -9,11 +9,10 @@ import pytest
 from support.engines.carry_out import carry_out
 from support.pools.in_place import Judge, greedy, prompts, until, write_versions
 
-from rolloutmq.messages.model.weights import UpdateMode, WeightAnnouncement
+from rolloutmq.messages.model.weights import UpdateMode
 from rolloutmq.sync.packing.packing import PackedWeights
-from rolloutmq.sync.transfer.ledger import Join
+from rolloutmq.sync.publish.hub import Hub
 from rolloutmq.sync.transfer.order import TransferReport
-from rolloutmq.sync.wire.broadcaster import Broadcaster
 from rolloutmq.worker.sglang.engine import SGLangConfig, SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -26,36 +25,19 @@ BUCKET_BYTES = 200_000
 
 
 class OwnLine:
-    """Sends versions to `engine`: a trainer without a pool. group: the one that the engine is in."""
+    """Sends versions to `engine`: a trainer without a pool."""
 
     def __init__(self, engine: SGLangEngine) -> None:
         self.engine = engine
-        self.broadcaster = Broadcaster("127.0.0.1", 0)
-        self.group = ""
+        self.hub = Hub("127.0.0.1", 0, lambda: None, gpu_direct=False, timeout_s=TIMEOUT_S)
         self._epoch = 0
 
     async def send(self, version: int, tensors: dict[str, object], mode: UpdateMode = "resume") -> TransferReport:
-        """Both halves of one transfer, and both ends of it."""
+        """Both halves of one transfer."""
         self._epoch += 1
         snapshot = PackedWeights(version, tensors.items(), BUCKET_BYTES).snapshot()
         assert len(snapshot.buckets) > 1
-        roster, joins = {"w": 1}, {"w": Join(RANKS, group=self.group)}
-        self.broadcaster.offer(self._epoch, snapshot)
-        announcement = WeightAnnouncement(
-            version=version,
-            epoch=self._epoch,
-            host="127.0.0.1",
-            port=self.broadcaster.store.port,
-            join_timeout_s=TIMEOUT_S,
-            transfer_timeout_s=TIMEOUT_S,
-            mode=mode,
-            roster=roster,
-            world_size=1 + RANKS,
-            group=self.broadcaster.name_group(self._epoch, roster, joins),
-        )
-        report = await carry_out(self.engine, self.broadcaster, snapshot, announcement, TIMEOUT_S)
-        self.group = announcement.group if report.ok else ""
-        return report
+        return await carry_out(self.engine, self.hub, snapshot, self._epoch, TIMEOUT_S, mode=mode)
 
 
 async def test_versions_by_every_mode_and_one_that_is_refused(tmp_path: Path) -> None:
@@ -95,7 +77,7 @@ async def test_versions_by_every_mode_and_one_that_is_refused(tmp_path: Path) ->
         bad = three | {SLICED: three[SLICED].clone()}
         bad[SLICED][-1, -1] = float("nan")  # in the second rank's slice
         report = await line.send(3, bad)
-        assert (report.ok, report.phase, report.intact) == (False, "verify", True), report
+        assert (report.ok, report.phase, report.intact) == (False, "receive", True), report
         assert f"tensor {SLICED}: has NaN or Inf in it" in report.error
         await check(2, "2")
 
@@ -103,5 +85,5 @@ async def test_versions_by_every_mode_and_one_that_is_refused(tmp_path: Path) ->
         assert (report.ok, report.phase, report.readback) == (True, "done", True), report
         await check(3, "4")
     finally:
-        line.broadcaster.close()
+        await asyncio.to_thread(line.hub.close)
         await engine.close()

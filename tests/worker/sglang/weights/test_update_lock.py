@@ -28,7 +28,7 @@ async def test_a_commit_by_the_control_channel_waits_for_sglangs_lock_and_holds_
     lock = asyncio.Lock()
     manager = SimpleNamespace(rid_to_state={}, model_update_lock=SimpleNamespace(writer_lock=lock))
     scheduler = Scheduler(lock)
-    order = TransferOrder(1, 1, "gloo", "127.0.0.1", 1, "g", rank_offset=1, world_size=2, timeout_s=5.0)
+    order = TransferOrder(1, 1, "127.0.0.1:1", "token", "", "w", timeout_s=5.0)
     await lock.acquire()  # SGLang does something to the weights itself
     committing = asyncio.create_task(commit_weights(manager, scheduler, order, loader="l", tp_size=1))  # type: ignore[arg-type]
     await all_that_can_happen_now()

@@ -1,0 +1,107 @@
+"""What a death costs those that live: from `publish` until every survivor has the version, verified."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+from pool import Fleet, Worker, middle, p, send
+
+EVERY_S = 0.25
+STILL, AFTER = 8, 4
+SURVIVORS = 6
+MOMENTS = ("before", "at", "in", "after")
+LONGEST_S = 90.0
+
+
+def measure(lease_s: float, models: tuple[str, ...] = ("",)) -> list[dict[str, Any]]:
+    """All faults at all moments, with leases of `lease_s`. models: folders for SGLang, "" for scripted engines."""
+    found = []
+    for model in models:
+        faults = ("kill", "stop", "cut") if not model else ("stop group", "stop scheduler", "kill scheduler")
+        config: dict[str, Any] = {"lease_s": lease_s, **({"model": model} if model else {})}
+        with Fleet() as fleet:
+            survivors = fleet.start(SURVIVORS if not model else 2, **config)
+            for fault in faults:
+                for moment in MOMENTS:
+                    (victim,) = fleet.start(1, **config)
+                    found.append({"lease_s": lease_s, "engine": "sglang" if model else "scripted"})
+                    found[-1] |= _case(fleet, survivors, victim, fault, moment)
+                    victim.end()
+                    fleet.workers.remove(victim)
+                    _forget(fleet, victim)
+    return found
+
+
+def _forget(fleet: Fleet, victim: Worker) -> None:
+    """Until its lease is over the ledger counts it as alive: not a part of the next case."""
+    for worker in victim.ids:
+        fleet.admin.zadd("rmq:{fleet}:workers", {worker: 1}, xx=True)
+    time.sleep(1.0)
+
+
+def _case(fleet: Fleet, survivors: list[Worker], victim: Worker, fault: str, moment: str) -> dict[str, Any]:
+    living = [worker for one in survivors for worker in one.ids]
+    still: list[float] = []
+    for _ in range(STILL):
+        version, began, _ = fleet.publish()
+        if not fleet.watch.wait(version, [*living, *victim.ids], LONGEST_S):
+            raise SystemExit(f"version {version} did not come to all, with nothing broken")
+        still += fleet.watch.delays(version, began, living)
+        time.sleep(EVERY_S)
+    usual = sorted(still)[len(still) // 2]
+    handles, delays, below = [], list[float](), _below(fleet, victim)
+    if moment == "before":
+        _break(victim, fault)
+        time.sleep(0.05)
+    for number in range(AFTER):
+        version, began, handle = fleet.publish()
+        handles.append(handle)
+        if number == 0 and moment == "at":
+            _break(victim, fault)
+        if number == 0 and moment == "in":
+            time.sleep(max(0.0, began + usual / 2 - time.time()))
+            below = _below(fleet, victim)
+            _break(victim, fault)
+        if number == 0 and moment == "after":
+            fleet.watch.wait(version, victim.ids, LONGEST_S)
+            _break(victim, fault)
+        if not fleet.watch.wait(version, living, LONGEST_S):
+            raise SystemExit(f"{fault} {moment}: version {version} did not come to the survivors")
+        delays += fleet.watch.delays(version, began, living)
+        time.sleep(EVERY_S)
+    for process in victim.family():
+        send(process, signal.SIGCONT)
+    blamed = set().union(*(handle.wait(LONGEST_S).failures for handle in handles)) & set(living)
+    return {
+        "fault": fault,
+        "moment": moment,
+        "still_ms": middle(still),
+        "still_max_ms": p(still, 1.0),
+        "beyond_ms": round(p(delays, 1.0) - p(still, 1.0), 1),
+        "median_ms": middle(delays),
+        "behind_the_victim": below,
+        "innocent_reported": sorted(blamed),
+    }
+
+
+def _below(fleet: Fleet, victim: Worker) -> int:
+    """How many receivers take the version from the victim at this moment."""
+    sender: Any = fleet.publisher._sender
+    found = 0
+    for outgoing in list(sender._hub._outgoing.values()):
+        its = outgoing.sources._known.get(f"{victim.ids[0]}/0")
+        found = max(found, len(its.below) if its is not None else 0)
+    return found
+
+
+def _break(victim: Worker, fault: str) -> None:
+    own, how = victim.family(), fault.split(maxsplit=1)[0]
+    if how == "cut":
+        victim.pipe.send("cut")
+    elif fault.endswith("scheduler"):
+        send(victim.scheduler(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    else:
+        for process in own if fault.endswith("group") else own[:1]:
+            send(process, signal.SIGKILL if how == "kill" else signal.SIGSTOP)

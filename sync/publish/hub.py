@@ -1,0 +1,261 @@
+"""The trainer's end of the lines: it offers versions, and tells each receiver that joins from whom to take one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...messages.errors import MalformedMessage
+from ..tensors import Snapshot
+from ..wire import ANSWER, REFUSE, WAIT, Brief, Map, Offer, Shelf, Sources, Talk, export_handles, gpu_id
+from .cells import Cells, Gathering
+
+SILENT_S = 0.6
+"""Seconds without an answer after which a process that has joined counts as stopped."""
+RANKS = 4096
+"""Most processes of one engine."""
+REMEMBER_S = 120.0
+"""Seconds for which it is remembered that a worker was lost."""
+REMEMBERED = 32
+"""Versions of which it is remembered why they are offered no more."""
+
+
+@dataclass(slots=True)
+class Line:
+    """The connection of one process of an engine. asked: since when an answer is awaited; 0 if none is.
+
+    gone: why it is lost; "" if it is not.
+    """
+
+    worker: str
+    talk: Talk
+    asked: float = 0.0
+    gone: str = ""
+
+
+@dataclass(slots=True)
+class Rank:
+    """One process of an engine that takes a version. done: it has all bytes, verified."""
+
+    worker: str
+    line: Line
+    done: bool = False
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """One version on its way, of the weights or of a LoRA adapter.
+
+    ranks: those that take it, by their names. committed: whether a worker serves it.
+    """
+
+    snapshot: Snapshot
+    token: str
+    offer: Offer
+    brief: bytes
+    adapter: bool
+    sources: Sources = field(default_factory=Sources)
+    ranks: dict[str, Rank] = field(default_factory=dict)
+    gathering: Gathering = field(default_factory=lambda: Gathering(frozenset()))
+    by_ipc: set[str] = field(default_factory=set)
+    handles: bytes = b""
+    committed: bool = False
+
+    @property
+    def joined(self) -> set[str]:
+        """The workers that take part or took part."""
+        return {rank.worker for rank in list(self.ranks.values())}
+
+    @property
+    def receiving(self) -> set[str]:
+        """The workers that still need this version's bytes."""
+        return {rank.worker for rank in list(self.ranks.values()) if not (rank.done or rank.line.gone)}
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the sender itself has sent."""
+        return self.offer.sent_bytes
+
+
+class Hub:
+    """Versions on offer, and everybody who takes them. Any thread may call its methods.
+
+    news(): called from any thread when a receiver came, has everything, or is lost.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        news: Callable[[], None],
+        *,
+        gpu_direct: bool,
+        timeout_s: float,
+        cpu_cells: bool = False,
+    ) -> None:
+        """host, port: where it listens. gpu_direct: whether a version may go from GPU to GPU. cpu_cells: see Cells.
+
+        timeout_s: most seconds of a broadcast. Raises WeightSyncError if it cannot listen.
+        """
+        self._news, self._gpu_direct, self._timeout_s = news, gpu_direct, timeout_s
+        self._lock = threading.RLock()
+        self._outgoing: dict[str, Outgoing] = {}
+        self._lines: dict[Talk, Line] = {}
+        self._withdrawn: dict[str, str] = {}  # token -> why, of the last ones
+        self._gone: dict[str, tuple[str, float]] = {}
+        self._not_by_ipc: set[str] = set()
+        self._cells = Cells(host, self.lost, self.probe, cpu=cpu_cells)
+        self._shelf = Shelf(host, port, self._serve)
+        self.address = self._shelf.address
+
+    def close(self) -> None:
+        """Offer nothing more."""
+        for outgoing in list(self._outgoing.values()):
+            self.withdraw(outgoing, "the sender leaves")
+        self._shelf.close()
+        self._cells.close()
+        for line in list(self._lines.values()):
+            line.talk.close()
+
+    def offer(self, snapshot: Snapshot, expected: AbstractSet[str], config: dict[str, Any] | None = None) -> Outgoing:
+        """Offer a version until `withdraw`. expected: the workers that are alive. config: of a LoRA adapter."""
+        token, buckets = secrets.token_hex(16), snapshot.buckets
+        said = json.dumps(config) if config is not None else ""
+        offer = Offer(token, lambda: snapshot.manifest, len(buckets), buckets.__getitem__, said)
+        outgoing = Outgoing(snapshot, token, offer, Brief.of(snapshot.manifest).to_bytes(), config is not None)
+        outgoing.gathering.expected = expected
+        offer.arrived()
+        with self._lock:
+            self._outgoing[token] = outgoing
+            old = time.monotonic() - REMEMBER_S
+            self._gone = {worker: (why, at) for worker, (why, at) in self._gone.items() if at > old}
+        self._shelf.put(offer)
+        return outgoing
+
+    def withdraw(self, outgoing: Outgoing, why: str) -> None:
+        """Offer it no more. Who still takes it hears why."""
+        with self._lock:
+            if self._outgoing.pop(outgoing.token, None) is not None:
+                self._withdrawn[outgoing.token] = why
+                if len(self._withdrawn) > REMEMBERED:
+                    del self._withdrawn[next(iter(self._withdrawn))]
+        self._shelf.take(outgoing.offer, why)
+
+    def lost(self, worker: str) -> tuple[str, float]:
+        """Return why a worker is lost and since when (time.monotonic()); "" if it is not, or never joined."""
+        with self._lock:
+            return self._gone.get(worker, ("", 0.0))
+
+    def probe(self, workers: Iterable[str]) -> None:
+        """Ask these whether they are alive. Who has not answered the last `probe` within SILENT_S is lost."""
+        now, these = time.monotonic(), set(workers)
+        with self._lock:
+            lines = [line for line in self._lines.values() if line.worker in these]
+        for line in lines:
+            if line.asked and now - line.asked > SILENT_S:
+                self._lose(line, "is stopped: it does not answer")
+                line.talk.close()
+            elif not line.asked:
+                line.asked = now
+                with contextlib.suppress(OSError):  # its own thread sees that it is gone
+                    line.talk.say(WAIT)
+
+    # --- the receivers' questions, each in its connection's thread ---------------------------------------------------
+
+    def _serve(self, told: Map, talk: Talk) -> bool:
+        line = self._lines.get(talk)
+        if line is not None:
+            line.asked = 0.0
+        if "do" not in told:
+            if line is not None and "gone" in told:
+                self._lose(line, "was lost: its connection is closed")
+            return True
+        if told["do"] not in ("join", "source", "done"):
+            return False
+        with self._lock:
+            outgoing = self._outgoing.get(token := str(told.get("token")))
+            why = self._withdrawn.get(token, "the sender does not know this version")
+        if outgoing is None:
+            if told["do"] != "done":
+                talk.say(REFUSE, why)
+            return True
+        try:
+            join = told["do"] == "join"
+            answer = self._join(outgoing, told, talk) if join else self._go_on(outgoing, told)
+        except (MalformedMessage, KeyError) as error:
+            talk.say(REFUSE, f"{error}")
+            return True
+        if answer is not None:
+            talk.say(ANSWER, answer)
+        self._news()
+        return True
+
+    def _join(self, outgoing: Outgoing, told: Map, talk: Talk) -> Map:
+        worker, number, gpu = _who(told)
+        snapshot, direct = outgoing.snapshot, self._gpu_direct and not outgoing.adapter
+        with self._lock:
+            line = self._lines.setdefault(talk, Line(worker, talk))
+            line.worker = worker
+            self._gone.pop(worker, None)
+            rank = Rank(worker, line)
+            name = f"{worker}/{number}"
+            if worker in outgoing.by_ipc and name in outgoing.ranks:  # it comes again: that failed
+                self._not_by_ipc.add(worker)
+            outgoing.ranks[name] = rank
+            outgoing.sources.join(name, str(told.get("address", ""))[:300])
+            answer: Map = {"who": name, "brief": outgoing.brief}
+            here = gpu_id(snapshot.device) if direct else ""
+            if here and gpu == here and worker not in self._not_by_ipc:
+                outgoing.by_ipc.add(worker)
+                outgoing.handles = outgoing.handles or export_handles(snapshot.buckets)
+                return answer | {"way": "ipc", "handles": outgoing.handles}
+        if direct and self._cells.suits(snapshot, told):
+            place = self._cells.place(outgoing.gathering, told, snapshot, self._timeout_s)
+            if place is not None:
+                return answer | place
+        with self._lock:
+            return answer | {"way": "pull", "source": outgoing.sources.source(name)}
+
+    def _go_on(self, outgoing: Outgoing, told: Map) -> Map | None:
+        who = str(told.get("who"))[:300]
+        with self._lock:
+            if told["do"] == "done":
+                if (rank := outgoing.ranks.get(who)) is not None:
+                    rank.done = True
+                    outgoing.sources.done(who)
+                return None
+            avoid = told.get("avoid", [])
+            if not isinstance(avoid, list):
+                raise MalformedMessage(f"avoid {str(avoid)[:80]!r}: a list of addresses")
+            return {"source": outgoing.sources.source(who, frozenset(avoid[:64]))}
+
+    def _lose(self, line: Line, why: str) -> None:
+        with self._lock:
+            if self._lines.get(line.talk) is not line:
+                return
+            del self._lines[line.talk]
+            line.gone = why
+            if not any(other.worker == line.worker for other in self._lines.values()):
+                self._gone[line.worker] = why, time.monotonic()
+            for outgoing in self._outgoing.values():
+                for name, rank in outgoing.ranks.items():
+                    if rank.line is line:
+                        outgoing.sources.gone(name)
+        self._news()
+
+
+def _who(told: Map) -> tuple[str, int, str]:
+    """Return worker, rank and GPU of who joins. Raises MalformedMessage."""
+    worker, rank, ranks, gpu = (told.get(name) for name in ("worker", "rank", "ranks", "gpu"))
+    if not (isinstance(worker, str) and isinstance(gpu, str) and len(worker) <= 256 and len(gpu) <= 128):
+        raise MalformedMessage(f"worker {str(worker)[:80]!r}, gpu {str(gpu)[:80]!r}: texts of at most 256 characters")
+    if type(rank) is not int or type(ranks) is not int or not 0 <= rank < ranks <= RANKS:
+        raise MalformedMessage(f"rank {str(rank)[:80]} of {str(ranks)[:80]}: a number below that of all ranks")
+    return worker, rank, gpu
