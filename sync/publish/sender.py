@@ -16,7 +16,7 @@ from ...messages.errors import WeightSyncError
 from ...messages.model import WeightAnnouncement
 from ...messages.redis import Bell, Ring
 from ..tensors import Snapshot
-from ..transfer import Holder, Ledger, SyncSettings, TransferReport, read_report, through_outage
+from ..transfer import Holder, Ledger, SyncSettings, TransferReport, parts_of, read_report, through_outage
 from .handle import Phase, Publication, PublishProgress
 from .hub import Hub, Outgoing
 
@@ -52,15 +52,15 @@ class TransferResult:
 class Run:
     """A publication under way. over: why it is not followed to its end. stopped: why it was given up.
 
-    expected: the workers that were alive when it began. seen: those that have been alive since. alive: those that are.
+    expected: the workers that were alive when it began. seen: those that have been since. dead: those that are not now.
     began: on time.monotonic().
     """
 
     told: WeightAnnouncement
     outgoing: Outgoing
     expected: set[str]
-    seen: set[str]
-    alive: set[str]
+    seen: set[str] = field(default_factory=set)
+    dead: set[str] = field(default_factory=set)
     began: float = field(default_factory=time.monotonic)
     reports: dict[str, TransferReport] = field(default_factory=dict)
     over: str = ""
@@ -153,12 +153,12 @@ class Sender:
         epoch = await ledger.new_epoch()
         self._tidy(MOST)
         outgoing = await asyncio.to_thread(self._hub.offer, snapshot, expected, order.config if adapter else None)
-        host, _, port = self._hub.address.rpartition(":")
+        host, port = parts_of(self._hub.address)
         said = settings.announced() | ({"mode": "resume"} if adapter else {})
         told = WeightAnnouncement(
             version=snapshot.manifest.version,
             epoch=epoch,
-            host=host.strip("[]"),
+            host=host,
             port=int(port),
             token=outgoing.token,
             digest=snapshot.manifest.fingerprint,
@@ -166,7 +166,7 @@ class Sender:
         )
         if adapter:  # a field that is not set is not encoded
             told = told.model_copy(update={"adapter": adapter})
-        run = Run(told, outgoing, set(expected), set(expected), set(expected), stopped=order.handle.aborted)
+        run = Run(told, outgoing, set(expected), stopped=order.handle.aborted)
         for older in list(self._runs.values())[: max(0, len(self._runs) + 1 - MOST)]:
             older.over = f"had not reported when version {told.version} was published"
         self._runs[epoch] = run
@@ -245,7 +245,7 @@ class Sender:
         now, (why, since) = time.monotonic(), self._hub.lost(worker)
         if why and now - max(since, run.began) > REJOIN_S:  # it may have left for another trainer
             return why
-        if worker in run.seen - run.alive:
+        if worker in run.dead:
             return "was lost: its lease is over"
         if (newer := self._newer(run, worker)) is not None:
             return f"went on to version {newer}"
@@ -275,8 +275,9 @@ class Sender:
             run.reports |= epoch.reports
             return await self._ledger.live_workers()
 
-        run.alive = await through_outage(look, deadline)
-        run.seen |= run.alive
+        alive = await through_outage(look, deadline)
+        run.seen |= alive
+        run.dead = (run.expected | run.seen) - alive
 
     def _tidy(self, most: int = MOST + 1) -> None:
         """Withdraw what nobody needs: versions before the newest committed one that nobody is receiving.

@@ -4,7 +4,7 @@ Few files: no torch, so everything that follows the ledger may import it.
 """
 
 from .ledger import Epoch, Ledger, LedgerView, TransferRecord, VersionRecord, heard, read_report, through_outage
-from .order import SENDER_GONE, Holder, Phase, TransferOrder, TransferReport
+from .order import SENDER_GONE, Holder, Phase, TransferOrder, TransferReport, address_of, parts_of
 from .settings import SyncOptions, SyncSettings
 
 __all__ = [
@@ -20,7 +20,9 @@ __all__ = [
     "TransferRecord",
     "TransferReport",
     "VersionRecord",
+    "address_of",
     "heard",
+    "parts_of",
     "read_report",
     "through_outage",
 ]

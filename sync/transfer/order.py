@@ -14,6 +14,19 @@ from ...messages.errors import InvalidField, MalformedMessage
 from ...messages.model import NonFinitePolicy, Transport, UpdateMode, WeightAnnouncement, as_invalid_field
 
 SENDER_GONE = "the sender is gone"
+
+
+def address_of(host: str, port: int) -> str:
+    """Return "host:port", as `parts_of` takes it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parts_of(address: str) -> tuple[str, str]:
+    """Return host and port. The port of an address from elsewhere may be any text."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), port
+
+
 """In the report of a receiver that had no answer from the sender's store. A sender that reads it is not gone."""
 _numbers = itertools.count(-1, -1)
 """Numbers of orders that are nobody's transfer: below 0, which none of the ledger has."""
@@ -67,7 +80,7 @@ class TransferOrder:
         return cls(
             version=told.version,
             epoch=told.epoch,
-            address=f"[{told.host}]:{told.port}" if ":" in told.host else f"{told.host}:{told.port}",
+            address=address_of(told.host, told.port),
             token=told.token,
             digest=told.digest,
             worker=worker,

@@ -18,6 +18,7 @@ from typing import Any
 import msgpack
 
 from ...messages.errors import MalformedMessage, TransferTimeout
+from ..transfer import parts_of
 
 ASK, ANSWER, WAIT, REFUSE, BUCKET = b"?", b"=", b".", b"!", b"#"
 STALL_S = 0.25
@@ -110,10 +111,10 @@ def _plain(value: object) -> bool:
 
 def call(address: str, timeout_s: float = CONNECT_S) -> Talk:
     """Connect to "host:port". Raises TransferTimeout if nobody answers there."""
-    host, _, port = address.rpartition(":")
+    host, port = parts_of(address)
     why: Exception | None = None
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError, OverflowError) as error:
         raise TransferTimeout(f"nobody answers at {address}: {error}") from None
     for family, kind, proto, _, where in found:
@@ -128,8 +129,3 @@ def call(address: str, timeout_s: float = CONNECT_S) -> Talk:
         else:
             return Talk(sock)
     raise TransferTimeout(f"nobody answers at {address}: {why}")
-
-
-def address_of(host: str, port: int) -> str:
-    """Return "host:port", as `call` takes it."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

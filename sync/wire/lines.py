@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ...messages.errors import MalformedMessage
 from ...messages.model import as_invalid_field
-from ..transfer import TransferOrder
+from ..transfer import TransferOrder, parts_of
 from .frames import Map
 from .group import Group, here, open_group
 from .sender_line import SenderLine
@@ -124,14 +124,14 @@ class Lines:
     def _where(self, order: TransferOrder) -> str:
         if self._shelf is None:
             to = order.address or order.holders[0]
-            self._shelf = Shelf(local_end(to.rpartition(":")[0].strip("[]")))
+            self._shelf = Shelf(local_end(parts_of(to)[0]))
         return self._shelf.address
 
     # --- the cell ----------------------------------------------------------------------------------------------------
 
     def store(self, order: TransferOrder, place: Place, deadline: float) -> Any:
         """Connect to the store in which the cell meets. Raises TransferTimeout if it is silent until `deadline`."""
-        host = order.address.rpartition(":")[0].strip("[]")
+        host = parts_of(order.address)[0]
         if self._store is None or self._store[:2] != (self._sender, place.port):  # a new line: it may be a new sender
             overtaken = partial(self.overtaken, order)
             store = join_store(host, place.port, max(0.1, deadline - time.monotonic()), overtaken)
@@ -152,7 +152,7 @@ class Lines:
                 place.group,
                 rank=place.rank,
                 world=place.world,
-                host=order.address.rpartition(":")[0].strip("[]"),
+                host=parts_of(order.address)[0],
                 device=self._device,
                 deadline=deadline,
                 broken=self.broken(order, store, place),

@@ -16,7 +16,8 @@ from ...messages.codec import encode
 from ...messages.errors import MalformedMessage, TransferTimeout, WeightSyncError
 from ...messages.model import WeightManifest
 from ..tensors import side_stream
-from .frames import ANSWER, ASK, BEAT_S, BUFFERED, MOST_ASKED, REFUSE, SEND_S, SLICE, WAIT, Map, Talk, address_of
+from ..transfer import address_of
+from .frames import ANSWER, ASK, BEAT_S, BUFFERED, MOST_ASKED, REFUSE, SEND_S, SLICE, WAIT, Map, Talk
 
 log = logging.getLogger(__name__)
 BACKLOG = 1024

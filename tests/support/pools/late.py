@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from support.peers.publishing import publisher as any_publisher
 from support.peers.publishing import weights
-from support.pools.pool import Running, wait_replies, worker
+from support.pools.pool import Running, wait_replies
 from support.specimens.messages import job
 
 from rolloutmq import WeightPublisher
@@ -33,12 +31,6 @@ async def publish_and_leave(url: str, *versions: int, **settings: Any) -> None:
     async with publisher(url, **settings) as source:
         for version in versions:
             assert (await publish(source, version)).state == "committed"
-
-
-@asynccontextmanager
-async def joined(url: str, **settings: Any) -> AsyncIterator[Running]:
-    async with worker(url, **settings) as running:
-        yield running
 
 
 def version_of(running: Running) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pools.late import check_equal, is_waiting, joined, publish, publish_and_leave, publisher, serve, weights
-from support.pools.pool import eventually
+from support.pools.late import check_equal, is_waiting, publish, publish_and_leave, publisher, serve, weights
+from support.pools.pool import eventually, worker
 
 from rolloutmq import WeightPublisher
 from rolloutmq.messages import InvalidField, connect
@@ -32,7 +32,7 @@ async def test_a_late_worker_reads_the_committed_version_from_disk(
     redis_db: str, ledger: Ledger, tmp_path: Path
 ) -> None:
     await publish_and_leave(redis_db, 1, 2, snapshots=tmp_path)
-    async with joined(redis_db, snapshots=str(tmp_path)) as late:
+    async with worker(redis_db, snapshots=str(tmp_path)) as late:
         assert await serve(redis_db, 3) == {(2,)}
         check_equal(late.engine, 2)
         assert not await is_waiting(ledger, late)
@@ -75,7 +75,7 @@ async def test_a_snapshot_that_is_not_the_version_is_refused_and_others_are_aske
     folder = tmp_path / "snapshots"
     await publish_and_leave(redis_db, 2, snapshots=folder)
     spoil(folder)
-    async with joined(redis_db, snapshots=str(folder)) as late:
+    async with worker(redis_db, snapshots=str(folder)) as late:
         await eventually(lambda: any("is refused" in record.message for record in caplog.records))
         await eventually(lambda: is_waiting(ledger, late))
         assert [said in record.message for record in caplog.records if "is refused" in record.message] == [True]
@@ -100,7 +100,7 @@ async def test_reading_stops_for_a_transfer(redis_db: str, tmp_path: Path, monke
         honest(opened, buckets, asked)
 
     monkeypatch.setattr("rolloutmq.sync.receive.ways.read_into", slowly)
-    async with joined(redis_db, snapshots=str(tmp_path)) as late, publisher(redis_db) as source:
+    async with worker(redis_db, snapshots=str(tmp_path)) as late, publisher(redis_db) as source:
         await asyncio.to_thread(reading.wait, 10)
         assert (await publish(source, 2)).workers == (late.id,)
         go_on.set()
@@ -119,7 +119,7 @@ async def test_an_engine_in_quarantine_is_mended_from_disk(redis_db: str, tmp_pa
 
     await publish_and_leave(redis_db, 1, snapshots=tmp_path)
     engine = Torn()
-    async with joined(redis_db, engine=engine, snapshots=str(tmp_path)):
+    async with worker(redis_db, engine=engine, snapshots=str(tmp_path)):
         assert await serve(redis_db, 2) == {(1,)}
         assert (engine.commits, engine.starts) == (2, 1)
         check_equal(engine, 1)

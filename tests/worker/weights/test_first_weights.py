@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pools.late import check_equal, is_waiting, joined, publish, publish_and_leave, publisher, serve, version_of
-from support.pools.pool import eventually
+from support.pools.late import check_equal, is_waiting, publish, publish_and_leave, publisher, serve, version_of
+from support.pools.pool import eventually, worker
 
 from rolloutmq.messages import Broker, connect
 from rolloutmq.sync.transfer.ledger import Ledger
@@ -32,7 +32,7 @@ class Watched(ScriptedEngine):
 
 async def test_a_pool_without_a_version_reads_the_checkpoint(redis_db: str) -> None:
     engine = Watched()
-    async with joined(redis_db, engine=engine, first_weights="newest"):
+    async with worker(redis_db, engine=engine, first_weights="newest"):
         assert await serve(redis_db, 1) == {(0,)}
     assert engine.begun == [False]
 
@@ -41,13 +41,13 @@ async def test_a_pool_without_a_version_reads_the_checkpoint(redis_db: str) -> N
 async def test_it_serves_the_newest_version_and_no_other(redis_db: str, tmp_path: Path, source: str) -> None:
     folder = str(tmp_path) if source == "snapshot" else None
     late = Watched()
-    async with joined(redis_db, snapshots=folder) as first, publisher(redis_db, snapshots=folder) as trainer:
+    async with worker(redis_db, snapshots=folder) as first, publisher(redis_db, snapshots=folder) as trainer:
         assert (await publish(trainer, 1)).state == "committed"
         if source != "trainer":
             await asyncio.to_thread(trainer.close)
         if source == "snapshot":
             await first.stop()
-        async with joined(redis_db, engine=late, first_weights="newest", snapshots=folder) as running:
+        async with worker(redis_db, engine=late, first_weights="newest", snapshots=folder) as running:
             await eventually(lambda: version_of(running) == 1)
             check_equal(late, 1)
             assert await serve(redis_db, 4) == {(1,)}
@@ -59,11 +59,11 @@ async def test_without_anybody_who_has_the_version_it_reads_the_checkpoint_after
 ) -> None:
     monkeypatch.setattr("rolloutmq.worker.weights.quarantine.QUARANTINE_S", 0.05)
     engine = Watched()
-    async with joined(redis_db):
+    async with worker(redis_db):
         await publish_and_leave(redis_db, 1)
     async with (
         connect(redis_db, pool="default") as redis,
-        joined(redis_db, engine=engine, first_weights="newest") as late,
+        worker(redis_db, engine=engine, first_weights="newest") as late,
     ):
         await eventually(lambda: engine.begun == [True, False])
         await eventually(lambda: is_waiting(Ledger(redis, "default"), late))
@@ -78,9 +78,9 @@ async def test_a_ledger_that_forgets_the_version_does_not_let_random_weights_ser
 ) -> None:
     monkeypatch.setattr("rolloutmq.worker.weights.quarantine.QUARANTINE_S", 0.05)
     engine = Watched()
-    async with joined(redis_db):
+    async with worker(redis_db):
         await publish_and_leave(redis_db, 1)
-    async with joined(redis_db, engine=engine, first_weights="newest"):
+    async with worker(redis_db, engine=engine, first_weights="newest"):
         await broker.redis.delete(broker.keys.weights)
         assert await serve(redis_db, 1) == {(0,)}
     assert engine.begun == [True, False]
