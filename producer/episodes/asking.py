@@ -28,11 +28,13 @@ async def ask(core: ClientCore, place: str, fields: dict[str, Any], held: list[R
     for attempt in range(ASKED):
         digest = hashlib.blake2b(f"{place}/{attempt}/".encode() + content, digest_size=16)
         job_id = digest.hexdigest()
+        asked = job.model_copy(update={"id": job_id})
         core.inbox.reserve(job_id)
         try:
-            [handle] = await core.submit_many([job.model_copy(update={"id": job_id})], None)
+            [handle] = await core.submit_many([asked], None)
             await core.until(partial(_has_ended, core.inbox, job_id), None)
         except BaseException:
+            core.inbox.submit(asked)  # its submission may be what was cut off, and its outcome on the way
             await core.give_up([job_id])
             raise
         replies = core.inbox.take_job(job_id)

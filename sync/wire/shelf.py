@@ -93,13 +93,17 @@ class Offer:
         try:
             raw = self._bucket(index)
             with side_stream(raw.device):
-                pieces = (memoryview(piece.cpu().numpy()) for piece in raw.split(SLICE))
-                talk.say_bucket(raw.numel(), pieces)
-            self.sent_bytes += raw.numel()
+                talk.say_bucket(raw.numel(), map(self._given, raw.split(SLICE)))
         finally:
             with self._changed:
                 self._readers.remove(talk)
                 self._changed.notify_all()
+
+    def _given(self, piece: torch.Tensor) -> memoryview:
+        """The bytes of what is sent next. They count before: who has received them may ask how many were sent."""
+        with self._changed:
+            self.sent_bytes += piece.numel()
+        return memoryview(piece.cpu().numpy())
 
 
 class Shelf:

@@ -200,3 +200,26 @@ def test_in_the_thread_of_a_plain_loop_ctrl_c_of_an_environment_is_its_own_error
         thread.join()
     assert bad.error == "step: RuntimeError: KeyboardInterrupt: "
     assert good.reward == 6.0
+
+
+async def test_an_answer_on_its_way_to_a_cancelled_episode_is_nobodys(
+    redis_db: str, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its submission is cut off after the pool has accepted it, and it ends before it can be cancelled."""
+    enqueue, put, answers = client.broker.enqueue, client._core.inboxes.put, list[Any]()
+
+    async def cut_off(*jobs: Any, **more: Any) -> list[str]:
+        await enqueue(*jobs, **more)
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    monkeypatch.setattr(client.broker, "enqueue", cut_off)
+    monkeypatch.setattr(client._core.inboxes, "put", lambda reply: answers.append(reply) or True)
+    make = Keep(Counting)
+    async with worker(redis_db):
+        playing = asyncio.create_task(played(client, make))
+        await eventually(lambda: answers)
+        playing.cancel()
+        await asyncio.wait({playing})
+    for answer in answers:
+        assert not put(answer)
+    assert (make.closed, client.outstanding) == ([1], 0)
