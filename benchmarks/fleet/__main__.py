@@ -26,7 +26,7 @@ SHAPES = ((32, 512 << 20, 1.25e9, 4e9), (32, 512 << 20, 12.5e9, 20e9))
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="where the results go, as JSON")
-    parser.add_argument("--only", default="simulated,real,first,churn,deaths", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--only", default="simulated,real,first,churn,deaths,sglang", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--versions", type=int, default=30, help="of the fleet that churns, and of the still one")
     asked = parser.parse_args()
     found: dict[str, Any] = {"torch": torch.__version__}
@@ -54,8 +54,8 @@ def _deaths(_versions: int) -> list[dict[str, Any]]:
 
 def _sglang(_versions: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        write_tiny_model(Path(folder))
-        return deaths.measure(60.0, (folder,))
+        write_tiny_model(Path(folder), layers=4, width=256)  # 9 buckets
+        return deaths.measure(60.0, folder)
 
 
 PARTS = {

@@ -15,22 +15,20 @@ MOMENTS = ("before", "at", "in", "after")
 LONGEST_S = 90.0
 
 
-def measure(lease_s: float, models: tuple[str, ...] = ("",)) -> list[dict[str, Any]]:
-    """All faults at all moments, with leases of `lease_s`. models: folders for SGLang, "" for scripted engines."""
+def measure(lease_s: float, model: str = "") -> list[dict[str, Any]]:
+    """All faults at all moments, with leases of `lease_s`. model: the folder for SGLang; scripted engines without."""
+    faults = ("kill", "stop", "cut") if not model else ("stop group", "stop scheduler", "kill scheduler")
     found = []
-    for model in models:
-        faults = ("kill", "stop", "cut") if not model else ("stop group", "stop scheduler", "kill scheduler")
-        config: dict[str, Any] = {"lease_s": lease_s, **({"model": model} if model else {})}
-        with Fleet() as fleet:
-            survivors = fleet.start(SURVIVORS if not model else 2, **config)
-            for fault in faults:
-                for moment in MOMENTS:
-                    (victim,) = fleet.start(1, **config)
-                    found.append({"lease_s": lease_s, "engine": "sglang" if model else "scripted"})
-                    found[-1] |= _case(fleet, survivors, victim, fault, moment)
-                    victim.end()
-                    fleet.workers.remove(victim)
-                    _forget(fleet, victim)
+    with Fleet(model) as fleet:
+        survivors = fleet.start(SURVIVORS if not model else 2, lease_s=lease_s)
+        for fault in faults:
+            for moment in MOMENTS:
+                (victim,) = fleet.start(1, lease_s=lease_s)
+                found.append({"lease_s": lease_s, "engine": "sglang" if model else "scripted"})
+                found[-1] |= _case(fleet, survivors, victim, fault, moment)
+                victim.end()
+                fleet.workers.remove(victim)
+                _forget(fleet, victim)
     return found
 
 

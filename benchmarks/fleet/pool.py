@@ -12,11 +12,13 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 import redis
 import torch
+from safetensors.torch import load_file
 
 from rolloutmq import WeightPublisher
 from rolloutmq.ops.redis import EmbeddedRedis
@@ -31,9 +33,15 @@ _start.set_forkserver_preload(
 
 
 def weights(version: int, buckets: int = BUCKETS, nbytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
-    """A version: as many tensors as buckets, each of one bucket's bytes."""
+    """A version for scripted engines: as many tensors as buckets, each of one bucket's bytes."""
     for index in range(buckets):
         yield f"layer.{index}", torch.full((nbytes // 4,), version + index / 64, dtype=torch.float32)
+
+
+def weights_of(model: str, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """A version for SGLang: the tensors of a model's folder, a little larger from version to version."""
+    for name, tensor in load_file(Path(model, "model.safetensors")).items():
+        yield name, tensor * (1 + version / 1024)
 
 
 class Worker:
@@ -164,10 +172,13 @@ class Watch:
 
 
 class Fleet:
-    """Redis, a publisher, and the watch, until the block is left. Versions and epochs have the same numbers."""
+    """Redis, a publisher, and the watch, until the block is left. Versions and epochs have the same numbers.
 
-    def __init__(self) -> None:
-        self._server = EmbeddedRedis()
+    model: the folder of SGLang's model; scripted engines without.
+    """
+
+    def __init__(self, model: str = "") -> None:
+        self._server, self._model = EmbeddedRedis(), model
 
     def __enter__(self) -> Fleet:
         self.url = self._server.__enter__().url
@@ -187,14 +198,14 @@ class Fleet:
 
     def start(self, number: int, **config: Any) -> list[Worker]:
         """So many processes more, all joined."""
-        made = [Worker(self.url, **config) for _ in range(number)]
+        made = [Worker(self.url, model=self._model, **config) for _ in range(number)]
         self.workers += made
         return [worker.up() for worker in made]
 
     def publish(self, **shape: int) -> tuple[int, float, Any]:
         """Publish the next version. Returns its number, when `publish` was called (time.time), and its handle."""
         self.version += 1
-        tensors = list(weights(self.version, **shape))
+        tensors = list(weights_of(self._model, self.version) if self._model else weights(self.version, **shape))
         began = time.time()
         return self.version, began, self.publisher.publish(self.version, iter(tensors))
 
