@@ -24,6 +24,8 @@ from ..scenario import scenario
 LEASE_S = 3.0
 """What tests/support/pools/worker_process.py gives its workers."""
 PROMPT = 24
+TIE = 1e-5
+"""Log-probabilities that differ by less are equal, but for rounding in float32."""
 DRAIN_S = 5
 OPTIONS = ("--pool", POOL, "--dtype", "float32", "--max-running", "16", "--drain", str(DRAIN_S), "--checkpoint", "0.5")
 
@@ -137,11 +139,16 @@ async def _same(chaos: Chaos, trainer: Trainer, taken: list[Any], what: str, mos
         for new_id, one in again.items()
     ]
     await trainer.submit(jobs)
+    ties = 0
     for reference in await trainer.take():
         one = again[reference.job_id]
         if not np.array_equal(reference.token_ids, one.token_ids):
             at = int(np.argmax(reference.token_ids != one.token_ids))
-            chaos.expect(False, f"{what}: {one.job_id} differs from an undisturbed run at token {at}")
+            # Both are the likeliest after the same tokens. Rounding depends on the batch, and decides between equals.
+            tie = abs(reference.logprobs[at] - one.logprobs[at]) < TIE
+            ties += tie
+            chaos.expect(tie, f"{what}: {one.job_id} differs from an undisturbed run at token {at}")
+    chaos.expect(ties < max(2, len(moved)), f"{what}: none of {len(moved)} could be compared to its end")
 
 
 async def _saved(broker: Broker, worker_id: str) -> bool:

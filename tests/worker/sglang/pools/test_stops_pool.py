@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.engines.remote import RemoteEngine, RemoteWorker
 from support.engines.text_requests import EOS, PROMPT, ids_of, text_of
-from support.pools.worker_process import WorkerProcess, until_running
+from support.pools.worker_process import WorkerProcess
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, SamplingParams, WeightPublisher
 from rolloutmq.messages.errors import RolloutMQError
@@ -85,17 +87,21 @@ def test_the_examples_of_the_documentation_run_as_written(redis_url: str) -> Non
 
 @pytest.mark.slow
 def test_weights_change_in_the_middle_of_a_stop(redis_url: str, text_model: Path) -> None:
-    """All that is said is the stop, but for three characters: wherever the update comes, it is in the middle of it."""
+    """All that is said is the stop, but for three characters, which are said when the update comes."""
     from safetensors.torch import load_file  # noqa: PLC0415
 
     weights = load_file(text_model / "model.safetensors")
     stop = "€" + "ab" * 510 + "END"
     sampling = {"temperature": 0.0, "max_new_tokens": 1200, "regex": "PRE€(ab){510}END[a-z]{100}"}
     kinds: list[dict[str, object]] = [{"stop": (stop,)}, {"stop_regex": ("€.*D",), "include_stop": False}]
-    jobs = [GenerateJob(text="say", n=4, sampling=SamplingParams.model_validate(sampling | kind)) for kind in kinds]
+    jobs = [GenerateJob(text="say", n=3, sampling=SamplingParams.model_validate(sampling | kind)) for kind in kinds]
     with BlockingRolloutClient(redis_url) as client, WeightPublisher(redis_url) as publisher:
         handles = client.submit_many(jobs)
-        until_running(client, 1)
+        behind = jobs[0].model_copy(update={"id": uuid.uuid4().hex, "n": 1, "stream": True})
+        with contextlib.closing(client.stream(behind, timeout=60)) as deltas:
+            said = 0
+            while said < 12:  # the others began before it: all seven run at once
+                said += len(next(deltas).token_ids)
         assert publisher.publish(1, {name: 0.9 * t for name, t in weights.items()}).wait(60).state == "committed"
         kept, trimmed = (client.wait(handle, 120) for handle in handles)
     for result in kept:
