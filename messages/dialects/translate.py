@@ -138,7 +138,11 @@ class Collected:
             if path in self.fields:
                 ids, key = self.fields.pop(path)
                 given = self.fields.get("logit_processors", ((), key))[0]
-                made = LogitProcessor(name=processor, params={"token_ids": list(ids)})
+                try:
+                    made = LogitProcessor(name=processor, params={"token_ids": list(ids)})
+                except ValidationError as error:
+                    self._refuse(key, InvalidField(key, ids, as_invalid_field(error).allowed))
+                    continue
                 self.fields["logit_processors"] = ((*given, made), key)
         if self.errors:
             return
@@ -158,13 +162,15 @@ class Collected:
             if path in self.fields:
                 value, key = self.fields[path]
                 shown = key if key.rsplit(".", 1)[-1] == first else f"{key} ({path})"
-                error = InvalidField(shown, value, wrong.allowed)
-                self.errors[key] = error
-                self.fates = [
-                    Fate(key, fate.value, "refused", error.allowed) if fate.key == key else fate for fate in self.fates
-                ]
+                self._refuse(key, InvalidField(shown, value, wrong.allowed))
                 return
         self.errors[""] = wrong  # a contradiction between two of them
+
+    def _refuse(self, key: str, error: InvalidField) -> None:
+        self.errors[key] = error
+        self.fates = [
+            Fate(key, fate.value, "refused", error.allowed) if fate.key == key else fate for fate in self.fates
+        ]
 
     def _under(self, prefix: str) -> dict[str, Any]:
         return {path.removeprefix(prefix): item for path, (item, _) in self.fields.items() if path.startswith(prefix)}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -339,6 +339,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(RULES)), VALUES, max_size=4))
+@example({"action_mask": -(1 << 63) - 1})
 def test_any_values_make_a_job_or_one_typed_error(params: dict[str, Any]) -> None:
     with suppress(InvalidField):
         GenerateJob.build(token_ids=[1], **job_fields(params))

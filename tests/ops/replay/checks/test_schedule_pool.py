@@ -39,4 +39,5 @@ async def test_a_worker_that_was_lost_breaks_no_promise(
     assert found.workers.keys() >= {first, ended.worker_id}
     assert found.outcomes["attempt claimed"] >= 5
     assert found.outcomes["result"] == 7
-    assert all(0 < one.busy_s <= one.span_s for one in found.workers.values())
+    assert all(one.busy_s <= one.span_s for one in found.workers.values())
+    assert found.workers[ended.worker_id].busy_s > 0  # the lost one may have died before it wrote what it had saved
