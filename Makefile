@@ -18,7 +18,7 @@ SERVER_TESTS = tests/messages tests/producer tests/ops/redis tests/worker --igno
 # timers by seconds. The output names it, and whoever reads that looks for the race. Outside CI everything runs once.
 ONCE_MORE = $(if $(CI),|| { test $$? -eq 1 && echo "these failed; once more and alone:" && .venv/bin/python -m pytest --lf --lfnf=none; })
 
-.PHONY: help setup demo test test-whole test-all test-long test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos fuzz bench-spread bench-fleet-weights check docs clean
+.PHONY: help setup demo test test-whole test-all test-long test-trainers test-redis7 test-redis62 test-shards coverage capabilities chaos fuzz bench-spread bench-fleet-weights bench-updates check docs clean
 
 help:
 	@echo "make setup   create .venv with everything (a few minutes the first time, then nothing)"
@@ -36,6 +36,7 @@ help:
 	@echo "make fuzz    broken input for every decoder, for a minute (SECONDS=600 for more; SEED=7 ONLY=frames CASE=12 to replay)"
 	@echo "make bench-spread   how evenly work is spread, beside an ideal balancer and an earlier commit (25 minutes; docs/capacity.md)"
 	@echo "make bench-fleet-weights   new weights for a fleet that churns: deaths, 128 workers, 1,000 simulated (docs/capacity.md)"
+	@echo "make bench-updates   what updates cost a worker in each mode, contexts and intervals (15 minutes; docs/weights.md)"
 	@echo "make check   formatting, lint, strict types, import order, file sizes, that every test can be imported"
 	@echo "make docs    the documentation with the API reference, into out/site; warnings are errors"
 	@echo "make clean   remove .venv, out/ and caches"
@@ -133,6 +134,10 @@ bench-spread: setup
 # BENCH='--only churn --versions 10' and the like for less.
 bench-fleet-weights: setup
 	.venv/bin/python benchmarks/fleet $(or $(BENCH),--out benchmarks/results/fleet-weights-cpu.json)
+
+# BENCH='--fast', and --before FOLDER for an older package beside it.
+bench-updates: setup
+	.venv/bin/python benchmarks/updates.py $(or $(BENCH),--out benchmarks/results/updates-cpu.json)
 
 check: setup
 	@mkdir -p out

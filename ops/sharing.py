@@ -1,22 +1,28 @@
-"""How evenly a pool's workers are loaded, as their last claims said it, which is exact and newer than heartbeats."""
+"""How evenly a pool's workers are loaded, as their last claims said it, which is exact and newer than heartbeats.
+
+And how much of their time updates of the weights cost, as their heartbeats say it.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redis.exceptions import ResponseError
 
 from ..messages.broker import Broker
+from ..messages.model import WorkerStatus
 from ..messages.redis import is_wrong_type, text
 
 SAME_PACE, FASTEST = 1.25, 16.0
 """As in messages/scripts/lib_spread.lua, which also says what the hash `takers` has of a worker."""
 EVEN = 1.25
 """A load up to so many times its share counts as even."""
+COSTLY = 0.05
+"""From this share of the workers' time on, what updates cost is worth a word."""
 PLACES = ("below", "at", "above")
 _TAKER = re.compile(r"(\d{1,15}) (\d{1,15}) (\S+) \d+ \d+ (\S+) ")
 
@@ -135,3 +141,8 @@ def _level(group: list[tuple[Taker, float]]) -> float:
             return rest / speeds
         rest, speeds = rest - taker.most, speeds - speed
     return 0.0
+
+
+def update_share(workers: Sequence[WorkerStatus]) -> float:
+    """The share of these workers' last minute that updates of the weights cost, 0 to 1."""
+    return round(sum(worker.update_share for worker in workers) / max(1, len(workers)), 3)

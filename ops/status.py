@@ -13,7 +13,7 @@ from ..messages.model import PRIORITIES
 from ..sync.transfer import Ledger
 from ..worker.metrics import PHASES
 from .redis import connected
-from .sharing import read_sharing
+from .sharing import COSTLY, read_sharing, update_share
 from .terminal import printable
 
 WIDTH = 80
@@ -46,6 +46,7 @@ async def read_state(broker: Broker, ledger: Ledger) -> dict[str, Any]:
         "transfer_under_way": await ledger.open_epoch(),
         "waiting_for_weights": sorted(w.worker_id for w in workers if w.worker_id in alive and w.version < committed),
         "imbalance": round(sharing.imbalance, 2),
+        "update_share": update_share([w for w in workers if w.worker_id in alive]),
         "workers": [
             w.model_dump() | {"alive": w.worker_id in alive, "share": shares.get(w.worker_id)} for w in workers
         ],
@@ -73,6 +74,8 @@ def status_lines(state: dict[str, Any]) -> Iterator[str]:
     yield f"ended: {ended}"
     if len(state["workers"]) > 1:
         yield f"imbalance: {state['imbalance']:.2f} (samples of the fullest worker beside its share; 1 is even)"
+    if state["update_share"] >= COSTLY:
+        yield f"updates of the weights cost {state['update_share']:.0%} of the last minute; see  rolloutmq doctor"
     yield from workers_lines(state)
     for letter in state["dead_letters"]:
         yield from _wrapped(f"dead {letter['job_id']}: {letter['cause']}: {letter['error']}")

@@ -14,6 +14,7 @@ from .engine import Engine, EngineRequest, TaskRequest
 from .in_flight import InFlight
 from .jobs import Leg, Run, SampleRun
 from .slots import Slots
+from .updates import UpdateBudget
 
 log = logging.getLogger(__name__)
 TAKE_OUT_S = 2.0
@@ -31,6 +32,7 @@ class Generation:
 
     version: of the weights that the next legs run under. pace: tokens a second of one sample if it ran alone, and
     mean_tokens: of an ended sample, both 0 if not known. slots: what waits, and the gate. in_flight: what runs.
+    updates: what those of the weights cost, and when the next one may begin.
     on_finished(sample), on_refused(sample, error), on_failed(sample, error): what became of a sample. One that failed
     may succeed on another worker. on_dead(): the engine died; `died_with` has the samples that were in it, until
     `clear`.
@@ -55,6 +57,7 @@ class Generation:
         self.slots = Slots(most, self._start)
         self.gate = self.slots.gate
         self.in_flight = InFlight(engine, self.gate, on_dead)
+        self.updates = UpdateBudget(engine, self.slots, self.in_flight)
 
     @property
     def running(self) -> int:

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from ..messages.broker import Beat, Claim, Finished, Lease, Piece, Release, ShardedLease, Witness
 from ..messages.journal import Entry, Journal, Record, attempt_record, of_announcement, versions_of
-from ..messages.model import Command, CommandReply, WeightAnnouncement, WorkerStatus
+from ..messages.model import Command, CommandReply, UpdateMode, WeightAnnouncement, WorkerStatus
 from ..sync.transfer import TransferReport
 from .config import WorkerConfig
 
@@ -77,6 +77,12 @@ class WorkerJournal:
         told = {"what": "loaded" if report.ok else "refused", "worker": self.worker_id} | data | took
         told |= {"nbytes": report.nbytes} if report.ok else {"phase": report.phase, "error": report.error}
         self._journal.add(Entry("weights", time.time(), versions=(version,), data=told))
+
+    def update_cost(self, mode: UpdateMode, version: int, seconds: float, tokens: int) -> None:
+        """Everything that an update stopped goes on. tokens: those of which caches were computed anew."""
+        if self._journal is not None:
+            told = {"what": "went on", "worker": self.worker_id, "mode": mode, "seconds": seconds, "tokens": tokens}
+            self._journal.add(Entry("weights", time.time(), versions=(version,), data=told))
 
     def attempts(self, make: Callable[..., Iterable[Record]], things: Sequence[Any], *more: Any) -> None:
         """Something happened to jobs that the worker holds. make(time, worker, things, *more): their records."""

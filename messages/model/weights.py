@@ -9,7 +9,7 @@ from pydantic import Field, StrictInt
 
 from .base import Float, Items, Message, Record
 
-UpdateMode = Literal["resume", "in_place", "drain"]
+UpdateMode = Literal["resume", "in_place", "drain", "auto"]
 Transport = Literal["pull", "nccl", "ipc", "disk", ""]
 """How a version came to an engine: bucket by bucket from others, by broadcast, from the trainer's own buffers on the
 same GPU, from a folder; "" if it did not come."""

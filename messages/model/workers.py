@@ -27,6 +27,7 @@ class WorkerStatus(Message):
     One count for each of STALENESS_BOUNDS, for at most so many, and one for more.
     features: optional features of jobs that its engine honours, see GenerateJob.unsupported.
     started_at: Unix seconds by the worker's clock. Only people read it, no decision depends on it.
+    update_share: share of the last minute that updates of the weights cost, 0 to 1.
     startup: seconds of each phase of its first start, see docs/operator.md.
     """
 
@@ -54,6 +55,7 @@ class WorkerStatus(Message):
     engine_restarts: StrictInt = Field(default=0, ge=0)
     started_at: Float = 0.0
     staleness: Items[Annotated[StrictInt, Field(ge=0)]] = Field(default=(), max_length=16)
+    update_share: Float = Field(default=0.0, ge=0, le=1)
     startup: dict[Annotated[str, Field(max_length=32)], Annotated[Float, Field(ge=0)]] = Field(
         default_factory=dict, max_length=16
     )

@@ -12,8 +12,9 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from ...messages.broker import Broker, Caps
 from ...messages.redis import PoolRedis, how_to_flush, parse_one
+from ...sync.transfer import Ledger
 from ..redis import connected
-from ..sharing import read_sharing
+from ..sharing import COSTLY, read_sharing, update_share
 from .finding import Finding, Level
 
 OLDEST = (6, 2)
@@ -215,8 +216,10 @@ async def _pool(redis: PoolRedis, pool: str) -> list[Finding]:
     if aside:
         advice = "See what is broken with `rolloutmq ops run audit-broker --here`."
         found = f"pool {pool}: {aside} keys were set aside as nobody could use them"
-        return [Finding("pool", "warning", found, advice), await _spread(broker)]
-    return [Finding("pool", "ok", f"pool {pool}: no key was ever set aside"), await _spread(broker)]
+        first = Finding("pool", "warning", found, advice)
+    else:
+        first = Finding("pool", "ok", f"pool {pool}: no key was ever set aside")
+    return [first, await _spread(broker), await _updates(broker, Ledger(redis, pool))]
 
 
 async def _spread(broker: Broker) -> Finding:
@@ -234,6 +237,19 @@ async def _spread(broker: Broker) -> Finding:
         "jobs that were lost before stay where they are."
     )
     return Finding("spread", "warning", found, advice)
+
+
+async def _updates(broker: Broker, ledger: Ledger) -> Finding:
+    alive = await ledger.live_workers()
+    share = update_share([worker for worker in await broker.workers() if worker.worker_id in alive])
+    found = f"updates of the weights cost {share:.0%} of the workers' last minute"
+    if share < COSTLY:
+        return Finding("updates", "ok", found)
+    advice = (
+        "They interrupt samples, which compute their caches anew. Publish with mode='auto' or 'in_place', or publish "
+        "less often; see docs/weights.md."
+    )
+    return Finding("updates", "warning", found, advice)
 
 
 def _gib(number: int) -> str:

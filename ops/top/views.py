@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from ..sharing import COSTLY
 from .history import History, curve, speed
 from .lines import Cell, Column, cells, facts, fitting, lasting, nbytes, row, short
 from .reader import Focus, JobLine, Look
@@ -157,6 +158,7 @@ class PoolView(Table):
                     "cyan",
                 ),
                 (f"imbalance {state['imbalance']:.2f}" if serving.total() > 1 else "", ""),
+                (f"updates cost {state['update_share']:.0%}" if state["update_share"] >= COSTLY else "", "yellow"),
             ),
             facts(
                 width,

@@ -23,8 +23,8 @@ class PublishReport:
 
     state: "committed": at least one worker serves it, or the pool is empty and later workers will catch up to it.
         "failed": no worker has it. "aborted": no worker has it, because of `PublishHandle.abort`. "superseded": a newer
-        version was published before this one's turn came. "delegated": this rank of the trainer only helped to gather,
-        and the leader has the report.
+        version was published before this one's turn came, or before any worker had begun to take it. "delegated": this
+        rank of the trainer only helped to gather, and the leader has the report.
     workers: ids of those that serve it. failures: worker id -> why it does not; "trainer" if the version was not sent.
     seconds: from `publish` to the commit. adapter: name of the LoRA adapter, "" for the weights.
     readback: whether every one of `workers` compared its engine's parameters with what was published, and not only the

@@ -316,7 +316,7 @@ class WeightPublisher:
             return
         if result.committed and self._saver is not None and not order.adapter:
             self._saver.offer(snapshot)
-        lost: State = "aborted" if handle.aborted else "failed"
+        lost: State = "aborted" if handle.aborted else "superseded" if result.superseded else "failed"
         order.tell(
             "committed" if result.committed else lost,
             workers=result.workers,

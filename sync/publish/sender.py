@@ -30,6 +30,8 @@ PROBE_S = 0.3
 REJOIN_S = 0.8
 """Seconds in which a worker whose connection broke may come again before it counts as lost."""
 CLOSE_S = 30.0
+LATEST_S = 600.0
+"""A worker that takes a version later does so within this time."""
 MOST = 2
 """Publications that are followed at the same time. The oldest one is given its report when another one begins."""
 
@@ -39,13 +41,15 @@ class TransferResult:
     """What became of a publication.
 
     workers: ids of those that have the version now. failures: worker id -> what went wrong there. readback: whether all
-    of `workers` compared their engines' parameters after the load.
+    of `workers` compared their engines' parameters after the load. superseded: no worker could take it yet, and there
+    is a newer one.
     """
 
     committed: bool
     workers: tuple[str, ...] = ()
     failures: dict[str, str] = field(default_factory=dict)
     readback: bool = False
+    superseded: bool = False
 
 
 @dataclass(slots=True)
@@ -53,7 +57,7 @@ class Run:
     """A publication under way. over: why it is not followed to its end. stopped: why it was given up.
 
     expected: the workers that were alive when it began. seen: those that have been since. dead: those that are not now.
-    began: on time.monotonic().
+    later: those that take it later, and when. began: on time.monotonic(), like all times here.
     """
 
     told: WeightAnnouncement
@@ -61,6 +65,8 @@ class Run:
     expected: set[str]
     seen: set[str] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
+    later: dict[str, float] = field(default_factory=dict)
+    superseded: bool = False
     began: float = field(default_factory=time.monotonic)
     reports: dict[str, TransferReport] = field(default_factory=dict)
     over: str = ""
@@ -70,6 +76,11 @@ class Run:
     def served(self) -> tuple[str, ...]:
         """The workers that have the version."""
         return tuple(sorted(worker for worker, report in self.reports.items() if report.ok))
+
+    @property
+    def postponed(self) -> bool:
+        """Whether nobody takes it yet, and somebody will."""
+        return bool(self.later) and not self.outgoing.joined
 
 
 class Sender:
@@ -86,6 +97,7 @@ class Sender:
         self._offered: dict[str, list[Outgoing]] = {}  # by adapter, "" for the weights; the last one is the newest
         self._runs: dict[int, Run] = {}
         self._listening: asyncio.Task[None] | None = None
+        self._said_later = False
 
     async def open(self) -> dict[str, int]:
         """Start to listen. Returns name -> newest version, committed or not; the weights' name is ""."""
@@ -117,12 +129,13 @@ class Sender:
     def free(self) -> bool:
         """Whether a new version may begin.
 
-        Versions commit in order, so the last one has a worker that serves it, or is over. And slow workers still
-        receive two versions at most: a trainer keeps two beside the one that it sends.
+        Versions commit in order, so the last one has a worker that serves it, or is over, or nobody takes it yet: then
+        they may as well take a newer one. And slow workers still receive two versions at most: a trainer keeps two
+        beside the one that it sends.
         """
         self._tidy()
         slow = sum(bool(each.receiving) for each in self._offered.get("", ()))
-        return all(run.served for run in self._runs.values()) and slow <= MOST
+        return all(run.served or run.postponed for run in self._runs.values()) and slow <= MOST
 
     def progress(self, version: int, total_bytes: int) -> PublishProgress:
         """Return how far a version is. Any thread may call it."""
@@ -169,6 +182,9 @@ class Sender:
         run = Run(told, outgoing, set(expected), stopped=order.handle.aborted)
         for older in list(self._runs.values())[: max(0, len(self._runs) + 1 - MOST)]:
             older.over = f"had not reported when version {told.version} was published"
+        for older in self._runs.values():
+            if older.postponed and older.told.adapter == adapter:
+                older.over, older.superseded = f"takes version {told.version} instead", True
         self._runs[epoch] = run
         snapshots.append(outgoing)
         try:
@@ -188,7 +204,7 @@ class Sender:
                 await asyncio.to_thread(self._hub.withdraw, outgoing, run.stopped or "no worker could take it")
             self._tidy()
             self.poke()
-        if result.failures:
+        if result.failures and not result.superseded:
             of = f" of adapter {adapter}" if adapter else ""
             log.warning("version %s%s: %s", told.version, of, result.failures)
         return result
@@ -220,6 +236,8 @@ class Sender:
                 said, deadline = True, min(deadline, now + GRACE_S)
                 await asyncio.to_thread(self._hub.withdraw, run.outgoing, run.stopped)
                 await self._ledger.close(told, bool(run.served), None, {})
+            if run.later and not run.stopped:
+                deadline = max(deadline, max(run.later.values()) + told.deadline_s + GRACE_S)
             waits = {worker for worker in self._concerned(run) if not self._why_not(run, worker, silent_until)}
             if not waits or now >= deadline or run.over:
                 break
@@ -232,7 +250,8 @@ class Sender:
         failures = {worker: self._why(run, worker, silent_until) for worker in self._concerned(run)}
         workers = run.served
         readback = bool(workers) and all(run.reports[worker].readback for worker in workers)
-        return TransferResult(bool(workers) or not failures, workers, failures, readback)
+        committed = bool(workers) or not failures
+        return TransferResult(committed, workers, failures, readback, run.superseded and not committed)
 
     def _concerned(self, run: Run) -> set[str]:
         """The workers that have not said that they have the version."""
@@ -251,6 +270,7 @@ class Sender:
             return f"went on to version {newer}"
         if worker in run.outgoing.joined:
             return ""
+        silent_until = max(silent_until, run.later.get(worker, 0.0) + run.told.join_timeout_s)
         return run.stopped or ("did not answer the announcement in time" if now >= silent_until else "")
 
     def _newer(self, run: Run, worker: str) -> int | None:
@@ -293,8 +313,27 @@ class Sender:
     def _on_ring(self, ring: Ring) -> None:
         epoch, worker = ring.get("epoch", ""), ring.get("worker", "")
         run = self._runs.get(int(epoch)) if epoch.isdecimal() else None
-        if run is not None and worker:
+        if run is None or not worker:
+            return
+        if "later" in ring:
+            self._comes_later(run, worker, ring["later"])
+        else:
             run.reports[worker] = read_report(ring.get("report", ""))
+
+    def _comes_later(self, run: Run, worker: str, said: str) -> None:
+        with contextlib.suppress(ValueError):
+            seconds = min(max(0.0, float(said)), LATEST_S)
+            run.later[worker] = time.monotonic() + seconds
+            if not self._said_later:
+                self._said_later = True
+                log.warning(
+                    "version %s: worker %s takes it in %.1f s, because an update costs it the caches of what runs and "
+                    "may take a quarter of its time at most; with mode='in_place' or 'auto' none is lost (said once)",
+                    run.told.version,
+                    worker,
+                    seconds,
+                )
+            self.poke()
 
     def _news(self) -> None:
         """Something happened at the hub. Called from its threads."""

@@ -34,6 +34,8 @@ ASKED = 4
 """Holders of a version that one look returns."""
 REMEMBER_S = 7 * 86400
 """Seconds that versions and epochs stay in the ledger."""
+TRANSFERS = 1024
+"""Entries of the stream that senders read, about as many as weights/report.lua keeps."""
 
 EpochState = Literal["open", "closed"]
 
@@ -188,6 +190,11 @@ class Ledger:
         if how == b"committed":
             await self.tell_shards(told)
         return bool(waiting)
+
+    async def later(self, told: WeightAnnouncement, worker_id: str, seconds: float) -> None:
+        """Say that a worker takes a version, or a newer one, in so many seconds. Only the sender hears of it."""
+        entry = {"epoch": told.epoch, "worker": worker_id, "later": f"{seconds:.3f}"}
+        await self.redis.xadd(self.keys.transfers, entry, maxlen=TRANSFERS, approximate=True)
 
     async def close(
         self, told: WeightAnnouncement, committed: bool, holder: Holder | None, lost: dict[str, str]

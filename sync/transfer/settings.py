@@ -50,7 +50,8 @@ class SyncSettings(BaseModel):
     """Where the trainer listens for workers; 0 picks a free port."""
     mode: UpdateMode = "resume"
     """What an update does with running samples. 'resume' interrupts them and continues them under the new weights.
-    'in_place' changes the weights under them and keeps their KV cache. 'drain' lets them finish first."""
+    'in_place' changes the weights under them and keeps their KV cache. 'drain' lets them finish first. 'auto' is one of
+    the first two for each worker and version: in place where computing the caches anew would cost too much."""
     join_timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """Seconds that workers have to answer an announcement; with 'drain', to finish what runs."""
     transfer_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)

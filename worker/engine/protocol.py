@@ -257,6 +257,7 @@ class Engine(Protocol):
         "start_profile": {folder, activities, steps}, "stop_profile": {}.
         "kv_use": {} returns {tokens, used}: the size of the KV cache, and what requests hold of it. Prefixes that
             could be forgotten do not count. Requests may run.
+        "generated": {} returns {requests}: ids of those that have a token and run. Requests may run.
 
         Raises RequestRefused, with the reason, for an operation that this engine does not support as configured.
         """

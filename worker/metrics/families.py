@@ -62,6 +62,11 @@ def _weights(vitals: Vitals, engine: MeteredEngine) -> Iterable[Metric]:
     yield counter(P + "sync_bytes_total", "Bytes of weights received, verified and loaded.", engine.sync_bytes)
     yield counter(P + "failed_syncs_total", "Transfers of weights that this worker refused.", engine.failed_syncs)
     yield gauge(P + "last_sync_bytes_per_second", "Rate of the last transfer.", engine.last_bytes_per_s)
+    cost = vitals.generation.updates
+    about = "Seconds that updates cost: until everything that they stopped had a new token."
+    yield counter(P + "update_cost_seconds_total", about, cost.lost_s)
+    about = "Tokens of which updates had the caches computed anew."
+    yield counter(P + "update_anew_tokens_total", about, cost.tokens_anew)
     yield distribution(
         P + "sample_staleness_versions", "Versions between a sample's oldest token and its end.", vitals.samples
     )

@@ -11,24 +11,25 @@ from ..engine import Engine
 from ..jobs import HeldJobs, SampleRun
 from .vitals import Vitals
 
-PACE_S = 10.0
-"""Seconds over which a heartbeat's rate is counted."""
+PACE_S, COST_S = 10.0, 60.0
+"""Seconds over which a heartbeat's rate, and its share of updates, are counted."""
 
 
 class Pace:
-    """How fast a total grows, over the last PACE_S seconds."""
+    """How fast a total grows, over the last `over_s` seconds."""
 
-    def __init__(self) -> None:
-        self._seen = deque([(time.monotonic(), 0)])
+    def __init__(self, over_s: float = PACE_S) -> None:
+        self._over_s = over_s
+        self._seen = deque([(time.monotonic(), 0.0)])
 
-    def per_s(self, total: int) -> float:
+    def per_s(self, total: float) -> float:
         """The rate, given what the total is now."""
         now = time.monotonic()
         self._seen.append((now, total))
-        while self._seen[1][0] <= now - PACE_S:
+        while self._seen[1][0] <= now - self._over_s:
             self._seen.popleft()
         since, before = self._seen[0]
-        return round((total - before) / max(1.0, now - since), 1)
+        return (total - before) / max(1.0, now - since)
 
 
 class StatusReport:
@@ -37,7 +38,7 @@ class StatusReport:
     def __init__(self, host: str, engine: Engine, held: HeldJobs, vitals: Vitals, max_running: int) -> None:
         self.refused_publishes = 0
         self._host, self._engine, self._held, self._vitals, self._max_running = host, engine, held, vitals, max_running
-        self._pace = Pace()
+        self._pace, self._cost = Pace(), Pace(COST_S)
         self._started_at = time.time()
 
     def write(self, worker_id: str, state: WorkerState, engine_restarts: int) -> WorkerStatus:
@@ -59,12 +60,13 @@ class StatusReport:
             running=generation.running,
             held=self._held.unpublished,
             generated_tokens=generation.generated_tokens,
-            tokens_per_s=self._pace.per_s(generation.generated_tokens),
+            tokens_per_s=round(self._pace.per_s(generation.generated_tokens), 1),
             finished_samples=generation.finished,
             refused_publishes=self.refused_publishes,
             unfinished_tokens=self._unfinished_tokens(),
             engine_restarts=engine_restarts,
             staleness=self._vitals.staleness,
+            update_share=round(min(1.0, self._cost.per_s(generation.updates.lost_s)), 3),
             started_at=self._started_at,
             startup=self._vitals.startup.seconds.copy(),
         )

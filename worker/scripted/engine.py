@@ -86,6 +86,8 @@ def _echoed(
 class ScriptedEngine:
     """Implements `Engine`. `tokens_per_s` is the speed of one sample; None answers at once.
 
+    prefill_per_s: tokens a second of prompts, and of what earlier legs had generated, one request after another; None
+    reads at once. It matters only with `tokens_per_s`.
     tasks: which features it has for jobs that generate nothing. lora: whether it takes LoRA adapters; a token then
     depends on the adapter's name and version, too.
     echo: the answer is the prompt's first tokens (the prompt again and again if it is shorter), each with the logprob
@@ -112,11 +114,14 @@ class ScriptedEngine:
         self._receiver: Any = None
         self._death = asyncio.Event()
         self.memory_for: int | None = None
+        self.prefill_per_s: float | None = None
+        self._read_at = 0.0  # when the newest request has been read
         self.ops = self._new_ops()
 
     def _new_ops(self) -> ScriptedOps:
         ops = ScriptedOps(lambda: len(self._running), self.kill)
         ops.weights = lambda: self.weights
+        ops.generated = lambda: [name for name in self._running if self._sampled(name)]
         return ops
 
     @property
@@ -162,13 +167,17 @@ class ScriptedEngine:
         if self.memory_for is not None and len(self._running) >= self.memory_for:
             raise EngineError("out of memory, says the script")
         began, count = self.ops.clock(), request.max_new_tokens
+        if self.prefill_per_s is not None:
+            began = self._read_at = max(began, self._read_at) + len(request.token_ids) / self.prefill_per_s
         switches: Switches = []
         self._running[request.request_id] = request, began, switches
         try:
             if self.tokens_per_s is None:
                 await asyncio.sleep(0)
-            elif await self._stopped_early(request.request_id, count / self.tokens_per_s):
-                count = min(count, int((self.ops.clock() - began) * self.tokens_per_s))
+            elif await self._stopped_early(request.request_id, began - self.ops.clock() + count / self.tokens_per_s):
+                count = min(count, max(0, int((self.ops.clock() - began) * self.tokens_per_s)))
+                if not self._aborts:  # what was being read is forgotten
+                    self._read_at = 0.0
         finally:
             del self._running[request.request_id]
         if not self._alive:
@@ -191,7 +200,7 @@ class ScriptedEngine:
     def _sampled(self, request_id: str) -> int:
         """Tokens a running request has by now."""
         request, began, _ = self._running[request_id]
-        return min(request.max_new_tokens, int((self.ops.clock() - began) * (self.tokens_per_s or 0.0)))
+        return min(request.max_new_tokens, max(0, int((self.ops.clock() - began) * (self.tokens_per_s or 0.0))))
 
     async def _stopped_early(self, request_id: str, seconds: float) -> bool:
         event = self._aborts[request_id] = asyncio.Event()

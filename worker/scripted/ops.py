@@ -32,6 +32,7 @@ class ScriptedOps:
         self.flushes = 0
         self.receiver: Any = None
         self.weights: Callable[[], Mapping[str, Any]] = dict
+        self.generated: Callable[[], list[str]] = list
         self._running, self._kill = running, kill
         self._frozen_at: float | None = None
         self._lost_s = 0.0
@@ -86,6 +87,7 @@ class ScriptedOps:
             "start_profile": self._start_profile,
             "stop_profile": self._stop_profile,
             "kv_use": lambda _: {"tokens": 8192, "used": 64 * self._running()},
+            "generated": lambda _: {"requests": self.generated()},
         }
         await asyncio.sleep(0)
         if operation in known:

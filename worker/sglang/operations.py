@@ -194,10 +194,6 @@ async def _sharded(run: SGLangRun, operation: str, params: dict[str, Any]) -> di
 Operation = Callable[[SGLangRun, EngineInfo, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
-async def _kv_use(run: SGLangRun, info: EngineInfo, params: dict[str, Any]) -> dict[str, Any]:
-    return await run.channel.operate(0, "kv_use")
-
-
 OPERATIONS: Mapping[str, Operation] = {
     "flush_cache": _flush_cache,
     "clear_storage": _clear_storage,
@@ -212,5 +208,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "load_sharded": lambda run, _, params: _sharded(run, "load_sharded", params),
     "start_profile": _start_profile,
     "stop_profile": _stop_profile,
-    "kv_use": _kv_use,
+    "kv_use": lambda run, *_: run.channel.operate(0, "kv_use"),
+    "generated": lambda run, *_: run.channel.operate(0, "generated"),
 }

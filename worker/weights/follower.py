@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,8 +49,8 @@ class WeightFollower:
     on_stuck(): called if the engine does not answer, or has weights that are neither old nor new and nothing mends
     them. in_service: False until the worker has verified the newest version that was committed when it joined.
     adapters: follows the pool's LoRA adapters, which have transfers of their own. quarantined: whether a load broke off
-    midway. The engine generates nothing until a whole version has arrived or, after
-        QUARANTINE_S without one, until it has been restarted.
+    midway. The engine generates nothing until a whole version has arrived or, after QUARANTINE_S without one, until it
+    has been restarted.
     snapshots: where to look for the committed version before asking anybody for it.
     gate: while anybody holds it, nothing is received, so the engine's weights stay as they are.
     turn: an update takes it, and so does everybody else who changes the weights or needs them unchanged.
@@ -76,6 +77,8 @@ class WeightFollower:
         self._heard: dict[str, WeightAnnouncement] = {}  # by adapter, "" for the weights
         self._halted = False
         self._poked = asyncio.Event()
+        self._budget = generation.updates
+        self._budget.on_change, self._budget.on_cost = self.poke, journal.update_cost
         self.gate = Gate(self.poke)
         self.turn = WeightsTurn()
         self._quarantine = Quarantine(generation.gate)
@@ -103,6 +106,7 @@ class WeightFollower:
         self._generation.version = 0
         self.in_service = False
         self._seen_epoch = 0
+        self._budget.forget()
         self._quarantine.end()
         self.poke()
 
@@ -143,7 +147,9 @@ class WeightFollower:
                 told = await self._ledger.announced(number) if number not in (0, self._seen_epoch) else None
                 if told is not None and await self._look_into(told, worker_id, on_change):
                     continue
-                if self._may_touch() and await self._come_after(worker_id, committed, digest):
+                later_s = self._budget.wait_s("resume") if self._generation.version < committed else 0.0
+                wait_s = min(wait_s, later_s or wait_s)
+                if not later_s and self._may_touch() and await self._come_after(worker_id, committed, digest):
                     on_change(True)
                     continue
                 idle = not self._catch_up.under_way and self.gate.is_open
@@ -153,8 +159,7 @@ class WeightFollower:
                     on_change(True)
                     continue
                 lacks = not self.in_service or self.quarantined or self._generation.version < committed
-                if lacks and self._generation.version < committed:
-                    self._say_that_it_waits(committed)
+                self._say_if_it_waits(committed)
                 if not lacks and not number and not self.adapters.any:
                     wait_s = SETTLED_LOOK_S
             except (RedisError, OSError, MessageError) as error:
@@ -179,7 +184,8 @@ class WeightFollower:
 
     async def _look_into(self, told: WeightAnnouncement, worker_id: str, on_change: Callable[[bool], None]) -> bool:
         """Take part in a transfer if it concerns this worker. Returns False if the weights may not be touched now."""
-        if not self._may_touch():
+        lacked = told.epoch != self._seen_epoch and not told.adapter and told.version > self._generation.version
+        if not self._may_touch() or (lacked and await self._budget.postpones(told, worker_id, self._ledger)):
             return False
         async with self.turn.take("a weight transfer"):
             if not self._may_touch():  # the engine went to sleep, or died, before the turn came
@@ -212,7 +218,9 @@ class WeightFollower:
             except (EngineDead, InvalidField) as error:
                 report = TransferReport(ok=False, phase="rendezvous", error=str(error))
                 break
-            if report.ok or (report.phase not in LINE_TROUBLE and report.intact) or attempt == ATTEMPTS - 1:
+            again = report.phase in LINE_TROUBLE or not report.intact
+            again |= told.mode == "auto" and self._budget.refused_in_place(report)
+            if report.ok or not again or attempt == ATTEMPTS - 1:
                 break
             if self._halted or not await self._goes_on(told):
                 break
@@ -263,6 +271,7 @@ class WeightFollower:
         """told: of the transfer, if it is one."""
         if told is not None and told.epoch == self._given_up:  # nobody waits for Redis while generation stands still
             return _over()
+        order = replace(order, mode=self._budget.choose(order.mode))
         async with self._standing_still(order, told) as why_not:
             if why_not is not None:
                 return why_not
@@ -296,7 +305,7 @@ class WeightFollower:
     ) -> AsyncIterator[TransferReport | None]:
         """Bring generation into the state that the update's mode needs. Yields a report if that was not possible."""
         if order.mode == "in_place" and not self.quarantined:
-            async with self._generation.in_flight.switching():
+            async with self._budget.update("in_place", order.version), self._generation.in_flight.switching():
                 yield None
         elif order.mode == "drain":
             with self._generation.gate.holder("update"):
@@ -309,7 +318,7 @@ class WeightFollower:
                     late = "what was running did not end in the time the trainer gives"
                     yield TransferReport(ok=False, phase="load", error=late)
         else:
-            async with self._generation.in_flight.quiet():
+            async with self._budget.update("resume", order.version), self._generation.in_flight.quiet():
                 yield None
 
     async def _ask(self, half: Coroutine[Any, Any, TransferReport], order: TransferOrder) -> TransferReport:
@@ -364,7 +373,10 @@ class WeightFollower:
         async with self.turn.take(f"the load of version {order.version}"):
             if not self._may_touch() or self._generation.version >= order.version:
                 return None
-            return await self._commit(order) if report.ok else report
+            if report.ok:  # what runs crosses it as the trainer wants it
+                report = await self._commit(replace(order, mode=self._budget.usual))
+                self._budget.refused_in_place(report)
+            return report
 
     def _prepare(self, order: TransferOrder) -> Preparing:
         half = asyncio.create_task(self._ask(self._engine.prepare_weights(order), order))
@@ -376,11 +388,10 @@ class WeightFollower:
             half.exception()  # marks it as seen: nobody may be waiting any more
         self.poke()
 
-    def _say_that_it_waits(self, committed: int) -> None:
-        if time.monotonic() - self._said > SAY_S:
+    def _say_if_it_waits(self, committed: int) -> None:
+        if (has := self._generation.version) < committed and time.monotonic() - self._said > SAY_S:
             self._said = time.monotonic()
-            here = self._generation.version
-            log.info("version %s is committed, this worker has %s and tries to get it", committed, here)
+            log.info("version %s is committed, this worker has %s and tries to get it", committed, has)
 
 
 def _over() -> TransferReport:

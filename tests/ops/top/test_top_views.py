@@ -57,6 +57,7 @@ def look(workers: int = 3, focus: Focus = ANY, **state: Any) -> Look:
         "transfer_under_way": 4,
         "waiting_for_weights": ["a"],
         "imbalance": 1e9,
+        "update_share": 1.0,
         "workers": some,
         "dead_letters_kept": 9,
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ class ManualEngine:
         self.requests: list[EngineRequest] = []
         self.ends: dict[str, asyncio.Future[EngineOutput]] = {}
         self.made: dict[str, int] = {}
+        self.looks = 0
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         self.requests.append(request)
@@ -35,6 +38,11 @@ class ManualEngine:
     def progress(self, request_id: str, start: int = 0) -> Progress | None:
         token_ids, logprobs = tokens(self.made.get(request_id, 0))
         return Progress(token_ids[start:], logprobs[start:])
+
+    async def operate(self, operation: str, params: Mapping[str, Any]) -> dict[str, Any]:
+        assert operation == "generated"
+        self.looks += 1
+        return {"requests": [name for name, made in self.made.items() if made and not self.ends[name].done()]}
 
     def end(self, request_id: str, count: int, reason: str = "length") -> None:
         self.ends[request_id].set_result(EngineOutput(*tokens(count), reason))  # type: ignore[arg-type]
@@ -69,10 +77,11 @@ class Bench:
         self.generation.in_flight.switched(version, counts)
         self.generation.version = version
 
-    async def run(self, count: int) -> tuple[list[SampleRun], list[str]]:
-        """Samples that run, and their request ids."""
+    async def run(self, count: int, **fields: Any) -> tuple[list[SampleRun], list[str]]:
+        """Samples that run, and their request ids. fields: of their job."""
         before = len(self.engine.requests)
-        job = GenerateJob(token_ids=[1, 2], n=count, sampling=SamplingParams(max_new_tokens=100))
+        given = {"token_ids": [1, 2]} | fields
+        job = GenerateJob(n=count, sampling=SamplingParams(max_new_tokens=100), **given)
         samples = [SampleRun(job, np.array([1, 2], np.int32), i, 1, 0.0) for i in range(count)]
         self.generation.add(samples)
         await eventually(lambda: len(self.engine.requests) == before + count)

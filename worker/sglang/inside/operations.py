@@ -51,6 +51,7 @@ class Inside:
             "paused": self._paused,
             "buffers": self._buffers,
             "kv_use": self._kv_use,
+            "generated": self._generated,
         }
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -135,6 +136,11 @@ class Inside:
         tokens = int(scheduler.max_total_num_tokens)
         free = int(scheduler.token_to_kv_pool_allocator.available_size())
         return {"tokens": tokens, "used": max(0, tokens - free - int(scheduler.tree_cache.evictable_size()))}
+
+    def _generated(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Name the requests that run and have a token, as of a step or two ago."""
+        batches = (current().running_batch, current().last_batch)
+        return {"requests": list({one.rid for batch in batches if batch for one in batch.reqs if one.output_ids})}
 
     # --- saving ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""How much of its KV cache an engine says that requests hold."""
+"""How much of its KV cache an engine says that requests hold, and which of them it says have a token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from support.engines.fixtures import KV_TOKENS
+from support.engines.fixtures import KV_TOKENS, MAX_RUNNING
 from support.pools.pool import eventually
 
 from rolloutmq.messages import SamplingParams
@@ -39,3 +39,35 @@ async def test_what_requests_hold_counts_and_what_the_prefix_cache_keeps_does_no
     await eventually(released)
     again = await engine.generate(EngineRequest("f" * 44, prompt, SamplingParams(), 1, "kv-use"))
     assert again.cached_tokens > 0
+
+
+async def test_who_has_a_token_is_named_and_who_is_still_read_is_not(engine: SGLangEngine) -> None:
+    rng = np.random.default_rng(5)
+    requests = [
+        EngineRequest(
+            f"{number:044x}", rng.integers(3, 250, 40).astype(np.int32), SamplingParams(ignore_eos=True), 900, "who"
+        )
+        for number in range(MAX_RUNNING + 1)  # one waits
+    ]
+
+    async def going() -> set[str]:
+        return set((await engine.operate("generated", {}))["requests"])
+
+    assert await going() == set()
+    running = [asyncio.create_task(engine.generate(request)) for request in requests]
+    first = {request.request_id for request in requests[:MAX_RUNNING]}
+
+    async def all_go() -> bool:
+        return await going() == first
+
+    await eventually(all_go)
+    engine.abort(requests[0].request_id)
+    await running[0]
+
+    async def the_last_goes() -> bool:
+        return await going() == {request.request_id for request in requests[1:]}
+
+    await eventually(the_last_goes)
+    engine.abort_all()
+    await asyncio.gather(*running)
+    assert await going() == set()
