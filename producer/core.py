@@ -174,6 +174,7 @@ class ClientCore:
             for place, state in zip(places, await self.broker.enqueue(sent, frames=frames), strict=True):
                 states[place] = state
             accepted = len(places)
+            self.inboxes.accepted(job.id for job in sent)
         except PoolBusy as busy:
             beyond = {sent[place].id for place in busy.beyond}
             busy.beyond = frozenset(places[place] for place in busy.beyond)
@@ -181,6 +182,7 @@ class ClientCore:
             for place, state in zip(places, busy.states, strict=False):
                 states[place] = state
             busy.states = states[: busy.accepted]
+            self.inboxes.accepted(beyond | {job.id for job in jobs[: busy.accepted]})
             raise
         finally:
             if self.journal is not None and frames is not None:

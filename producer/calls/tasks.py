@@ -177,6 +177,7 @@ async def _send(core: ClientCore, jobs: list[TaskJob], deadline: float | None) -
     left = None if deadline is None else deadline - time.monotonic()
     try:
         await send_all(core.broker.enqueue, jobs, left)
+        core.inboxes.accepted(job.id for job in jobs)
     except PoolBusy as busy:
         raise WaitTimeout(
             f"{len(jobs) - busy.accepted - len(busy.beyond)} of {len(jobs)} jobs were not accepted: {busy}"

@@ -26,6 +26,7 @@ class Tracked:
 
     ended: its last outcome has arrived; an earlier client of the same id may have taken others.
     state: "r" until then, afterwards how it ended. guessed: its n is not known, and perhaps not its group.
+    accepted: Redis has said that it has the job. If it does not know it later, it has lost it.
     job: as it was submitted, if that is known; its outcomes are told their prompt and metadata.
     due: its deadline by time.monotonic(), if it has one. Of a job of an earlier client, the latest that it can be.
     """
@@ -38,6 +39,7 @@ class Tracked:
     ended: bool = False
     state: str = "r"
     guessed: bool = False
+    accepted: bool = False
     job: _Kept | None = None
     due: float | None = None
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import chain, islice
+from collections.abc import Iterable, Mapping
 
 from ...messages.broker import Reply
 from ...messages.model import GenerateJob, TaskResult
-from .inbox import Inbox
+from .inbox import Inbox, Tracked
 
 
 class Inboxes:
@@ -32,9 +31,15 @@ class Inboxes:
         """Outcomes that came again."""
         return self._samples.repeats + self.tasks.repeats
 
-    def open(self, most: int) -> dict[str, str]:
-        """Up to `most` jobs that have not ended, each with its group."""
-        return {it.job_id: it.group_id for it in islice(chain(self._samples.open(), self.tasks.open()), most)}
+    def open(self) -> list[Tracked]:
+        """The jobs that have not ended, those that were submitted first in front."""
+        return [*self._samples.open(), *self.tasks.open()]
+
+    def accepted(self, job_ids: Iterable[str]) -> None:
+        """Redis has these jobs."""
+        for job_id in job_ids:
+            if (tracked := self._samples.tracked(job_id) or self.tasks.tracked(job_id)) is not None:
+                tracked.accepted = True
 
     def due(self) -> float | None:
         """When the first deadline of a job that has not ended is over, by time.monotonic(); None without any."""
@@ -64,4 +69,5 @@ class Inboxes:
         """As Inbox has it; a task that has ended since `open_jobs` was asked for is not expected."""
         left = {job_id: group for job_id, group in open_jobs.items() if job_id not in self._over}
         self._samples.recover(left, known)
+        self.accepted(left)
         self._over.clear()

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -29,7 +29,9 @@ FIRST_BLOCK_MS, LONGEST_BLOCK_MS = 1000, 20_000
 """A read of the stream waits for so long; twice as long each time that nothing came."""
 LOOK_S = 1.0
 LOOKS = 64
-"""A look asks for the states of so many jobs."""
+"""A look asks for the states of so many jobs: of the newest ones, which are those that a Redis without its last writes
+has lost, and of others by turns. If one is missing the look goes on until it has asked for all."""
+ALL_LOOKS = 1024
 NO_ENTRY = "0-0"
 """Of an outcome that was on no stream."""
 LOST = "Redis has lost what came of it: the client's reply stream was deleted, or Redis lost its last writes"
@@ -83,10 +85,10 @@ class ReplyReader:
         self._block_ms = FIRST_BLOCK_MS
         self._unacked: set[str] = set()  # entries on the stream that were read
         self._held: dict[tuple[str, int], list[Receipt]] = {}  # outcomes nobody has acknowledged -> entries that repeat
-        # Jobs that wait here, as the last look found them: those that Redis knew, and those of which nothing more will
-        # come on the stream, because Redis had ended or forgotten them. _at_the_end: all of it was read since.
-        self._there: set[str] = set()
+        # Jobs that wait here of which, as the last look found, nothing more will come on the stream, because Redis had
+        # ended or forgotten them. _at_the_end: all of it was read since. _turn: the last job that was asked for.
         self._over: set[str] = set()
+        self._turn = 0
         self._at_the_end = False
         self._looked_at = time.monotonic()
         self._last, self._owner = "0", ""
@@ -317,14 +319,18 @@ class ReplyReader:
         # In a pool without workers nobody else watches the clock, nor ends jobs whose deadline has passed.
         self._looked_at = time.monotonic()
         newest, count = await self._broker.look_around(self._client_id)
-        waiting = {it: group for it, group in self._inbox.open(LOOKS * self._broker.shards).items() if self.has(it)}
-        states = await self._broker.states(list(waiting))
-        # One that Redis does not know may be on its way there, unless it was there before.
-        forgotten = {job_id for job_id, state in states.items() if not state and job_id in self._there}
-        self._there = forgotten | {job_id for job_id, state in states.items() if state}
-        over = forgotten | {job_id for job_id, state in states.items() if state not in {"", "q", "r"}}
+        waiting = {it.job_id: it for it in self._inbox.open() if self.has(it.job_id)}
+        over: set[str] = set()
+        for asked in self._turns(list(waiting)):
+            states = await self._broker.states(asked)
+            self._inbox.accepted(job_id for job_id, state in states.items() if state)
+            # One that Redis does not know may be on its way there, unless it was there before.
+            missed = {job_id for job_id, state in states.items() if not state and waiting[job_id].accepted}
+            over |= missed | {job_id for job_id, state in states.items() if state not in {"", "q", "r"}}
+            if not missed:
+                break
         for job_id in over & self._over if self._at_the_end else ():
-            failure = JobFailure(job_id=job_id, group_id=waiting[job_id], outcome="dead", cause=LOST)
+            failure = JobFailure(job_id=job_id, group_id=waiting[job_id].group_id, outcome="dead", cause=LOST)
             if self._inbox.put(Reply(NO_ENTRY, failure, last=True)):
                 if self._journal is not None:
                     self._journal.outcome(failure, self._client_id)
@@ -334,6 +340,17 @@ class ReplyReader:
         if over or (waited and unread):
             self._last = "0"  # some entries have ids below those that were read: read all of them
             self._at_the_end, self._block_ms = False, FIRST_BLOCK_MS
+
+    def _turns(self, waiting: list[str]) -> Iterator[list[str]]:
+        """Jobs to ask for: those that were over before, the newest and the next ones in turn; then all others."""
+        half = LOOKS // 2
+        start = self._turn if self._turn < len(waiting) else 0
+        first = dict.fromkeys([*self._over.intersection(waiting), *waiting[-half:], *waiting[start : start + half]])
+        self._turn = start + half
+        yield list(first)
+        rest = [job_id for job_id in waiting if job_id not in first]
+        for place in range(0, len(rest), ALL_LOOKS):
+            yield rest[place : place + ALL_LOOKS]
 
     def _frames(self) -> Frames | None:
         return None if self._journal is None else []

@@ -294,7 +294,6 @@ async def test_a_client_whose_results_redis_has_lost_is_told(
     first = Finished(one.id, 1, 0, result(one, 0))
     assert await lease.complete([first]) == ["ok"]
     await eventually(lambda: len(client._core.inbox) == 1, what="the first sample is here")
-    await eventually(lambda: one.id in client._core.reader._there, what="a look has found the job")
     async with db.pipeline(transaction=True) as pipe:  # no read comes in between
         if lost == "stream":
             last = Finished(one.id, 1, 1, result(one, 1))
@@ -313,6 +312,36 @@ async def test_a_client_whose_results_redis_has_lost_is_told(
     assert await lease.complete([Finished(kept.id, claims[kept.id].attempt, 0, result(kept, 0))]) == ["ok"]
     assert len(await client.wait(handles[1], 10)) == 1
     assert client.outstanding == 0
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.one_shard
+@pytest.mark.parametrize("lost", [slice(None), slice(-5, None), slice(0, 5), slice(200, 201)], ids=str)
+async def test_jobs_that_redis_loses_right_after_it_took_them_are_told(
+    client: RolloutClient, db: Redis, broker: Broker, lost: slice
+) -> None:
+    """No look has seen them. Whoever was told that a job is accepted hears what becomes of it."""
+    jobs = [tokens() for _ in range(300)]
+    await client.submit_many(jobs)
+    gone = {job.id for job in jobs[lost]}
+    if len(gone) == len(jobs):
+        await db.flushdb()
+    else:
+        await db.delete(*(broker.keys.job(job_id) for job_id in gone))
+    told = [await anext(client.results(30)) for _ in gone]
+    assert {one.job_id for one in told} == gone
+    assert all(isinstance(one, JobFailure) and one.outcome == "dead" for one in told)
+    assert client.outstanding == len(jobs) - len(gone)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.one_shard
+async def test_a_call_whose_tasks_redis_loses_ends(client: RolloutClient, db: Redis, broker: Broker) -> None:
+    call = asyncio.create_task(client.score([1, 2], [[3]]))
+    await eventually(lambda: any(it.accepted for it in client._core.inboxes.open()))
+    await db.flushdb()
+    with pytest.raises(JobFailed, match="Redis has lost"):
+        await asyncio.wait_for(call, 30)
 
 
 @pytest.mark.usefixtures("quick")
