@@ -24,8 +24,9 @@ from pathlib import Path
 
 from ..errors import ConfigError, InvalidField, MessageError
 from .entry import Entry
+from .locks import is_left
 from .reader import replaced_by
-from .segment import MERGED, SUFFIX, TORN, Header, Packed, SegmentReader, SegmentWriter, is_left
+from .segment import MERGED, SUFFIX, TORN, Header, Packed, SegmentReader, SegmentWriter
 
 BLOCK_BYTES = 512 << 10
 MOST_SEGMENTS = 256

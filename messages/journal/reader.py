@@ -81,7 +81,7 @@ class _Wanted:
 
 def _writers(folder: Path | RemotePath, on_problem: Problem) -> dict[str, list[Path | RemotePath]]:
     """The segments of each writer, in order."""
-    found: dict[str, dict[int, Path | RemotePath]] = {}
+    found: dict[str, list[tuple[int, str, Path | RemotePath]]] = {}
     paths: list[Path | RemotePath] = list(folder.glob(f"*{SUFFIX}"))
     replaced = {name for path in paths for name in replaced_by(path)}
     for path in paths:
@@ -89,16 +89,17 @@ def _writers(folder: Path | RemotePath, on_problem: Problem) -> dict[str, list[P
         if path.name in replaced:
             continue
         if len(parts) == 3 and parts[2].isdecimal():
-            found.setdefault(parts[1], {})[int(parts[2])] = path
+            found.setdefault(parts[1], []).append((int(parts[2]), path.name, path))
         else:
             on_problem(f"{path}: not the name of a segment")
     for writer, segments in found.items():
         # The oldest ones may have been deleted on purpose, but not those in between.
-        gaps = [(one + 1, other - 1) for one, other in pairwise(sorted(segments)) if other > one + 1]
+        segments.sort(key=lambda it: it[:2])
+        gaps = [(one + 1, other - 1) for (one, *_), (other, *_) in pairwise(segments) if other > one + 1]
         if gaps:
             missing = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in gaps)
             on_problem(f"{folder}: of writer {writer} segments are missing: {missing}")
-    return {writer: [path for _, path in sorted(segments.items())] for writer, segments in found.items()}
+    return {writer: [path for *_, path in segments] for writer, segments in found.items()}
 
 
 def replaced_by(path: Path | RemotePath) -> tuple[str, ...]:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..remote import open_url
-from .segment import SUFFIX, Index, is_left
+from .index import Index
+from .locks import is_left
+from .segment import SUFFIX
 
 log = logging.getLogger(__name__)
 RETRY_S = 5.0

@@ -11,15 +11,9 @@ merged into a new one (merge.py), whose header names them.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
 import os
-import re
-import struct
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -30,10 +24,12 @@ from msgpack.exceptions import UnpackException
 
 from ..errors import ConfigError, MalformedMessage, MessageError, UnsupportedVersion
 from .entry import Entry, Record
+from .index import INDEX_MAGIC, Index, hashes_of
+from .locks import is_left, lock
 
 MERGED = "merged"
 """The writer of a segment that others were merged into has a name that begins so."""
-FORMAT, MAJOR, MINOR = "rolloutmq-journal", 1, 1
+FORMAT, MAJOR, MINOR = "rolloutmq-journal", 1, 2
 SUFFIX = ".journal.zst"
 LEVEL = 1
 """zstd's fast one. Level 3 takes twice the time, and token ids with their log-probabilities become no smaller."""
@@ -42,11 +38,11 @@ MAX_BLOCK = 256 << 20
 MAX_ELEMENTS = 1 << 21
 """Elements of lists and maps in a block that a reader accepts. An empty list is one byte there and 72 in memory.
 Writers write less: one entry, which has entry.py's MAX_ELEMENTS at most, behind half a MiB of others."""
-TORN = "it ends in the midst of a block, as its writer died or still writes; all before that is whole"
-_INDEX_MAGIC = 0x184D2A5A  # one of the sixteen that zstd skips
-_INDEX_HEAD = struct.Struct("<II")  # magic, length
-_INDEX_TAIL = struct.Struct("<I8s")  # length again, for whoever begins at the end
-_TAIL = b"rmqindex"
+TORN = "its writer died or still writes; all before that is whole"
+"""Problems that cost nothing of what was written end with it."""
+ZSTD_MAGIC = (0xFD2FB528).to_bytes(4, "little")
+SEARCH, STEPS = 256, 1 << 14
+"""Behind damage so many places are tried, and a frame that begins there has at most so many blocks of zstd."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +50,14 @@ class Header:
     """Who wrote a segment. writer: an id of the process. number: of the segment, from 0. at: when it began.
 
     replaces: names of the segments that were merged into this one. While they are still there, readers leave them out.
+    minor: of the format. From 2 on an index has a checksum.
     """
 
     writer: str
     number: int
     at: float
     replaces: tuple[str, ...] = ()
+    minor: int = MINOR
 
     @property
     def name(self) -> str:
@@ -69,7 +67,7 @@ class Header:
     def pack(self) -> dict[str, Any]:
         told = {"writer": self.writer, "number": self.number, "at": self.at}
         replaces = {"replaces": list(self.replaces)} if self.replaces else {}
-        return {"format": FORMAT, "major": MAJOR, "minor": MINOR} | told | replaces
+        return {"format": FORMAT, "major": MAJOR, "minor": self.minor} | told | replaces
 
     @classmethod
     def unpack(cls, packed: Any) -> tuple[Self, bool]:
@@ -85,94 +83,12 @@ class Header:
         replaces = packed.get("replaces", [])
         if not isinstance(replaces, list) or not all(type(name) is str and _is_ours(name) for name in replaces):
             raise MalformedMessage("a segment whose header is damaged")
-        return cls(writer, number, at, tuple(replaces)), minor > MINOR
+        return cls(writer, number, at, tuple(replaces), minor), minor > MINOR
 
 
 def _is_ours(name: str) -> bool:
     """Whether it can be the name of a segment in this folder: what is replaced is deleted."""
     return name.endswith(SUFFIX) and not {"/", "\0"}.intersection(name) and len(name.encode()) <= 255
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """Where what is in a segment.
-
-    offsets: (b,) int64, where each block begins. firsts, lasts: (b,) float64, times of its entries. jobs: (k,) uint64,
-    hashes of job ids (`hashes_of`), ascending. blocks: (k,) int32, the block that each of them is in.
-    """
-
-    offsets: npt.NDArray[np.int64]
-    firsts: npt.NDArray[np.float64]
-    lasts: npt.NDArray[np.float64]
-    jobs: npt.NDArray[np.uint64]
-    blocks: npt.NDArray[np.int32]
-
-    def blocks_of(self, job_ids: frozenset[str]) -> list[int]:
-        """Numbers of the blocks in which entries of these jobs may be."""
-        found: set[int] = set()
-        for of_job in hashes_of(job_ids):
-            left, right = np.searchsorted(self.jobs, of_job, "left"), np.searchsorted(self.jobs, of_job, "right")
-            found.update(map(int, self.blocks[left:right]))
-        return sorted(found)
-
-    def pack(self) -> bytes:
-        """The skippable frame."""
-        body: bytes = msgpack.packb({_NAMES.get(name, name): getattr(self, name).tobytes() for name in _ARRAYS})
-        size = len(body) + _INDEX_TAIL.size
-        return _INDEX_HEAD.pack(_INDEX_MAGIC, size) + body + _INDEX_TAIL.pack(len(body), _TAIL)
-
-    @classmethod
-    def read(cls, file: BufferedReader) -> Self | None:
-        """The index at the end of a file; None if there is none, or it is damaged."""
-        size = file.seek(0, os.SEEK_END)
-        if size < _INDEX_TAIL.size:
-            return None
-        file.seek(size - _INDEX_TAIL.size)
-        length, tail = _INDEX_TAIL.unpack(file.read(_INDEX_TAIL.size))
-        if tail != _TAIL or length > size - _INDEX_TAIL.size:
-            return None
-        file.seek(size - _INDEX_TAIL.size - length)
-        try:
-            packed = msgpack.unpackb(file.read(length))
-            made = cls(**{name: np.frombuffer(packed[_NAMES.get(name, name)], kind) for name, kind in _ARRAYS.items()})
-        except (ValueError, TypeError, KeyError, UnpackException):
-            return None
-        blocks, jobs = len(made.offsets), len(made.jobs)
-        whole = len(made.firsts) == len(made.lasts) == blocks and len(made.blocks) == jobs
-        inside = not jobs or (made.blocks.min() >= 0 and made.blocks.max() < blocks)
-        there = not blocks or (made.offsets.min() >= 0 and made.offsets.max() < size)
-        return made if whole and inside and there else None
-
-
-_ARRAYS: dict[str, Any] = {
-    "offsets": np.int64, "firsts": np.float64, "lasts": np.float64, "jobs": np.uint64, "blocks": np.int32,
-}  # fmt: skip
-_NAMES = {"jobs": "ids"}
-"""What an array is called in the file. Minor version 0 had other hashes, as `jobs`: each side reads the segments of the
-other without their index."""
-
-
-_HEX_ID = re.compile("[0-9a-fA-F]{32}")
-
-
-def hashes_of(job_ids: Collection[str]) -> npt.NDArray[np.uint64]:
-    """(n,) uint64, the same in every process. Two ids with the same hash cost a look into a block.
-
-    Of an id as `new_id` makes it, 32 hex digits, the second half is as good as a hash. Others get a real one.
-    """
-    try:
-        halves = np.frombuffer(bytes.fromhex("".join(job_ids)), ">u8").reshape(-1, 2)
-        if len(halves) == len(job_ids) and {32}.issuperset(map(len, job_ids)):
-            return halves[:, 1].astype(np.uint64)
-    except ValueError:
-        pass
-    return np.array([_hash(job_id) for job_id in job_ids], np.uint64)
-
-
-def _hash(job_id: str) -> int:
-    if _HEX_ID.fullmatch(job_id):
-        return int(job_id[16:], 16)
-    return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "little")
 
 
 def zstd() -> Any:
@@ -184,14 +100,7 @@ def zstd() -> Any:
     return zstandard
 
 
-def is_left(path: Path) -> bool:
-    """Whether the writer of a segment writes to it no more: its lock has ended, with the segment or the process."""
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-    return True
+_INDEX = INDEX_MAGIC.to_bytes(4, "little")
 
 
 class Packed(NamedTuple):
@@ -223,12 +132,22 @@ class SegmentWriter:
         self.nbytes = 0
         self._compress = zstd().ZstdCompressor(level=LEVEL, write_checksum=True, write_content_size=True).compress
         self._file = self.path.open("xb", buffering=0)
-        with contextlib.suppress(OSError):  # a filesystem without locks: then no other process takes it for left
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(self._file)
         self._offsets: list[int] = []
         self._times: list[tuple[float, float]] = []
         self._jobs: list[npt.NDArray[np.uint64]] = []  # hashes of those in each block
-        self._write(self._compress(msgpack.packb(header.pack())))
+        self.entries = 0
+        try:
+            self._write(self._compress(msgpack.packb(header.pack())))
+        except OSError:  # nothing is in it, and the next one gets its number
+            self._file.close()
+            self.path.unlink()
+            raise
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file still has its name: others may delete it."""
+        return os.fstat(self._file.fileno()).st_nlink > 0
 
     def block(self, packed: Sequence[Packed]) -> None:
         """Write packed entries as one block."""
@@ -238,6 +157,7 @@ class SegmentWriter:
         self._offsets.append(self.nbytes)
         self._times.append((min(one.first for one in packed), max(one.last for one in packed)))
         self._write(frame)
+        self.entries += sum(one.entries for one in packed)
 
     @property
     def blocks(self) -> int:
@@ -303,9 +223,10 @@ class SegmentReader:
         if isinstance(path, Path) and path.exists() and not path.is_file():
             raise MalformedMessage("no file")  # a pipe would be waited for, and a device has no end
         self._told: set[str] = set()
+        self._complete = True
         self._file = path.open("rb")
         try:
-            first = next(self._values(0), None)
+            first = next(self._values(0, only_one=True), None)
             if first is None:
                 raise MalformedMessage("a segment without a header: its writer died as it began")
             self.header, newer = Header.unpack(first)
@@ -314,7 +235,10 @@ class SegmentReader:
             raise
         if newer:
             problem(f"{path}: a newer minor version wrote it; what is unknown here is left out")
-        self.index = Index.read(self._file)
+        self._complete = Index.length(self._file) is not None
+        self.index = Index.read(self._file, summed=self.header.minor >= 2)
+        if self._complete and self.index is None and self.header.minor:
+            problem(f"{path}: its index is damaged, so all of it is read")
 
     def close(self) -> None:
         self._file.close()
@@ -347,47 +271,94 @@ class SegmentReader:
                 yield from self._values(int(self.index.offsets[number]), only_one=True)
 
     def _values(self, offset: int, only_one: bool = False) -> Iterator[Any]:
-        """What is in the frames from here on, until the end, the index, or a frame that is not whole."""
-        self._file.seek(offset)
-        while (frame := self._frame()) is not None:
+        """What is in the frames from here on, until the end or the index. After damage it goes on at the next one."""
+        place = offset
+        while True:
+            frame, why = self._frame(place)
+            if frame is None:
+                behind = self._next(place + 1) if why and not only_one else None
+                if behind is None:
+                    if why:
+                        self._problem(f"{self._path}: {why}")
+                    return
+                self._problem(f"{self._path}: bytes {place} to {behind} are damaged and left out")
+                place = behind
+                continue
+            behind = place + len(frame)
             try:
                 yield _unpack(self._zstd.decompress(frame))
             except (ValueError, TypeError, RecursionError, UnpackException, self._zstd.ZstdError) as error:
                 self._problem(f"{self._path}: a block is damaged and left out: {error or type(error).__name__}")
+                if isinstance(error, self._zstd.ZstdError) and not only_one:  # its length may be what is wrong
+                    behind = min(behind, self._next(place + 1) or behind)
+            place = behind
             if only_one:
                 return
 
-    def _frame(self) -> bytes | None:
-        """The zstd frame that begins here; None at the end, at the index, and for one that is torn or damaged.
+    def _next(self, place: int) -> int | None:
+        """Where the next whole frame begins, from `place` on."""
+        for _ in range(SEARCH):
+            if (found := self._find(place)) is None:
+                return None
+            frame, _ = self._frame(found, STEPS)
+            if frame is not None:
+                self._file.seek(found + len(frame))
+                if self._file.read(4) in {b"", ZSTD_MAGIC, _INDEX}:
+                    try:
+                        self._zstd.decompress(frame)
+                    except self._zstd.ZstdError:
+                        pass
+                    else:
+                        return found
+            place = found + 1
+        return None
+
+    def _find(self, place: int) -> int | None:
+        """Where a frame may begin, from `place` on."""
+        kept = b""
+        self._file.seek(place)
+        while more := self._file.read(1 << 20):
+            kept += more
+            at: int = kept.find(ZSTD_MAGIC)
+            if at >= 0:
+                return place + at
+            place, kept = place + len(kept) - 3, kept[-3:]
+        return None
+
+    def _frame(self, start: int, steps: int = MAX_BLOCK) -> tuple[bytes | None, str]:
+        """The zstd frame that begins here. None at the end, at the index, and, with the reason, if it is not whole.
 
         Its blocks are walked (RFC 8878, section 3.1.1), so that nothing is decompressed before its size is known.
+        steps: the most of them.
         """
-        start = self._file.tell()
+        self._file.seek(start)
         head = self._file.read(18)
-        if not head or head[:4] == _INDEX_MAGIC.to_bytes(4, "little"):
-            return None
+        if not head or head[:4] == _INDEX:
+            return None, f"it has no end: {TORN}" if not self._complete and self._is_left() else ""
+        torn = f"it ends in the midst of a block: {TORN}"
+        if self._complete:
+            torn = f"the block at byte {start} is damaged; the rest is left out"
         try:
             frame = self._zstd.get_frame_parameters(head)
             if frame.content_size > MAX_BLOCK:  # or unknown
-                self._problem(f"{self._path}: {frame.content_size} bytes in the block at byte {start}; it ends here")
-                return None
+                return None, f"{frame.content_size} bytes in the block at byte {start}; it ends here"
             place, last = start + self._zstd.frame_header_size(head), False
         except self._zstd.ZstdError as error:
-            torn = len(head) < 18
-            self._problem(
-                f"{self._path}: {TORN if torn else f'damaged at byte {start}: {error}; the rest is left out'}"
-            )
-            return None
+            return None, torn if len(head) < 18 else f"damaged at byte {start}: {error}; the rest is left out"
         end = self._file.seek(0, os.SEEK_END)
-        while not last and place + 3 <= end:
+        while not last and place + 3 <= end and steps:
             self._file.seek(place)
             described = int.from_bytes(self._file.read(3), "little")
             last, repeated = bool(described & 1), described >> 1 & 3 == 1
             place += 3 + (1 if repeated else described >> 3)
+            steps -= 1
         place += 4 * frame.has_checksum
         if not last or place > end:
-            self._problem(f"{self._path}: {TORN}")
-            return None
+            return None, torn
         self._file.seek(start)
         whole: bytes = self._file.read(place - start)
-        return whole
+        return whole, ""
+
+    def _is_left(self) -> bool:
+        """Whether it is one of this release whose writer is gone. Of others it is not known how they end."""
+        return self.header.minor == MINOR and isinstance(self._path, Path) and is_left(self._path)

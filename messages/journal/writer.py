@@ -21,6 +21,7 @@ from ..errors import ConfigError, InvalidField
 from ..model import JobFailure
 from ..remote import without_secrets
 from .entry import Consumed, Entry, Record, note, of_consumed, of_jobs, of_outcomes
+from .locks import is_written
 from .remote import Uploader, is_url, spool_for
 from .segment import SUFFIX, Header, Packed, SegmentWriter
 
@@ -54,11 +55,12 @@ class Journal:
 
     folder: is made if it is missing. With a URL that fsspec reaches (s3://…) it is one below the temporary folder, from
     which segments are moved there when they are complete, in the background; see `Uploader`.
-    segment_bytes, segment_s: a new segment begins after so many bytes or seconds. keep_bytes, keep_s: complete segments
-    are deleted, the oldest first, beyond so many bytes of all segments in the folder, or when they were last written so
-    many seconds ago; None keeps all. flush_s: the longest time that an entry waits for its block. buffer_bytes: of what
-    waits for the disk. redact: is called for each entry, in the writer's thread, and returns what is written, or None;
-    if it raises, the entry is written without its message and data, so nothing leaks.
+    segment_bytes, segment_s: a new segment begins after so many bytes or seconds. keep_bytes, keep_s: segments that
+    nobody writes to are deleted, the oldest first, beyond so many bytes of all segments in the folder, or when they
+    were last written so many seconds ago; None keeps all. flush_s: the longest time that an entry waits for its
+    block. buffer_bytes: of what waits for the disk. redact: is called for each entry, in the writer's thread, and
+    returns what is written, or None; if it raises, the entry is written without its message and data, so nothing
+    leaks.
     Raises ConfigError if the folder cannot be written, InvalidField.
     """
 
@@ -294,7 +296,8 @@ class Journal:
             return {name: value for name, value in record.items() if name not in ("m", "d")}
 
     def _block(self, packed: list[Packed]) -> None:
-        if self._segment is not None and self._segment.blocks and self._is_full(self._segment):
+        segment = self._segment
+        if segment is not None and (not segment.is_there or (segment.blocks and self._is_full(segment))):
             self._end_segment()
         if self._segment is None:
             self._begin()
@@ -313,6 +316,11 @@ class Journal:
     def _end_segment(self) -> None:
         if (segment := self._segment) is not None:
             self._segment = None
+            if not segment.is_there:
+                log.error("journal %s: %s was deleted: %d are lost", self.folder, segment.path.name, segment.entries)
+                with self._state:
+                    self.lost += segment.entries
+                    self._lost_untold += segment.entries
             segment.close()
             if self._uploader is not None:
                 self._uploader.poke()
@@ -331,7 +339,7 @@ class Journal:
         found = {path: about for path in sorted(self.folder.glob(f"*{SUFFIX}")) if (about := _about(path)) is not None}
         total, now = sum(about.st_size for path, about in found.items() if path != mine), time.time()
         for path, about in found.items():
-            if path == mine:
+            if path == mine or is_written(path):
                 continue
             old = self._keep_s is not None and now - about.st_mtime > self._keep_s
             if not old and (self._keep_bytes is None or total <= self._keep_bytes):

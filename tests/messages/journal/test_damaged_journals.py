@@ -70,8 +70,7 @@ def test_every_end_leaves_what_is_before_it(tmp_path: Path, complete: bool) -> N
         found = [entry.job_id for entry in read(tmp_path / "torn", on_problem=problems)]
         whole = sum(size >= place for place in (*map(int, index.offsets[1:]), _after_blocks(data)))
         assert found == ids[:whole]
-        at_an_end = size in {*map(int, index.offsets), _after_blocks(data)}
-        assert (problems == []) == (at_an_end or size > _after_blocks(data) + 3), (size, problems)
+        assert problems, size  # that it has no end, or that it ends in the midst of a block
 
 
 def _after_blocks(data: bytes) -> int:

@@ -149,10 +149,10 @@ def test_a_disk_that_fails_in_the_middle_ends_one_segment(tmp_path: Path, monkey
     (foreign,) = [path for path in segments(tmp_path) if "foreign" in path.name]
     frames = SegmentReader._frame
 
-    def failing(it: SegmentReader) -> bytes | None:
-        if it._path == foreign and it._file.tell():
+    def failing(it: SegmentReader, start: int, *more: int) -> tuple[bytes | None, str]:
+        if it._path == foreign and start:
             raise OSError(5, "Input/output error")
-        return frames(it)
+        return frames(it, start, *more)
 
     monkeypatch.setattr(SegmentReader, "_frame", failing)
     problems = Problems()

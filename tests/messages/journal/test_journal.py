@@ -114,7 +114,7 @@ def test_a_job_is_found_without_reading_the_rest(tmp_path: Path, monkeypatch: py
             journal.flush(30)
     frames: list[int] = []
     frame = SegmentReader._frame
-    monkeypatch.setattr(SegmentReader, "_frame", lambda it: frames.append(1) or frame(it))
+    monkeypatch.setattr(SegmentReader, "_frame", lambda it, *at: frames.append(1) or frame(it, *at))
     assert len(list(read(tmp_path, job=jobs[20].id))) == 1
     assert len(frames) == 2  # the header and the block
 
