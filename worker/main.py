@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn
 
 from ..messages import tracing
 from ..messages.errors import ConfigError
@@ -117,7 +117,7 @@ def with_metrics(
     except ModuleNotFoundError as error:
         raise ConfigError(f"metrics_port needs {error.name}: pip install 'rolloutmq[worker,metrics]'") from None
     meter = MeteredEngine(engine)
-    worker = Worker(config, cast(Engine, meter), tokenizer)
+    worker = Worker(config, meter, tokenizer)
     vitals = worker.vitals
     probes = {"/live": lambda: vitals.live, "/ready": lambda: vitals.ready}
 

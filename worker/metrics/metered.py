@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ...messages.errors import EngineDead, EngineError, RequestRefused, RolloutMQError
 from ...sync.transfer import TransferOrder, TransferReport
-from ..engine import Engine, EngineOutput, EngineRequest, TaskOutput, TaskRequest
+from ..engine import Engine, EngineInfo, EngineOutput, EngineRequest, Progress, TaskOutput, TaskRequest
 from .histogram import SYNC_BOUNDS, Histogram, finite
+
+if TYPE_CHECKING:
+    from ...sync.adapters import Adapter  # torch
 
 KV_S = 5.0
 """Between two looks at the KV cache."""
 
 
 class MeteredEngine:
-    """Implements `Engine` by another one. Whatever is not counted goes straight to that one.
+    """Implements `Engine` by another one.
 
     prompt_tokens, cached_tokens: of requests that generate; the second had their keys and values in the cache.
     errors: what requests ended with: refused, failed, dead.
@@ -37,11 +41,12 @@ class MeteredEngine:
         self.kv_use: float | None = None
         self._asking: asyncio.Task[None] | None = None
 
-    def __getattr__(self, name: str) -> Any:  # only asked for what is not here
-        return getattr(self._engine, name)
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
 
-    async def start(self) -> None:
-        await self._engine.start()
+    async def start(self, *, empty: bool = False) -> None:
+        await self._engine.start(empty=empty)
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask_for_kv_use())
 
@@ -69,6 +74,27 @@ class MeteredEngine:
     async def perform(self, request: TaskRequest) -> TaskOutput:
         output: TaskOutput = await self._counted(self._engine.perform, request)
         return output
+
+    def progress(self, request_id: str, start: int = 0) -> Progress | None:
+        return self._engine.progress(request_id, start)
+
+    def abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+
+    def abort_all(self) -> None:
+        self._engine.abort_all()
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        await self._engine.load_adapter(adapter)
+
+    async def unload_adapter(self, name: str, version: int) -> None:
+        await self._engine.unload_adapter(name, version)
+
+    async def operate(self, operation: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        return await self._engine.operate(operation, params)
+
+    async def healthy(self) -> bool:
+        return await self._engine.healthy()
 
     async def _counted(self, call: Any, request: Any) -> Any:
         self.busy_since = time.monotonic()
