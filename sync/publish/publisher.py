@@ -24,7 +24,7 @@ from ..adapters import format as adapter_format
 from ..disk import SnapshotStore
 from ..packing import PackedWeights, release_host_memory
 from ..tensors import Places, Snapshot, side_stream
-from ..transfer import SyncOptions, SyncSettings
+from ..transfer import Ledger, SyncOptions, SyncSettings
 from ..wire import own_address_towards
 from .handle import Publication, PublishHandle, PublishProgress, PublishReport, State
 from .saver import SnapshotSaver, store_of
@@ -84,10 +84,9 @@ class WeightPublisher:
         self._started: Future[dict[str, int]] = Future()
         self._thread: threading.Thread | None = None
         self._saver: SnapshotSaver | None = None
-        if not self._leader:
-            return
-        self._host = self._settings.host or own_address_towards(first_node_url(self._url))
-        if snapshots is not None:
+        if self._leader:
+            self._host = self._settings.host or own_address_towards(first_node_url(self._url))
+        if self._leader and snapshots is not None:
             store = store_of(snapshots, self._settings.keep_snapshots)
             self._saver = SnapshotSaver(store, self._settings.snapshot_every)
         self._thread = threading.Thread(target=self._main, name="rolloutmq-weights", daemon=True)
@@ -266,6 +265,9 @@ class WeightPublisher:
             stack.push_async_callback(blocking.aclose)
             stack.push_async_callback(redis.aclose)
             await ping(redis)
+            if not self._leader:  # it knows what the next version is, like the leader
+                self._started.set_result(await Ledger(redis, pool).newest_of_all())
+                return
             self._sender = sender = Sender(redis, blocking, pool, self._host, self._settings)
             stack.push_async_callback(sender.close)
             stack.callback(setattr, self, "_sender", None)

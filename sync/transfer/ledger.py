@@ -220,8 +220,13 @@ class Ledger:
     async def adapters(self) -> dict[str, int]:
         """Return the pool's LoRA adapters: name -> newest committed version."""
         raw = await self.redis.hgetall(self.keys.weights)
-        found = {text(name): whole(version, f"weights: {text(name)}") for name, version in raw.items()}
-        return {name[8:]: version for name, version in found.items() if name.startswith("adapter:")}
+        found = {text(name): version for name, version in raw.items()}
+        return {name[8:]: whole(at, f"weights: {name}") for name, at in found.items() if name.startswith("adapter:")}
+
+    async def newest_of_all(self) -> dict[str, int]:
+        """Return name -> newest version that was ever announced, committed or not; the weights' name is ""."""
+        newest = await self.newest()
+        return await self.newest_adapters() | {"": newest}
 
     async def newest_adapters(self) -> dict[str, int]:
         """Return LoRA adapters: name -> newest version that was ever announced, committed or not."""

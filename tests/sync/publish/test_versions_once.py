@@ -44,6 +44,21 @@ async def test_a_number_that_was_announced_is_not_given_again(redis_db: str, led
         assert report.state == "committed"
 
 
+async def test_every_rank_of_a_trainer_knows_the_next_version(
+    redis_db: str, ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All ranks call `publish(last_version + 1)`, and only one of them sends."""
+    await ledger.announce(announcement(5, await ledger.new_epoch()))
+    told = announcement(2, await ledger.new_epoch()).model_copy(update={"adapter": "tutor"})
+    await ledger.announce(told)
+    async with publisher(redis_db, leader=False) as helper:
+        assert (helper.last_version, helper.last_adapter_version("tutor")) == (5, 2)
+        assert helper.publish(6, WEIGHTS.items()).wait(0).state == "delegated"
+        assert helper.last_version == 6
+    await ledger.adapters()
+    assert "not a number" not in caplog.text  # a digest is none, and nobody takes it for one
+
+
 async def test_nor_is_an_adapters(redis_db: str, ledger: Ledger) -> None:
     for version in (4, 2):
         told = announcement(version, await ledger.new_epoch()).model_copy(update={"adapter": "tutor"})
