@@ -135,7 +135,7 @@ bench-spread: setup
 bench-fleet-weights: setup
 	.venv/bin/python benchmarks/fleet $(or $(BENCH),--out benchmarks/results/fleet-weights-cpu.json)
 
-# BENCH='--fast', and --before FOLDER for an older package beside it.
+# BENCH='--contexts 1000 --running 32' and the like for less, --before FOLDER for an older package beside it.
 bench-updates: setup
 	.venv/bin/python benchmarks/updates.py $(or $(BENCH),--out benchmarks/results/updates-cpu.json)
 

@@ -33,11 +33,13 @@ from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 
 NEW_TOKENS, WAVES = 200, 2
-LONGEST_S = 60.0
+LONGEST_S = 40.0
 """A case that is slower is stopped, and counted by what it has generated."""
-CONTEXTS, RUNNING, EVERY_S = (100, 1000, 3000), (8, 32), (0.25, 1.0, 5.0)
-BEFORE = ((1000, 32), (3000, 32))
-CHECKED = (1000, 32, 1.0)
+EVERY_S = (0.25, 1.0, 5.0)
+BEFORE = 1000
+"""The one context with which the older package is measured: a case may take LONGEST_S."""
+CHECKED = (1000, 1.0)
+"""Context and interval of the case whose samples are rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +138,14 @@ class Side:
         }
 
 
-def cases(fast: bool, before: bool) -> Iterator[list[Load]]:
+def cases(contexts: list[int], running_each: list[int], before: bool) -> Iterator[list[Load]]:
     """Loads that belong together: none first and last, and the modes between."""
-    for context in CONTEXTS[:1] if fast else CONTEXTS:
-        for running in RUNNING[:1] if fast else RUNNING:
-            if before and (context, running) not in BEFORE and not fast:
+    for context in contexts:
+        for running in running_each:
+            if before and context != BEFORE:
                 continue
             none, modes = Load(context, running), ("resume",) if before else ("resume", "in_place", "auto")
-            every = EVERY_S[:2] if fast else EVERY_S
-            yield [none, *(Load(context, running, mode, each) for each in every for mode in modes), none]
+            yield [none, *(Load(context, running, mode, each) for each in EVERY_S for mode in modes), none]
 
 
 def run_side(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
@@ -154,18 +155,18 @@ def run_side(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
         run = "from rolloutmq.ops.entry import main; main()"
         told = ["--redis", server.url, "--model", str(model), "--dtype", "float32", "--max-total-tokens", "131072"]
         with side.worker([sys.executable, "-c", run, "worker", *told, "--device", "cpu"]):
-            side.measure(Load(100, 8))  # warms up
-            for group in cases(args.fast, args.side):
-                told = [
-                    side.measure(load, not args.side and (load.context, load.running, load.every_s) == CHECKED
+            for group in cases(*(list(map(int, told.split(","))) for told in (args.contexts, args.running)), args.side):
+                side.measure(group[0])  # warms up: the first time of a load is slower
+                measured = [
+                    side.measure(load, not args.side and (load.context, load.every_s) == CHECKED
                                  and load.mode == "auto")
                     for load in group
                 ]  # fmt: skip
-                still = (told[0]["tokens_per_s"] + told[-1]["tokens_per_s"]) / 2
-                for one in told:
+                still = (measured[0]["tokens_per_s"] + measured[-1]["tokens_per_s"]) / 2
+                for one in measured:
                     one["ratio"] = round(one["tokens_per_s"] / still, 3)
                     print(json.dumps(one), file=sys.stderr if args.side else sys.stdout, flush=True)
-                found += told
+                found += measured
         if side.kept:
             found.append({"rebuilt": side.rebuilt()})
     return found
@@ -174,7 +175,8 @@ def run_side(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the results go, as JSON")
-    parser.add_argument("--fast", action="store_true", help="one short context, eight at once")
+    parser.add_argument("--contexts", default="100,1000,3000", help="tokens of the prompts, one number after the other")
+    parser.add_argument("--running", default="8,32", help="samples at once, one number after the other")
     parser.add_argument("--before", type=Path, help="folder that has an older package `rolloutmq`")
     parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)  # this is the older one's process
     args = parser.parse_args()
@@ -187,7 +189,7 @@ def main() -> None:
     with EmbeddedRedis() as server:
         found: dict[str, Any] = {"host": describe_host(server.url, []), "torch": torch.__version__, "now": now}
     if args.before is not None:
-        command = [sys.executable, __file__, "--side", *(["--fast"] if args.fast else [])]
+        command = [sys.executable, __file__, "--side", "--running", args.running, "--contexts", args.contexts]
         older = os.environ | {"PYTHONPATH": str(args.before)}
         ran = subprocess.run(command, env=older, stdout=subprocess.PIPE, check=True)
         found["before"] = json.loads(ran.stdout.splitlines()[-1])

@@ -216,6 +216,7 @@ def specimens() -> dict[str, Message]:
         ),
         "busy-status": WorkerStatus(worker_id="w", host="h", pid=9, state="serving", version=3, tokens_per_s=1203.5),
         "stale-status": WorkerStatus(worker_id="w", host="h", pid=9, state="serving", version=3, staleness=(5, 0, 1)),
+        "updated-status": WorkerStatus(worker_id="w", host="h", pid=9, state="serving", version=3, update_share=0.25),
         "unfinished-status": WorkerStatus(
             worker_id="w", host="h", pid=9, state="serving", version=3, unfinished_tokens=70000
         ),

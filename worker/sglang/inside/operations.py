@@ -140,7 +140,8 @@ class Inside:
     def _generated(self, question: dict[str, Any]) -> dict[str, Any]:
         """Name the requests that run and have a token, as of a step or two ago."""
         batches = (current().running_batch, current().last_batch)
-        return {"requests": list({one.rid for batch in batches if batch for one in batch.reqs if one.output_ids})}
+        running = (one for batch in batches if batch for one in batch.reqs if not one.finished())
+        return {"requests": list({one.rid for one in running if one.output_ids})}
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
