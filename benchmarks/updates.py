@@ -26,7 +26,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from rolloutmq import BlockingRolloutClient, GenerateJob, RolloutResult, SamplingParams, WeightPublisher
+from rolloutmq import (
+    BlockingRolloutClient,
+    GenerateJob,
+    PublishHandle,
+    RolloutResult,
+    SamplingParams,
+    WeightPublisher,
+)
 from rolloutmq.messages.errors import WaitTimeout
 from rolloutmq.ops.bench.broker import describe_host
 from rolloutmq.ops.redis import EmbeddedRedis
@@ -86,6 +93,9 @@ class Side:
             for _ in range(WAVES * load.running)
         ]
         stop = threading.Event()
+        if keep:  # what the samples begin with is kept, too
+            with self._publisher(load, keep) as publisher:
+                self._send(publisher).wait(60)
         with BlockingRolloutClient(self.url) as client:
             publishing = threading.Thread(target=self._publish, args=(load, stop, keep))
             publishing.start()
@@ -113,13 +123,20 @@ class Side:
     def _publish(self, load: Load, stop: threading.Event, keep: bool) -> None:
         if load.mode == "none":
             return
+        with self._publisher(load, keep) as publisher:
+            while not stop.wait(load.every_s):
+                self._send(publisher)
+
+    def _publisher(self, load: Load, keep: bool) -> WeightPublisher:
         saving: Any = {"snapshots": str(self.snapshots), "keep_snapshots": 10_000} if keep else {}
         mode: Any = load.mode
-        with WeightPublisher(self.url, mode=mode, **saving) as publisher:
-            while not stop.wait(load.every_s):
-                version = publisher.last_version + 1
-                tensors = {name: tensor * (1 + version % 97 / 4096) for name, tensor in self.tensors.items()}
-                publisher.publish(version, tensors)
+        return WeightPublisher(self.url, mode=mode, **saving)
+
+    def _send(self, publisher: WeightPublisher) -> PublishHandle:
+        version = publisher.last_version + 1
+        return publisher.publish(
+            version, {name: tensor * (1 + version % 97 / 4096) for name, tensor in self.tensors.items()}
+        )
 
     def rebuilt(self) -> dict[str, Any]:
         """The kept samples' tokens beside an own forward pass of the versions they name."""
