@@ -54,6 +54,7 @@ class UpdateBudget:
         self._began = self._ended = self._cost_s = 0.0
         self._tokens_per_s = 0.0  # at which caches are computed anew; 0 if not known
         self._behind_since = self._turn = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task[None] | None = None
         self._only_anew = False
 
@@ -75,8 +76,9 @@ class UpdateBudget:
         seconds = self.wait_s(told.mode)
         if seconds > LATER_S:
             await ledger.later(told, worker_id, seconds)
-        if seconds:
-            asyncio.get_running_loop().call_later(seconds, self.on_change)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.on_change) if seconds else None
         return seconds > 0
 
     def choose(self, mode: UpdateMode) -> UpdateMode:

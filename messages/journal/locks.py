@@ -28,21 +28,24 @@ def is_left(path: Path) -> bool:
 
     Raises OSError for a file that cannot be opened.
     """
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-    return True
+    return _is_held(path) is False
 
 
 def is_written(path: Path) -> bool:
     """Whether somebody holds the lock of a segment. False for a file that is gone, and where there are no locks."""
     try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return _is_held(path) is True
     except OSError:
         return False
+
+
+def _is_held(path: Path) -> bool | None:
+    """Whether somebody holds the lock; None where there are no locks."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
     return False

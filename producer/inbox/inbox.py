@@ -98,9 +98,10 @@ class Inbox:
         """Ids of the jobs that are not fully delivered yet."""
         return list(self._jobs)
 
-    def open(self) -> Iterator[Tracked]:
-        """The jobs that have not ended, those that were submitted first in front."""
-        return (tracked for tracked in self._jobs.values() if not tracked.ended)
+    def open(self, *, newest: bool = False) -> Iterator[Tracked]:
+        """The jobs that have not ended, those that were submitted first in front, or the newest ones."""
+        jobs = self._jobs.values()
+        return (tracked for tracked in (reversed(jobs) if newest else jobs) if not tracked.ended)
 
     def tracked(self, job_id: str) -> Tracked | None:
         return self._jobs.get(job_id)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 
 from ...messages.broker import Reply
 from ...messages.model import GenerateJob, TaskResult
@@ -31,14 +32,18 @@ class Inboxes:
         """Outcomes that came again."""
         return self._samples.repeats + self.tasks.repeats
 
-    def open(self) -> list[Tracked]:
-        """The jobs that have not ended, those that were submitted first in front."""
-        return [*self._samples.open(), *self.tasks.open()]
+    def open(self, *, newest: bool = False) -> Iterator[Tracked]:
+        """The jobs that have not ended, those that were submitted first in front, or the newest ones."""
+        parts = (self._samples, self.tasks)
+        return chain.from_iterable(part.open(newest=newest) for part in (reversed(parts) if newest else parts))
+
+    def tracked(self, job_id: str) -> Tracked | None:
+        return self._samples.tracked(job_id) or self.tasks.tracked(job_id)
 
     def accepted(self, job_ids: Iterable[str]) -> None:
         """Redis has these jobs."""
         for job_id in job_ids:
-            if (tracked := self._samples.tracked(job_id) or self.tasks.tracked(job_id)) is not None:
+            if (tracked := self.tracked(job_id)) is not None:
                 tracked.accepted = True
 
     def due(self) -> float | None:

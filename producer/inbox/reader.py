@@ -8,6 +8,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -18,7 +20,7 @@ from ...messages.errors import ClientReplaced, RolloutMQError, WaitTimeout, Wron
 from ...messages.journal import Consumed, Journal
 from ...messages.model import GenerateJob, JobFailure
 from .handover import Crossing, HandOut
-from .inbox import place_of
+from .inbox import Tracked, place_of
 from .inboxes import Inboxes
 
 log = logging.getLogger(__name__)
@@ -28,9 +30,9 @@ READ_BYTES = 16 << 20
 FIRST_BLOCK_MS, LONGEST_BLOCK_MS = 1000, 20_000
 """A read of the stream waits for so long; twice as long each time that nothing came."""
 LOOK_S = 1.0
-LOOKS = 64
-"""A look asks for the states of so many jobs: of the newest ones, which are those that a Redis without its last writes
-has lost, and of others by turns. If one is missing the look goes on until it has asked for all."""
+LOOKS = 32
+"""A look asks for the states of so many of the newest jobs, which are those that a Redis without its last writes has
+lost, and of as many others by turns. If one is missing the look goes on until it has asked for all."""
 ALL_LOOKS = 1024
 NO_ENTRY = "0-0"
 """Of an outcome that was on no stream."""
@@ -319,10 +321,10 @@ class ReplyReader:
         # In a pool without workers nobody else watches the clock, nor ends jobs whose deadline has passed.
         self._looked_at = time.monotonic()
         newest, count = await self._broker.look_around(self._client_id)
-        waiting = {it.job_id: it for it in self._inbox.open() if self.has(it.job_id)}
-        over: set[str] = set()
-        for asked in self._turns(list(waiting)):
-            states = await self._broker.states(asked)
+        waiting, over = dict[str, Tracked](), set[str]()
+        for asked in self._turns():
+            waiting |= asked
+            states = await self._broker.states(list(asked))
             self._inbox.accepted(job_id for job_id, state in states.items() if state)
             # One that Redis does not know may be on its way there, unless it was there before.
             missed = {job_id for job_id, state in states.items() if not state and waiting[job_id].accepted}
@@ -341,16 +343,17 @@ class ReplyReader:
             self._last = "0"  # some entries have ids below those that were read: read all of them
             self._at_the_end, self._block_ms = False, FIRST_BLOCK_MS
 
-    def _turns(self, waiting: list[str]) -> Iterator[list[str]]:
+    def _turns(self) -> Iterator[dict[str, Tracked]]:
         """Jobs to ask for: those that were over before, the newest and the next ones in turn; then all others."""
-        half = LOOKS // 2
-        start = self._turn if self._turn < len(waiting) else 0
-        first = dict.fromkeys([*self._over.intersection(waiting), *waiting[-half:], *waiting[start : start + half]])
-        self._turn = start + half
-        yield list(first)
-        rest = [job_id for job_id in waiting if job_id not in first]
+        mine = partial(filter, lambda it: self.has(it.job_id))  # lazily: there may be very many
+        before = [it for it in map(self._inbox.tracked, self._over) if it is not None and not it.ended]
+        turn = list(islice(mine(self._inbox.open()), self._turn, self._turn + LOOKS))
+        self._turn = self._turn + LOOKS if turn else 0
+        first = {it.job_id: it for it in (*before, *islice(mine(self._inbox.open(newest=True)), LOOKS), *turn)}
+        yield first
+        rest = [it for it in mine(self._inbox.open()) if it.job_id not in first]
         for place in range(0, len(rest), ALL_LOOKS):
-            yield rest[place : place + ALL_LOOKS]
+            yield {it.job_id: it for it in rest[place : place + ALL_LOOKS]}
 
     def _frames(self) -> Frames | None:
         return None if self._journal is None else []

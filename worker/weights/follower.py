@@ -144,7 +144,8 @@ class WeightFollower:
                     self.in_service = True
                     on_change(True)
                 # Compared for inequality, because the numbers start again in a Redis that lost its data.
-                told = await self._ledger.announced(number) if number not in (0, self._seen_epoch) else None
+                known = (0, self._seen_epoch, told.epoch if told is not None else 0)  # looked into a moment ago
+                told = await self._ledger.announced(number) if number not in known else None
                 if told is not None and await self._look_into(told, worker_id, on_change):
                     continue
                 later_s = self._budget.wait_s("resume") if self._generation.version < committed else 0.0
@@ -152,8 +153,7 @@ class WeightFollower:
                 if not later_s and self._may_touch() and await self._come_after(worker_id, committed, digest):
                     on_change(True)
                     continue
-                idle = not self._catch_up.under_way and self.gate.is_open
-                if idle and self._quarantine.overdue and not self._halted:
+                if self._quarantine.overdue and self.gate.is_open and not (self._catch_up.under_way or self._halted):
                     self._on_stuck()
                 if self._may_touch() and await self.adapters.keep_up(worker_id, self.turn):
                     on_change(True)
