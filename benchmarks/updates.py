@@ -1,7 +1,9 @@
 """What updates cost a worker that runs samples: `make bench-updates` (docs/weights.md has its figures).
 
 One worker with a real engine generates with no updates, and with a version every so many seconds in each mode. `ratio`
-is tokens per second over those of the same load without updates, which is measured before and after the modes.
+is tokens per second over those of the same load without updates, which is measured before and after the modes of each
+interval.
+--shape: a model of such shapes with random weights, on a GPU that the trainer shares; otherwise a tiny one on the CPU.
 --before: a folder with an older rolloutmq package, which is measured in the same run, in a process of its own.
 With "auto" the samples of one case are rebuilt by an own forward pass afterwards, each token on the cache it had.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -19,7 +22,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,35 +40,60 @@ from rolloutmq import (
 )
 from rolloutmq.messages.errors import WaitTimeout
 from rolloutmq.ops.bench.broker import describe_host
+from rolloutmq.ops.bench.sync.shapes import one_shape
 from rolloutmq.ops.redis import EmbeddedRedis
 from rolloutmq.ops.tiny_model import write_tiny_model
 
-NEW_TOKENS, WAVES = 200, 2
-LONGEST_S = 40.0
-"""A case that is slower is stopped, and counted by what it has generated."""
-EVERY_S = (0.25, 1.0, 5.0)
+MODES = ("resume", "in_place", "auto")
+CASE_S, VERSIONS, LONGEST = 10.0, 2.5, 3.0
+"""A case without updates takes so many seconds, or the time of so many versions. One that takes LONGEST times as long
+is stopped, and counted by what it has generated."""
 BEFORE = 1000
-"""The one context with which the older package is measured: a case may take LONGEST_S."""
+"""The one context with which the older package is measured."""
 CHECKED = (1000, 1.0)
 """Context and interval of the case whose samples are rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Samples at once, tokens of their prompts, and seconds between versions; 0 for none."""
+    """Samples at once, tokens of their prompts and new ones, and seconds between versions; 0 for none."""
 
     context: int
     running: int
+    new_tokens: int
     mode: str = "none"
     every_s: float = 0.0
+
+    @property
+    def case_s(self) -> float:
+        return max(CASE_S, VERSIONS * self.every_s)
+
+
+class Trainer:
+    """Its tensors, which change with every version."""
+
+    def __init__(self, model: Path, shape: str) -> None:
+        if shape:
+            kinds = one_shape(shape).tensors()
+            self.tensors = {name: torch.randn(size, dtype=torch.bfloat16, device="cuda") * 0.02 for name, size in kinds}
+        else:
+            self.tensors = load_file(model / "model.safetensors")
+        self.in_place = bool(shape)  # there is no room for another copy beside an engine
+
+    def publish(self, publisher: WeightPublisher) -> PublishHandle:
+        version = publisher.last_version + 1
+        if self.in_place:
+            torch._foreach_neg_(list(self.tensors.values()))
+            return publisher.publish(version, self.tensors)
+        factor = 1 + version % 97 / 4096
+        return publisher.publish(version, {name: tensor * factor for name, tensor in self.tensors.items()})
 
 
 class Side:
     """A pool of one worker, and its trainer."""
 
-    def __init__(self, model: Path, url: str) -> None:
-        self.model, self.url = model, url
-        self.tensors = load_file(model / "model.safetensors")
+    def __init__(self, model: Path, url: str, trainer: Trainer) -> None:
+        self.model, self.url, self.trainer = model, url, trainer
         self.snapshots = Path(tempfile.mkdtemp(prefix="rolloutmq-versions-"))
         self.kept: list[tuple[GenerateJob, list[RolloutResult]]] = []
 
@@ -84,31 +113,32 @@ class Side:
                 process.terminate()
                 process.wait(60)
 
-    def measure(self, load: Load, keep: bool = False) -> dict[str, Any]:
-        """Tokens per second of this load."""
+    def measure(self, load: Load, waves: int, *, keep: bool = False) -> dict[str, Any]:
+        """Tokens per second of this load. keep: keep what the samples and the versions were, too."""
         draw = random.Random(f"{load}")
-        sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=load.new_tokens, ignore_eos=True)
         jobs = [
             GenerateJob(token_ids=[draw.randrange(3, 250) for _ in range(load.context)], sampling=sampling)
-            for _ in range(WAVES * load.running)
+            for _ in range(waves * load.running)
         ]
-        stop = threading.Event()
-        if keep:  # what the samples begin with is kept, too
+        stop, results = threading.Event(), list[RolloutResult]()
+        if keep:
             with self._publisher(load, keep) as publisher:
-                self._send(publisher).wait(60)
+                self.trainer.publish(publisher).wait(60)
+        publishing = threading.Thread(target=self._publish, args=(load, stop, keep))
+        publishing.start()
         with BlockingRolloutClient(self.url) as client:
-            publishing = threading.Thread(target=self._publish, args=(load, stop, keep))
-            publishing.start()
-            began, tokens, versions, results = time.monotonic(), 0, set[int](), list[RolloutResult]()
-            client.submit_many(jobs)
+            began = time.monotonic()
+            client.submit_many(jobs[: load.running])
+            more = iter(jobs[load.running :])
             with suppress(WaitTimeout):
-                while (left := began + LONGEST_S - time.monotonic()) > 0 and client.outstanding:
+                while (left := began + LONGEST * load.case_s - time.monotonic()) > 0 and client.outstanding:
                     result = next(client.results(timeout=left))
                     assert isinstance(result, RolloutResult), result
                     results.append(result)
-                    tokens += len(result.token_ids)
-                    versions |= set(result.versions)
+                    client.submit_many(islice(more, 1))  # so many run at once, not more
             took, ended = time.monotonic() - began, not client.outstanding
+            tokens = sum(len(result.token_ids) for result in results)
             if not ended:
                 tokens += sum(worker.unfinished_tokens for worker in client.workers())
                 client.cancel_all()
@@ -117,26 +147,27 @@ class Side:
         if keep:
             by_id = {job.id: job for job in jobs}
             self.kept = [(by_id[result.job_id], [result]) for result in results]
+        versions = {version for result in results for version in result.versions}
         found = {"context": load.context, "running": load.running, "mode": load.mode, "every_s": load.every_s}
-        return found | {"tokens_per_s": round(tokens / took, 1), "versions": len(versions), "ended": ended}
+        return found | {
+            "tokens_per_s": round(tokens / took, 1),
+            "seconds": round(took, 1),
+            "versions": len(versions),
+            "ended": ended,
+        }
 
     def _publish(self, load: Load, stop: threading.Event, keep: bool) -> None:
         if load.mode == "none":
             return
         with self._publisher(load, keep) as publisher:
             while not stop.wait(load.every_s):
-                self._send(publisher)
+                self.trainer.publish(publisher)
 
     def _publisher(self, load: Load, keep: bool) -> WeightPublisher:
         saving: Any = {"snapshots": str(self.snapshots), "keep_snapshots": 10_000} if keep else {}
+        keep_on: Any = {"keep": "device"} if self.trainer.in_place else {}  # host memory would be another way
         mode: Any = load.mode
-        return WeightPublisher(self.url, mode=mode, **saving)
-
-    def _send(self, publisher: WeightPublisher) -> PublishHandle:
-        version = publisher.last_version + 1
-        return publisher.publish(
-            version, {name: tensor * (1 + version % 97 / 4096) for name, tensor in self.tensors.items()}
-        )
+        return WeightPublisher(self.url, mode=mode, **saving, **keep_on)
 
     def rebuilt(self) -> dict[str, Any]:
         """The kept samples' tokens beside an own forward pass of the versions they name."""
@@ -155,63 +186,104 @@ class Side:
         }
 
 
-def cases(contexts: list[int], running_each: list[int], before: bool) -> Iterator[list[Load]]:
-    """Loads that belong together: none first and last, and the modes between."""
-    for context in contexts:
-        for running in running_each:
-            if before and context != BEFORE:
-                continue
-            none, modes = Load(context, running), ("resume",) if before else ("resume", "in_place", "auto")
-            yield [none, *(Load(context, running, mode, each) for each in EVERY_S for mode in modes), none]
+def measure_load(side: Side, none: Load, intervals: list[float], *, older: bool) -> Iterator[dict[str, Any]]:
+    """Each mode at each interval. Before and after an interval it is measured without updates."""
+    # Warms up: the first time of a load is slower. The second one says how long a wave of samples takes.
+    first = math.ceil(CASE_S / side.measure(none, 1)["seconds"])
+    wave_s = side.measure(none, first)["seconds"] / first
+
+    def measured(load: Load) -> dict[str, Any]:
+        checked = not older and (load.context, load.every_s, load.mode) == (*CHECKED, "auto")
+        keep = checked and not side.trainer.in_place
+        return side.measure(load, max(1, round(load.case_s / wave_s)), keep=keep)
+
+    before = measured(none)
+    for every_s in intervals:
+        modes = ("resume",) if older else MODES
+        cases = [measured(replace(none, mode=mode, every_s=every_s)) for mode in modes]
+        after = measured(none)
+        still = (before["tokens_per_s"] + after["tokens_per_s"]) / 2
+        for case in [before | {"every_s": every_s}, *cases, after | {"every_s": every_s}]:
+            case["ratio"] = round(case["tokens_per_s"] / still, 3)
+            print(json.dumps(case), file=sys.stderr if older else sys.stdout, flush=True)
+            yield case
+        before = after
 
 
-def run_side(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
+def run_side(args: argparse.Namespace, model: Path) -> Iterator[list[dict[str, Any]]]:
+    """What has been measured, after each load."""
     found: list[dict[str, Any]] = []
     with EmbeddedRedis() as server:
-        side = Side(model, server.url)
+        side = Side(model, server.url, Trainer(model, args.shape))
         run = "from rolloutmq.ops.entry import main; main()"
-        told = ["--redis", server.url, "--model", str(model), "--dtype", "float32", "--max-total-tokens", "131072"]
-        with side.worker([sys.executable, "-c", run, "worker", *told, "--device", "cpu"]):
-            for group in cases(*(list(map(int, told.split(","))) for told in (args.contexts, args.running)), args.side):
-                side.measure(group[0])  # warms up: the first time of a load is slower
-                measured = [
-                    side.measure(load, not args.side and (load.context, load.every_s) == CHECKED
-                                 and load.mode == "auto")
-                    for load in group
-                ]  # fmt: skip
-                still = (measured[0]["tokens_per_s"] + measured[-1]["tokens_per_s"]) / 2
-                for one in measured:
-                    one["ratio"] = round(one["tokens_per_s"] / still, 3)
-                    print(json.dumps(one), file=sys.stderr if args.side else sys.stdout, flush=True)
-                found += measured
+        told = ["--redis", server.url, "--model", str(model), *args.worker.split()]
+        with side.worker([sys.executable, "-c", run, "worker", *told]):
+            for context, running in (map(int, pair.split(":")) for pair in args.loads.split(",")):
+                if args.side and context != BEFORE:
+                    continue
+                none, intervals = Load(context, running, args.new_tokens), [*map(float, args.every.split(","))]
+                found += measure_load(side, none, intervals, older=args.side)
+                yield found
         if side.kept:
-            found.append({"rebuilt": side.rebuilt()})
-    return found
+            yield [*found, {"rebuilt": side.rebuilt()}]
+
+
+def write_model(folder: Path, shape: str) -> None:
+    if not shape:
+        write_tiny_model(folder, dtype="float32")
+        return
+    one_shape(shape).write(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65536}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the results go, as JSON")
-    parser.add_argument("--contexts", default="100,1000,3000", help="tokens of the prompts, one number after the other")
-    parser.add_argument("--running", default="8,32", help="samples at once, one number after the other")
+    parser.add_argument(
+        "--loads",
+        default="100:8,100:32,1000:8,1000:32,3000:8,3000:32",
+        help="tokens of the prompts, and samples at once",
+    )
+    parser.add_argument("--every", default="0.25,1,5", help="seconds between versions")
+    parser.add_argument("--new-tokens", type=int, default=200)
+    parser.add_argument("--shape", default="", help="as of `rolloutmq bench sync`; needs a GPU")
+    parser.add_argument(
+        "--worker",
+        default="--dtype float32 --max-total-tokens 131072 --device cpu",
+        help="further arguments of the worker",
+    )
     parser.add_argument("--before", type=Path, help="folder that has an older package `rolloutmq`")
     parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)  # this is the older one's process
     args = parser.parse_args()
+    with EmbeddedRedis() as server:
+        host = {"host": describe_host(server.url, []), "torch": torch.__version__, "command": sys.argv[1:]}
+    now: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        write_tiny_model(Path(folder), dtype="float32")
-        now = run_side(args, Path(folder))
+        write_model(Path(folder), args.shape)
+        for now in run_side(args, Path(folder)):
+            if args.out is not None:
+                args.out.write_text(json.dumps(host | {"now": now}, indent=1) + "\n")
     if args.side:
         print(json.dumps(now))
+    if args.before is None:
         return
-    with EmbeddedRedis() as server:
-        found: dict[str, Any] = {"host": describe_host(server.url, []), "torch": torch.__version__, "now": now}
-    if args.before is not None:
-        command = [sys.executable, __file__, "--side", "--running", args.running, "--contexts", args.contexts]
-        older = os.environ | {"PYTHONPATH": str(args.before)}
-        ran = subprocess.run(command, env=older, stdout=subprocess.PIPE, check=True)
-        found["before"] = json.loads(ran.stdout.splitlines()[-1])
+    command = [
+        sys.executable,
+        __file__,
+        "--side",
+        "--loads",
+        args.loads,
+        "--every",
+        args.every,
+        "--worker",
+        args.worker,
+    ]
+    older = os.environ | {"PYTHONPATH": str(args.before)}
+    ran = subprocess.run(command, env=older, stdout=subprocess.PIPE, check=True)
+    before = json.loads(ran.stdout.splitlines()[-1])
     if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        args.out.write_text(json.dumps(host | {"now": now, "before": before}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,10 +18,11 @@ from .in_flight import InFlight
 from .jobs import Run, SampleRun
 from .slots import Slots
 
-SHARE = 0.25
-"""Most of its time that a worker spends on updates."""
-ANEW_SHARE = 0.02
-"""With mode "auto": most of the time since the last version that computing caches anew may take. If not, in place."""
+SHARE, AUTO_SHARE = 0.25, 0.02
+"""Most of its time that a worker spends on updates; and with mode "auto", unless the trainer waits for the version."""
+AGE_SHARE = 0.2
+"""With mode "auto" an update is put off by at most this share of the mean age of what runs: short samples would be much
+staler if it waited longer."""
 TRIAL_TOKENS = 4096
 """With mode "auto": so many are computed anew before it is known how long that takes."""
 STAGGER = 3.0
@@ -38,6 +40,7 @@ class UpdateBudget:
     An update stops what runs. With mode "resume" a sample then computes its cache anew, from its prompt to its newest
     token. So an update costs the time from when work stops until everything that it stopped has a new token, and the
     next one may begin (1 / SHARE - 1) times as long after that. However often versions come, every sample goes on.
+    With "auto" it is up to (1 / AUTO_SHARE - 1) times, unless somebody waits for the version.
 
     lost_s, tokens_anew: of all updates so far, their cost in seconds, and of how many tokens caches were computed anew,
     at most: those that samples share count for each. usual: the mode that the trainer asks for, but "drain".
@@ -52,28 +55,40 @@ class UpdateBudget:
         self.usual: UpdateMode = "resume"
         self._engine, self._slots, self._in_flight = engine, slots, in_flight
         self._began = self._ended = self._cost_s = 0.0
+        self._interval_s = math.inf  # between the last two updates
         self._tokens_per_s = 0.0  # at which caches are computed anew; 0 if not known
         self._behind_since = self._turn = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task[None] | None = None
         self._only_anew = False
 
-    def wait_s(self, mode: UpdateMode) -> float:
-        """Seconds until the next update may begin. A version has come that this worker lacks."""
+    def wait_s(self, mode: UpdateMode, *, awaited: bool = False) -> float:
+        """Seconds until the next update may begin. A version has come that this worker lacks.
+
+        awaited: whether the trainer waits for it.
+        """
         now = time.monotonic()
         self._behind_since = self._behind_since or now
         if mode == "drain" or not self._in_flight.running:
             return 0.0  # it stops nothing
-        factor = 1 / SHARE - 1
+        sparing = mode == "auto" and not awaited
         if self._watching is not None:
-            return max(LOOK_S, factor * (now - self._began))
+            return max(LOOK_S, self._rest_s(now - self._began, sparing=sparing))
         turn = self._behind_since + self._turn * STAGGER * self._cost_s
-        return max(0.0, self._ended + factor * self._cost_s - now, turn - now)
+        return max(0.0, self._ended + self._rest_s(self._cost_s, sparing=sparing) - now, turn - now)
+
+    def _rest_s(self, cost_s: float, *, sparing: bool) -> float:
+        """How long nothing is updated after an update that cost so much."""
+        least = cost_s * (1 / SHARE - 1)
+        if not sparing:
+            return least
+        ages = [one.age_s for one in self._running()]
+        return max(least, min(cost_s * (1 / AUTO_SHARE - 1), AGE_SHARE * sum(ages) / max(1, len(ages))))
 
     async def postpones(self, told: WeightAnnouncement, worker_id: str, ledger: Ledger) -> bool:
         """Whether this update would cost too much now. The worker takes the newest version when it may."""
         self.usual = told.mode if told.mode != "drain" else "resume"
-        seconds = self.wait_s(told.mode)
+        seconds = self.wait_s(told.mode, awaited=told.awaited)
         if seconds > LATER_S:
             await ledger.later(told, worker_id, seconds)
         if self._timer is not None:
@@ -85,12 +100,13 @@ class UpdateBudget:
         """Return the mode for an update that is about to begin: for "auto", the one that costs less."""
         if mode != "auto":
             return mode
-        tokens, since = _tokens(self._running()), time.monotonic() - self._began
+        # After a pause versions may come as often as before, so that the last interval counts, too.
+        tokens, since = _tokens(self._running()), min(self._interval_s, time.monotonic() - self._began)
         if self._only_anew or not tokens:
             return "resume"
         if not self._tokens_per_s:
             return "resume" if tokens <= TRIAL_TOKENS else "in_place"
-        return "resume" if tokens / self._tokens_per_s <= ANEW_SHARE * since else "in_place"
+        return "resume" if tokens / self._tokens_per_s <= AUTO_SHARE * since else "in_place"
 
     def refused_in_place(self, report: TransferReport) -> bool:
         """Whether an update failed because the engine changes no weights in place. Then "auto" no longer does it."""
@@ -111,7 +127,9 @@ class UpdateBudget:
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
-        self._began = time.monotonic()
+        now = time.monotonic()
+        self._interval_s = now - self._began if self._began else math.inf
+        self._began = now
         # A task runs again if the weights change under it.
         stopped = [one for one in self._running() if mode == "resume" or not isinstance(one, SampleRun)]
         try:

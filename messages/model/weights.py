@@ -73,8 +73,9 @@ class WeightAnnouncement(Message):
     must know it. digest: of the version's manifest, see `WeightManifest.fingerprint`. mode: how running samples are
     treated. join_timeout_s, transfer_timeout_s: seconds in which workers begin, and in which the transfer ends.
     nonfinite: whether receivers refuse a tensor that contains NaN or Inf. verify: whether they compare digests.
-    adapter: name of the LoRA adapter that has this version, "" for the model's own weights. What trainers of older
-    releases announce has other fields and is refused by the name of one.
+    adapter: name of the LoRA adapter that has this version, "" for the model's own weights. awaited: whether the
+    trainer waits for it: with mode "auto" workers then take it sooner. What trainers of older releases announce has
+    other fields and is refused by the name of one.
     """
 
     KIND: ClassVar[int] = 5
@@ -91,6 +92,7 @@ class WeightAnnouncement(Message):
     join_timeout_s: Float = Field(gt=0)
     transfer_timeout_s: Float = Field(gt=0)
     adapter: str = Field(default="", max_length=128, pattern=r"^[A-Za-z0-9_.:/-]*$")
+    awaited: bool = False
 
     @property
     def deadline_s(self) -> float:

@@ -68,8 +68,11 @@ class PublishHandle:
         self.version = version
         self.aborted = ""
         """Why `abort` was called; "" if it was not."""
+        self.awaited = False
+        """Whether somebody has waited for it."""
         self._on_abort = on_abort
         self._look: Callable[[], PublishProgress] = lambda: PublishProgress("waiting")
+        self._hasten: Callable[[], None] = lambda: None
         self._future: Future[PublishReport] = Future()
         self._first: Future[PublishReport] = Future()
         self._future.add_done_callback(self._end)
@@ -103,12 +106,16 @@ class PublishHandle:
 
         for_: "committed" returns as soon as one worker serves the version; the report then has those that do by now.
         "all" waits until every other worker has it too, has refused it or is lost.
+        With mode "auto" workers take a version that is waited for sooner, see docs/weights.md.
 
         Raises WaitTimeout, after which it can be waited for again, WeightSyncError if the publisher itself failed, and
         InvalidField for another `for_`.
         """
         if for_ not in ("all", "committed"):
             raise InvalidField("for_", for_, "'all' or 'committed'")
+        if timeout != 0 and not self.awaited:
+            self.awaited = True
+            self._hasten()
         waited = self._future if for_ == "all" or self._future.done() else self._first
         try:
             return waited.result(timeout)

@@ -297,7 +297,7 @@ class WeightPublisher:
 
     async def _send_one(self, sender: Sender, order: Publication, begun: asyncio.Event) -> None:
         handle = order.handle
-        handle._look = lambda: PublishProgress("digesting")
+        handle._look, handle._hasten = lambda: PublishProgress("digesting"), sender.nudge
         try:
             snapshot = await asyncio.to_thread(_snapshot, order.packed)
             if not order.adapter:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from ...messages.errors import WeightSyncError
 from ...messages.model import WeightAnnouncement
@@ -32,6 +33,9 @@ REJOIN_S = 0.8
 CLOSE_S = 30.0
 LATEST_S = 600.0
 """A worker that takes a version later does so within this time."""
+COSTLY = "cost it the caches of what runs and may take a quarter of its time; with 'in_place' or 'auto' none is lost"
+SPARING = "may take 2% of its time if nobody waits for them"
+"""Why a worker takes a version later."""
 MOST = 2
 """Publications that are followed at the same time. The oldest one is given its report when another one begins."""
 
@@ -93,7 +97,7 @@ class Sender:
         self._bell = Bell(blocking, pool, transfers=True)
         self._loop = asyncio.get_running_loop()
         timeout_s = settings.transfer_timeout_s
-        self._hub = Hub(host, settings.port, self._news, gpu_direct=settings.gpu_direct, timeout_s=timeout_s)
+        self._hub = Hub(host, settings.port, self.nudge, gpu_direct=settings.gpu_direct, timeout_s=timeout_s)
         self._offered: dict[str, list[Outgoing]] = {}  # by adapter, "" for the weights; the last one is the newest
         self._runs: dict[int, Run] = {}
         self._listening: asyncio.Task[None] | None = None
@@ -167,6 +171,8 @@ class Sender:
         outgoing = await asyncio.to_thread(self._hub.offer, snapshot, expected, order.config if adapter else None)
         host, port = parts_of(self._hub.address)
         said = settings.announced() | ({"mode": "resume"} if adapter else {})
+        if order.handle.awaited:
+            said["awaited"] = True
         told = WeightAnnouncement(
             version=snapshot.manifest.version,
             epoch=epoch,
@@ -235,6 +241,8 @@ class Sender:
                 said, deadline = True, min(deadline, now + GRACE_S)
                 await asyncio.to_thread(self._hub.withdraw, run.outgoing, run.stopped)
                 await self._ledger.close(told, bool(run.served), None, {})
+            if run.later and order.handle.awaited and not run.told.awaited:
+                await self._hasten(run)
             if run.later and not run.stopped:
                 deadline = max(deadline, max(run.later.values()) + told.deadline_s + GRACE_S)
             waits = {worker for worker in self._concerned(run) if not self._why_not(run, worker, silent_until)}
@@ -251,6 +259,13 @@ class Sender:
         readback = bool(workers) and all(run.reports[worker].readback for worker in workers)
         committed = bool(workers) or not failures
         return TransferResult(committed, workers, failures, readback, run.superseded and not committed)
+
+    async def _hasten(self, run: Run) -> None:
+        """Tell the workers that somebody waits for this version. Those that spare their time take it sooner."""
+        run.told = run.told.model_copy(update={"awaited": True})
+        if run.told.epoch == max(self._runs):  # they take a newer one instead, and hear whether it is waited for
+            with contextlib.suppress(RedisError, OSError):
+                await self._ledger.announce(run.told)
 
     def _concerned(self, run: Run) -> set[str]:
         """The workers that have not said that they have the version."""
@@ -326,15 +341,15 @@ class Sender:
             if not self._said_later:
                 self._said_later = True
                 log.warning(
-                    "version %s: worker %s takes it in %.1f s, because an update costs it the caches of what runs and "
-                    "may take a quarter of its time at most; with mode='in_place' or 'auto' none is lost (said once)",
+                    "version %s: worker %s takes it in %.1f s, because updates %s (said once)",
                     run.told.version,
                     worker,
                     seconds,
+                    SPARING if run.told.mode == "auto" else COSTLY,
                 )
             self.poke()
 
-    def _news(self) -> None:
-        """Something happened at the hub. Called from its threads."""
+    def nudge(self) -> None:
+        """Let everything that waits look again. Any thread may call it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.poke)

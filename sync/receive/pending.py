@@ -99,6 +99,7 @@ class Kept:
         self._arrival: tuple[Any, Arrival] | None = None
         self._loading: tuple[Arrival, Model, Loading] | None = None
         self._plan: tuple[Any, CopyPlan | None] | None = None
+        self._model: Model | None = None  # the last one
         self._verified: tuple[Any, set[int]] | None = None
         self.stage(staging)
 
@@ -204,10 +205,16 @@ class Kept:
 
     def loading(self, pending: Pending, model: Model) -> Loading:
         """Return what loads these buffers into the model. Raises what `plan_for` raises."""
-        arrival = self.arrival(pending)
+        arrival, self._model = self.arrival(pending), model
         if self._loading is None or not self.knows(pending, model):
             self._loading = arrival, model, Loading(model, self._plan_of(pending, model), arrival, self._known)
         return self._loading[2]
+
+    def set_up(self, pending: Pending) -> None:
+        """Make what loads these buffers now, if the model has had this layout before."""
+        model = self._model
+        if model is not None and self._plan is not None and self._plan[0] == (pending.told.layout, id(model)):
+            self.loading(pending, model)
 
     def _plan_of(self, pending: Pending, model: Model) -> CopyPlan | None:
         key = pending.told.layout, id(model)

@@ -137,6 +137,10 @@ class ByHandle(Way):
     def receive(self) -> None:
         """See Way. All of it is here."""
 
+    def verify(self) -> None:
+        super().verify()
+        self.kept.set_up(self)  # these are other buckets than the last ones, and the engine still generates
+
     def let_go(self) -> None:
         """See Way. The trainer's memory is not kept open longer than needed."""
         self.kept.drop_buffers()

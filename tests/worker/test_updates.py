@@ -150,9 +150,9 @@ async def test_what_begins_anew_because_of_media_ends_before_the_next_update() -
     await eventually(lambda: not its.wait_s("resume"))
 
 
-def budget(tokens: int = 0) -> UpdateBudget:
-    """Of a worker that runs one sample with so many tokens."""
-    sample: Any = SimpleNamespace(prompt=range(tokens))
+def budget(tokens: int = 0, age_s: float = 0.0) -> UpdateBudget:
+    """Of a worker that runs one sample with so many tokens, for so many seconds."""
+    sample: Any = SimpleNamespace(prompt=range(tokens), age_s=age_s)
     in_flight: Any = SimpleNamespace(running={"one": sample} if tokens else {})
     nothing: Any = SimpleNamespace()
     return UpdateBudget(nothing, nothing, in_flight)
@@ -175,6 +175,8 @@ def test_auto_takes_what_costs_less(
     its._tokens_per_s, its._began = per_s, 100.0
     monkeypatch.setattr(updates.time, "monotonic", lambda: 100.0 + since)
     assert its.choose("auto") == mode
+    its._interval_s = 40.0  # between the two updates before
+    assert its.choose("auto") == ("in_place" if per_s and tokens else mode)
     assert [its.choose(given) for given in ("resume", "in_place", "drain")] == ["resume", "in_place", "drain"]
 
 
@@ -194,3 +196,44 @@ def test_the_next_update_waits_three_times_as_long_as_the_last_one_took(monkeypa
     assert its.wait_s("resume") == 0.0
     its._ended = 114.0
     assert its.wait_s("drain") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "age_s", "spared_s", "awaited_s"),
+    [
+        (0.02, 10.0, 0.98, 0.06),  # 2% of its time
+        (0.02, 1.0, 0.2, 0.06),  # a fifth of what samples have taken so far
+        (0.02, 0.1, 0.06, 0.06),  # a quarter of its time, in any case
+        (2.0, 10.0, 6.0, 6.0),
+    ],
+)
+def test_auto_takes_a_version_sooner_if_samples_are_short_or_somebody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, cost_s: float, age_s: float, spared_s: float, awaited_s: float
+) -> None:
+    its = budget(1000, age_s)
+    its._ended, its._cost_s = 100.0, cost_s
+    monkeypatch.setattr(updates.time, "monotonic", lambda: 100.0)
+    assert its.wait_s("auto") == pytest.approx(spared_s)
+    assert its.wait_s("auto", awaited=True) == pytest.approx(awaited_s)
+    assert its.wait_s("in_place") == pytest.approx(awaited_s)
+
+
+async def test_waiting_for_a_version_is_told_to_a_worker_that_spares_its_time(redis_db: str, broker: Broker) -> None:
+    """Alone it would take version 2 after 49 times what version 1 has cost it."""
+    engine = ScriptedEngine(tokens_per_s=SPEED)
+    engine.prefill_per_s = PROMPT / 0.2
+    long = job(token_ids=list(range(1, PROMPT)), sampling=SamplingParams(max_new_tokens=4000))
+    async with publisher(redis_db, mode="auto") as source, worker(redis_db, engine=engine) as running:
+        await broker.enqueue([long])
+        its = running.worker._generation.updates
+        await eventually(lambda: running.worker._generation.running)
+        source.publish(1, WEIGHTS.items())
+        await eventually(lambda: its.lost_s)
+        (sample,) = its._running()
+        sample._born -= 100.0
+        ended, spared_s = its._ended, its.wait_s("auto")
+        assert spared_s > 5.0
+        report = await asyncio.to_thread(source.publish(2, WEIGHTS.items()).wait, 60)
+        assert (report.state, report.workers) == ("committed", (running.id,))
+        assert its._began - ended < spared_s
+        await broker.cancel([long.id])

@@ -111,6 +111,11 @@ class JobRun(Generic[J]):
     _born: float = field(default_factory=time.monotonic)
 
     @property
+    def age_s(self) -> float:
+        """Seconds since it came to this worker."""
+        return max(0.0, time.monotonic() - self._born)
+
+    @property
     def engine_s(self) -> float:
         """Seconds in the engine so far, of all legs that have ended."""
         return self._engine_s
@@ -128,7 +133,7 @@ class JobRun(Generic[J]):
         timings = Timings(
             queued=max(0.0, self.queued_s),
             generating=self._engine_s,
-            waiting=max(0.0, time.monotonic() - self._born - self._engine_s),
+            waiting=max(0.0, self.age_s - self._engine_s),
         )
         names = {"job_id": job.id, "sample": self.index, "n": job.n, "group_id": job.group, "attempt": self.attempt}
         told = {"worker_id": worker_id, "timings": timings, "fingerprint": dict(info.fingerprint())}

@@ -148,7 +148,7 @@ class WeightFollower:
                 told = await self._ledger.announced(number) if number not in known else None
                 if told is not None and await self._look_into(told, worker_id, on_change):
                     continue
-                later_s = self._budget.wait_s("resume") if self._generation.version < committed else 0.0
+                later_s = self._budget.wait_s(self._budget.usual) if self._generation.version < committed else 0.0
                 wait_s = min(wait_s, later_s or wait_s)
                 if not later_s and self._may_touch() and await self._come_after(worker_id, committed, digest):
                     on_change(True)

@@ -1,6 +1,7 @@
 -- Open a weight transfer.
 -- ARGV: prefix, epoch, version, announcement, remember_s, told
 -- told: the announcement as text. The bell says it, so that nobody has to ask for it.
+-- It may be told again if what it says has changed.
 -- Returns ok; closed if the transfer is over; or given: other weights have the number (see reserve).
 local key = prefix .. 'epoch:' .. ARGV[2]
 local state = redis.call('HGET', key, 'st')
@@ -8,6 +9,7 @@ if state == 'closed' then return state end   -- a delayed copy
 local version = prefix .. 'version:' .. ARGV[3]
 if redis.call('HGET', version, 'st') == 'given' then return 'given' end
 redis.call('HSET', key, 'm', ARGV[4], 'st', 'open')
+if state == 'open' then ring('kind', 'weights', 'epoch', ARGV[2], 'told', ARGV[6]) return 'ok' end
 redis.call('EXPIRE', key, ARGV[5])
 redis.call('UNLINK', epoch_before(ARGV[2]))
 redis.call('HSET', prefix .. 'weights', 'open', ARGV[2])

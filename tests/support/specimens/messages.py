@@ -193,6 +193,7 @@ def specimens() -> dict[str, Message]:
             join_timeout_s=10.0,
             transfer_timeout_s=60.0,
             adapter="math",
+            awaited=True,
         ),
         "status": WorkerStatus(
             worker_id="w", host="h", pid=9, state="serving", version=3, model="m", running=2, held=3, started_at=1.5

@@ -1,0 +1,89 @@
+"""Whether an update's mode changes what is learned: `.venv/bin/python benchmarks/curves.py` (docs/weights.md).
+
+The task, learner and asynchronous loop of `rolloutmq demo` with two real workers and a new version at every step, once
+in each mode with the same seeds. Nothing is killed. `gap` is the mean difference between the log-probabilities of the
+engine and of the trainer, which computes them anew with the very version that sampled each token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from rolloutmq import BlockingRolloutClient, WeightPublisher
+from rolloutmq.messages.model import UpdateMode
+from rolloutmq.ops.bench.broker import describe_host
+from rolloutmq.ops.demo.learner import Learner
+from rolloutmq.ops.demo.model import make_model, save_checkpoint, warm_up
+from rolloutmq.ops.demo.pool import PoolSettings, Workers
+from rolloutmq.ops.demo.trainer import Trainer
+from rolloutmq.ops.redis import EmbeddedRedis
+
+WORKERS, POINTS = 2, 10
+"""Of a curve: each is the mean reward of as many steps."""
+
+
+def curve(mode: UpdateMode, seed: int, steps: int, folder: Path) -> dict[str, Any]:
+    model = make_model(seed)
+    warm_up(model, np.random.default_rng([seed, 0]))
+    save_checkpoint(model, folder / "model")
+    with EmbeddedRedis() as redis, Workers(PoolSettings(redis.url, "curves", folder / "model", folder)) as workers:
+        for _ in range(WORKERS):
+            workers.start()
+        with (
+            BlockingRolloutClient(redis.url, "curves") as client,
+            WeightPublisher(redis.url, "curves", mode=mode) as publisher,
+        ):
+            while sum(worker.state == "serving" for worker in client.workers()) < WORKERS:
+                workers.check()
+                time.sleep(0.2)
+            trainer = Trainer(client, publisher, Learner(model, steps), np.random.default_rng([seed, 1]))
+            trainer.run(lambda done: done < steps, lambda step: None)
+            states = [handle.wait(60).state for handle in trainer.published]
+        workers.drain()
+    done = trainer.steps
+    stale = [(staleness, count) for step in done for staleness, count in step.stale.items()]
+    return {
+        "mode": mode,
+        "seed": seed,
+        "steps": len(done),
+        "seconds": round(trainer.seconds, 1),
+        "taken": states.count("committed"),
+        "staleness": round(sum(age * count for age, count in stale) / sum(count for _, count in stale), 2),
+        "gap": round(sum(step.gap_sum for step in done) / sum(step.gap_tokens for step in done), 4),
+        "reward": [
+            round(statistics.mean(step.reward for step in part), 3)
+            for part in (done[at * steps // POINTS : (at + 1) * steps // POINTS] for at in range(POINTS))
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where the results go, as JSON")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # the engines need the other cores
+    curves: list[dict[str, Any]] = []
+    for seed in range(args.seeds):
+        for mode in get_args(UpdateMode):
+            with tempfile.TemporaryDirectory() as folder:
+                curves.append(curve(mode, seed, args.steps, Path(folder)))
+            print(json.dumps(curves[-1]), flush=True)
+    if args.out is not None:
+        with EmbeddedRedis() as server:
+            host = describe_host(server.url, [])
+        args.out.write_text(json.dumps({"host": host, "torch": torch.__version__, "curves": curves}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
