@@ -53,11 +53,20 @@ def alone(function: Callable[..., None], name: str) -> Any:
     return typer.main.get_command(app)
 
 
+EXTRA_OF = {
+    **dict.fromkeys(("psutil", "safetensors", "transformers"), "worker"),
+    **dict.fromkeys(("sglang", "torch"), "sglang"),
+    **{"matplotlib": "demo", "pyarrow": "parquet", "zstandard": "journal"},
+}
+"""Libraries that some commands import -> what brings them. Other errors of missing libraries say it themselves."""
+
+
 @contextmanager
 def plain_errors() -> Iterator[None]:
     """End the command with one line on stderr instead of a traceback. Exit code 130 for Ctrl-C, else 2.
 
-    Errors raised on purpose, Redis' own and the operating system's are such lines. Others are bugs and keep theirs.
+    Errors raised on purpose, Redis' own and the operating system's are such lines, and so is a library that is not
+    installed. Others are bugs and keep theirs.
     """
     try:
         yield
@@ -69,6 +78,11 @@ def plain_errors() -> Iterator[None]:
 
         from ...messages.errors import RolloutMQError
 
+        library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if library in EXTRA_OF:
+            needs = f"this needs {library}, which is not installed: pip install 'rolloutmq[{EXTRA_OF[library]}]'"
+            typer.secho(needs, fg="red", err=True)
+            raise typer.Exit(2) from error
         if not isinstance(error, RolloutMQError | RedisError | OSError) or isinstance(error, BrokenPipeError):
             raise
         told = printable(str(error), keep="\n")

@@ -22,11 +22,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import popen_spawn_posix, resource_tracker, spawn, util
 from multiprocessing.context import SpawnProcess, reduction, set_spawning_popen  # type: ignore[attr-defined]
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
-
-import psutil
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .wire import EARLY_CUDA, EARLY_GO
+
+if TYPE_CHECKING:  # only [worker] has it, and everybody imports this room for what its door has
+    import psutil
 
 log = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 30.0
@@ -88,6 +89,8 @@ class EngineProcesses:
 
     def kill(self) -> None:
         """End all of them and wait until they are gone: milliseconds, at most `KILL_TIMEOUT_S` seconds. Blocks."""
+        import psutil  # noqa: PLC0415
+
         self.remember()
         with self._lock:
             for process in self._descendants:
@@ -108,6 +111,8 @@ class EngineProcesses:
 
 
 def _tree(root: BaseProcess) -> set[psutil.Process]:
+    import psutil  # noqa: PLC0415
+
     if root.pid is None or root.exitcode is not None:
         return set()
     try:
