@@ -55,3 +55,14 @@ def check_client_id(field: str, client_id: str) -> None:
 def is_id(text: str) -> bool:
     """Whether `text` has the form of `new_id`."""
     return _PATTERN.fullmatch(text) is not None
+
+
+def age_s(job_id: str, now: float) -> float | None:
+    """How long ago a job's id was made, by its maker's clock; None for one that does not say a time of the last day.
+
+    now: Unix seconds.
+    """
+    if not is_id(job_id) or job_id[12] != "7":
+        return None
+    age = now - int(job_id[:12], 16) / 1000
+    return max(0.0, age) if -60.0 < age < 86400.0 else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..messages.broker import Broker, DeadLetters, broker_of
 from ..messages.model import PRIORITIES
-from ..sync.transfer import Ledger
+from ..producer.diagnosis import read_pool, reasons
 from ..worker.metrics import PHASES
 from .redis import connected
 from .sharing import COSTLY, read_sharing, update_share
@@ -22,13 +22,14 @@ WIDTH = 80
 async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
     """Queue, workers, weights and dead letters as plain data. Raises RedisUnavailable, ConfigError, InvalidField."""
     async with connected(redis_url, pool, all_shards=True) as redis:
-        return await read_state(broker_of(redis, pool), Ledger(redis, pool))
+        return await read_state(broker_of(redis, pool))
 
 
-async def read_state(broker: Broker, ledger: Ledger) -> dict[str, Any]:
+async def read_state(broker: Broker) -> dict[str, Any]:
     """The same over a connection that there is."""
-    load, workers, committed = await broker.load(), await broker.workers(), await ledger.committed()
-    alive, boxes = await ledger.live_workers(), [DeadLetters(part) for part in broker.parts]
+    reading = await read_pool(broker)
+    load, workers, committed = reading.load, reading.workers, reading.committed
+    alive, boxes = {it.worker_id for it in reading.alive}, [DeadLetters(part) for part in broker.parts]
     sharing = await read_sharing(broker)
     shares = {worker: round(taker.share, 1) for worker, taker in sharing.takers.items()}
     letters = [letter for box in boxes for letter in await box.page(count=5)]
@@ -40,10 +41,11 @@ async def read_state(broker: Broker, ledger: Ledger) -> dict[str, Any]:
         "open_bytes": load.open_bytes,
         "unread_bytes": load.unread_bytes,
         "set_aside": load.set_aside,
-        "waiting_for_engines": [asdict(one) for one in await broker.waiting()],
+        "reasons": [asdict(one) | {"told": one.told(reading.at)} for one in reasons(reading)],
+        "waiting_for_engines": [asdict(one) for one in reading.needs],
         "ended": {"done": load.done, "cancelled": load.cancelled, "expired": load.expired, "dead": load.dead},
         "committed_version": committed,
-        "transfer_under_way": await ledger.open_epoch(),
+        "transfer_under_way": reading.transfer,
         "waiting_for_weights": sorted(w.worker_id for w in workers if w.worker_id in alive and w.version < committed),
         "imbalance": round(sharing.imbalance, 2),
         "update_share": update_share([w for w in workers if w.worker_id in alive]),
@@ -64,6 +66,8 @@ def status_lines(state: dict[str, Any]) -> Iterator[str]:
     ended = ", ".join(f"{count} {name}" for name, count in state["ended"].items())
     yield from _wrapped(f"pool {state['pool']}", f"weights version {state['committed_version']}")
     yield from _wrapped(f"open: {state['open_jobs']} jobs, {state['open_bytes']:,} bytes", f"queued: {queued}")
+    for reason in state["reasons"]:
+        yield from _wrapped(f"{'why jobs wait' if reason['stops'] else 'problem'}: {reason['told']}")
     if state["unread_bytes"]:
         yield f"results that wait for their clients: {state['unread_bytes']:,} bytes"
     if state["set_aside"]:

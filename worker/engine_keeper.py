@@ -25,7 +25,8 @@ LEAVE_S = 2.0
 class EngineKeeper:
     """Keeps the engine of one worker up. most: restarts in a row without a finished sample, after which it gives up.
 
-    dead: is set from the engine's death until it is up again. restarts: how many there have been.
+    dead: is set from the engine's death until it is up again. restarts: how many there have been; in_a_row: how many
+    since a sample was finished.
     """
 
     def __init__(
@@ -39,8 +40,7 @@ class EngineKeeper:
         most: int,
     ) -> None:
         self.dead = asyncio.Event()
-        self.restarts = 0
-        self._in_a_row = 0
+        self.restarts = self.in_a_row = 0
         self._no_engine = generation.gate.holder("dead")
         self._engine, self._generation, self._held = engine, generation, held
         self._outbox, self._handback, self._most = outbox, handback, most
@@ -65,7 +65,7 @@ class EngineKeeper:
 
     def it_works(self) -> None:
         """A sample was finished."""
-        self._in_a_row = 0
+        self.in_a_row = 0
 
     def died(self) -> bool:
         """The engine is dead, or counts as dead. False if that was known."""
@@ -86,15 +86,15 @@ class EngineKeeper:
             await self.dead.wait()
             log.error("the engine died; restarting it")
             self.restarts += 1
-            self._in_a_row += 1
+            self.in_a_row += 1
             await self._engine.close()  # whatever still waits for it hears EngineDead now
             await self._generation.in_flight.idle(LEAVE_S)
             # A dead engine leaves no room: after this no job is admitted any more, and finished samples are published.
             await claims.settled()
             await self._outbox.flushed()
             await self._give_back(lease)
-            if self._in_a_row > self._most:
-                raise EngineError(f"the engine died {self._in_a_row} times without finishing a sample")
+            if self.in_a_row > self._most:
+                raise EngineError(f"the engine died {self.in_a_row} times without finishing a sample")
             # It may have died for want of memory, which nobody can tell: half as many samples need less.
             self._generation.slots.relieve()
             # Whoever has the turn now has heard that its engine is gone, and gives it up: what it does about the old

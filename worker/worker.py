@@ -19,6 +19,7 @@ from ..messages.errors import EngineError, LeaseLost, MessageError, RequestRefus
 from ..messages.model import WorkerState, WorkerStatus
 from ..messages.redis import Bell, Ring, connect, parse_shards, ping
 from ..sync.transfer import Ledger, heard
+from .blocks import Blocks
 from .commands import Commands, Service, beside, worker_commands
 from .config import WorkerConfig
 from .engine import POOLING_FEATURES, AdapterMissing, Engine
@@ -95,6 +96,7 @@ class Worker:
         self._moving = Moving(engine, self._generation, self._held, self._handback)
         self._leaving = Leaving(*runs, self._handback)
         self._service = Service(engine, self._generation, self._handback, self._outbox, poke=self._poke)
+        self._blocks = Blocks(self._service, self._keeper, self._journal)
         self._commands: Commands | None = None
         self._box: CommandBox | None = None
 
@@ -127,7 +129,7 @@ class Worker:
             ledger,
             drain=self.drain,
             state=self._current_state,
-            on_done=self._journal.command,
+            on_done=self._blocks.done,
         )
         try:
             async with beside(self._heed_notices()):
@@ -380,7 +382,9 @@ class Worker:
             self._claims.poke()
 
     def _status(self) -> WorkerStatus:
-        return self._report.write(self.worker_id, self._current_state(), self._keeper.restarts)
+        assert self._follower is not None
+        blocks = self._blocks.told(state := self._current_state(), self._follower)
+        return self._report.write(self.worker_id, state, self._keeper.restarts, **blocks)
 
     def _current_state(self) -> WorkerState:
         assert self._follower is not None

@@ -5,10 +5,10 @@ from .clock import Witness, living_workers
 from .command_channel import CommandBox, CommandSender
 from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
 from .lease import MAX_CALL_BYTES, Beat, Claim, Finished, Lease, Piece, Release
-from .needs import can_of, kin_of
+from .needs import Waiting, can_of, kin_of, total_of
 from .pool_load import PoolLoad
 from .replies import ENTRY_BYTES, Frames, Receipt, Reply, as_replies
-from .sharded_broker import ShardedBroker, broker_of
+from .sharded_broker import ShardedBroker, broker_of, sum_of
 from .sharded_lease import AWAY, ShardedLease, tell_shards
 from .submissions import BATCH_BYTES
 
@@ -37,6 +37,7 @@ __all__ = [
     "Reply",
     "ShardedBroker",
     "ShardedLease",
+    "Waiting",
     "Witness",
     "as_replies",
     "broker_of",
@@ -44,5 +45,7 @@ __all__ = [
     "kin_of",
     "living_workers",
     "successor",
+    "sum_of",
     "tell_shards",
+    "total_of",
 ]

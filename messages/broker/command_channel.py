@@ -8,8 +8,11 @@ nobody carries out a command that nobody waits for. Answers are fields of a seco
 from __future__ import annotations
 
 import asyncio
+import getpass
 import itertools
+import os
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +49,15 @@ class Sent:
     deadline: float  # of time.monotonic
 
 
+def _whoami() -> str:
+    """User and host of this process, for people."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user need not have a name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"[:128]
+
+
 class CommandSender:
     """The sender's side."""
 
@@ -63,6 +75,7 @@ class CommandSender:
             id=new_id(),
             action=action,
             timeout_s=timeout_s,
+            sender=_whoami(),
             **({"worker_id": worker_id} if worker_id else {}),
             **({"params": params} if params else {}),
         )

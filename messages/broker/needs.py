@@ -32,12 +32,15 @@ class Waiting:
     """Jobs that were put aside because only other workers' engines can do them.
 
     names: what they need, sorted. possible: whether a worker that is there has all of these names. Its context may
-    still be too short, or it may be busy.
+    still be too short, or it may be busy. context: the longest of such a worker, in tokens. too_long: of the jobs,
+    those that need a longer one.
     """
 
     names: tuple[str, ...]
     jobs: int
     possible: bool
+    context: int = 0
+    too_long: int = 0
 
 
 async def read_waiting(redis: Any, keys: Keys) -> list[Waiting]:
@@ -58,17 +61,26 @@ async def read_waiting(redis: Any, keys: Keys) -> list[Waiting]:
                 pipe.zcount(later, SLOTS_FROM + slot * SLOT, SLOTS_FROM + (slot + 1) * SLOT - 1)
         at, *counts = await pipe.execute()
     there = [
-        frozenset(name.removeprefix("can:").split()[1:])
+        (whole(name[4:].split()[0].encode()), frozenset(name[4:].split()[1:]))
         for name, until in known.items()
-        if name.startswith("can:") and until > whole(at)
+        if name.startswith("can:") and len(name) > len("can:") and until > whole(at)
     ]
     found = []
     for number, names in enumerate(slots):
         jobs = sum(counts[number * len(PRIORITIES) : (number + 1) * len(PRIORITIES)])
         if jobs:
             needed = tuple(names.split())
-            found.append(Waiting(needed, jobs, any(has.issuperset(needed) for has in there)))
+            contexts = [context for context, has in there if has.issuperset(needed)]
+            longest = max(contexts, default=0)
+            too_long = await _too_long(redis, keys, slots[names], longest) if contexts else 0
+            found.append(Waiting(needed, jobs, bool(contexts), longest, too_long))
     return total_of([found])
+
+
+async def _too_long(redis: Any, keys: Keys, slot: int, context: int) -> int:
+    """How many jobs of a slot need a longer context than this one."""
+    first, last = SLOTS_FROM + slot * SLOT + context + 1, SLOTS_FROM + (slot + 1) * SLOT - 1
+    return sum([await redis.zcount(later, first, last) for later in keys.later])
 
 
 def total_of(shards: Iterable[Iterable[Waiting]]) -> list[Waiting]:
@@ -76,9 +88,13 @@ def total_of(shards: Iterable[Iterable[Waiting]]) -> list[Waiting]:
     total: dict[tuple[str, ...], Waiting] = {}
     for one in (one for found in shards for one in found):
         before = total.get(one.names)
-        jobs, possible = (before.jobs, before.possible) if before else (0, False)
-        total[one.names] = Waiting(one.names, jobs + one.jobs, possible or one.possible)
+        total[one.names] = one if before is None else _sum(before, one)
     return sorted(total.values(), key=lambda one: (-one.jobs, one.names))
+
+
+def _sum(one: Waiting, other: Waiting) -> Waiting:
+    possible, context = one.possible or other.possible, max(one.context, other.context)
+    return Waiting(one.names, one.jobs + other.jobs, possible, context, one.too_long + other.too_long)
 
 
 def needs_of(job: Job) -> str:

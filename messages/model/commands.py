@@ -19,6 +19,7 @@ class Command(Message):
 
     params: plain data, see `command_params`. timeout_s: seconds from the sending on; a worker begins the command
         within them, and the sender waits for answers as long. The key of the answers follows from the id.
+    sender: user and host, for people.
     """
 
     KIND: ClassVar[int] = 20
@@ -28,6 +29,7 @@ class Command(Message):
     worker_id: str = Field(default="", max_length=256)
     params: PlainObject = Field(default_factory=dict, max_length=64)
     timeout_s: Float = Field(gt=0, le=MAX_TIMEOUT_S)
+    sender: str = Field(default="", max_length=128)
 
 
 class CommandReply(Message):

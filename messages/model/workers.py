@@ -12,6 +12,10 @@ WorkerState = Literal["starting", "syncing", "serving", "updating", "paused", "d
 
 
 STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16)
+BLOCKS = ("pause", "asleep", "stale", "quarantine", "dead", "version", "unavailable")
+"""pause, asleep: by command. stale: its weights are asleep or were, and none have come since. quarantine: its weights
+are no whole version. dead: its engine is. version: it is yet to get the pool's version, and unavailable: it has found
+nobody who gives it that."""
 
 
 class WorkerStatus(Message):
@@ -29,6 +33,9 @@ class WorkerStatus(Message):
     started_at: Unix seconds by the worker's clock. Only people read it, no decision depends on it.
     update_share: share of the last minute that updates of the weights cost, 0 to 1.
     startup: seconds of each phase of its first start, see docs/operator.md.
+    blocks: what keeps it from serving, by the names in BLOCKS or newer ones; none while it serves. why: who or what
+    that is, for people. restarts_in_a_row: restarts of the engine since it last finished a sample.
+    state_since: Unix seconds by the worker's clock at which it came into this state.
     """
 
     KIND: ClassVar[int] = 6
@@ -59,6 +66,10 @@ class WorkerStatus(Message):
     startup: dict[Annotated[str, Field(max_length=32)], Annotated[Float, Field(ge=0)]] = Field(
         default_factory=dict, max_length=16
     )
+    blocks: Items[Annotated[str, Field(max_length=32)]] = Field(default=(), max_length=16)
+    why: str = Field(default="", max_length=512)
+    restarts_in_a_row: StrictInt = Field(default=0, ge=0)
+    state_since: Float = 0.0
 
 
 class DeadLetter(Record):

@@ -12,6 +12,7 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from ...messages.broker import Broker, Caps
 from ...messages.redis import PoolRedis, how_to_flush, parse_one
+from ...producer.diagnosis import NO_FAULT, read_pool, reasons
 from ...sync.transfer import Ledger
 from ..redis import connected
 from ..sharing import COSTLY, read_sharing, update_share
@@ -219,7 +220,17 @@ async def _pool(redis: PoolRedis, pool: str) -> list[Finding]:
         first = Finding("pool", "warning", found, advice)
     else:
         first = Finding("pool", "ok", f"pool {pool}: no key was ever set aside")
-    return [first, await _spread(broker), await _updates(broker, Ledger(redis, pool))]
+    return [first, await _spread(broker), await _updates(broker, Ledger(redis, pool)), *await why_jobs_wait(broker)]
+
+
+async def why_jobs_wait(broker: Broker) -> list[Finding]:
+    """Why jobs of the pool wait, and what would stop some."""
+    reading = await read_pool(broker)
+    found = []
+    for reason in reasons(reading):
+        level: Level = "ok" if reason.cause in NO_FAULT else "problem"
+        found.append(Finding("jobs", level, f"{reason.cause}: {reason.found}", reason.do))
+    return found or [Finding("jobs", "ok", "none wait")]
 
 
 async def _spread(broker: Broker) -> Finding:

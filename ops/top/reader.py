@@ -11,7 +11,6 @@ from ...messages.broker import Broker
 from ...messages.ids import is_id
 from ...messages.model import PRIORITIES
 from ...messages.redis import PoolRedis, is_wrong_type, text, whole
-from ...sync.transfer import Ledger
 from ..status import read_state
 
 MOST_JOBS = 1000
@@ -87,12 +86,12 @@ class Reader:
 
     def __init__(self, redis: PoolRedis, pool: str) -> None:
         self._redis: Any = redis
-        self._broker, self._ledger = Broker(redis, pool), Ledger(redis, pool)
+        self._broker = Broker(redis, pool)
         self._keys = self._broker.keys
 
     async def look(self, focus: Focus) -> Look:
         """Raises RedisError."""
-        state = await read_state(self._broker, self._ledger)
+        state = await read_state(self._broker)
         state["workers"].sort(key=lambda it: it["worker_id"])
         unread = int(await self._redis.hlen(self._keys.unread))
         job_ids = await self._job_ids(focus.worker) if focus.worker is not None else []

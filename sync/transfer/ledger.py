@@ -12,7 +12,7 @@ import binascii
 import json
 import time
 from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -165,6 +165,11 @@ class Ledger:
         here = [holder for holder in told if holder.version == version]
         first = here.pop(0) if trainer and here and here[0] == _holder(trainer) else None
         return first, here
+
+    @staticmethod
+    def offering(holders: Mapping[bytes, bytes], version: int) -> list[bytes]:
+        """Return who offers `version`, of the hash `holders`."""
+        return [name for name, value in holders.items() if (told := _holder(value)) and told.version == version]
 
     async def adapter_holder(self, name: str) -> Holder | None:
         """Return who offers the newest committed version of an adapter."""

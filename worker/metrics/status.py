@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from typing import Any
 
 from ...messages.model import WorkerState, WorkerStatus
 from ..engine import Engine
@@ -41,8 +42,8 @@ class StatusReport:
         self._pace, self._cost = Pace(), Pace(COST_S)
         self._started_at = time.time()
 
-    def write(self, worker_id: str, state: WorkerState, engine_restarts: int) -> WorkerStatus:
-        """The status of this moment."""
+    def write(self, worker_id: str, state: WorkerState, engine_restarts: int, **blocks: Any) -> WorkerStatus:
+        """The status of this moment. blocks: the fields of a status that say what keeps it from serving."""
         info, generation = self._engine.info, self._vitals.generation
         return WorkerStatus(
             worker_id=worker_id,
@@ -69,6 +70,7 @@ class StatusReport:
             update_share=round(min(1.0, self._cost.per_s(generation.updates.lost_s)), 3),
             started_at=self._started_at,
             startup=self._vitals.startup.seconds.copy(),
+            **blocks,
         )
 
     def _unfinished_tokens(self) -> int:

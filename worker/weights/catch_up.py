@@ -35,6 +35,8 @@ class CatchUp:
         self._ledger, self._snapshots, self._prepare, self._commit = ledger, snapshots, prepare, commit
         self._under_way: tuple[TransferOrder, Preparing] | None = None
         self._failures, self._not_before = 0, 0.0
+        self.behind = self.trouble = ""
+        """Which version is missing here, and why it has not come, as the last attempt found it; "" if none is."""
 
     @property
     def under_way(self) -> bool:
@@ -49,21 +51,24 @@ class CatchUp:
         if here >= committed:
             self.stop()
             self._failures, self._not_before = 0, 0.0
-        elif self._under_way is None:
-            if time.monotonic() >= self._not_before:
-                await self._begin(worker_id, committed, digest)
-        elif self._under_way[1].done():
+            return None
+        self.behind = f"the pool has version {committed}, and this worker {here}"
+        if self._under_way is None and time.monotonic() >= self._not_before:
+            await self._begin(worker_id, committed, digest)
+        elif self._under_way is not None and self._under_way[1].done():
             (order, preparing), self._under_way = self._under_way, None
             return await self._load(order, preparing)
         return None
 
     async def _begin(self, worker_id: str, committed: int, digest: str) -> None:
-        order = None
-        if self._snapshots is not None and digest:
-            order = await self._snapshots.order(committed, digest)
-        if order is None:
+        order = await self._snapshots.order(committed, digest) if self._snapshots is not None and digest else None
+        if order is not None:
+            self.trouble = ""
+        else:
             trainer, workers = await self._ledger.holders(committed)
             if trainer is None and not workers:
+                where = "has no --snapshots" if self._snapshots is None else "does not find it in its --snapshots"
+                self.trouble = f"nobody offers it, and this worker {where}"
                 return
             order = TransferOrder.from_holders(trainer, workers, digest, worker_id, timeout_s=TAKE_S)
         self._under_way = order, self._prepare(order)
@@ -82,12 +87,14 @@ class CatchUp:
             self._snapshots.refuse(order.version, f"{report.phase}: {report.error}")
         elif not order.path:
             log.warning("version %s could not be taken: %s: %s", order.version, report.phase, report.error)
+            self.trouble = f"who offers it cannot give it: {report.phase}: {report.error}"
             self._not_before = time.monotonic() + min(LONGEST_PAUSE_S, 2.0**self._failures - 1.0)
             self._failures += 1
         return report
 
     def stop(self) -> None:
-        """Forget what is under way. The engine drops it when it prepares something else."""
+        """Forget what is under way, or is missing. The engine drops it when it prepares something else."""
         if self._under_way is not None:
             self._under_way[1].cancel()
         self._under_way = None
+        self.behind = self.trouble = ""

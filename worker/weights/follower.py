@@ -71,7 +71,7 @@ class WeightFollower:
         self._engine, self._generation, self._ledger = engine, generation, ledger
         self.adapters = AdapterFollower(engine, ledger)
         self._on_stuck, self._journal = on_stuck, journal
-        self._catch_up = CatchUp(ledger, snapshots, self._prepare, self._finish)
+        self.catch_up = CatchUp(ledger, snapshots, self._prepare, self._finish)
         self._said = 0.0
         self._seen_epoch = self._given_up = 0
         self._heard: dict[str, WeightAnnouncement] = {}  # by adapter, "" for the weights
@@ -97,7 +97,7 @@ class WeightFollower:
     def halt(self) -> None:
         """Take part in nothing until `restarted`, because there is no engine."""
         self._halted = True
-        self._catch_up.stop()
+        self.catch_up.stop()
         self.poke()  # an update under way gives up the turn, which the restart waits for
 
     def restarted(self) -> None:
@@ -153,7 +153,7 @@ class WeightFollower:
                 if not later_s and self._may_touch() and await self._come_after(worker_id, committed, digest):
                     on_change(True)
                     continue
-                if self._quarantine.overdue and self.gate.is_open and not (self._catch_up.under_way or self._halted):
+                if self._quarantine.overdue and self.gate.is_open and not (self.catch_up.under_way or self._halted):
                     self._on_stuck()
                 if self._may_touch() and await self.adapters.keep_up(worker_id, self.turn):
                     on_change(True)
@@ -168,7 +168,7 @@ class WeightFollower:
 
     async def _come_after(self, worker_id: str, committed: int, digest: str) -> bool:
         """Get the committed version without a transfer if this worker lacks it. Returns whether it has just come."""
-        report = await self._catch_up.look(worker_id, self._generation.version, committed, digest)
+        report = await self.catch_up.look(worker_id, self._generation.version, committed, digest)
         if report is None or not report.ok:
             return False
         if report.holder and report.way == "pull":
@@ -210,7 +210,7 @@ class WeightFollower:
         if told.version <= self._generation.version:
             return False
         served = self.in_service
-        self._catch_up.stop()
+        self.catch_up.stop()
         self._journal.announced(told)
         for attempt in range(ATTEMPTS):
             try:
@@ -342,7 +342,7 @@ class WeightFollower:
                 return TransferReport(ok=False, phase="load", error=f"the engine is {', '.join(self.gate.reasons)}")
             if not (order.version > here or self.quarantined):  # another version came during the wait for the turn
                 return TransferReport(ok=False, phase="load", error=f"version {here} came first")
-            self._catch_up.stop()
+            self.catch_up.stop()
             report = await self._prepare(order)
             return await self._commit(order) if report.ok else report
 

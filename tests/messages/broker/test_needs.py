@@ -190,7 +190,7 @@ async def test_what_jobs_wait_for_is_shown(broker: Broker, worker: Join, redis_d
     assert await broker.waiting() == []
     assert await claimed(plain) == []
     both, seed = ("generate", "logprobs.top"), ("generate", "seed")
-    assert await broker.waiting() == [Waiting(both, 2, True), Waiting(seed, 1, True)]
+    assert await broker.waiting() == [Waiting(both, 2, True, 4096), Waiting(seed, 1, True, 4096)]
     await able.leave()
     await db.hset(broker.keys.needs, f"can:{ABLE}", await db.hget(broker.keys.clock, "at"))
     assert [one.possible for one in await broker.waiting()] == [False, False]

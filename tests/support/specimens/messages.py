@@ -224,7 +224,19 @@ def specimens() -> dict[str, Message]:
         "started-status": WorkerStatus(
             worker_id="w", host="h", pid=9, state="serving", version=3, startup={"process": 1.5, "engine": 0.25}
         ),
+        "blocked-status": WorkerStatus(
+            worker_id="w",
+            host="h",
+            pid=9,
+            state="paused",
+            version=3,
+            blocks=("pause",),
+            why="pause",
+            restarts_in_a_row=2,
+            state_since=1.5,
+        ),
         "command": Command(id=ID, action="pause", worker_id="w", params={"mode": "abort"}, timeout_s=5.0),
+        "signed-command": Command(id=ID, action="pause", timeout_s=5.0, sender="u@h"),
         "command-reply": CommandReply(id=ID, worker_id="w", ok=False, result={"x": 1}, kind="E", error="e"),
         "session-job": GenerateJob(
             id=ID, reply_to="c", text="a", context_ids=[7, 8], session_id="s", prefer_worker="w", prefer_s=1.5

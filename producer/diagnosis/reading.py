@@ -1,0 +1,301 @@
+"""One reading of a pool out of Redis: what is there, what waits and for what, and who could run it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from redis.exceptions import NoPermissionError, RedisError
+
+from ...messages.broker import Broker, PoolLoad, Waiting, sum_of, total_of
+from ...messages.ids import age_s
+from ...messages.model import WorkerStatus
+from ...messages.redis import text, whole
+from ...sync.transfer import Ledger
+
+ADAPTER, NEEDS = 1 << 40, 1 << 52
+"""Where in `later` jobs wait for an adapter, and for what an engine can do: as in claim.lua."""
+GROUPS = 32
+"""Adapters' versions of which one look says how many jobs wait for them."""
+UNCLAIMED_S = 4.0
+"""A claim takes milliseconds. A job that has waited so long beside free slots should have been claimed."""
+CONFIRM_S = 1.2
+"""Longer than from one heartbeat to the next."""
+BUSY_S = 15.0
+"""A pool that refused a job counts as full for so long: whoever waits for room asks twice a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Jobs that are put aside until something comes. what: an adapter's name, "" for the weights. least: the smallest
+    version that one of them needs. by_staleness: whether that one needs it because of its `max_staleness` alone."""
+
+    jobs: int
+    least: int
+    what: str = ""
+    by_staleness: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The newest submission that the pool refused. why: as PoolBusy.reason. client: whose it was. s: seconds since."""
+
+    why: str
+    client: str
+    s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReading:
+    """A pool at one moment. Times are Unix seconds by Redis' clock.
+
+    shards_away: shard -> why it does not answer; nothing else is said of these. lease_ends: by worker.
+    committed, newest: version of the weights that is the pool's, and the newest that was ever announced. transfer: the
+    number of the one under way, 0 for none. offered_by: who says that it offers the committed version; "" for
+    the trainer.
+    ready: jobs that wait in the queues for any worker; heads: the first of each queue; oldest_at: when the oldest of
+    these was made, by its id. unclaimed: whether one of them stayed there for a while beside free slots. ahead: jobs
+    that wait for weights newer than the committed ones. behind: for those, or older ones. adapters: for an adapter's
+    version; adapters_at: the committed version of each. preferring: for the worker that they prefer. needs: for what
+    only some engines can do.
+    alone: worker -> the job on its last chance that it runs without others.
+    refused: None if nobody was refused lately. memory, memory_limit: bytes of the fullest server; 0 if it has no limit,
+    or this user may not ask.
+    """
+
+    pool: str
+    at: float
+    load: PoolLoad
+    workers: tuple[WorkerStatus, ...] = ()
+    lease_ends: Mapping[str, float] = field(default_factory=dict)
+    shards_away: Mapping[int, str] = field(default_factory=dict)
+    committed: int = 0
+    newest: int = 0
+    transfer: int = 0
+    offered_by: frozenset[str] = frozenset()
+    ready: int = 0
+    heads: frozenset[str] = frozenset()
+    oldest_at: float | None = None
+    unclaimed: bool = False
+    ahead: Held | None = None
+    behind: Held | None = None
+    adapters: tuple[Held, ...] = ()
+    adapters_at: Mapping[str, int] = field(default_factory=dict)
+    preferring: int = 0
+    needs: tuple[Waiting, ...] = ()
+    alone: Mapping[str, str] = field(default_factory=dict)
+    refused: Refused | None = None
+    memory: int = 0
+    memory_limit: int = 0
+
+    @property
+    def alive(self) -> list[WorkerStatus]:
+        """The workers whose lease has not run out."""
+        return [it for it in self.workers if self.lease_ends.get(it.worker_id, 0.0) > self.at]
+
+    @property
+    def free(self) -> list[WorkerStatus]:
+        """Those of them that serve, hold less than half of what they could, and run no job alone."""
+        serve = [it for it in self.alive if not it.blocks and it.state in {"serving", "updating"}]
+        return [it for it in serve if 2 * it.held < it.max_running and it.worker_id not in self.alone]
+
+    @property
+    def silent(self) -> dict[str, float]:
+        """The others that nobody has removed yet: when their leases ran out."""
+        return {worker: ended for worker, ended in self.lease_ends.items() if ended <= self.at}
+
+
+async def read_pool(broker: Broker) -> PoolReading:
+    """Read it. A shard that does not answer is left out, and named.
+
+    Takes a second longer if jobs wait beside free slots: then it reads twice, because they may be claimed just now.
+    Raises RedisUnavailable if the home of the pool, which has the list of its workers, does not answer, and
+    NoPermissionError.
+    """
+    reading = await _read_once(broker)
+    waited_s = 0.0 if reading.oldest_at is None else reading.at - reading.oldest_at
+    if not (reading.ready and reading.free and waited_s >= UNCLAIMED_S):
+        return reading
+    await asyncio.sleep(CONFIRM_S)
+    again = await _read_once(broker)
+    return replace(again, unclaimed=bool(again.heads & reading.heads and again.free))
+
+
+async def _read_once(broker: Broker) -> PoolReading:
+    home, *others = broker.parts
+    parts, away = [await _read_part(home)], dict[int, str]()
+    for other in others:
+        try:
+            parts.append(await _read_part(other))
+        except (RedisError, OSError) as error:
+            if isinstance(error, NoPermissionError):
+                raise
+            away[other.keys.shard] = str(error)
+    reading = await _read_home(home, parts, away)
+    alone = [await _alone(part, reading.workers) for part in broker.parts if part.keys.shard not in away]
+    return replace(reading, alone={worker: job for one in alone for worker, job in one.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one shard says."""
+
+    load: PoolLoad
+    needs: list[Waiting]
+    now_ms: int
+    clock_ms: int  # the pool's, as leases follow it
+    ready: int
+    heads: frozenset[str]
+    waited_s: float | None  # the oldest of these
+    held: list[Held]  # ahead and behind, if there are any
+    is_ahead: list[bool]
+    adapters: list[Held]
+    preferring: int
+    refused: Refused | None
+    memory: tuple[int, int]
+
+
+async def _read_part(part: Broker) -> _Part:
+    redis: Any = part.redis
+    keys = part.keys
+    load, needs = await part.load(), await part.waiting()
+    committed = whole(await redis.hget(keys.weights, "committed"))
+    spans = [("-inf", "(0"), (0, committed), (f"({committed}", f"({ADAPTER}")]
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.time()
+        pipe.hmget(keys.clock, "at", "seen")
+        pipe.hget(keys.load, "busy")
+        for queue, later in zip(keys.queues, keys.later, strict=True):
+            pipe.zcard(queue)
+            pipe.zrange(queue, 0, 0)
+            for first, last in spans:
+                pipe.zcount(later, first, last)
+            for first, last in spans[1:]:
+                pipe.zrangebyscore(later, first, last, withscores=True, start=0, num=1)
+            pipe.zrangebyscore(later, ADAPTER, f"({NEEDS}", withscores=True, start=0, num=GROUPS)
+        (seconds, micros), clock, busy, *rows = await pipe.execute()
+    now_ms = seconds * 1000 + micros // 1000
+    rows = [rows[i : i + 8] for i in range(0, len(rows), 8)]
+    at, seen = map(whole, clock)
+    heads = frozenset(text(row[1][0]) for row in rows if row[1])
+    ages = [age for age in (age_s(job, now_ms / 1000) for job in heads) if age is not None]
+    held, is_ahead = [], []
+    for place, ahead in ((4, True), (3, False)):
+        if count := sum(row[place] for row in rows):
+            first = min((row[place + 2][0] for row in rows if row[place + 2]), key=lambda it: it[1], default=None)
+            bare = first is not None and await _has_no_version(part, text(first[0]))
+            held.append(Held(count, int(first[1]) if first else 0, by_staleness=bare))
+            is_ahead.append(ahead)
+    return _Part(
+        load=load,
+        needs=needs,
+        now_ms=now_ms,
+        clock_ms=at + max(0, now_ms - seen),
+        ready=sum(row[0] for row in rows),
+        heads=heads,
+        waited_s=max(ages, default=None),
+        held=held,
+        is_ahead=is_ahead,
+        adapters=await _of_adapters(part, [entry for row in rows for entry in row[7]]),
+        preferring=sum(row[2] for row in rows),
+        refused=_refusal(busy, now_ms),
+        memory=await _memory(part.redis),
+    )
+
+
+def _refusal(busy: bytes | None, now_ms: int) -> Refused | None:
+    said = (busy or b"").split(b" ")
+    s = (now_ms - whole(said[0])) / 1000
+    return Refused(text(said[1]), text(said[2]), max(0.0, s)) if len(said) == 3 and s < BUSY_S else None
+
+
+async def _has_no_version(part: Broker, member: str) -> bool:
+    (version,) = await _fields(part, [member], "v")
+    return not whole(version)
+
+
+async def _of_adapters(part: Broker, entries: list[tuple[bytes, float]]) -> list[Held]:
+    said = [text(it).rpartition("@") for it in await _fields(part, [text(member) for member, _ in entries], "l")]
+    found: dict[str, list[int]] = {}
+    for (_, score), (name, _, _) in zip(entries, said, strict=True):
+        found.setdefault(name, []).append(int(score) % ADAPTER)
+    return [Held(len(versions), min(versions), name) for name, versions in found.items() if name]
+
+
+async def _fields(part: Broker, members: list[str], name: str) -> list[bytes | None]:
+    """A field of the records of the jobs in these members of `queues` or `later`."""
+    redis: Any = part.redis
+    async with redis.pipeline(transaction=False) as pipe:
+        for member in members:
+            pipe.hget(part.keys.job(member.rpartition(":")[2]), name)
+        return list(await pipe.execute()) if members else []
+
+
+async def _memory(redis: Any) -> tuple[int, int]:
+    try:
+        said = await redis.info("memory")
+    except RedisError:  # a user without +info
+        return 0, 0
+    used, limit = said.get("used_memory"), said.get("maxmemory")
+    return used if isinstance(used, int) else 0, limit if isinstance(limit, int) else 0
+
+
+async def _read_home(home: Broker, parts: list[_Part], away: dict[int, str]) -> PoolReading:
+    redis: Any = home.redis
+    workers, (first, *_) = await home.workers(), parts
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.zrange(home.keys.workers, 0, -1, withscores=True)
+        pipe.hgetall(home.keys.weights)
+        pipe.hgetall(home.keys.holders)
+        leases, weights, holders = await pipe.execute()
+    weights = {text(name): value for name, value in weights.items()}
+    committed = whole(weights.get("committed"))
+    at = first.now_ms / 1000
+    oldest = [at - it.waited_s for it in parts if it.waited_s is not None]
+    held = [(flag, one) for it in parts for flag, one in zip(it.is_ahead, it.held, strict=True)]
+    return PoolReading(
+        pool=home.keys.pool,
+        at=at,
+        load=sum_of([it.load for it in parts]),
+        workers=tuple(workers),
+        lease_ends={text(worker): at + (end - first.clock_ms) / 1000 for worker, end in leases},
+        shards_away=away,
+        committed=committed,
+        newest=max(committed, whole(weights.get("highest"))),
+        transfer=whole(weights.get("open")),
+        offered_by=frozenset(text(name) for name in Ledger.offering(holders, committed)),
+        ready=sum(it.ready for it in parts),
+        heads=frozenset().union(*(it.heads for it in parts)),
+        oldest_at=min(oldest, default=None),
+        ahead=_together([one for flag, one in held if flag]),
+        behind=_together([one for flag, one in held if not flag]),
+        adapters=tuple(one for it in parts for one in it.adapters),
+        adapters_at={name[8:]: whole(at) for name, at in weights.items() if name.startswith("adapter:")},
+        preferring=sum(it.preferring for it in parts),
+        needs=tuple(total_of([it.needs for it in parts])),
+        refused=min((it.refused for it in parts if it.refused is not None), key=lambda one: one.s, default=None),
+        memory=max(it.memory for it in parts)[0],
+        memory_limit=max(it.memory for it in parts)[1],
+    )
+
+
+def _together(shards: list[Held]) -> Held | None:
+    if not shards:
+        return None
+    least = min(shards, key=lambda one: one.least)
+    return Held(sum(one.jobs for one in shards), least.least, by_staleness=least.by_staleness)
+
+
+async def _alone(part: Broker, workers: Sequence[WorkerStatus]) -> dict[str, str]:
+    """Worker -> the job that it runs alone, if it still does."""
+    redis: Any = part.redis
+    async with redis.pipeline(transaction=False) as pipe:
+        for worker in workers:
+            pipe.hget(part.keys.worker(worker.worker_id), "alone")
+        jobs = {it.worker_id: text(job) for it, job in zip(workers, await pipe.execute(), strict=True) if job}
+        for name, job in jobs.items():
+            pipe.sismember(part.keys.held(name), job)
+        still = await pipe.execute() if jobs else []
+    return {worker: job for (worker, job), holds in zip(jobs.items(), still, strict=True) if holds}
