@@ -102,7 +102,18 @@ class ClientReplaced(RolloutMQError):
 
 
 class WaitTimeout(RolloutMQError, TimeoutError):
-    """A wait reached its deadline. Nothing is lost: you can wait for the same results again."""
+    """A wait reached its deadline. Nothing is lost: you can wait for the same results again.
+
+    why: what keeps the jobs from running, and what to do about it; "" if that is not known, or the wait was too short
+    to ask.
+    """
+
+    def __init__(self, told: str, why: str = "") -> None:
+        super().__init__(f"{told}. {why}" if why else told)
+        self.told, self.why = told, why
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.told, self.why))
 
 
 class LeaseLost(RolloutMQError):

@@ -21,6 +21,7 @@ from ..messages.ids import check_client_id
 from ..messages.journal import Journal
 from ..messages.model import GenerateJob, RolloutResult
 from ..messages.redis import connect, default_url, ping
+from .diagnosis import FIRST_S, Waits
 from .inbox import (
     OPEN_STATES,
     FeatureCheck,
@@ -39,6 +40,8 @@ from .inbox import (
 )
 
 log = logging.getLogger(__name__)
+FULL = {"jobs": "pool-full", "bytes": "pool-full", "unread": "client-full", "memory": "redis-memory"}
+"""What a PoolBusy.reason is as a cause."""
 BLOCKING_READS = 2
 """Of results, and of news of what is streamed."""
 
@@ -80,6 +83,7 @@ class ClientCore:
             self.broker, self.blocking, self.client_id, self.inboxes, before_ack, journal=self.journal
         )
         self.inbox.freed = self.reader.wake
+        self.waits = Waits(self.broker)
         self.left_loops = LeftLoops()
         self._opening = asyncio.Lock()
         self._finishing: set[asyncio.Task[None]] = set()
@@ -98,6 +102,7 @@ class ClientCore:
     async def close(self) -> None:
         """Acknowledge what was taken and disconnect, for good. Raises WrongLoop."""
         self.reader.check_loop()
+        self.waits.close()
         try:
             for task in self._beside:
                 task.cancel()
@@ -114,8 +119,19 @@ class ClientCore:
         if not self.reader.reading:
             await self.open()
         if not ready():
-            await self.reader.until(ready, timeout)
+            await self._wait(ready, timeout)
         self.reader.check_open()
+
+    async def _wait(self, ready: Callable[[], bool], timeout: float | None) -> None:
+        self.waits.begin()
+        came = False
+        try:
+            await self.reader.until(ready, timeout)
+            came = True
+        except WaitTimeout as late:
+            raise WaitTimeout(late.told, await self.waits.told(timeout or 0.0)) from None
+        finally:
+            self.waits.end(came=came)
 
     # --- jobs in ---------------------------------------------------------------------------------------------------
 
@@ -215,7 +231,8 @@ class ClientCore:
         deadline, pause = time.monotonic() + timeout, 0.01
         while ids := [job_id for job_id, state in zip(ids, states, strict=True) if state == "ok"]:
             if time.monotonic() >= deadline:
-                raise WaitTimeout(f"{len(ids)} of {len(jobs)} jobs did not end within {timeout:g} s")
+                why = await self.waits.told(timeout)
+                raise WaitTimeout(f"{len(ids)} of {len(jobs)} jobs did not end within {timeout:g} s", why)
             await asyncio.sleep(pause)
             pause = min(1.0, pause * 2)
             states = await self.broker.stop(ids)  # asked again: a worker may have missed it
@@ -325,7 +342,8 @@ async def send_all(
 async def _send_all(
     send: Callable[[Sequence[J]], Awaitable[list[str]]], jobs: Sequence[J], timeout: float | None
 ) -> list[str]:
-    deadline = None if timeout is None else time.monotonic() + timeout
+    began, said = time.monotonic(), False
+    deadline = None if timeout is None else began + timeout
     left, pause = list(range(len(jobs))), 0.02  # places of the jobs that are not in
     states: dict[int, str] = {}
     while True:
@@ -341,5 +359,8 @@ async def _send_all(
                 busy.accepted, busy.states = left[0], [states[place] for place in range(left[0])]
                 busy.beyond = frozenset(place for place in states if place > left[0])
                 raise
+            if not said and time.monotonic() - began >= FIRST_S:
+                said = True
+                log.warning("%d jobs wait for room: %s: %s", len(left), FULL[busy.reason], busy)
         await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # submitters that wait do not come back in step
         pause = min(0.5, pause * 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -21,7 +22,7 @@ from ..files import SHOWN
 from ..flags import as_config
 from ..redis import reach
 from ..terminal import printable
-from .options import Json, Pool, RedisUrl, finite, ids, say
+from .options import Json, Pool, RedisUrl, finite, ids, log_to_stderr, say
 
 
 def generate(
@@ -67,6 +68,8 @@ def generate(
         raise ConfigError("give a text, or --token-ids")
     turns = _turns(first, session)
     reach(redis, pool)
+    log_to_stderr("warning")
+    logging.getLogger("rolloutmq.producer.diagnosis").setLevel("INFO")  # why nothing comes, also if it only takes long
     how = _How(system, chat, stream, n, timeout, json, fields)
     asyncio.run(_converse(RolloutClient(redis, pool), turns, how))
 

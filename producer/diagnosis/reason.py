@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Cause = Literal[
+    "redis-away",
     "shard-away",
     "redis-memory",
     "pool-full",

@@ -79,8 +79,8 @@ class RolloutFeed:
         while True:
             try:
                 await self._core.until(lambda: self.capacity >= job.n, _left(deadline))
-            except WaitTimeout:
-                raise self._timed_out(f"no room for {job.n} samples", timeout) from None
+            except WaitTimeout as late:
+                raise self._timed_out(f"no room for {job.n} samples", timeout, late.why) from None
             async with self._submitting:  # for one try: whoever waits for room holds up nobody
                 if self.capacity < job.n:
                     continue
@@ -153,9 +153,9 @@ class RolloutFeed:
             pause = left if not (busy or self._pool.busy) else RETRY_S if left is None else min(left, RETRY_S)
             try:
                 await self._core.until(news, pause)
-            except WaitTimeout:
+            except WaitTimeout as late:
                 if pause == left:
-                    raise self._timed_out("nothing was ready for the trainer", timeout) from None
+                    raise self._timed_out("nothing was ready for the trainer", timeout, late.why) from None
 
     def _news_since(self, changes: int) -> bool:
         return self._changes != changes or self._pool.news()
@@ -338,14 +338,15 @@ class RolloutFeed:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _timed_out(self, what: str, timeout: float | None) -> WaitTimeout:
+    def _timed_out(self, what: str, timeout: float | None, why: str) -> WaitTimeout:
         """The error of a wait that was too long, with what it waited for."""
         told = f"{what} within {timeout:g} s: {len(self._pool.asked)} prompts are under way"
         if self._handed:
             told += f", {len(self._handed)} groups are at the trainer, neither trained nor dropped"
         if self._held_up or not self.capacity:
-            told += f". {self.staleness} lets in no more before the next update: publish each one, and call advance()"
-        return WaitTimeout(told)
+            told += f". staleness: {self.staleness} lets in no more before the next update"
+            told += ": publish each one, and call advance()"
+        return WaitTimeout(told, why)
 
     async def _begin(self) -> None:
         self._begun = True
