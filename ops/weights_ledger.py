@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ..messages.broker import broker_of
-from ..sync.transfer import Ledger, LedgerView, TransferRecord, VersionRecord
+from ..producer.diagnosis import read_pool
+from ..sync.transfer import Ledger, LedgerView, TransferRecord, VersionRecord, begin_again
 from .redis import connected
 from .terminal import printable, when
 
@@ -37,6 +38,12 @@ async def version_state(redis_url: str, pool: str, version: int) -> Plain:
     """One version and all that is remembered of its transfers. Raises WeightSyncError for one that is not known."""
     async with connected(redis_url, pool, all_shards=True) as redis:
         return _plain(await LedgerView(Ledger(redis, pool)).version(version))
+
+
+async def reset_weights(redis_url: str, pool: str) -> int:
+    """The version that is the pool's no more; see `begin_again`. Raises as `connected` does, and WeightSyncError."""
+    async with connected(redis_url, pool, all_shards=True) as redis:
+        return await begin_again(redis, pool, (await read_pool(broker_of(redis, pool))).having)
 
 
 def _plain(record: VersionRecord) -> Plain:

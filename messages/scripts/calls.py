@@ -187,6 +187,10 @@ def close(epoch: int, version: int | str, state: str, remember_s: int, digest: s
 def learn(committed: int, *adapters: AdapterVersion) -> None: ...
 
 
+@_call
+def begin_again(version: int) -> None: ...
+
+
 # commands
 
 

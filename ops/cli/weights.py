@@ -46,6 +46,18 @@ def show(
 
 
 @app.command()
+def reset(redis: RedisUrl = DEFAULT_URL, pool: Pool = "default", yes: Yes = False, json: Json = False) -> None:
+    """Begin again from the workers' checkpoint, if the pool's version is lost. Refused while somebody can send it."""
+    from ..weights_ledger import reset_weights
+
+    if not yes:
+        typer.confirm(f"let the workers of pool {pool} serve the checkpoint that they have?", abort=True, err=True)
+    before = asyncio.run(reset_weights(redis, pool))
+    told = f"version {before} is the pool's no more: workers serve their checkpoint, version 0, within seconds"
+    say({"before": before, "committed_version": 0}, [told, f"the next one to publish is {before + 1} or higher"], json)
+
+
+@app.command()
 def snapshots(
     folder: Folder,
     verify: Annotated[bool, typer.Option("--verify", help="Compare every byte with its digest.")] = False,

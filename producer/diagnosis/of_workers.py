@@ -92,9 +92,9 @@ def _nobody(reading: PoolReading) -> Reason:
 def weights_lost(reading: PoolReading, *, stops: bool) -> Reason | None:
     """The committed version, if no worker has it and nobody can send it."""
     alive = reading.alive
-    if not reading.committed or reading.transfer or any(it.version >= reading.committed for it in alive):
+    if not reading.committed or reading.having:
         return None
-    offers = reading.offered_by & ({""} | {worker.worker_id for worker in alive})
+    offers = reading.transfer or "" in reading.offered_by
     if offers and not (alive and all("unavailable" in it.blocks for it in alive)):
         return None
     told = f"the pool's weights are version {reading.committed}; no worker has it, and nobody can send it"

@@ -96,6 +96,12 @@ class PoolReading:
         return [it for it in self.workers if self.lease_ends.get(it.worker_id, 0.0) > self.at]
 
     @property
+    def having(self) -> list[str]:
+        """Those of them that have the committed version, or say that they offer it and miss nothing."""
+        offer = [it for it in self.alive if it.worker_id in self.offered_by and "unavailable" not in it.blocks]
+        return sorted({it.worker_id for it in (*offer, *(it for it in self.alive if it.version >= self.committed))})
+
+    @property
     def free(self) -> list[WorkerStatus]:
         """Those of them that serve, hold less than half of what they could, and run no job alone."""
         serve = [it for it in self.alive if not it.blocks and it.state in {"serving", "updating"}]

@@ -37,6 +37,7 @@ class SnapshotSaver:
         self.saved = self.failed = 0
         self._store, self._every, self._count = store, every, 0
         self._next: Snapshot | None = None
+        self._skipped: Snapshot | None = None  # the newest, if it was not its turn
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._main, name="rolloutmq-snapshots", daemon=True)
@@ -47,6 +48,7 @@ class SnapshotSaver:
         with self._changed:
             turn = self._count % self._every == 0
             self._count += 1
+            self._skipped = None if turn else snapshot
             if not turn:
                 return
             if self._next is not None:
@@ -55,9 +57,13 @@ class SnapshotSaver:
             self._changed.notify()
 
     def close(self) -> None:
-        """Save the version under way and the one that waits, then stop. Blocks."""
+        """Save the version under way and the newest one, then stop. Blocks.
+
+        Nobody offers a version any more when its trainer has ended: workers that start later find it on disk.
+        """
         with self._changed:
             self._closing = True
+            self._next = self._skipped or self._next
             self._changed.notify()
         self._thread.join()
 

@@ -17,7 +17,16 @@ from ...messages.errors import WeightSyncError
 from ...messages.model import WeightAnnouncement
 from ...messages.redis import Bell, Ring
 from ..tensors import Snapshot
-from ..transfer import Holder, Ledger, SyncSettings, TransferReport, parts_of, read_report, through_outage
+from ..transfer import (
+    Holder,
+    Ledger,
+    SyncSettings,
+    TransferReport,
+    offers_no_more,
+    parts_of,
+    read_report,
+    through_outage,
+)
 from .handle import Phase, Publication, PublishProgress
 from .hub import Hub, Outgoing
 
@@ -114,6 +123,11 @@ class Sender:
         if self._listening is not None:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
+        newest = next((one for one in reversed(self._offered.get("", ())) if one.committed), None)
+        if newest is not None:
+            with contextlib.suppress(RedisError, OSError):
+                version = newest.snapshot.manifest.version
+                await offers_no_more(self._ledger, Holder(version, self._hub.address, newest.token))
         await asyncio.to_thread(self._hub.close)
 
     def poke(self) -> None:

@@ -5,6 +5,7 @@ Few files: no torch, so everything that follows the ledger may import it.
 
 from .ledger import Epoch, Ledger, LedgerView, TransferRecord, VersionRecord, heard, read_report, through_outage
 from .order import SENDER_GONE, Holder, Phase, TransferOrder, TransferReport, address_of, parts_of
+from .reset import begin_again, offers_no_more
 from .settings import SyncOptions, SyncSettings
 
 __all__ = [
@@ -21,7 +22,9 @@ __all__ = [
     "TransferReport",
     "VersionRecord",
     "address_of",
+    "begin_again",
     "heard",
+    "offers_no_more",
     "parts_of",
     "read_report",
     "through_outage",

@@ -161,20 +161,20 @@ class Ledger:
         found: list[Any] = await self.redis.hrandfield(self.keys.holders, ASKED, withvalues=True)
         trainer = await self.redis.hget(self.keys.holders, "")
         said = [value for name, value in zip(found[::2], found[1::2], strict=True) if name]
-        told = [holder for value in (trainer, *said) if value and (holder := _holder(value)) is not None]
+        told = [holder for value in (trainer, *said) if value and (holder := holder_of(value)) is not None]
         here = [holder for holder in told if holder.version == version]
-        first = here.pop(0) if trainer and here and here[0] == _holder(trainer) else None
+        first = here.pop(0) if trainer and here and here[0] == holder_of(trainer) else None
         return first, here
 
     @staticmethod
     def offering(holders: Mapping[bytes, bytes], version: int) -> list[bytes]:
         """Return who offers `version`, of the hash `holders`."""
-        return [name for name, value in holders.items() if (told := _holder(value)) and told.version == version]
+        return [name for name, value in holders.items() if (told := holder_of(value)) and told.version == version]
 
     async def adapter_holder(self, name: str) -> Holder | None:
         """Return who offers the newest committed version of an adapter."""
         raw = await self.redis.hget(self.keys.weights, f"at:{name}")
-        return _holder(raw) if raw else None
+        return holder_of(raw) if raw else None
 
     async def holds(self, worker_id: str, holder: Holder) -> None:
         """Say that a worker, which got the committed version by itself, offers it to others."""
@@ -273,7 +273,7 @@ def read_report(value: bytes | str) -> TransferReport:
         return TransferReport(ok=False, phase="load", error=str(error))
 
 
-def _holder(value: bytes) -> Holder | None:
+def holder_of(value: bytes) -> Holder | None:
     try:
         return _HOLDER.validate_json(value, strict=True)
     except ValidationError:  # one bad entry does not stop the others

@@ -60,7 +60,7 @@ def worker_commands(
         "version": version,
         "stop": stop,
         **service.handlers(),
-        **WeightCommands(engine, generation, follower, ledger).handlers(),
+        **WeightCommands(engine, generation, follower, ledger, state).handlers(),
         **AdapterCommands(engine, follower.adapters).handlers(),
         **ProfileCommands(engine).handlers(),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,23 @@ from .files import upload
 from .queue import Handler
 
 log = logging.getLogger(__name__)
+SERVES_S, LOOK_S = 10.0, 0.02
+"""Whoever has weights loaded is told, within so many seconds, whether the worker serves them."""
 
 
 class WeightCommands:
-    """The commands about the weights, for one worker. ledger: of its pool."""
+    """The commands about the weights, for one worker. ledger: of its pool. state(): the worker's, as in its status."""
 
-    def __init__(self, engine: Engine, generation: Generation, follower: WeightFollower, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        generation: Generation,
+        follower: WeightFollower,
+        ledger: Ledger,
+        state: Callable[[], str],
+    ) -> None:
         self._engine, self._generation, self._follower, self._ledger = engine, generation, follower, ledger
+        self._state = state
 
     def handlers(self) -> dict[str, Handler]:
         """Each action and the function that does it."""
@@ -84,7 +94,12 @@ class WeightCommands:
         else:
             result = await self._load_named(params, deadline)
         log.info("version %s was loaded from %s, by command", params.version, params.path)
-        return {**result, "format": found, "version": params.version}
+        self._follower.look_again()  # it serves when it has compared the version with the pool's
+        for _ in range(round(SERVES_S / LOOK_S)):
+            if self._follower.in_service:
+                break
+            await asyncio.sleep(LOOK_S)
+        return {**result, "format": found, "version": params.version, "state": self._state()}
 
     async def _load_named(self, params: LoadParams, deadline: float) -> dict[str, Any]:
         nbytes = await asyncio.to_thread(_size, Path(params.path))

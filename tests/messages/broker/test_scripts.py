@@ -76,13 +76,13 @@ async def lifecycle(broker: Broker, joined: Any, expire_lease: Callable[[Lease],
         await ledger.announce(announcement)
         await ledger.report(announcement, "w1", report)
         await ledger.close(announcement, report.ok, Holder(version, "h:1", "t"), {"w2": "is lost"})
-    assert [await ledger.reserve(number, "a folder") for number in (2, 3)] == [2, 0]
-    assert await ledger.committed() == 1
+    assert [await ledger.reserve(number, "a folder") for number in (2, 3)] + [await ledger.committed()] == [2, 0, 1]
     assert await ledger.holders(1) == (Holder(1, "h:1", "t"), [Holder(1, "h:2", "t")])
     await broker._scripts.run(calls.learn(2, calls.AdapterVersion("a", 1)))  # as a shard that is not the home
+    again = [await broker._scripts.run(calls.begin_again(version)) for version in (1, 2)]
+    assert (again, await ledger.newest_of_all()) == ([2, 0], {"": 3, "a": 1})
 
-    letters = DeadLetters(broker)
-    await letters.drop(str(await letters.newest_id()))
+    await (letters := DeadLetters(broker)).drop(str(await letters.newest_id()))
     outcomes = await replies(broker)
     assert len(outcomes) == 4 + 4
     await broker.ack("client", outcomes)

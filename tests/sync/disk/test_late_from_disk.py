@@ -158,7 +158,8 @@ async def test_which_versions_are_saved(redis_db: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match="snapshot_every=0"):
         WeightPublisher(redis_db, snapshots=tmp_path, snapshot_every=0)
     async with publisher(redis_db, snapshots=tmp_path, snapshot_every=3, keep_snapshots=2) as source:
-        for version in range(1, 8):
+        for version in range(1, 9):
             await publish(source, version)
             await eventually(lambda: source._saver is not None and source._saver._next is None)
-    assert SnapshotStore(tmp_path).versions() == [4, 7]
+        await eventually(lambda: SnapshotStore(tmp_path).versions() == [4, 7])
+    assert SnapshotStore(tmp_path).versions() == [7, 8], "and the newest one, when its trainer ends"
