@@ -70,10 +70,10 @@ class Sharing:
         return sum(taker.place == place for taker in self.takers.values())
 
 
-async def read_sharing(broker: Broker) -> Sharing:
+async def read_sharing(parts: Iterable[Broker]) -> Sharing:
     """Read it, with one command in each shard. What is no such thing is left out."""
     found: dict[str, Taker] = {}
-    for part in broker.parts:
+    for part in parts:
         redis: Any = part.redis
         try:
             told = await redis.hgetall(part.keys.takers)

@@ -21,7 +21,7 @@ WIDTH = 80
 
 async def pool_state(redis_url: str, pool: str) -> dict[str, Any]:
     """Queue, workers, weights and dead letters as plain data. Raises RedisUnavailable, ConfigError, InvalidField."""
-    async with connected(redis_url, pool, all_shards=True) as redis:
+    async with connected(redis_url, pool, all_shards=True, lenient=True) as redis:
         return await read_state(broker_of(redis, pool))
 
 
@@ -29,8 +29,8 @@ async def read_state(broker: Broker) -> dict[str, Any]:
     """The same over a connection that there is."""
     reading = await read_pool(broker)
     load, workers, committed = reading.load, reading.workers, reading.committed
-    alive, boxes = {it.worker_id for it in reading.alive}, [DeadLetters(part) for part in broker.parts]
-    sharing = await read_sharing(broker)
+    alive, parts = {it.worker_id for it in reading.alive}, reading.parts_there(broker)
+    boxes, sharing = [DeadLetters(part) for part in parts], await read_sharing(parts)
     shares = {worker: round(taker.share, 1) for worker, taker in sharing.takers.items()}
     letters = [letter for box in boxes for letter in await box.page(count=5)]
     return {

@@ -8,7 +8,7 @@ from .disk import Flush, how_to_flush
 from .keys import Keys
 from .layout import remind
 from .raw import is_wrong_type, name_once, text, whole
-from .retry import RETRY_BUDGET_S
+from .retry import RETRY_BUDGET_S, within
 from .shards import first_node_url, parse_one, parse_shards, shard_of
 from .url import Durability, redacted
 
@@ -37,4 +37,5 @@ __all__ = [
     "text",
     "told_as_ours",
     "whole",
+    "within",
 ]

@@ -17,6 +17,7 @@ from ...messages.defaults import DEFAULT_URL
 from .options import LogLevel, Pool, RedisUrl, finite, log_to_stderr, say
 
 if TYPE_CHECKING:
+    from ...producer.diagnosis import Reason
     from ..metrics import Exporter
     from ..redis import EmbeddedRedis
     from ..scale import Decision, LocalScaler, Means, Place, PoolView, ScaleSettings
@@ -80,8 +81,9 @@ def _scale(
     if explain:
         if flags:
             raise typer.BadParameter(f"--explain takes no flags of workers: {' '.join(flags)}")
-        decision, view = asyncio.run(_explain(redis, pool, settings))
-        say(asdict(decision) | {"pool": asdict(view) if view is not None else None}, _lines(decision, view), json)
+        decision, view, waits = asyncio.run(_explain(redis, pool, settings))
+        state = {"pool": asdict(view) if view is not None else None, "reasons": [asdict(reason) for reason in waits]}
+        say(asdict(decision) | state, [*_lines(decision, view), *(f"why jobs wait: {it.told()}" for it in waits)], json)
         return
     log_to_stderr(log_level)
     free = places(most, _entries(gpus))
@@ -229,7 +231,11 @@ async def _scale_until_stopped(
                 await lock.release()
 
 
-async def _explain(redis_url: str, pool: str, settings: ScaleSettings) -> tuple[Decision, PoolView | None]:
+async def _explain(
+    redis_url: str, pool: str, settings: ScaleSettings
+) -> tuple[Decision, PoolView | None, list[Reason]]:
+    from ...messages.broker import broker_of
+    from ...producer.diagnosis import why
     from ..metrics import PoolWatch
     from ..redis import connected
     from ..scale import History, decide
@@ -239,7 +245,8 @@ async def _explain(redis_url: str, pool: str, settings: ScaleSettings) -> tuple[
         await watch.look()
         await asyncio.sleep(EXPLAIN_S)
         view = await watch.look()
-        return decide(view, settings, History())[0], view
+        waits = [reason for reason in await why(broker_of(redis, pool)) if reason.stops]
+        return decide(view, settings, History())[0], view, waits
 
 
 def _lines(decision: Decision, view: PoolView | None) -> Iterator[str]:

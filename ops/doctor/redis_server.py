@@ -10,8 +10,8 @@ from typing import Any
 
 from redis.exceptions import NoPermissionError, RedisError
 
-from ...messages.broker import Broker, Caps
-from ...messages.redis import PoolRedis, how_to_flush, parse_one
+from ...messages.broker import Broker, Caps, broker_of
+from ...messages.redis import PoolRedis, how_to_flush, parse_shards
 from ...producer.diagnosis import NO_FAULT, read_pool, reasons
 from ...sync.transfer import Ledger
 from ..redis import connected
@@ -33,9 +33,16 @@ Facts = Mapping[str, Any]
 
 
 async def redis_findings(redis_url: str, pool: str) -> list[Finding]:
-    """Raises ConfigError or InvalidField. A Redis that does not answer is a finding."""
-    target = parse_one(redis_url, "doctor")
+    """Raises ConfigError or InvalidField. A Redis that does not answer is a finding.
+
+    Of a pool over several Redis it looks at the pool alone.
+    """
+    shards = parse_shards(redis_url)
+    target = shards.targets[0]
     try:
+        if shards.count > 1:
+            async with connected(redis_url, pool, all_shards=True, lenient=True) as redis:
+                return await why_jobs_wait(broker_of(redis, pool))
         async with connected(redis_url, pool) as redis:
             return [
                 Finding("redis", "ok", f"answers at {target.where}"),
@@ -237,7 +244,7 @@ async def _spread(broker: Broker) -> Finding:
     """Work that runs is moved within seconds, so loads that are uneven for a moment are no finding."""
     for look in range(LOOKS):
         await asyncio.sleep(LOOK_S if look else 0.0)
-        sharing = await read_sharing(broker)
+        sharing = await read_sharing(broker.parts)
         found = f"the fullest of {len(sharing.takers)} workers holds {sharing.imbalance:.2f} times its share"
         if sharing.imbalance < UNEVEN:
             return Finding("spread", "ok", found if sharing.takers else "no worker has claimed anything")

@@ -10,14 +10,17 @@ import time
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import Metric
+from redis.exceptions import NoPermissionError
 
+from ...messages.broker import Broker, broker_of
 from ...messages.model import WorkerStatus
 from ...messages.redis import connect
+from ...producer.diagnosis import why
 from ...worker.metrics import MetricsServer, counter, gauge
 from ..scale import History, ScaleSettings, decide
 from .deletion_costs import EVERY_S, DeletionCosts, PodPatches
 from .demand import PATIENCE_S, Demand
-from .families import pool_families, scale_families
+from .families import pool_families, scale_families, standstill_family
 from .reading import PoolReader
 from .totals import Totals
 
@@ -30,7 +33,8 @@ class Exporter:
     """Looks at one pool every `every_s` seconds.
 
     A scrape shows the last look and never asks Redis, so that any number of scrapes costs the pool nothing. After a
-    look that failed only `rolloutmq_up` 0 and the exporter's own metrics are shown: others would look like new ones.
+    look that failed only `rolloutmq_up` 0, the exporter's own metrics and why jobs wait are shown: others would look
+    like new ones.
     """
 
     def __init__(self, redis_url: str, pool: str, every_s: float, scale: ScaleSettings = UNBOUNDED) -> None:
@@ -41,10 +45,11 @@ class Exporter:
         self._up, self._looks, self._failed, self._took_s = False, 0, 0, 0.0
         self._said = ""
         self._workers: tuple[WorkerStatus, ...] = ()
+        self._standstill: list[Metric] = []
 
     def collect(self) -> Iterable[Metric]:
         """What the last look found. Any thread may ask."""
-        return [*self._own(), *self._shown]
+        return [*self._own(), *self._standstill, *self._shown]
 
     @property
     def up(self) -> bool:
@@ -65,15 +70,19 @@ class Exporter:
     async def run(self) -> None:
         """Look until cancelled."""
         redis = connect(self._redis_url, pool=self._pool)
-        reader = PoolReader(redis, self._pool)
+        reader, broker = PoolReader(redis, self._pool), broker_of(redis, self._pool)
         try:
             while True:
                 began = time.monotonic()
-                await self._look(reader)
+                await asyncio.gather(self._look(reader), self._look_why(broker))
                 self._took_s = time.monotonic() - began
                 await asyncio.sleep(max(self._every_s / 2, self._every_s - self._took_s))
         finally:
             await redis.aclose()
+
+    async def _look_why(self, broker: Broker) -> None:
+        with contextlib.suppress(NoPermissionError):
+            self._standstill = [standstill_family(await why(broker))]
 
     async def _look(self, reader: PoolReader) -> None:
         self._looks += 1

@@ -9,6 +9,7 @@ from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 
 from ...messages.model import PRIORITIES
+from ...producer.diagnosis import CAUSES, Reason
 from ...worker.metrics import counter, counters, distribution, gauge, gauges
 from ..scale import STATES, Decision
 from ..sharing import PLACES
@@ -53,6 +54,14 @@ def scale_families(decision: Decision) -> Iterator[Metric]:
     yield gauge(P + "wanted_workers", about, decision.wanted)
     states = {state: float(state == decision.state) for state in STATES}
     yield gauges(P + "scale_state", "1 for the state in which the pool is, as to its size.", "state", states)
+
+
+def standstill_family(reasons: Iterable[Reason]) -> Metric:
+    """Why jobs wait."""
+    found = {reason.cause for reason in reasons if reason.stops}
+    return gauges(
+        P + "standstill", "1 for each cause why jobs wait.", "cause", {cause: float(cause in found) for cause in CAUSES}
+    )
 
 
 def work_seconds(samples: float, totals: Totals) -> float | None:

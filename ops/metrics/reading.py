@@ -101,7 +101,7 @@ class PoolReader:
             ended=await self._ended(newest, under_way),
             held_back=await self._held_back(committed),
             max_staleness=max_staleness,
-            sharing=await read_sharing(self._broker),
+            sharing=await read_sharing(self._broker.parts),
         )
 
     async def _held_back(self, committed: int) -> tuple[int, ...]:

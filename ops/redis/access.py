@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from redis.exceptions import RedisError
 
 from ...messages.broker import Broker, broker_of
-from ...messages.errors import ConfigError
-from ...messages.redis import Keys, PoolRedis, connect, parse_shards, ping, redacted, told_as_ours
+from ...messages.errors import ConfigError, RedisUnavailable
+from ...messages.redis import Keys, PoolRedis, connect, parse_shards, ping, redacted, told_as_ours, within
 
 T = TypeVar("T")
 
 
 @asynccontextmanager
 async def connected(
-    redis_url: str, pool: str, *, patient: bool = False, all_shards: bool = False
+    redis_url: str, pool: str, *, patient: bool = False, all_shards: bool = False, lenient: bool = False
 ) -> AsyncIterator[PoolRedis]:
     """A Redis that answers. Raises InvalidField, ConfigError or RedisUnavailable.
 
     patient: try for as long as any other command does; a command at a terminal tries once.
     all_shards: whether the caller looks at all shards of a pool with several. To others such a URL is a ConfigError.
+    lenient: whether it only reads, and can do without shards that do not answer, except the home.
     """
     Keys(pool)  # a name that cannot be one is refused before anything is connected to
     if not all_shards and (count := parse_shards(redis_url).count) > 1:
@@ -31,11 +34,23 @@ async def connected(
         )
     redis = connect(redis_url, pool=pool)
     try:
-        await ping(redis, once=not patient)
+        try:
+            await ping(redis, once=not patient)
+        except RedisUnavailable:
+            if not (lenient and redis.shards and await _answers(redis)):
+                raise
         with told_as_ours(redis.where):  # pipelines raise redis-py's own errors, without the address
             yield redis
     finally:
         await redis.aclose()
+
+
+async def _answers(home: Any) -> bool:
+    try:
+        with within(0.0):
+            return bool(await home.ping())
+    except (RedisError, OSError):
+        return False
 
 
 def ask(redis_url: str, pool: str, question: Callable[[Broker], Awaitable[T]]) -> T:

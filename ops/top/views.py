@@ -149,6 +149,7 @@ class PoolView(Table):
                 ("queued " + ", ".join(f"{count:,} {name}" for name, count in state["queued"].items()), ""),
                 (f"{state['suspects']} on their last chance" if state["suspects"] else "", "yellow"),
             ),
+            *(facts(width, (it["told"], "yellow")) for it in state["reasons"][:1] if it["cause"] != "slow"),
             Text(f"{short(speed(state)):>6} tok/s   ").append(curve(history.tokens_per_s, bars), "green"),
             facts(
                 width,

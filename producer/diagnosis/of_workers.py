@@ -59,9 +59,9 @@ def _serves(worker: WorkerStatus) -> bool:
 
 _KINDS: dict[Cause, Callable[[WorkerStatus], bool]] = {
     "engine-down": lambda it: it.state == "quarantined",
-    "quarantined": lambda it: "quarantine" in it.blocks,
     "asleep": lambda it: "asleep" in it.blocks,
     "stale-weights": lambda it: "stale" in it.blocks,
+    "quarantined": lambda it: "quarantine" in it.blocks,
     "paused": lambda it: it.state == "paused" or "pause" in it.blocks,
     "starting": lambda it: it.state == "starting" or (it.state == "syncing" and "weights" not in it.startup),
     "behind": lambda it: it.state == "syncing",

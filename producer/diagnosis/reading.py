@@ -12,7 +12,7 @@ from redis.exceptions import NoPermissionError, RedisError
 from ...messages.broker import Broker, PoolLoad, Waiting, sum_of, total_of
 from ...messages.ids import age_s
 from ...messages.model import WorkerStatus
-from ...messages.redis import text, whole
+from ...messages.redis import ONCE_S, text, whole, within
 from ...sync.transfer import Ledger
 
 ADAPTER, NEEDS = 1 << 40, 1 << 52
@@ -90,6 +90,10 @@ class PoolReading:
     memory: int = 0
     memory_limit: int = 0
 
+    def parts_there(self, broker: Broker) -> list[Broker]:
+        """The brokers of the shards that have answered."""
+        return [part for part in broker.parts if part.keys.shard not in self.shards_away]
+
     @property
     def alive(self) -> list[WorkerStatus]:
         """The workers whose lease has not run out."""
@@ -134,13 +138,15 @@ async def _read_once(broker: Broker) -> PoolReading:
     parts, away = [await _read_part(home)], dict[int, str]()
     for other in others:
         try:
-            parts.append(await _read_part(other))
-        except (RedisError, OSError) as error:
-            if isinstance(error, NoPermissionError):
-                raise
-            away[other.keys.shard] = str(error)
+            with within(0.0):
+                async with asyncio.timeout(ONCE_S):
+                    parts.append(await _read_part(other))
+        except NoPermissionError:
+            raise
+        except (RedisError, OSError) as error:  # TimeoutError is an OSError
+            away[other.keys.shard] = str(error) or f"no answer within {ONCE_S:g} s"
     reading = await _read_home(home, parts, away)
-    alone = [await _alone(part, reading.workers) for part in broker.parts if part.keys.shard not in away]
+    alone = [await _alone(part, reading.workers) for part in reading.parts_there(broker)]
     return replace(reading, alone={worker: job for one in alone for worker, job in one.items()})
 
 

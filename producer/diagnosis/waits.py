@@ -54,7 +54,7 @@ class _Shared:
             if not self._reading:
                 break
             await asyncio.sleep(LOOK_S)
-        if time.monotonic() - self.read_at > max_age_s:
+        if self.found is not None and time.monotonic() - self.read_at > max_age_s:
             self._reading = True
             try:
                 found = await why(broker)

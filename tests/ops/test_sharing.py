@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,9 +61,11 @@ async def test_a_share_is_the_one_that_claims_follow(broker: Broker, joined: Mak
         assert await lease.claim(64, 256, 0) == []
     await broker.enqueue([job() for _ in range(50)])
     assert len(await fast.claim(64, 256, 0)) == 40 == fast.share
-    assert (await read_sharing(broker)).imbalance == pytest.approx(40 / 32), "the slow one has not taken its ten yet"
+    assert (await read_sharing(broker.parts)).imbalance == pytest.approx(40 / 32), (
+        "the slow one has not taken its ten yet"
+    )
     assert len(await slow.claim(64, 256, 0)) == 10
-    found = await read_sharing(broker)
+    found = await read_sharing(broker.parts)
     assert {worker: (one.held, one.most, one.share) for worker, one in found.takers.items()} == {
         "fast": (40, 256, pytest.approx(40)),
         "slow": (10, 256, pytest.approx(10)),
@@ -76,18 +77,18 @@ async def test_what_nobody_wrote_is_left_out(broker: Broker, db: Redis) -> None:
     damaged: dict[bytes, Any] = {b"": b"", b"a": b"\xff\xfe", b"b": b"1 2", b"c": b"-1 64 0 1 0 - ", b"d": b"9" * 400}
     odd = {b"e": b"0 64 nan 1 0 - ", b"f": b"9 4 inf 1 0 - "}
     await db.hset(broker.keys.takers, mapping=sound | damaged | odd)
-    found = (await read_sharing(broker)).takers
+    found = (await read_sharing(broker.parts)).takers
     assert {worker: (one.held, one.most, one.pace) for worker, one in found.items()} == {
         "w1": (8, 64, 0), "\ufffd": (0, 64, 1000), "e": (0, 64, 0), "f": (9, 9, 0),
     }  # fmt: skip
     await db.set(broker.keys.takers, "no hash")
-    assert await read_sharing(broker) == Sharing()
+    assert await read_sharing(broker.parts) == Sharing()
 
 
 async def test_a_worker_of_several_shards_has_its_room_once(db: Redis) -> None:
     parts = [Broker(db, "default", shard=shard) for shard in range(2)]
     for part, w1, w2 in zip(parts, ("5 64", "3 62"), ("0 64", "8 64"), strict=True):
         await db.hset(part.keys.takers, mapping={"w1": f"{w1} 0 1 0 - ", "w2": f"{w2} 0 1 0 - "})
-    found = await read_sharing(SimpleNamespace(parts=parts))  # type: ignore[arg-type]
+    found = await read_sharing(parts)  # type: ignore[arg-type]
     assert {worker: (one.held, one.most) for worker, one in found.takers.items()} == {"w1": (8, 67), "w2": (8, 72)}
     assert found.imbalance == 1

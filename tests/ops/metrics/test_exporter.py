@@ -106,7 +106,13 @@ async def test_redis_may_go_away_and_come_back(redis_server: EmbeddedRedis, monk
         seen = await shown(port)
         assert seen["rolloutmq_up"] == 0
         assert seen["rolloutmq_exporter_failed_reads_total"] >= 1
-        assert {name for name in seen if not name.startswith("rolloutmq_exporter_")} == {"rolloutmq_up"}
+        told = {name for name in seen if not name.startswith(("rolloutmq_exporter_", "rolloutmq_standstill{"))}
+        assert told == {"rolloutmq_up"}
+
+        async def why() -> bool:
+            return (await shown(port)).get('rolloutmq_standstill{cause="redis-away"}') == 1
+
+        await eventually(why)
         redis_server.start()
         await eventually(lambda: exporter.up, what="a look at the new server")
         assert "rolloutmq_committed_version" in await shown(port)
@@ -283,7 +289,7 @@ async def test_a_transfer_is_counted_once_it_has_ended(reader: PoolReader, db: R
 
 
 async def test_the_operators_user_may_run_it(redis_server: EmbeddedRedis) -> None:
-    for more, knows in (("", False), ("+info", True)):
+    for more, knows in (("-info", False), ("", True)):
         url = create(redis_server, "operator", "mine", more)
         async with connect(url, pool="mine") as redis:
             reading = await PoolReader(redis, "mine").read()

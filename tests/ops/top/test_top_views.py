@@ -58,6 +58,7 @@ def look(workers: int = 3, focus: Focus = ANY, **state: Any) -> Look:
         "waiting_for_weights": ["a"],
         "imbalance": 1e9,
         "update_share": 1.0,
+        "reasons": [{"cause": "weights-lost", "told": "weights-lost: nobody has version 12"}],
         "workers": some,
         "dead_letters_kept": 9,
     }

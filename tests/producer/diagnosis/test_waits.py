@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 from support.pools.pool import eventually, worker
+from support.redis.deployments import plain
+from support.redis.roles import create
 from support.specimens.messages import tokens
+from typer.testing import CliRunner
 
 from rolloutmq import RolloutClient, WaitTimeout
+from rolloutmq.ops.cli.main import app
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.producer import diagnosis
 from rolloutmq.producer.diagnosis import PoolReading, waits
 
@@ -114,3 +119,21 @@ async def test_a_full_pool_is_told_while_submit_waits(
         with caplog.at_level(logging.WARNING), pytest.raises(PoolBusy):
             await client.submit_many([tokens(), tokens()], timeout=0.5)
     assert "1 jobs wait for room: pool-full" in caplog.text
+
+
+def test_generate_says_why_nothing_comes(redis_db: str, caplog: pytest.LogCaptureFixture) -> None:
+    waited = CliRunner().invoke(app, ["generate", "hello", "--timeout", "0.5", "--redis", redis_db])
+    assert waited.exit_code != 0
+    assert "jobs wait: no-worker" in caplog.text
+    assert "no-worker" in str(waited.exception) + waited.output
+
+
+async def test_who_may_not_look_is_told_that(redis_server: EmbeddedRedis) -> None:
+    for more, told in (("", "not shown to this Redis user"), ("+zcount +zrange %R~rmq:{mine}:*", "no-worker")):
+        with plain(redis_server) as admin:
+            if more and admin.info("server")["redis_version"] < "7":
+                continue
+        async with RolloutClient(create(redis_server, "producer", "mine", more), "mine") as client:
+            with pytest.raises(WaitTimeout, match=told):
+                await (await client.submit(tokens())).result(0.5)
+        waits._pools.clear()

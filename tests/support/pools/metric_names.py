@@ -9,7 +9,7 @@ from support.pools.pool import status
 
 from rolloutmq.messages.broker import PoolLoad
 from rolloutmq.ops.metrics.exporter import Exporter
-from rolloutmq.ops.metrics.families import pool_families, scale_families
+from rolloutmq.ops.metrics.families import pool_families, scale_families, standstill_family
 from rolloutmq.ops.metrics.reading import Memory, Reading
 from rolloutmq.ops.metrics.totals import Totals
 from rolloutmq.ops.scale import Decision
@@ -29,7 +29,8 @@ def exporter_metrics() -> list[Metric]:
     totals = Totals()
     totals.rate = totals.tokens_per_sample = 1.0
     scale = scale_families(Decision(0, "idle", ""))
-    return [*Exporter(NOWHERE, "default", 1.0).collect(), *pool_families(reading, totals), *scale]
+    standstill = standstill_family([])
+    return [*Exporter(NOWHERE, "default", 1.0).collect(), standstill, *pool_families(reading, totals), *scale]
 
 
 def worker_metrics() -> list[Metric]:

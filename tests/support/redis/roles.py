@@ -20,7 +20,7 @@ ROLES = {
     "publisher": ("announce", "close", "learn"),
     "operator": (
         "enqueue", "dead_page", "drop_letter", "cancel", "cancel_client", "ack", "overdue", "command", "audit_jobs",
-        "audit_keys", "audit_members", "audit_totals",
+        "audit_keys", "audit_members", "audit_totals", "begin_again",
     ),
     "recorder": (),
 }  # fmt: skip

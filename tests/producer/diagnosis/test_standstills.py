@@ -1,0 +1,99 @@
+"""Standstills, each made for real: the same cause is named by a waiting call, by status, doctor and the metric.
+
+Each is made up to the moment at which Redis can show it. From then on every one of these has WITHIN_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from support.pools.pool import eventually, worker
+from support.pools.standstills import LEASE_S, LONG, TABLE, Make, Scene, slow
+from support.specimens.messages import job
+
+from rolloutmq import RolloutClient, WaitTimeout
+from rolloutmq.messages.redis import shard_of
+from rolloutmq.ops.doctor.redis_server import redis_findings
+from rolloutmq.ops.metrics.exporter import Exporter
+from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.ops.status import pool_state
+from rolloutmq.producer.diagnosis import CAUSES, waits
+
+pytestmark = pytest.mark.one_shard
+WITHIN_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits look soon, and know of no earlier reading."""
+    monkeypatch.setattr(waits, "FIRST_S", 0.2)
+    monkeypatch.setattr(waits, "FRESH_S", 0.2)
+    monkeypatch.setattr(waits, "_pools", {})
+
+
+@asynccontextmanager
+async def exporting(url: str) -> AsyncIterator[Exporter]:
+    exporter = Exporter(url, "default", 0.2)
+    task = asyncio.create_task(exporter.run())
+    try:
+        yield exporter
+    finally:
+        task.cancel()
+
+
+async def named_everywhere(url: str, waiting: Any, cause: str) -> None:
+    """Each of them names the cause first, in time."""
+
+    async def by_the_wait() -> bool:
+        with pytest.raises(WaitTimeout) as late:
+            await waiting.result(0.3)
+        return late.value.why.startswith(f"{cause}: ") and f"{cause}: " in str(late.value)
+
+    async def by_status() -> bool:
+        found = (await pool_state(url, "default"))["reasons"]
+        return bool(found) and found[0]["cause"] == cause and found[0]["stops"]
+
+    async def by_doctor() -> bool:
+        found = [it for it in await redis_findings(url, "default") if it.name == "jobs"]
+        return found[0].found.startswith(f"{cause}: ") and bool(found[0].advice)
+
+    async with exporting(url) as exporter:
+
+        def by_metric() -> bool:
+            samples = [
+                it for metric in exporter.collect() if metric.name.endswith("standstill") for it in metric.samples
+            ]
+            return cause in {it.labels["cause"] for it in samples if it.value == 1}
+
+        shown: list[Callable[[], Any]] = [by_the_wait, by_status, by_doctor, by_metric]
+        await asyncio.gather(*(eventually(each, WITHIN_S, each.__name__) for each in shown))
+
+
+@pytest.mark.parametrize(("cause", "make"), TABLE, ids=[make.__name__ for _, make in TABLE])
+async def test_a_standstill_is_named_everywhere(cause: str, make: Make, redis_db: str, db: Redis) -> None:
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(RolloutClient(redis_db, client_id="client"))
+        scene = Scene(redis_db, db, client, stack)
+        await make(scene)
+        await named_everywhere(redis_db, scene.waiting, cause)
+
+
+async def test_a_shard_that_is_away_is_named_everywhere(redis_db: str, redis_server: EmbeddedRedis) -> None:
+    url = f"{redis_db},{redis_server.url}"
+    async with RolloutClient(url, client_id="client") as client, worker(url, engine=slow(), lease_s=LEASE_S):
+        there = next(one for one in iter(lambda: job(sampling=LONG), None) if shard_of(one.id, 2) == 1)
+        waiting = await client.submit(there.model_copy(update={"reply_to": "client"}))
+        redis_server.kill()
+        try:
+            await named_everywhere(url, waiting, "shard-away")
+        finally:
+            redis_server.start()
+
+
+def test_the_table_has_all_causes() -> None:
+    assert {cause for cause, _ in TABLE} | {"redis-away", "shard-away"} == set(CAUSES)
