@@ -95,7 +95,7 @@ def replay(
     """
     from ...messages.errors import ConfigError
     from ..flags import parse_extra
-    from ..replay import Limits, Where, as_data, as_line, summary
+    from ..replay import Limits, Where, summary
     from ..replay.checks import Losses
     from .replay_checks import Property, Scoring, follow, look
 
@@ -153,8 +153,7 @@ def replay(
         say(looked.as_data(), looked.lines(), json)
         raise typer.Exit(2 if isinstance(looked, Losses) and not looked.samples else 0)
     verdicts = scoring.verdicts(chosen, settings) if score else _verdicts(chosen, settings, depth, redis, pool)
-    for verdict in verdicts:
-        say(as_data(verdict), [as_line(verdict)], json)
+    _say_each(verdicts, json)
     if score:
         say({"gaps": (gaps := scoring.gaps(verdicts)).as_data()}, gaps.lines(), json)
     told = summary(verdicts, len(unread))
@@ -189,6 +188,18 @@ def _schedule(journal: str, ids: list[str] | None, begin: float, end: float, jso
     return int(bool(schedule.violations))
 
 
+def _say_each(verdicts: list[Verdict], json: bool) -> None:
+    from ..replay import as_data, as_line, worst_of
+
+    worst = verdicts if json else worst_of(verdicts, SHOWN)
+    for verdict in worst:
+        say(as_data(verdict), [as_line(verdict)], json)
+    if left := len(verdicts) - len(worst):
+        typer.echo(f"and {left} samples that are no worse; --json has all")
+
+
+SHOWN = 20
+"""Samples that get a line of their own."""
 TAKEN = {
     "--queued": {"--version", "--limit"},
     "--score-every": set[str](),

@@ -7,7 +7,7 @@ from .recorded import Recorded, Span, Where, recorded
 from .report import Report
 from .settings import Settings
 from .tokens import engine_for, engine_settings, regenerate, replay_tokens
-from .told import as_data, as_line, summary
+from .told import as_data, as_line, summary, worst_of
 from .verdict import Limits, State, Verdict, compared, unverified
 from .weights import Weights
 
@@ -36,4 +36,5 @@ __all__ = [
     "summary",
     "unverified",
     "waiting",
+    "worst_of",
 ]

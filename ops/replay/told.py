@@ -9,6 +9,9 @@ from typing import Any
 
 from .verdict import Verdict
 
+ORDER = ("differs", "unverified", "same")
+"""Of states, the worst first."""
+
 
 def as_data(verdict: Verdict) -> dict[str, Any]:
     """A verdict without its arrays."""
@@ -37,6 +40,12 @@ def as_line(verdict: Verdict) -> str:
     if data["largest_gap"] is not None:
         line += f"; log-probabilities within {data['largest_gap']:.2g}"
     return "; ".join([line, *verdict.reasons])
+
+
+def worst_of(verdicts: Sequence[Verdict], most: int) -> list[Verdict]:
+    """At most so many of them, in their order: those that differ first, then the unverified."""
+    worst = sorted(range(len(verdicts)), key=lambda at: (ORDER.index(verdicts[at].state), at))[:most]
+    return [verdicts[at] for at in sorted(worst)]
 
 
 def summary(verdicts: Sequence[Verdict], unread: int = 0) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...messages.errors import InvalidField
-from ...sync.disk import NoSuchSnapshot, folder_name
+from ...sync.disk import INDEX, NoSuchSnapshot, SnapshotStore, folder_name
 from .settings import Settings
 
 
@@ -38,6 +38,17 @@ class Weights:
         path = settings.snapshots / folder_name(version)
         if not path.is_dir():
             raise NoSuchSnapshot(f"there is no snapshot of version {version} in {settings.snapshots}")
+        return path
+
+    def verified_path_of(self, version: int) -> Path:
+        """The folder of a version. A snapshot's contents are compared with their digests; nothing else has any.
+
+        Raises NoSuchSnapshot, and BrokenSnapshot or DigestMismatch for one that is not what was published.
+        """
+        path, snapshots = self.path_of(version), self._settings.snapshots
+        if snapshots is not None and path.parent == snapshots and (path / INDEX).exists():
+            with SnapshotStore(snapshots).load(version) as opened:
+                opened.verify()
         return path
 
     def adapter_path_of(self, name: str, version: int) -> Path:

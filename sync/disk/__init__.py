@@ -2,11 +2,12 @@
 
 from .errors import BrokenSnapshot, NoSuchSnapshot, disk_errors
 from .export import export_version
-from .folder import folder_name
+from .folder import INDEX, folder_name
 from .read import DiskVersion
 from .store import SnapshotStore
 
 __all__ = [
+    "INDEX",
     "BrokenSnapshot",
     "DiskVersion",
     "NoSuchSnapshot",

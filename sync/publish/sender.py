@@ -180,6 +180,7 @@ class Sender:
         expected = await ledger.live_workers()
         if aborted:
             return TransferResult(committed=False, failures=dict.fromkeys(expected, aborted))
+        await self._replace(snapshot.manifest.version, adapter)
         epoch = await ledger.new_epoch()
         self._tidy(MOST)
         outgoing = await asyncio.to_thread(self._hub.offer, snapshot, expected, order.config if adapter else None)
@@ -201,9 +202,6 @@ class Sender:
         run = Run(told, outgoing, set(expected), stopped=order.handle.aborted)
         for older in list(self._runs.values())[: max(0, len(self._runs) + 1 - MOST)]:
             older.over = f"had not reported when version {told.version} was published"
-        for older in self._runs.values():
-            if older.postponed and older.told.adapter == adapter:
-                older.over, older.superseded = f"takes version {told.version} instead", True
         self._runs[epoch] = run
         snapshots.append(outgoing)
         try:
@@ -227,6 +225,15 @@ class Sender:
             of = f" of adapter {adapter}" if adapter else ""
             log.warning("version %s%s: %s", told.version, of, result.failures)
         return result
+
+    async def _replace(self, version: int, adapter: str) -> None:
+        """Give up what nobody has begun to take, and let go of its memory before there is more."""
+        older = [run for run in self._runs.values() if run.postponed and run.told.adapter == adapter]
+        for run in older:
+            run.over, run.superseded = f"takes version {version} instead", True
+        if older:
+            self.poke()
+            await self.until(lambda: not any(run is each for run in older for each in self._runs.values()))
 
     async def _close(self, run: Run, result: TransferResult) -> None:
         """Workers may serve the version by now. So the result is written even if Redis is away for a while."""

@@ -18,6 +18,8 @@ from rolloutmq import PublishHandle, WeightPublisher
 from rolloutmq.messages import Broker, RolloutResult, SamplingParams
 from rolloutmq.messages.model import UpdateMode
 from rolloutmq.messages.model.media import Medium
+from rolloutmq.sync.publish.hub import Hub, Outgoing
+from rolloutmq.sync.tensors import Snapshot
 from rolloutmq.worker import updates
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 from rolloutmq.worker.updates import UpdateBudget
@@ -68,6 +70,37 @@ async def test_a_pool_goes_on_however_often_versions_come(redis_db: str, broker:
     assert states <= {"committed", "superseded", "failed"}
     assert "superseded" in states  # what nobody had begun to take when the next one came
     assert sum(report.state == "committed" for report in reports) >= 2
+
+
+async def test_a_trainer_keeps_few_versions_however_often_it_publishes(
+    redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The committed one, one that nobody has begun to take, and the next. Each may be as large as the model."""
+    offered, most, offer, withdraw = set[int](), [0], Hub.offer, Hub.withdraw
+
+    def offers(hub: Hub, snapshot: Snapshot, *more: Any) -> Outgoing:
+        offered.add(snapshot.manifest.version)
+        most.append(len(offered))
+        return offer(hub, snapshot, *more)
+
+    def withdraws(hub: Hub, outgoing: Outgoing, why: str) -> None:
+        withdraw(hub, outgoing, why)
+        offered.discard(outgoing.snapshot.manifest.version)
+
+    monkeypatch.setattr(Hub, "offer", offers)
+    monkeypatch.setattr(Hub, "withdraw", withdraws)
+    engine = ScriptedEngine(tokens_per_s=SPEED)
+    engine.prefill_per_s = PROMPT / READ_S
+    long = job(token_ids=list(range(1, PROMPT)), sampling=SamplingParams(max_new_tokens=4000))
+    async with publisher(redis_db) as source, worker(redis_db, engine=engine) as running:
+        await broker.enqueue([long])
+        await eventually(lambda: running.worker._generation.running)
+        async with versions_all_the_time(source) as handles:
+            await eventually(lambda: len(handles) > 60)
+        await asyncio.to_thread(handles[-1].wait, 60)
+        await broker.cancel([long.id])
+    assert len(most) > 5
+    assert max(most) <= 2
 
 
 async def test_who_waits_for_a_version_waits_until_the_worker_may_take_it(redis_db: str, broker: Broker) -> None:

@@ -103,7 +103,7 @@ def score(
         try:
             from .forward import Forward  # noqa: PLC0415  # torch
 
-            forward = Forward(weights.path_of(version), weights.model, dtype, device)
+            forward = Forward(weights.verified_path_of(version), weights.model, dtype, device)
         except WeightSyncError as error:
             for pieces in by_adapter.values():
                 _tell(scored, pieces, f"version {version}: {error}")

@@ -172,7 +172,9 @@ async def test_a_busy_pool_leaves_the_letter(db: Redis, broker: Broker, letters:
     before = await dump(db)
     with pytest.raises(PoolBusy):
         await DeadLetters(Broker(db, "default", Caps(jobs=1))).requeue(head.entry_id)
-    assert await dump(db) == before
+    after = await dump(db)
+    del after["rmq:{default}:load"][b"busy"]  # who was refused, and when
+    assert after == before
     assert await letters.requeue(head.entry_id)
 
 

@@ -11,7 +11,8 @@ import pytest
 from rolloutmq.messages import GenerateJob, LogitProcessor, RolloutResult, SamplingParams, Segment
 from rolloutmq.ops.replay import Recorded, Settings, Verdict, Weights
 from rolloutmq.ops.replay.checks import Tolerance, gaps_of, score
-from rolloutmq.sync.disk import folder_name
+from rolloutmq.sync.disk import SnapshotStore, folder_name
+from rolloutmq.sync.packing import PackedWeights
 
 VERSIONS = (0, 1, 2)
 
@@ -180,6 +181,25 @@ def test_a_folder_without_all_tensors_is_no_version(
     (verdict,) = scored([sampled(models, 30, (1, 3))], folders | {1: folder})
     assert verdict.state == "unverified"
     assert "model.norm.weight" in verdict.reasons[0]
+
+
+def test_a_corrupt_snapshot_is_named_and_nobody_is_blamed_for_it(
+    folders: dict[int, Path], models: dict[int, Any], tmp_path: Path
+) -> None:
+    """One byte of one tensor, so that the forward pass of what is there would differ a little."""
+    tensors = dict(models[1].state_dict())
+    SnapshotStore(tmp_path).save(PackedWeights(1, tensors.items(), 1 << 20).snapshot())
+    sample, there = sampled(models, 60, (1, 6)), folders | {1: tmp_path / folder_name(1)}
+    assert states(scored([sample], there)) == ["same"]
+    file = next(there[1].glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
+    (verdict,) = verdicts = scored([sample], there)
+    assert verdict.state == "unverified"
+    assert "version 1: " in verdict.reasons[0]
+    assert "digest" in verdict.reasons[0]
+    assert not gaps_of(verdicts, Tolerance()).findings
 
 
 def test_an_adapter_is_applied_through_peft(folders: dict[int, Path], models: dict[int, Any], tmp_path: Path) -> None:
