@@ -33,6 +33,7 @@ from .loops import Loop, undisturbed
 from .metrics import Pace, StatusReport, Vitals
 from .moving import Moving
 from .spot import notices_of, wait_for_notice
+from .starting import says_it_starts
 from .text import Tokenizer, ToolReader
 from .weights import Snapshots, WeightFollower
 
@@ -132,7 +133,7 @@ class Worker:
             on_done=self._blocks.done,
         )
         try:
-            async with beside(self._heed_notices()):
+            async with beside(self._heed_notices()), beside(says_it_starts(redis, self.config.pool, self.joined)):
                 await ping(redis)
                 await self._start_engine(ledger)
                 async with beside(undisturbed(self._commands.run)):

@@ -163,6 +163,9 @@ class Keys:
     """ZSET '<entry id> <bytes>' of each dead letter -> the id's time. `load` has the sum of the bytes."""
     scaler = _Key()
     """STRING with a TTL: the process that scales the pool, so that no second one does."""
+    starting = _Key()
+    """HASH with a TTL: a worker that starts, <host>-<pid> -> when it began and when it last said so, in ms by Redis'
+    clock. "" -> how many ms the last start took, from there until the worker was in the pool."""
     mark = _Key()
     """STRING with a TTL, written before WAIT; see scripts/runner.py."""
     weights = _Key()

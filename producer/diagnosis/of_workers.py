@@ -81,7 +81,17 @@ def _told(cause: Cause, found: list[WorkerStatus], of: int, group: str) -> str:
     return f"{group}: {told}" if group else told
 
 
+def _coming(reading: PoolReading) -> Reason:
+    first, began = min(reading.starting.items(), key=lambda it: it[1])
+    took = f"; the last start took {reading.start_s:.0f} s" if reading.start_s else ""
+    others = f", and {len(reading.starting) - 1} more do" if len(reading.starting) > 1 else ""
+    told = f"{first} loads its engine, and is not in the pool yet{others}{took}"
+    return Reason("starting", told, "Wait; its log says what it does.", began)
+
+
 def _nobody(reading: PoolReading) -> Reason:
+    if reading.starting:
+        return _coming(reading)
     silent = sorted(reading.silent.items(), key=lambda it: -it[1])
     told, since = "the pool has no worker", reading.oldest_at
     if silent:

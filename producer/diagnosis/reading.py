@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from redis.exceptions import NoPermissionError, RedisError
 from ...messages.broker import Broker, PoolLoad, Waiting, sum_of, total_of
 from ...messages.ids import age_s
 from ...messages.model import WorkerStatus
-from ...messages.redis import ONCE_S, text, whole, within
+from ...messages.redis import ONCE_S, is_wrong_type, text, whole, within
 from ...sync.transfer import Ledger
 
 ADAPTER, NEEDS = 1 << 40, 1 << 52
@@ -23,6 +23,8 @@ UNCLAIMED_S = 4.0
 """A claim takes milliseconds. A job that has waited so long beside free slots should have been claimed."""
 CONFIRM_S = 1.2
 """Longer than from one heartbeat to the next."""
+STARTING_MS = 10_000
+"""A worker that starts says so every three seconds."""
 BUSY_S = 15.0
 """A pool that refused a job counts as full for so long: whoever waits for room asks twice a second."""
 
@@ -52,6 +54,8 @@ class PoolReading:
     """A pool at one moment. Times are Unix seconds by Redis' clock.
 
     shards_away: shard -> why it does not answer; nothing else is said of these. lease_ends: by worker.
+    starting: workers that are no worker of the pool yet: since when they start. start_s: how long the last start took
+    until the worker was in the pool, 0 if that is not known.
     committed, newest: version of the weights that is the pool's, and the newest that was ever announced. transfer: the
     number of the one under way, 0 for none. offered_by: who says that it offers the committed version; "" for
     the trainer.
@@ -71,6 +75,8 @@ class PoolReading:
     workers: tuple[WorkerStatus, ...] = ()
     lease_ends: Mapping[str, float] = field(default_factory=dict)
     shards_away: Mapping[int, str] = field(default_factory=dict)
+    starting: Mapping[str, float] = field(default_factory=dict)
+    start_s: float = 0.0
     committed: int = 0
     newest: int = 0
     transfer: int = 0
@@ -173,7 +179,9 @@ async def _read_part(part: Broker) -> _Part:
     redis: Any = part.redis
     keys = part.keys
     load, needs = await part.load(), await part.waiting()
-    committed = whole(await redis.hget(keys.weights, "committed"))
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.hget(keys.weights, "committed")
+        committed = whole((await _answers(pipe, [None]))[0])
     spans = [("-inf", "(0"), (0, committed), (f"({committed}", f"({ADAPTER}")]
     async with redis.pipeline(transaction=False) as pipe:
         pipe.time()
@@ -187,7 +195,8 @@ async def _read_part(part: Broker) -> _Part:
             for first, last in spans[1:]:
                 pipe.zrangebyscore(later, first, last, withscores=True, start=0, num=1)
             pipe.zrangebyscore(later, ADAPTER, f"({NEEDS}", withscores=True, start=0, num=GROUPS)
-        (seconds, micros), clock, busy, *rows = await pipe.execute()
+        none = [0, [], 0, 0, 0, [], [], []] * len(keys.queues)
+        (seconds, micros), clock, busy, *rows = await _answers(pipe, [None, [None, None], None, *none])
     now_ms = seconds * 1000 + micros // 1000
     rows = [rows[i : i + 8] for i in range(0, len(rows), 8)]
     at, seen = map(whole, clock)
@@ -242,7 +251,18 @@ async def _fields(part: Broker, members: list[str], name: str) -> list[bytes | N
     async with redis.pipeline(transaction=False) as pipe:
         for member in members:
             pipe.hget(part.keys.job(member.rpartition(":")[2]), name)
-        return list(await pipe.execute()) if members else []
+        return await _answers(pipe, [None] * len(members)) if members else []
+
+
+async def _answers(pipe: Any, instead: Sequence[Any]) -> list[Any]:
+    """What a pipeline answers. instead: for each answer, what stands for a key of a wrong type."""
+    found = await pipe.execute(raise_on_error=False)
+    for place, answer in enumerate(found):
+        if isinstance(answer, Exception):
+            if not is_wrong_type(answer):
+                raise answer
+            found[place] = instead[place]
+    return list(found)
 
 
 async def _memory(redis: Any) -> tuple[int, int]:
@@ -261,7 +281,8 @@ async def _read_home(home: Broker, parts: list[_Part], away: dict[int, str]) -> 
         pipe.zrange(home.keys.workers, 0, -1, withscores=True)
         pipe.hgetall(home.keys.weights)
         pipe.hgetall(home.keys.holders)
-        leases, weights, holders = await pipe.execute()
+        pipe.hgetall(home.keys.starting)
+        leases, weights, holders, starts = await _answers(pipe, [[], {}, {}, {}])
     weights = {text(name): value for name, value in weights.items()}
     committed = whole(weights.get("committed"))
     at = first.now_ms / 1000
@@ -274,6 +295,8 @@ async def _read_home(home: Broker, parts: list[_Part], away: dict[int, str]) -> 
         workers=tuple(workers),
         lease_ends={text(worker): at + (end - first.clock_ms) / 1000 for worker, end in leases},
         shards_away=away,
+        starting=dict(_starting(starts, first.now_ms)),
+        start_s=whole(starts.get(b"")) / 1000,
         committed=committed,
         newest=max(committed, whole(weights.get("highest"))),
         transfer=whole(weights.get("open")),
@@ -293,6 +316,13 @@ async def _read_home(home: Broker, parts: list[_Part], away: dict[int, str]) -> 
     )
 
 
+def _starting(starts: Mapping[bytes, bytes], now_ms: int) -> Iterator[tuple[str, float]]:
+    for name, said in starts.items():
+        began, _, last = said.partition(b" ")
+        if name and now_ms - whole(last) < STARTING_MS:
+            yield text(name), whole(began) / 1000
+
+
 def _together(shards: list[Held]) -> Held | None:
     if not shards:
         return None
@@ -306,8 +336,9 @@ async def _alone(part: Broker, workers: Sequence[WorkerStatus]) -> dict[str, str
     async with redis.pipeline(transaction=False) as pipe:
         for worker in workers:
             pipe.hget(part.keys.worker(worker.worker_id), "alone")
-        jobs = {it.worker_id: text(job) for it, job in zip(workers, await pipe.execute(), strict=True) if job}
+        found = zip(workers, await _answers(pipe, [None] * len(workers)), strict=True)
+        jobs = {it.worker_id: text(job) for it, job in found if job}
         for name, job in jobs.items():
             pipe.sismember(part.keys.held(name), job)
-        still = await pipe.execute() if jobs else []
+        still = await _answers(pipe, [0] * len(jobs)) if jobs else []
     return {worker: job for (worker, job), holds in zip(jobs.items(), still, strict=True) if holds}

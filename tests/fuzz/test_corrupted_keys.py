@@ -66,11 +66,24 @@ KINDS: dict[str, tuple[str, Callable[[Scene], str]]] = {
     "letters": ("zset", lambda it: it.keys.letters),
     "mark": ("string", lambda it: it.keys.mark),
     "scaler": ("string", lambda it: it.keys.scaler),
+    "starting": ("hash", lambda it: it.keys.starting),
     "weights": ("hash", lambda it: it.keys.weights),
     "holders": ("hash", lambda it: it.keys.holders),
     "transfers": ("stream", lambda it: it.keys.transfers),
 }
-UNCOUNTED = {"ward", "reader", "version", "epoch", "token", "bell", "mark", "scaler", "holders", "transfers"}
+UNCOUNTED = {
+    "ward",
+    "reader",
+    "version",
+    "epoch",
+    "token",
+    "bell",
+    "mark",
+    "scaler",
+    "starting",
+    "holders",
+    "transfers",
+}
 """Of a wrong type they are set aside by whoever uses them next, which here may be nobody."""
 WAYS = ("wrong type", "missing", "garbage", "huge")
 

@@ -49,6 +49,7 @@ KINDS = (
     Kind("ward", "string", "ttl"),
     Kind("mark", "string", "ttl"),
     Kind("scaler", "string", "ttl"),
+    Kind("starting", "hash", "ttl"),
     Kind("wake", "list", "ttl"),
     Kind("token:", "list", "ttl"),
     Kind("news:", "stream", "ttl"),

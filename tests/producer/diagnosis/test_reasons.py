@@ -114,6 +114,13 @@ def test_jobs_for_some_workers_wait_for_these() -> None:
     assert reason.found.startswith("2 jobs wait for seed: w1 is paused")
 
 
+def test_a_worker_that_loads_its_engine_is_no_worker_yet() -> None:
+    (reason,) = reasons(reading(starting={"h-7": NOW - 20.0}, start_s=45.0))
+    assert reason.told(NOW).startswith(
+        "starting: h-7 loads its engine, and is not in the pool yet; the last start took 45 s, for 20 s."
+    )
+
+
 def test_slow_work_is_measured() -> None:
     fast = status("w1", held=4, max_running=4, tokens_per_s=50.0, finished_samples=10, generated_tokens=1000)
     (reason,) = reasons(reading(fast, jobs=6))

@@ -6,6 +6,9 @@ Each is made up to the moment at which Redis can show it. From then on every one
 from __future__ import annotations
 
 import asyncio
+import getpass
+import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -13,16 +16,19 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 from support.pools.pool import eventually, worker
-from support.pools.standstills import LEASE_S, LONG, TABLE, Make, Scene, slow
-from support.specimens.messages import job
+from support.pools.standstills import LEASE_S, LONG, TABLE, Make, Scene, paused, slow
+from support.specimens.messages import job, tokens
+from typer.testing import CliRunner
 
 from rolloutmq import RolloutClient, WaitTimeout
 from rolloutmq.messages.redis import shard_of
+from rolloutmq.ops.cli import scale
+from rolloutmq.ops.cli.main import app
 from rolloutmq.ops.doctor.redis_server import redis_findings
 from rolloutmq.ops.metrics.exporter import Exporter
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.status import pool_state
-from rolloutmq.producer.diagnosis import CAUSES, waits
+from rolloutmq.producer.diagnosis import CAUSES, read_pool, reasons, waits
 
 pytestmark = pytest.mark.one_shard
 WITHIN_S = 5.0
@@ -97,3 +103,25 @@ async def test_a_shard_that_is_away_is_named_everywhere(redis_db: str, redis_ser
 
 def test_the_table_has_all_causes() -> None:
     assert {cause for cause, _ in TABLE} | {"redis-away", "shard-away"} == set(CAUSES)
+
+
+@pytest.mark.parametrize("command", [("status",), ("top", "--once"), ("scale", "--explain"), ("doctor",)], ids=" ".join)
+async def test_commands_name_it(command: tuple[str, ...], redis_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "EXPLAIN_S", 0.1)
+    async with RolloutClient(redis_db, client_id="client") as client:
+        await client.submit(tokens())
+        done = await asyncio.to_thread(CliRunner().invoke, app, [*command, "--redis", redis_db])
+    assert "no-worker: the pool has no worker" in " ".join(done.output.split())
+    if command == ("doctor",):
+        assert done.exit_code == 1
+
+
+async def test_a_pause_says_whose_it_is_and_since_when(redis_db: str, db: Redis) -> None:
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(RolloutClient(redis_db, client_id="client"))
+        scene, before = Scene(redis_db, db, client, stack), time.time()
+        await paused(scene)
+        (reason,) = reasons(await read_pool(scene.broker))
+    assert f"is paused (pause abort by {getpass.getuser()}@{socket.gethostname()})" in reason.found
+    assert reason.since is not None
+    assert before - 1 <= reason.since <= time.time()

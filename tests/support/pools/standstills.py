@@ -22,8 +22,11 @@ from rolloutmq.messages.ids import new_id
 from rolloutmq.messages.scripts import Scripts, calls
 from rolloutmq.producer.control import PoolControl
 from rolloutmq.sync.transfer import Holder, Ledger
+from rolloutmq.worker.config import WorkerConfig
 from rolloutmq.worker.engine import EngineInfo, EngineOutput, EngineRequest
 from rolloutmq.worker.scripted.engine import ScriptedEngine
+from rolloutmq.worker.text.tokenizer import NoTokenizer
+from rolloutmq.worker.worker import Worker
 
 LONG = SamplingParams(max_new_tokens=100_000)
 """Many minutes of a slow engine."""
@@ -126,6 +129,16 @@ async def starting(scene: Scene) -> None:
     await scene.worker()
     await scene.submit()
     await scene.shown("version")
+
+
+async def loading(scene: Scene) -> None:
+    engine = slow()
+    engine.start_s = 3600.0
+    settings = WorkerConfig(redis_url=scene.url, drain_s=0.0)
+    running = Running(Worker(settings, engine, NoTokenizer()), engine)
+    scene.stack.push_async_callback(running.crash)
+    await scene.submit()
+    await eventually(lambda: scene.db.exists(scene.broker.keys.starting))
 
 
 async def behind(scene: Scene) -> None:
@@ -359,6 +372,7 @@ TABLE: list[tuple[str, Make]] = [
     ("no-worker", no_worker),
     ("no-worker", silent_worker),
     ("starting", starting),
+    ("starting", loading),
     ("behind", behind),
     ("behind", behind_what_jobs_need),
     ("staleness", too_stale),

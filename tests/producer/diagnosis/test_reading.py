@@ -1,0 +1,54 @@
+"""Reading a pool in which keys are broken, or too many things are."""
+
+from __future__ import annotations
+
+import pytest
+from redis.asyncio import Redis
+from support.pools.fixtures import MakeLease
+from support.specimens.messages import tokens
+
+from rolloutmq import RolloutClient
+from rolloutmq.messages import Broker
+from rolloutmq.messages.redis import Keys
+from rolloutmq.producer.diagnosis import read_pool, reasons
+
+KEYS = ("weights", "holders", "starting", "clock")
+
+
+@pytest.mark.one_shard
+@pytest.mark.parametrize("name", KEYS)
+async def test_a_key_of_a_wrong_type_hides_nothing_else(
+    name: str, broker: Broker, db: Redis, joined: MakeLease, client: RolloutClient
+) -> None:
+    await joined("w1", state="paused", blocks=("pause",))
+    await client.submit(tokens())
+    await db.delete(key := getattr(Keys("default"), name))
+    await db.set(key, "garbage")
+    found = reasons(await read_pool(broker))
+    assert [it.cause for it in found] == ["paused"]
+
+
+@pytest.mark.one_shard
+async def test_garbage_in_a_hash_hides_nothing_else(
+    broker: Broker, db: Redis, joined: MakeLease, client: RolloutClient
+) -> None:
+    await joined("w1", state="paused", blocks=("pause",))
+    await client.submit(tokens())
+    for name in ("weights", "holders", "starting"):
+        mapping = dict.fromkeys(("", "committed", "open", "highest", "w", "adapter:x"), b"\xff {")
+        await db.hset(getattr(broker.keys, name), mapping=mapping)
+    await db.hset(broker.keys.load, "busy", b"\xff\xff x")
+    assert [it.cause for it in reasons(await read_pool(broker))] == ["paused"]
+
+
+@pytest.mark.one_shard
+async def test_a_reading_costs_the_same_whatever_waits(broker: Broker, db: Redis, client: RolloutClient) -> None:
+    async def commands() -> int:
+        await db.config_resetstat()
+        await read_pool(broker)
+        return sum(one["calls"] for one in (await db.info("commandstats")).values())
+
+    await client.submit(tokens())
+    before = await commands()
+    await client.submit_many([tokens(min_version=version) for version in range(300)])
+    assert await commands() <= before + 3
