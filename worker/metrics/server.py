@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
@@ -18,6 +20,9 @@ from ...messages.errors import ConfigError
 
 log = logging.getLogger(__name__)
 SLOW_CLIENT_S = 10.0
+"""Seconds without a byte from a client, or without one taken, after which it is cut off."""
+MOST, LONGEST_S = 32, 60.0
+"""Connections at once, and seconds of each. What is beyond is cut off, the oldest first, when another one comes."""
 Probe = Callable[[], bool]
 
 
@@ -69,6 +74,26 @@ class _Server(ThreadingMixIn, TCPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 32
+
+    def __init__(self, *told: Any) -> None:
+        self._open: dict[Any, float] = {}  # connections, the oldest first: when they came
+        self._turn = threading.Lock()
+        super().__init__(*told)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._turn:
+            now = self._open[request] = time.monotonic()
+            excess = len(self._open) - MOST
+            old = [one for at, (one, came) in enumerate(self._open.items()) if at < excess or now - came > LONGEST_S]
+        for one in old:  # its own thread closes it
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._turn:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a request for metrics failed", exc_info=True)

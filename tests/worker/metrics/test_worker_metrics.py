@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -186,6 +187,24 @@ def test_a_port_that_is_taken_is_named() -> None:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
             MetricsServer("127.0.0.1", port, list)
+
+
+async def test_requests_that_never_end_use_up_no_descriptors() -> None:
+    before, halves = len(os.listdir("/proc/self/fd")), list[socket.socket]()
+
+    def few_are_open() -> bool:
+        for half in halves:
+            with suppress(OSError):
+                half.sendall(b"x")  # a byte now and then, so that none is silent
+        return len(os.listdir("/proc/self/fd")) < before + len(halves) + 40  # the clients' are this process' too
+
+    with ExitStack() as stack, MetricsServer("127.0.0.1", 0, list, {"/live": lambda: True}) as server:
+        for _ in range(100):
+            halves.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.port))))
+            halves[-1].sendall(b"GET /live HTTP/1.1\r\n")
+        status, _ = await asyncio.to_thread(fetched, server.port, "/live")
+        assert status == 200
+        await eventually(few_are_open)
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

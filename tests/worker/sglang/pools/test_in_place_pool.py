@@ -12,6 +12,8 @@ from support.pools.worker_process import WorkerProcess, until_running
 
 from rolloutmq import BlockingRolloutClient, GenerateJob, JobHandle, SamplingParams, WeightPublisher
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
+from rolloutmq.ops.replay import Recorded, Settings, Weights
+from rolloutmq.ops.replay.checks import score
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
 RUNNING = 6
@@ -86,3 +88,35 @@ def test_results_say_exactly_which_weights_sampled_each_token_of_kept_kv(
             (result,) = client.wait(job, 60)
             assert result.versions == (2,)
             assert judge.error(prompt, result, [(2, 24)]) < TOLERANCE
+
+
+def test_auto_computes_few_tokens_anew_and_switches_under_many(
+    worker: WorkerProcess, redis_url: str, versions: list[Path], tmp_path: Path
+) -> None:
+    """The first update comes when little has run. Each token is rebuilt on the cache that results say it had."""
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    asked = prompts(RUNNING, seed=7)
+    sampling = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, ignore_eos=True)
+    jobs = [GenerateJob(token_ids=prompt, sampling=sampling) for prompt in asked]
+    snapshots = str(tmp_path)
+    with (
+        BlockingRolloutClient(redis_url) as client,
+        WeightPublisher(redis_url, mode="auto", snapshots=snapshots, keep_snapshots=10) as publisher,
+    ):
+        for place in range(4):  # the first one while nothing runs
+            report = publisher.publish(publisher.last_version + 1, load_file(versions[place % len(versions)])).wait(60)
+            assert (report.state, report.workers) == ("committed", (worker.worker_id,))
+            if not place:
+                handles = client.submit_many(jobs)
+                until_running(client, RUNNING)
+        results = [client.wait(handle, 120)[0] for handle in handles]
+    for result in results:
+        assert len(result.versions) == 4
+        assert result.legs
+        assert result.in_place
+        assert result.attempt == 1
+    samples = [Recorded(result, job, 0.0) for result, job in zip(results, jobs, strict=True)]
+    verdicts = score(samples, Weights(str(versions[0]), Settings(snapshots=tmp_path)))
+    assert [verdict.state for verdict in verdicts] == ["same"] * RUNNING, [verdict.reasons for verdict in verdicts]
+    assert max(verdict.largest_gap for verdict in verdicts) < 1e-5
