@@ -139,7 +139,8 @@ class Keys:
     clock = _Key()
     """HASH, the pool's clock in milliseconds: what was witnessed of it and what nobody watched. See lib_base.lua."""
     load = _Key()
-    """HASH of counters: jobs and bytes open now, unread bytes, turns owed to lower classes, and totals."""
+    """HASH of counters: jobs and bytes open now, unread bytes, turns owed to lower classes, totals; and of the newest
+    submission that was refused: `busy`, <ms by Redis' clock> <why> <client>."""
     unread = _Key()
     """HASH client id -> bytes of results on its reply stream."""
     takers = _Key()

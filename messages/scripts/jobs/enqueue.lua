@@ -69,7 +69,7 @@ for i = 6, #ARGV, STRIDE do
   if not state then
     local why = misfit(#payload, client)
     if why then
-      redis.call('HSET', load_key, 'busy', redis_ms() .. ' ' .. why .. ' ' .. client)   -- for people
+      if letter == '' then redis.call('HSET', load_key, 'busy', redis_ms() .. ' ' .. why .. ' ' .. client) end   -- for people
       append(states, 'BUSY', why, jobs + accepted, open_bytes + bytes + kept, unread[client])
       break
     end
