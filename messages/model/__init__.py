@@ -1,6 +1,6 @@
 """The messages: what travels between trainers, workers and operators, as checked pydantic models."""
 
-from .base import MAX_ARRAY_BYTES, Float, Int, Message, Metadata, TokenIds, as_invalid_field
+from .base import MAX_ARRAY_BYTES, MAX_TOKENS, Float, Int, Message, Metadata, TokenIds, as_invalid_field
 from .chat import MAX_CALLS, MAX_TEXT, MAX_TOOL_NAME, ChatMessage, MediaKind
 from .command_params import (
     ACTIONS,
@@ -66,6 +66,7 @@ __all__ = [
     "MAX_MEDIUM_BYTES",
     "MAX_SAMPLES",
     "MAX_TEXT",
+    "MAX_TOKENS",
     "MAX_TOOL_NAME",
     "MEMORY_TAGS",
     "NCCL_AGREED",

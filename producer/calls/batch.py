@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ...messages.broker import Reply
 from ...messages.errors import InvalidField, PoolBusy, WaitTimeout
-from ...messages.model import ChatMessage, GenerateJob
+from ...messages.model import MAX_TOKENS, ChatMessage, GenerateJob
 from ..core import ClientCore
 from ..inbox import Group, Inbox, as_group
 
@@ -30,6 +30,9 @@ def prompt_fields(prompt: Any, name: str = "prompt") -> dict[str, Any]:
     """The field of GenerateJob for it. Raises InvalidField naming `name`."""
     if isinstance(prompt, str):
         return {"text": prompt}
+    count = prompt.size if isinstance(prompt, np.ndarray) else len(prompt) if isinstance(prompt, Sequence) else 0
+    if count > MAX_TOKENS:  # before anything looks at each of them
+        raise InvalidField(name, prompt, f"at most {MAX_TOKENS} token ids, got {count}")
     if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
         return {"token_ids": prompt}
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and len(prompt):

@@ -24,6 +24,8 @@ from .noting import note_end, note_step
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+LONG = 1 << 14
+"""Items of an observation from which on a thread looks at them, so that the loop serves other episodes meanwhile."""
 
 
 class _Ended(Exception):
@@ -143,7 +145,7 @@ class Player:
 
     async def _make_room(self, episode: Episode, observation: Any) -> dict[str, Any]:
         """The field of a job for the observation to go on with, perhaps in a new part of the episode."""
-        given = _field_for(observation)
+        given = await _field_for(observation)
         left = self._left(episode.history, given)
         if left is None or left > 0:
             return given
@@ -151,7 +153,7 @@ class Player:
         if on_full == "truncate" and episode.turns:
             episode.parts.append(History().given(self._newest(episode)))
         elif callable(on_full):
-            given = _field_for(await self._ask_environment("on_full", on_full, episode, observation))
+            given = await _field_for(await self._ask_environment("on_full", on_full, episode, observation))
             episode.parts.append(History())
         left = self._left(episode.history, given)
         if left is not None and left < 1:
@@ -198,10 +200,13 @@ async def _within(seconds: float | None, what: str, work: Awaitable[T]) -> T:
         raise
 
 
-def _field_for(observation: Any) -> dict[str, Any]:
+async def _field_for(observation: Any) -> dict[str, Any]:
     """The field of a job for an observation. Raises _Ended."""
     try:
-        given = prompt_fields(observation, "observation")
+        if isinstance(observation, list | tuple) and len(observation) > LONG:
+            given = await asyncio.to_thread(prompt_fields, observation, "observation")
+        else:
+            given = prompt_fields(observation, "observation")
         if "token_ids" in given and not len(given["token_ids"]):
             raise InvalidField("observation", observation, "at least one token")
     except InvalidField as error:

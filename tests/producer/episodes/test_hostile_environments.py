@@ -14,7 +14,7 @@ import torch
 from support.pools.episodes import SHORT, Counting, Keep, played
 from support.pools.pool import eventually, worker
 
-from rolloutmq import BlockingRolloutClient, EpisodeLimits, RolloutClient
+from rolloutmq import BlockingRolloutClient, EpisodeLimits, GenerateJob, RolloutClient
 from rolloutmq.producer.data import either
 from rolloutmq.worker.scripted.engine import ScriptedEngine
 
@@ -52,6 +52,44 @@ async def test_what_would_end_a_loop_costs_the_episode(
         assert bad.error.startswith(f"{where}: RuntimeError: {type(error).__name__}: ")
     bad = await beside_a_good_one(redis_db, client, raising("close", error, plain))
     assert bad.stop == "done"
+
+
+@pytest.mark.parametrize("big", [[5] * 3_000_000, np.full(3_000_000, 5)], ids=["list", "array"])
+async def test_too_many_ids_are_refused_before_they_are_looked_at(
+    redis_db: str, client: RolloutClient, big: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(_: Any) -> Any:
+        raise AssertionError("a job was made of it")
+
+    class Huge(Counting):
+        def step(self, answer: Any) -> Any:
+            monkeypatch.setattr(GenerateJob, "build", never)
+            return big, 0.0, False, {}
+
+    async with worker(redis_db):
+        (episode,) = await played(client, Huge, 1)
+    assert episode.stop == "failed"
+    assert "at most 1048576 token ids, got 3000000" in str(episode.error)
+
+
+async def test_a_long_observation_is_looked_at_in_a_thread(redis_db: str, client: RolloutClient) -> None:
+    seen = []
+
+    class Item(int):
+        """Says where it was looked at."""
+
+        def __int__(self) -> int:
+            seen.append(threading.current_thread() is threading.main_thread())
+            return 5
+
+    class Long(Counting):
+        def step(self, answer: Any) -> Any:
+            return [Item(5)] * 20_000, 0.0, len(answer.versions) > 1, {}
+
+    async with worker(redis_db):
+        await played(client, Long, 1, limits=EpisodeLimits(turns=2))
+    assert seen
+    assert not any(seen)
 
 
 class Mute(Exception):
