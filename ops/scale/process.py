@@ -39,12 +39,15 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls, place: Place, command: Sequence[str], environment: Mapping[str, str], folder: Path
+        cls, place: Place, command: Sequence[str], environment: Mapping[str, str], folder: Path, leave_s: float
     ) -> WorkerProcess:
-        """Start it in a session of its own: Ctrl-C in a terminal is for the scaler alone. Raises OSError."""
+        """Start it in a session of its own: Ctrl-C in a terminal is for the scaler alone. Raises OSError.
+
+        leave_s: seconds in which it has to leave if this process dies.
+        """
         log = folder / f"worker-{place.number}.log"
         own = {"CUDA_VISIBLE_DEVICES": place.gpus} if place.gpus else {}
-        leave = [sys.executable, "-I", "-S", str(LEAVE), str(os.getpid())]
+        leave = [sys.executable, "-I", "-S", str(LEAVE), str(os.getpid()), str(leave_s)]
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
                 *leave, *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out,

@@ -201,7 +201,9 @@ class LocalScaler:
             log.info("worker-%d starts", place.number)
             means = self._means
             try:
-                started = await WorkerProcess.start(place, means.command, means.environment, means.folder)
+                started = await WorkerProcess.start(
+                    place, means.command, means.environment, means.folder, means.leave_s
+                )
             except OSError as error:  # a full disk, no more processes: those that run go on
                 self._note_failed(place, f"cannot be started: {error}", "")
                 continue

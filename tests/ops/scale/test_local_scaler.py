@@ -26,6 +26,7 @@ from rolloutmq.messages.redis import Keys
 from rolloutmq.ops.metrics import PoolWatch
 from rolloutmq.ops.redis.embedded import EmbeddedRedis
 from rolloutmq.ops.scale import CrashLoop, LocalScaler, Means, PoolView, ScalerLock, ScaleSettings, places
+from rolloutmq.ops.scale.process import LEAVE
 
 QUICK = ScaleSettings(least=0, most=3, target_s=0.2, stabilise_s=0.3, startup_s=0.0)
 SLEEPS = [sys.executable, "-c", "import signal; signal.sigwait({signal.SIGTERM})"]
@@ -340,6 +341,40 @@ async def test_a_scaler_that_is_killed_leaves_no_worker(redis_db: str, broker: B
     finally:
         with suppress(ProcessLookupError):
             os.killpg(scaler.pid, signal.SIGKILL)
+
+
+PARENT = """
+import os, subprocess, sys
+leave = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), sys.argv[2], sys.executable, "-c", sys.argv[3]]
+print(subprocess.Popen(leave, start_new_session=True).pid, flush=True)
+input()
+"""
+WITH_A_CHILD = f"""
+import signal, subprocess, sys
+print(subprocess.Popen([sys.executable, "-c", {DEAF!r}], stdout=subprocess.DEVNULL).pid, flush=True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.sigwait({{signal.SIGUSR1}})
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is Linux'")
+@pytest.mark.parametrize("dies", ["scaler", "worker", "worker by itself"])
+async def test_a_deaf_worker_and_what_it_has_started_go_too(dies: str) -> None:
+    told = [sys.executable, "-c", PARENT, str(LEAVE), "0.5" if dies == "scaler" else "600", WITH_A_CHILD]
+    pipe = asyncio.subprocess.PIPE
+    scaler = await asyncio.create_subprocess_exec(*told, stdin=pipe, stdout=pipe)
+    assert scaler.stdout is not None
+    worker, child = [psutil.Process(int(await scaler.stdout.readline())) for _ in range(2)]
+    try:
+        if dies == "scaler":
+            scaler.kill()
+        else:
+            worker.send_signal(signal.SIGKILL if dies == "worker" else signal.SIGUSR1)
+        await eventually(lambda: is_gone(worker) and is_gone(child), 60, "both have ended")
+    finally:
+        with suppress(ProcessLookupError):
+            scaler.kill()
+        await scaler.wait()
 
 
 @pytest.mark.parametrize(
