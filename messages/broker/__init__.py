@@ -5,7 +5,7 @@ from .clock import Witness, living_workers
 from .command_channel import CommandBox, CommandSender
 from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
 from .lease import MAX_CALL_BYTES, Beat, Claim, Finished, Lease, Piece, Release
-from .needs import Waiting, can_of, kin_of, total_of
+from .needs import Waiting, can_of, kin_of, needed, total_of
 from .pool_load import PoolLoad
 from .replies import ENTRY_BYTES, Frames, Receipt, Reply, as_replies
 from .sharded_broker import ShardedBroker, broker_of, sum_of
@@ -44,6 +44,7 @@ __all__ = [
     "can_of",
     "kin_of",
     "living_workers",
+    "needed",
     "successor",
     "sum_of",
     "tell_shards",

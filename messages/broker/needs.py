@@ -77,6 +77,16 @@ async def read_waiting(redis: Any, keys: Keys) -> list[Waiting]:
     return total_of([found])
 
 
+async def needed(redis: Any, keys: Keys, score: float) -> tuple[list[str], int] | None:
+    """What a job with this score in `later` needs of an engine, and tokens of context; None if it needs neither."""
+    slot, context = divmod(int(score) - SLOTS_FROM, SLOT)
+    if score < SLOTS_FROM:
+        return None
+    known = {text(name): whole(value) for name, value in (await redis.hgetall(keys.needs)).items()}
+    names = [name.removeprefix("slot:") for name, value in known.items() if name.startswith("slot:") and value == slot]
+    return (names[0].split() if names else []), context
+
+
 async def _too_long(redis: Any, keys: Keys, slot: int, context: int) -> int:
     """How many jobs of a slot need a longer context than this one."""
     first, last = SLOTS_FROM + slot * SLOT + context + 1, SLOTS_FROM + (slot + 1) * SLOT - 1

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...messages.broker import Broker, DeadFilter, DeadLetters
+from ...messages.broker import Broker, DeadFilter, DeadLetters, living_workers, needed
 from ...messages.codec import decode
 from ...messages.errors import MessageError
 from ...messages.model import PRIORITIES, GenerateJob, Partial
@@ -81,6 +81,7 @@ class Live:
 
 async def live_of(broker: Broker, job_id: str) -> Live | None:
     """The job as the pool has it; None if Redis does not know it."""
+    home = broker.parts[0]
     broker = next(part for part in broker.parts if part.has(job_id))
     redis, keys = broker.redis, broker.keys
     found = dict(zip(_FIELDS, await redis.hmget(keys.job(job_id), _FIELDS), strict=True))
@@ -95,6 +96,8 @@ async def live_of(broker: Broker, job_id: str) -> Live | None:
     live.facts = _facts(found)
     await _read_payload(broker, live, whole(found["z"]))
     await _read_progress(broker, live)
+    if state == "r" and (worker := live.facts["worker"]) and worker not in await living_workers(home.redis, home.keys):
+        live.waits = f"another worker: the lease of {worker} has run out"
     if state == "q":
         await _find_place(broker, live, whole(found["q"]), whole(found["T"]))
     return live
@@ -157,8 +160,12 @@ async def _find_place(broker: Broker, live: Live, priority: int, turn: int) -> N
     if live.ahead is not None:
         return
     if (score := await redis.zscore(keys.later[priority], f"{turn:015d}:{live.job_id}")) is not None:
-        live.waits = "the worker that it prefers" if score < 0 else f"weights version {int(score % ADAPTER)}"
-        live.waits += " of its adapter" if score >= ADAPTER else ""
+        if (needs := await needed(redis, keys, score)) is not None:
+            names, context = needs
+            live.waits = f"a worker whose engine has {', '.join(names) or '?'}, and {context:,} tokens of context"
+        else:
+            live.waits = "the worker that it prefers" if score < 0 else f"weights version {int(score % ADAPTER)}"
+            live.waits += " of its adapter" if score >= ADAPTER else ""
     elif (place := await redis.lpos(keys.suspects, live.job_id)) is not None:
         live.waits = f"its last chance alone on a worker, behind {place} others: workers died that had it"
 

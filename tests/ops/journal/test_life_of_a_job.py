@@ -13,9 +13,9 @@ from support.pools.pool import status
 from support.specimens.messages import SHORT, result
 from typer.testing import CliRunner
 
-from rolloutmq import GenerateJob
+from rolloutmq import GenerateJob, SamplingParams
 from rolloutmq.messages import Broker, Partial, RolloutResult, Segment, connect
-from rolloutmq.messages.broker import Finished, Lease, Piece
+from rolloutmq.messages.broker import Finished, Lease, Piece, can_of
 from rolloutmq.messages.journal import Entry, Journal
 from rolloutmq.ops.cli.main import app
 from rolloutmq.ops.journal import coloured
@@ -215,6 +215,35 @@ def test_what_a_queued_job_waits_for(redis_db: str) -> None:
     ask(redis_db, pass_over)
     told = live(redis_db)
     assert (told["state"], told["ahead"], told["waits"]) == ("queued", None, "weights version 9")
+
+
+def test_what_a_job_waits_for_that_needs_another_engine(redis_db: str) -> None:
+    job = GenerateJob(id=ID, token_ids=[5], reply_to="me", seed=3, sampling=SamplingParams(max_new_tokens=5000))
+
+    async def pass_over(broker: Broker) -> None:
+        able, plain = (Lease(broker.redis, "default", name, 600) for name in ("able", "plain"))
+        able.can, plain.can = can_of(65536, ("seed",), True), can_of(4096, (), True)
+        for lease in (able, plain):
+            await lease.join(status(lease.worker_id))
+        await broker.enqueue([job])
+        assert await plain.claim(1, 1, 0) == []
+
+    ask(redis_db, pass_over)
+    assert live(redis_db)["waits"] == "a worker whose engine has generate, seed, and 5,001 tokens of context"
+
+
+def test_a_lost_worker_is_said_to_be_lost(redis_db: str) -> None:
+    async def lose(broker: Broker) -> None:
+        await broker.enqueue([GenerateJob(id=ID, token_ids=[5], reply_to="me")])
+        lease = Lease(broker.redis, "default", "w1", 600)
+        await lease.join(status("w1"))
+        assert await lease.claim(1, 1, 0)
+
+    ask(redis_db, lose)
+    assert live(redis_db)["waits"] == ""
+    ask(redis_db, lambda broker: broker.redis.zadd(broker.keys.workers, {"w1": 1}))
+    told = live(redis_db)
+    assert (told["state"], told["waits"]) == ("running", "another worker: the lease of w1 has run out")
 
 
 def test_a_damaged_record_is_shown_as_far_as_it_goes(redis_db: str) -> None:
