@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from ..errors import InvalidField
 from .base import Float, Int, Name, as_invalid_field
@@ -18,7 +19,15 @@ MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache", "cuda_graph")
 ProfileActivity = Literal["CPU", "GPU", "MEM"]
 Version = Annotated[Int, Field(ge=0, le=10**12 - 1)]
-Folder = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^/")]
+
+
+def _absolute(path: str) -> str:
+    if not path.startswith("/"):
+        raise PydanticCustomError("path", "an absolute path: each worker looks for it on its own host")
+    return path
+
+
+Folder = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_absolute)]
 """An absolute path on the worker's host."""
 Url = Annotated[str, Field(max_length=4096, pattern=r"^([a-z][a-z0-9+.-]*://.*)?$")]
 
