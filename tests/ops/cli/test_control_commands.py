@@ -102,6 +102,7 @@ def test_text_json_and_exit_codes(redis_db: str, serving: Serving, tmp_path: Pat
         assert (told["ok"], bool(told["kind"])) == (False, True)
     for arguments in (("sleep", "--tag", "lungs"), ("pause", "--mode", "gently"), ("save", "relative")):
         assert call(redis_db, *arguments).exit_code == 2
+    assert "an absolute path: each worker looks for it on its own host" in call(redis_db, "load", "here", "9").output
     nobody = call(redis_db, "version", "--worker", "nobody")
     assert (nobody.exit_code, "no worker of that name" in nobody.output) == (1, True)
     assert call(redis_db, "stop", "--drain", "0").exit_code == 0
