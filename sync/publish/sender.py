@@ -283,10 +283,11 @@ class Sender:
 
     async def _hasten(self, run: Run) -> None:
         """Tell the workers that somebody waits for this version. Those that spare their time take it sooner."""
-        run.told = run.told.model_copy(update={"awaited": True})
-        if run.told.epoch == max(self._runs):  # they take a newer one instead, and hear whether it is waited for
-            with contextlib.suppress(RedisError, OSError):
-                await self._ledger.announce(run.told)
+        told = run.told.model_copy(update={"awaited": True})
+        with contextlib.suppress(RedisError, OSError):  # it is tried again
+            if told.epoch == max(self._runs):  # they take a newer one instead, and hear whether it is waited for
+                await self._ledger.announce(told)
+            run.told = told
 
     def _concerned(self, run: Run) -> set[str]:
         """The workers that have not said that they have the version."""
