@@ -183,6 +183,7 @@ class Side:
             "with_both": sum(bool(one.result.legs and one.result.in_place) for one in samples),
             "states": {state: sum(it.state == state for it in verdicts) for state in {it.state for it in verdicts}},
             "largest_gap": max((float(it.largest_gap) for it in verdicts), default=0.0),
+            "reasons": sorted({reason for it in verdicts for reason in it.reasons})[:3],
         }
 
 
