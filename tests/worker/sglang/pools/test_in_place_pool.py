@@ -104,8 +104,9 @@ def test_auto_computes_few_tokens_anew_and_switches_under_many(
         BlockingRolloutClient(redis_url) as client,
         WeightPublisher(redis_url, mode="auto", snapshots=snapshots, keep_snapshots=10) as publisher,
     ):
+        files = [versions[0] / "model.safetensors", *versions[1:]]
         for place in range(4):  # the first one while nothing runs
-            report = publisher.publish(publisher.last_version + 1, load_file(versions[place % len(versions)])).wait(60)
+            report = publisher.publish(publisher.last_version + 1, load_file(files[place % len(files)])).wait(60)
             assert (report.state, report.workers) == ("committed", (worker.worker_id,))
             if not place:
                 handles = client.submit_many(jobs)
