@@ -5,7 +5,7 @@ from .clock import Witness, living_workers
 from .command_channel import CommandBox, CommandSender
 from .dead_letters import DeadFilter, DeadLetters, LetterHead, successor
 from .lease import MAX_CALL_BYTES, Beat, Claim, Finished, Lease, Piece, Release
-from .needs import Waiting, can_of, kin_of, needed, total_of
+from .needs import ADAPTERS_FROM, SLOTS_FROM, Waiting, can_of, kin_of, needed, total_of
 from .pool_load import PoolLoad
 from .replies import ENTRY_BYTES, Frames, Receipt, Reply, as_replies
 from .sharded_broker import ShardedBroker, broker_of, sum_of
@@ -13,11 +13,13 @@ from .sharded_lease import AWAY, ShardedLease, tell_shards
 from .submissions import BATCH_BYTES
 
 __all__ = [
+    "ADAPTERS_FROM",
     "AWAY",
     "BATCH_BYTES",
     "ENTRY_BYTES",
     "MAX_CALL_BYTES",
     "PIECES_COUNT",
+    "SLOTS_FROM",
     "Beat",
     "Broker",
     "Caps",

@@ -8,7 +8,7 @@ all, which engines of embedding and reward models do not do.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,9 @@ PLAIN_CONTEXT = 1024
 """A job without optional features that needs no longer context says nothing: every engine is expected to run it."""
 
 
-SLOTS_FROM, SLOT = 1 << 52, 1 << 32
-"""Where in `later` jobs wait for their needs: as in claim.lua."""
+ADAPTERS_FROM, SLOTS_FROM, SLOT = 1 << 40, 1 << 52, 1 << 32
+"""Scores in `later`, as in claim.lua: below the first a version of the weights, then an adapter's number times it and a
+version of that, then a slot of needs and tokens of context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ async def read_waiting(redis: Any, keys: Keys) -> list[Waiting]:
         if not is_wrong_type(error):
             raise
         return []  # the next claim sets it aside
-    slots = {name.removeprefix("slot:"): slot for name, slot in known.items() if name.startswith("slot:")}
+    slots = _slots(known)
     if not slots:
         return []
     async with redis.pipeline(transaction=False) as pipe:
@@ -69,22 +70,27 @@ async def read_waiting(redis: Any, keys: Keys) -> list[Waiting]:
     for number, names in enumerate(slots):
         jobs = sum(counts[number * len(PRIORITIES) : (number + 1) * len(PRIORITIES)])
         if jobs:
-            needed = tuple(names.split())
-            contexts = [context for context, has in there if has.issuperset(needed)]
+            wanted = tuple(names.split())
+            contexts = [context for context, has in there if has.issuperset(wanted)]
             longest = max(contexts, default=0)
             too_long = await _too_long(redis, keys, slots[names], longest) if contexts else 0
-            found.append(Waiting(needed, jobs, bool(contexts), longest, too_long))
+            found.append(Waiting(wanted, jobs, bool(contexts), longest, too_long))
     return total_of([found])
 
 
 async def needed(redis: Any, keys: Keys, score: float) -> tuple[list[str], int] | None:
     """What a job with this score in `later` needs of an engine, and tokens of context; None if it needs neither."""
-    slot, context = divmod(int(score) - SLOTS_FROM, SLOT)
     if score < SLOTS_FROM:
         return None
+    slot, context = divmod(int(score) - SLOTS_FROM, SLOT)
     known = {text(name): whole(value) for name, value in (await redis.hgetall(keys.needs)).items()}
-    names = [name.removeprefix("slot:") for name, value in known.items() if name.startswith("slot:") and value == slot]
-    return (names[0].split() if names else []), context
+    names = next((names for names, number in _slots(known).items() if number == slot), "")
+    return names.split(), context
+
+
+def _slots(known: Mapping[str, int]) -> dict[str, int]:
+    """Of the hash `needs`: what jobs wait for -> its number in their scores."""
+    return {name.removeprefix("slot:"): slot for name, slot in known.items() if name.startswith("slot:")}
 
 
 async def _too_long(redis: Any, keys: Keys, slot: int, context: int) -> int:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...messages.broker import Broker, DeadFilter, DeadLetters, living_workers, needed
+from ...messages.broker import ADAPTERS_FROM, Broker, DeadFilter, DeadLetters, living_workers, needed
 from ...messages.codec import decode
 from ...messages.errors import MessageError
 from ...messages.model import PRIORITIES, GenerateJob, Partial
@@ -19,8 +19,6 @@ READ_BYTES = 4 << 20
 """A job whose payload is larger is not read."""
 LETTERS = 1024
 """So many dead letters are looked through, the newest first."""
-ADAPTER = 1 << 40
-"""In `later` an adapter's number, times this, is added to the version that is waited for; see Keys.later."""
 _STATES = {"q": "queued", "r": "running"}
 _FIELDS = ("st", "n", "q", "y", "z", "t", "e", "v", "g", "l", "G", "w", "c", "x", "a", "d", "T", "M")
 _PROGRESS = re.compile(r"([sk])(\d{1,9})(?:\.(\d{1,9}))?")
@@ -164,8 +162,8 @@ async def _find_place(broker: Broker, live: Live, priority: int, turn: int) -> N
             names, context = needs
             live.waits = f"a worker whose engine has {', '.join(names) or '?'}, and {context:,} tokens of context"
         else:
-            live.waits = "the worker that it prefers" if score < 0 else f"weights version {int(score % ADAPTER)}"
-            live.waits += " of its adapter" if score >= ADAPTER else ""
+            live.waits = "the worker that it prefers" if score < 0 else f"weights version {int(score % ADAPTERS_FROM)}"
+            live.waits += " of its adapter" if score >= ADAPTERS_FROM else ""
     elif (place := await redis.lpos(keys.suspects, live.job_id)) is not None:
         live.waits = f"its last chance alone on a worker, behind {place} others: workers died that had it"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from ...messages.broker import Broker, PoolLoad, broker_of, living_workers
+from ...messages.broker import ADAPTERS_FROM, Broker, PoolLoad, broker_of, living_workers
 from ...messages.errors import MessageError
 from ...messages.model import MAX_SAMPLES, PRIORITIES, WorkerStatus
 from ...messages.redis import PoolRedis, is_wrong_type, text, whole
@@ -18,8 +18,6 @@ HEADS = 16
 """Jobs at the front of each queue, and of each set of jobs that wait, whose samples are counted."""
 TRANSFERS = 16
 """Transfers that one look is about at most, the newest."""
-ADAPTERS = 1 << 40
-"""From this score on, jobs in `later` wait for an adapter; below, for a version of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ class PoolReader:
     async def _held_back(self, committed: int) -> tuple[int, ...]:
         async with self._redis.pipeline(transaction=False) as pipe:
             for later in self._keys.later:
-                pipe.zcount(later, committed + 1, ADAPTERS - 1)
+                pipe.zcount(later, committed + 1, ADAPTERS_FROM - 1)
             counts = await pipe.execute(raise_on_error=False)
         return tuple(count if isinstance(count, int) else 0 for count in counts)  # a user without +zcount
 

@@ -30,11 +30,12 @@ def guard(parent_fd: int, command: int, leave_s: float) -> None:
         command_fd = os.pidfd_open(command)
     except ProcessLookupError:
         return
-    either, alone = select.poll(), select.poll()
-    for poll, fd in ((either, parent_fd), (either, command_fd), (alone, command_fd)):
-        poll.register(fd, select.POLLIN)
-    if command_fd not in [fd for fd, _ in either.poll()]:
-        alone.poll(leave_s * 1000)
+    ends = select.poll()
+    ends.register(parent_fd, select.POLLIN)
+    ends.register(command_fd, select.POLLIN)
+    if command_fd not in [fd for fd, _ in ends.poll()]:
+        ends.unregister(parent_fd)
+        ends.poll(leave_s * 1000)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ from typing import Any
 
 from redis.exceptions import NoPermissionError, RedisError
 
-from ...messages.broker import Broker, PoolLoad, Waiting, sum_of, total_of
+from ...messages.broker import ADAPTERS_FROM, SLOTS_FROM, Broker, PoolLoad, Waiting, sum_of, total_of
 from ...messages.ids import age_s
 from ...messages.model import WorkerStatus
 from ...messages.redis import ONCE_S, is_wrong_type, text, whole, within
 from ...sync.transfer import Ledger
 
-ADAPTER, NEEDS = 1 << 40, 1 << 52
-"""Where in `later` jobs wait for an adapter, and for what an engine can do: as in claim.lua."""
 GROUPS = 32
 """Adapters' versions of which one look says how many jobs wait for them."""
 UNCLAIMED_S = 4.0
@@ -167,8 +165,8 @@ class _Part:
     ready: int
     heads: frozenset[str]
     waited_s: float | None  # the oldest of these
-    held: list[Held]  # ahead and behind, if there are any
-    is_ahead: list[bool]
+    ahead: Held | None
+    behind: Held | None
     adapters: list[Held]
     preferring: int
     refused: Refused | None
@@ -182,7 +180,7 @@ async def _read_part(part: Broker) -> _Part:
     async with redis.pipeline(transaction=False) as pipe:
         pipe.hget(keys.weights, "committed")
         committed = whole((await _answers(pipe, [None]))[0])
-    spans = [("-inf", "(0"), (0, committed), (f"({committed}", f"({ADAPTER}")]
+    spans = [("-inf", "(0"), (0, committed), (f"({committed}", f"({ADAPTERS_FROM}")]
     async with redis.pipeline(transaction=False) as pipe:
         pipe.time()
         pipe.hmget(keys.clock, "at", "seen")
@@ -194,7 +192,7 @@ async def _read_part(part: Broker) -> _Part:
                 pipe.zcount(later, first, last)
             for first, last in spans[1:]:
                 pipe.zrangebyscore(later, first, last, withscores=True, start=0, num=1)
-            pipe.zrangebyscore(later, ADAPTER, f"({NEEDS}", withscores=True, start=0, num=GROUPS)
+            pipe.zrangebyscore(later, ADAPTERS_FROM, f"({SLOTS_FROM}", withscores=True, start=0, num=GROUPS)
         none = [0, [], 0, 0, 0, [], [], []] * len(keys.queues)
         (seconds, micros), clock, busy, *rows = await _answers(pipe, [None, [None, None], None, *none])
     now_ms = seconds * 1000 + micros // 1000
@@ -202,13 +200,6 @@ async def _read_part(part: Broker) -> _Part:
     at, seen = map(whole, clock)
     heads = frozenset(text(row[1][0]) for row in rows if row[1])
     ages = [age for age in (age_s(job, now_ms / 1000) for job in heads) if age is not None]
-    held, is_ahead = [], []
-    for place, ahead in ((4, True), (3, False)):
-        if count := sum(row[place] for row in rows):
-            first = min((row[place + 2][0] for row in rows if row[place + 2]), key=lambda it: it[1], default=None)
-            bare = first is not None and await _has_no_version(part, text(first[0]))
-            held.append(Held(count, int(first[1]) if first else 0, by_staleness=bare))
-            is_ahead.append(ahead)
     return _Part(
         load=load,
         needs=needs,
@@ -217,13 +208,22 @@ async def _read_part(part: Broker) -> _Part:
         ready=sum(row[0] for row in rows),
         heads=heads,
         waited_s=max(ages, default=None),
-        held=held,
-        is_ahead=is_ahead,
+        ahead=await _held(part, [(row[4], row[6]) for row in rows]),
+        behind=await _held(part, [(row[3], row[5]) for row in rows]),
         adapters=await _of_adapters(part, [entry for row in rows for entry in row[7]]),
         preferring=sum(row[2] for row in rows),
         refused=_refusal(busy, now_ms),
         memory=await _memory(part.redis),
     )
+
+
+async def _held(part: Broker, classes: list[tuple[int, list[tuple[bytes, float]]]]) -> Held | None:
+    """Jobs that wait for weights. classes: of each priority how many, and the first of them."""
+    if not (count := sum(jobs for jobs, _ in classes)):
+        return None
+    first = min((one for _, firsts in classes for one in firsts), key=lambda it: it[1], default=None)
+    bare = first is not None and await _has_no_version(part, text(first[0]))
+    return Held(count, int(first[1]) if first else 0, by_staleness=bare)
 
 
 def _refusal(busy: bytes | None, now_ms: int) -> Refused | None:
@@ -241,7 +241,7 @@ async def _of_adapters(part: Broker, entries: list[tuple[bytes, float]]) -> list
     said = [text(it).rpartition("@") for it in await _fields(part, [text(member) for member, _ in entries], "l")]
     found: dict[str, list[int]] = {}
     for (_, score), (name, _, _) in zip(entries, said, strict=True):
-        found.setdefault(name, []).append(int(score) % ADAPTER)
+        found.setdefault(name, []).append(int(score) % ADAPTERS_FROM)
     return [Held(len(versions), min(versions), name) for name, versions in found.items() if name]
 
 
@@ -287,7 +287,6 @@ async def _read_home(home: Broker, parts: list[_Part], away: dict[int, str]) -> 
     committed = whole(weights.get("committed"))
     at = first.now_ms / 1000
     oldest = [at - it.waited_s for it in parts if it.waited_s is not None]
-    held = [(flag, one) for it in parts for flag, one in zip(it.is_ahead, it.held, strict=True)]
     return PoolReading(
         pool=home.keys.pool,
         at=at,
@@ -304,8 +303,8 @@ async def _read_home(home: Broker, parts: list[_Part], away: dict[int, str]) -> 
         ready=sum(it.ready for it in parts),
         heads=frozenset().union(*(it.heads for it in parts)),
         oldest_at=min(oldest, default=None),
-        ahead=_together([one for flag, one in held if flag]),
-        behind=_together([one for flag, one in held if not flag]),
+        ahead=_together([it.ahead for it in parts if it.ahead is not None]),
+        behind=_together([it.behind for it in parts if it.behind is not None]),
         adapters=tuple(one for it in parts for one in it.adapters),
         adapters_at={name[8:]: whole(at) for name, at in weights.items() if name.startswith("adapter:")},
         preferring=sum(it.preferring for it in parts),

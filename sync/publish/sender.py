@@ -228,12 +228,12 @@ class Sender:
 
     async def _replace(self, version: int, adapter: str) -> None:
         """Give up what nobody has begun to take, and let go of its memory before there is more."""
-        older = [run for run in self._runs.values() if run.postponed and run.told.adapter == adapter]
-        for run in older:
-            run.over, run.superseded = f"takes version {version} instead", True
+        older = {epoch for epoch, run in self._runs.items() if run.postponed and run.told.adapter == adapter}
+        for epoch in older:
+            self._runs[epoch].over, self._runs[epoch].superseded = f"takes version {version} instead", True
         if older:
             self.poke()
-            await self.until(lambda: not any(run is each for run in older for each in self._runs.values()))
+            await self.until(lambda: older.isdisjoint(self._runs))
 
     async def _close(self, run: Run, result: TransferResult) -> None:
         """Workers may serve the version by now. So the result is written even if Redis is away for a while."""
