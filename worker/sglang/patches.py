@@ -147,6 +147,14 @@ PATCHES: tuple[Patch, ...] = (
         by="inside.penalties.install",
         why="apply penalties in one order, where SGLang takes the order of a set",
     ),
+    *(
+        Patch(
+            f"sampling.{module}:apply_scaling_penalties",
+            by="inside.penalties.install",
+            why="run it uncompiled: all that runs would stand still for 10 s and more while it is compiled",
+        )
+        for module in ("penaltylib.repetition_penalty", "sampling_batch_info")
+    ),
     Patch(
         "managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens",
         by="inside.penalties.install",
@@ -271,6 +279,11 @@ def replace(what: str, value: Any) -> None:
 def replace_on(thing: Any, what: str, value: Any) -> None:
     """Put `value` in the place of a listed attribute of one object."""
     setattr(thing, _KNOWN[what].what.rpartition(".")[2], value)
+
+
+def uncompiled(function: Any) -> Any:
+    """Return what torch.compile was given, or `function` itself if it is not compiled."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def _release() -> str:

@@ -37,7 +37,6 @@ ALONE = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # each engine would call the C++ compiler for one line of penalties: 8 to 30 s
     "TQDM_DISABLE": "1",
 }
 """For the process that imports: no threads, and what SGLang reads from the environment while it is imported."""

@@ -74,7 +74,7 @@ class Module:
             return
         what = next((_literal(each) for each in node.args[:2] if _literal(each)), "")
         if "{}" in what:  # one of several: all of them are listed
-            pattern = re.escape(what).replace(re.escape("{}"), r"\w+")
+            pattern = re.escape(what).replace(re.escape("{}"), r"[\w.]+")
             found = {each for each in LISTED if re.fullmatch(pattern, each)}
         else:
             found = {what} & LISTED.keys()

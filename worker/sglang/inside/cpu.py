@@ -263,7 +263,7 @@ def seeded_sampling() -> None:
     if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
         patches.replace("layers.sampler:murmur_hash32", murmur_hash32)
         drawn = patches.original("layers.sampler:multinomial_with_seed")
-        patches.replace("layers.sampler:multinomial_with_seed", getattr(drawn, "_torchdynamo_orig_callable", drawn))
+        patches.replace("layers.sampler:multinomial_with_seed", patches.uncompiled(drawn))
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ SGLang's penalizers begin every request with no tokens, a retracted one too. The
 legs generated (in the request's prompt) and that the request has generated itself. With overlap scheduling SGLang's
 penalizers get each token one batch late, and the prompt's last one first. These read the tokens on the device, where
 the next forward pass takes them from. Without overlap scheduling SGLang applies several penalties in the order of a
-set. These have one order. A batch without penalties runs none of this.
+set. These have one order. SGLang compiles one function at its first use, in the midst of everything that runs: these do not. A
+batch without penalties runs none of this.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ def install() -> None:
         ("MinNewTokens", LeastTokens),
     ):
         patches.replace(f"sampling.penaltylib:Batched{kind}Penalizer", own)
+    for module in ("penaltylib.repetition_penalty", "sampling_batch_info"):
+        scale = patches.original(f"sampling.{module}:apply_scaling_penalties")
+        patches.replace(f"sampling.{module}:apply_scaling_penalties", patches.uncompiled(scale))
     make = patches.original("sampling.penaltylib:BatchedPenalizerOrchestrator.__init__")
     cumulated = patches.original("managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens")
 
