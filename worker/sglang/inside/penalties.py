@@ -4,7 +4,7 @@ SGLang's penalizers begin every request with no tokens, a retracted one too. The
 legs generated (in the request's prompt) and that the request has generated itself. With overlap scheduling SGLang's
 penalizers get each token one batch late, and the prompt's last one first. These read the tokens on the device, where
 the next forward pass takes them from. Without overlap scheduling SGLang applies several penalties in the order of a
-set. These have one order. SGLang compiles one function at its first use, in the midst of everything that runs: these do not. A
+set. These have one order. SGLang compiles a function at its first use, while all that runs waits. This does not. A
 batch without penalties runs none of this.
 """
 
