@@ -188,7 +188,7 @@ class Ledger:
         holder = ""
         if report.ok and report.holder and not told.adapter:
             holder = Holder(told.version, report.holder, told.token).to_json()
-        said = replace(report, switched={}).to_json()  # `switched` is between the worker and its engine
+        said = replace(report, switched={}, anew=()).to_json()  # these two are between the worker and its engine
         what, ok = _what(told), int(report.ok)
         call = calls.report(told.epoch, worker_id, said, ok, what, REMEMBER_S, told.digest, holder)
         how, waiting = await self._scripts.run(call)

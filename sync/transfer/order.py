@@ -146,9 +146,10 @@ class TransferReport:
     intact: whether the engine's weights are a whole version: the old one, or after "done" the new one. An engine that
         is not intact must not serve.
     switched: request id -> number of tokens that the old weights sampled, after an update under running requests.
+    anew: those of them whose caches are neither the old weights' nor computed anew; what they sample behind these
+        tokens is not to be used.
     readback: whether the engine's parameters were compared with the trainer's digests after the load.
-    way: how the version came. holder: "host:port" where this
-    engine offers it to others, "" if it does not.
+    way: how the version came. holder: "host:port" where this engine offers it to others, "" if it does not.
     """
 
     ok: bool
@@ -162,6 +163,7 @@ class TransferReport:
     load_s: float = 0.0
     readback: bool = False
     switched: dict[str, int] = field(default_factory=dict)
+    anew: tuple[str, ...] = ()
     way: Transport = ""
     holder: str = ""
 

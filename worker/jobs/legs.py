@@ -23,13 +23,15 @@ class Leg:
     """A request from when it is made until its output is taken in.
 
     version: of the weights it began under. switching: weights are being switched right now, and nobody can say yet
-    which version sampled its newest tokens. spoiled: nobody ever will; what it generated must not be used.
+    which version sampled its newest tokens. spoiled: nobody ever will; what it generated must not be used. keeps: so
+    many of its tokens are used, and what comes behind them is computed anew; None for all.
     """
 
     request_id: str
     version: int
     switching: bool = False
     spoiled: bool = False
+    keeps: int | None = None
     _switches: list[Segment] = field(default_factory=list)  # what was sampled up to each switch
 
     def switch(self, version: int, count: int) -> None:
@@ -42,7 +44,7 @@ class Leg:
     @property
     def crossed(self) -> bool:
         """Whether the weights were switched while its request was in the engine."""
-        return bool(self._switches)
+        return bool(self._switches) or self.keeps is not None
 
     def segments(self, count: int) -> list[Segment]:
         """The versions of the leg's first `count` tokens. Switches beyond them do not appear: they came too late."""
@@ -56,9 +58,12 @@ class Leg:
         return found
 
     def in_place(self, count: int) -> list[int]:
-        """The first token after each switch, ascending, among the leg's first `count`."""
+        """The first token after each switch, ascending, among the leg's first `count`.
+
+        Not the leg's own first one: the newer weights have read all that is before it.
+        """
         ends = np.cumsum([tokens for _, tokens in self._switches], dtype=int)
-        return sorted({int(end) for end in ends if end < count})
+        return sorted({int(end) for end in ends if 0 < end < count})
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,7 @@ class SampleRun(JobRun[GenerateJob]):
         made_at = time.monotonic()
         unsaved, segments, adapter_segments = self.done.cut(self._saved), self.segments, self.adapter_segments
         leg, legs, in_place = self.leg, self.legs, self.in_place
-        if progress is not None and leg is not None and not (leg.switching or leg.spoiled):
+        if progress is not None and leg is not None and leg.keeps is None and not (leg.switching or leg.spoiled):
             start = max(0, self._saved - len(self.done))
             if (more := progress(leg.request_id, start)) is not None and len(more.token_ids):
                 unsaved = unsaved.then(Generated(more.token_ids, more.logprobs, more.token_arrays))

@@ -290,7 +290,7 @@ class WeightFollower:
             raise
         if report.ok:
             if in_place:
-                self._generation.in_flight.switched(order.version, report.switched)
+                self._generation.in_flight.switched(order.version, report.switched, report.anew)
             self.mended(order.version)
         elif not report.intact and in_place:
             self._generation.in_flight.spoiled()

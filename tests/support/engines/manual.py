@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ class ManualEngine:
         self.ends: dict[str, asyncio.Future[EngineOutput]] = {}
         self.made: dict[str, int] = {}
         self.looks = 0
+        self.aborted: list[str] = []
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         self.requests.append(request)
@@ -46,6 +47,9 @@ class ManualEngine:
 
     def end(self, request_id: str, count: int, reason: str = "length") -> None:
         self.ends[request_id].set_result(EngineOutput(*tokens(count), reason))  # type: ignore[arg-type]
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
 
     def abort_all(self) -> None:
         for request_id, end in self.ends.items():
@@ -73,8 +77,8 @@ class Bench:
     def _died(self) -> None:
         self.deaths += 1
 
-    def switched(self, version: int, counts: dict[str, int]) -> None:
-        self.generation.in_flight.switched(version, counts)
+    def switched(self, version: int, counts: dict[str, int], anew: Sequence[str] = ()) -> None:
+        self.generation.in_flight.switched(version, counts, anew)
         self.generation.version = version
 
     async def run(self, count: int, **fields: Any) -> tuple[list[SampleRun], list[str]]:

@@ -172,7 +172,11 @@ def commit(model: Any, named_tensors: Any) -> None:
         server.post(ticket, report)
         return
     try:
-        switches.switch(current, key, lambda counts: server.post(ticket, dataclasses.replace(report, switched=counts)))
+        switches.switch(
+            current,
+            key,
+            lambda counts, anew: server.post(ticket, dataclasses.replace(report, switched=counts, anew=tuple(anew))),
+        )
     except Exception as error:  # the weights are new, but nobody knows which tokens they sampled
         logger.exception("the switch to version %s could not be counted", key)
         failed = TransferReport(ok=False, phase="load", error=f"{type(error).__name__}: {error}", intact=False)

@@ -9,13 +9,14 @@ What SGLang keeps of a request decides under which key its prefixes are cached (
 weights version there). Seen in 0.5.17 and 0.5.23:
 
 - A request that holds KV (running, or in the middle of a chunked prefill) shares nodes of the prefix tree under its
-key.
-  It keeps the key, so that a request of a newer version can never find what it adds to the tree.
+  key. It keeps the key, so that a request of a newer version can never find what it adds to the tree.
 - A request that waits holds none. Its prefix (`calc_priority`) is matched again under its new key before it runs
   (`init_next_round_input`).
 - A request that was retracted has lost its KV and is prefilled as a new one, all under the new weights. With its old
-key
-  it could find prefixes of the old ones again, so it gets the new key too. Its tokens stay.
+  key it could find prefixes of the old ones again, so it gets the new key too. Its tokens stay.
+
+A result says of each token whether its cache was computed anew or goes on across a switch. Two kinds of requests fit
+neither: one whose prompt both weights have read, and one that was retracted. They are reported to be begun anew.
 """
 
 from __future__ import annotations
@@ -41,19 +42,28 @@ ELSEWHERE = {
 }
 """Server argument -> values without effect. With others, requests, results or prefixes are where this module does not
 look."""
-OnCounts = Callable[[dict[str, int]], None]
+OnCounts = Callable[[dict[str, int], list[str]], None]
 
 
 @dataclass(slots=True)
 class _Report:
-    """The report on one switch. It is sent when `left` more batches have been processed."""
+    """The report on one switch. It is sent when `left` more batches have been processed.
+
+    held: ids of the requests that held KV at the switch. ended: of those that had ended.
+    """
 
     left: int
     requests: list[Any]
+    held: set[str]
+    ended: set[str]
     tell: OnCounts
 
     def send(self) -> None:
-        self.tell({request.rid: len(request.output_ids) for request in self.requests})
+        counts = {request.rid: len(request.output_ids) for request in self.requests}
+        self.tell(
+            counts,
+            [rid for rid, count in counts.items() if (rid in self.held) != bool(count) and rid not in self.ended],
+        )
 
 
 @dataclass(slots=True)
@@ -109,9 +119,10 @@ def switch(scheduler: Any, new_key: str, on_counts: OnCounts) -> None:
     is written. Do not call it after a failure, because then the old weights' keys must stay. Before its first write the
     loader waits for the device, because with overlap scheduling the newest batch may still run.
 
-    on_counts({request id: tokens}): number of output tokens that the old weights sampled, for every request that had
-    not ended before. It is called once, on the main thread, in this call or (with overlap scheduling) one batch later.
-    It must not raise and should not block. A request may have ended meanwhile with fewer tokens than reported.
+    on_counts({request id: tokens}, anew): number of output tokens that the old weights sampled, for every request that
+    had not ended before, and the ids of those that should begin anew behind them. It is called once, on the main
+    thread, in this call or (with overlap scheduling) one batch later. It must not raise and should not block. A request
+    may have ended meanwhile with fewer tokens than reported.
     """
     switches: Switches = scheduler.rolloutmq_switches
     switches.retired |= switches.seen - {new_key}
@@ -119,7 +130,10 @@ def switch(scheduler: Any, new_key: str, on_counts: OnCounts) -> None:
     for request in scheduler.waiting_queue:
         switches.admit(request)
     pending = len(getattr(scheduler, "result_queue", ()))
-    report = _Report(pending, list({request.rid: request for request in _live(scheduler)}.values()), on_counts)
+    requests = list({request.rid: request for request in _live(scheduler)}.values())
+    held = {request.rid for request in requests if _holds_kv(request)}
+    ended = {request.rid for request in requests if request.finished()}
+    report = _Report(pending, requests, held, ended, on_counts)
     if pending:
         switches.reports.append(report)
     else:

@@ -14,13 +14,16 @@ from rolloutmq.worker.sglang.inside.scheduler import current, install
 from rolloutmq.worker.sglang.inside.switches import check, switch
 
 
-def request(rid: str, key: str | None = "1", tokens: int = 0, lora: str | None = None, kv: Any = None) -> Any:
+def request(
+    rid: str, key: str | None = "1", tokens: int = 0, lora: str | None = None, *, kv: Any = None, ended: bool = False
+) -> Any:
     """kv: None, or an object, in 0.5.17; in newer releases always an object, which knows."""
     key = (key or "") + lora if lora else key
     params = SimpleNamespace(custom_params=None)
     return SimpleNamespace(
-        rid=rid, extra_key=key, lora_id=lora, output_ids=list(range(tokens)), kv=kv, sampling_params=params
-    )
+        rid=rid, extra_key=key, lora_id=lora, output_ids=list(range(tokens)), kv=kv, sampling_params=params,
+        finished=lambda: ended,
+    )  # fmt: skip
 
 
 class Scheduler:
@@ -104,10 +107,27 @@ def test_counts_of_every_request_at_once_when_no_result_is_out() -> None:
     scheduler.chunked_req = chunked
     scheduler._add_request_to_queue(waiting)
     told: list[dict[str, int]] = []
-    switch(scheduler, "2", told.append)
+    switch(scheduler, "2", lambda counts, anew: told.append(counts))
     assert told == [{"a": 5, "b": 1, "c": 0, "d": 0}]
     scheduler.process_batch_result(SimpleNamespace(reqs=[running]), 1)
     assert len(told) == 1
+
+
+def test_whose_cache_no_record_could_describe_begins_anew() -> None:
+    kv, gone = SimpleNamespace(holds_kv=True), SimpleNamespace(holds_kv=False)
+    scheduler = make()
+    running, retracted, fresh = request("a", tokens=5, kv=kv), request("b", tokens=3, kv=gone), request("c")
+    ended = request("d", tokens=9, kv=gone, ended=True)
+    first, chunked = request("e", kv=kv), request("f", kv=kv)
+    scheduler.running_batch.reqs = [running, ended]
+    scheduler._add_request_to_queue(retracted)
+    scheduler._add_request_to_queue(fresh)
+    scheduler.chunked_req = chunked
+    scheduler.result_queue = [(SimpleNamespace(reqs=[first]), 1)]  # the old weights have sampled its first token
+    told: list[str] = []
+    switch(scheduler, "2", lambda counts, anew: told.extend(anew))
+    scheduler.process_batch_result(*scheduler.result_queue.pop(0))
+    assert sorted(told) == ["b", "f"]
 
 
 def test_who_waits_for_a_grammar_is_counted_and_gets_the_new_key() -> None:
@@ -116,7 +136,7 @@ def test_who_waits_for_a_grammar_is_counted_and_gets_the_new_key() -> None:
     compiling = request("b")
     scheduler.grammar_manager = SimpleNamespace(grammar_queue=[compiling])
     told: list[dict[str, int]] = []
-    switch(scheduler, "2", told.append)
+    switch(scheduler, "2", lambda counts, anew: told.append(counts))
     assert told == [{"a": 2, "b": 0}]
     scheduler._add_request_to_queue(compiling)
     assert compiling.extra_key == "2"
@@ -130,11 +150,13 @@ def test_counts_include_the_results_that_are_out_and_nothing_after() -> None:
     scheduler.last_batch = batches[-1]  # b is only in the older one
     first: list[dict[str, int]] = []
     second: list[dict[str, int]] = []
-    switch(scheduler, "2", first.append)
+    switch(scheduler, "2", lambda counts, anew: first.append(counts))
     scheduler.process_batch_result(*scheduler.result_queue.pop(0))
     assert first == []
     scheduler.result_queue.append((SimpleNamespace(reqs=running), 1))  # launched under version 2
-    switch(scheduler, "3", second.append)  # a second switch before the first one's results are all in
+    switch(
+        scheduler, "3", lambda counts, anew: second.append(counts)
+    )  # a second switch before the first one's results are all in
     scheduler.process_batch_result(*scheduler.result_queue.pop(0))
     assert (first, second) == ([{"a": 7, "b": 8}], [])
     scheduler.process_batch_result(*scheduler.result_queue.pop(0))
@@ -155,7 +177,7 @@ def test_only_who_holds_kv_keeps_an_older_key() -> None:
         scheduler._add_request_to_queue(one)
     scheduler.waiting_queue.remove(running)
     scheduler.running_batch.reqs = [running]
-    switch(scheduler, "2", lambda counts: None)
+    switch(scheduler, "2", lambda counts, anew: None)
     keys = [one.extra_key for one in (running, fresh, session, adapter, keyless, released, old_style)]
     assert keys == ["1", "2", "1", "2adapter", "2", "2", "1"]
 
@@ -194,7 +216,7 @@ def test_a_key_that_requests_have_had_is_refused() -> None:
     scheduler = make()
     scheduler._add_request_to_queue(request("a", key="1"))
     scheduler.waiting_queue.clear()
-    switch(scheduler, "2", lambda counts: None)
+    switch(scheduler, "2", lambda counts, anew: None)
     for key in ("1", "2"):
         with pytest.raises(WeightSyncError, match=f"as version {key} before"):
             check(scheduler, key)
