@@ -40,17 +40,21 @@ KEPT = 32
 
 @dataclass(frozen=True, slots=True)
 class Comer:
-    """An engine that comes for a version. ranks: those of its processes that have come, of `count`."""
+    """An engine that comes for a version. ranks: those of its processes that have come, of `count`.
+
+    unready: those of them that have no buffers for it yet.
+    """
 
     count: int
     gpu: str
     group: str
-    ranks: set[int]
+    ranks: set[int] = field(default_factory=set)
+    unready: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class Gathering:
-    """Who has come for one version. places: worker -> cell, broadcast and first rank there, once that is decided.
+    """Who has come for one version. places: worker -> its place, once that is decided.
 
     late: worker that came after that -> a gathering of its own.
     """
@@ -59,16 +63,16 @@ class Gathering:
     late: dict[str, Gathering] = field(default_factory=dict)
     came: dict[str, Comer] = field(default_factory=dict)
     since: float = 0.0
-    places: dict[str, tuple[Cell, str, int]] | None = None
+    places: dict[str, Map] | None = None
 
 
 @dataclass(slots=True)
 class Cell:
-    """members: worker -> its first rank. turns: broadcasts for the cell's thread, with numbers; None in the end."""
+    """members: worker -> its first rank. turns: calls of `line.send` for the cell's thread; None in the end."""
 
     line: Broadcaster
     members: dict[str, int]
-    turns: SimpleQueue[tuple[Snapshot, str, float] | None] = field(default_factory=SimpleQueue)
+    turns: SimpleQueue[tuple[Snapshot, str, float, bool] | None] = field(default_factory=SimpleQueue)
 
 
 class Cells:
@@ -114,10 +118,12 @@ class Cells:
             log.warning("no broadcast: NCCL is set %r here, %r on a worker", nccl_settings(), theirs)
         return False
 
-    def place(self, gathering: Gathering, told: Map, snapshot: Snapshot, timeout_s: float) -> Map | None:
+    def place(
+        self, gathering: Gathering, told: Map, snapshot: Snapshot, timeout_s: float, *, ready: bool
+    ) -> Map | None:
         """Return the rank's place in a cell, whose broadcast has begun; None if it is in none. Waits for GATHER_S.
 
-        told: what it said when it joined.
+        told: what it said when it joined. ready: whether it has buffers for this version, from the last one.
         """
         worker, rank, count = str(told["worker"]), int(told["rank"]), int(told["ranks"])
         with self._changed:
@@ -126,26 +132,26 @@ class Cells:
                 gathering = gathering.late.setdefault(worker, Gathering(frozenset({worker})))
             comer = gathering.came.get(worker)
             if gathering.places is not None or (comer is not None and rank in comer.ranks):
-                return None  # it comes again, because a broadcast has failed
+                self._came_again(worker, str(told.get("group", "")))
+                return None
             gathering.since = gathering.since or time.monotonic()
             if comer is None:
-                comer = Comer(count, str(told.get("gpu", "")), str(told.get("group", "")), set())
+                comer = Comer(count, str(told.get("gpu", "")), str(told.get("group", "")))
                 gathering.came[worker] = comer
             comer.ranks.add(rank)
+            if not ready:
+                comer.unready.add(rank)
             self._changed.notify_all()
             found = self._places(gathering, snapshot, timeout_s, late=late).get(worker)
-            if found is None:
-                return None
-            cell, number, first = found
-            line = cell.line
-            return {
-                "way": "cell", "group": line.group, "number": number, "rank": first + rank, "world": line.world,
-                "port": self._store.port,
-            }  # fmt: skip
+            return found and found | {"rank": found["rank"] + rank}
 
-    def _places(
-        self, gathering: Gathering, snapshot: Snapshot, timeout_s: float, *, late: bool
-    ) -> dict[str, tuple[Cell, str, int]]:
+    def _came_again(self, worker: str, group: str) -> None:
+        """End the broadcasts in a group that a member has left. NCCL alone would wait for it."""
+        for cell in self._cells:
+            if worker in cell.members and cell.line.group != group:
+                cell.line.give_up(f"{worker} has left the cell")
+
+    def _places(self, gathering: Gathering, snapshot: Snapshot, timeout_s: float, *, late: bool) -> dict[str, Map]:
         while gathering.places is None:
             left_s = gathering.since + GATHER_S - time.monotonic()
             if left_s <= 0 or self._all_came(gathering):
@@ -180,9 +186,15 @@ class Cells:
                 del left[worker]
         for cell in going:
             self._numbers += 1
-            number = str(self._numbers)
-            gathering.places |= {worker: (cell, number, first) for worker, first in cell.members.items()}
-            cell.turns.put((snapshot, number, time.monotonic() + timeout_s))
+            number, line = str(self._numbers), cell.line
+            # Who is in the group, with buffers, need not say so once more.
+            go = all(whole[it].group == line.group and not whole[it].unready for it in cell.members)
+            place: Map = {
+                "way": "cell", "group": line.group, "number": number, "world": line.world, "port": self._store.port,
+                "go": go,
+            }  # fmt: skip
+            gathering.places |= {worker: place | {"rank": first} for worker, first in cell.members.items()}
+            cell.turns.put((snapshot, number, time.monotonic() + timeout_s, go))
 
     @staticmethod
     def _stands(cell: Cell, came: Mapping[str, Comer]) -> bool:
@@ -225,9 +237,9 @@ class Cells:
         cell.line.close()
         self._threads.discard(threading.current_thread())
 
-    def _send(self, cell: Cell, snapshot: Snapshot, number: str, deadline: float) -> None:
+    def _send(self, cell: Cell, snapshot: Snapshot, number: str, deadline: float, go: bool) -> None:
         try:
-            cell.line.send(snapshot, number, deadline)
+            cell.line.send(snapshot, number, deadline, ready=go)
         except Exception as error:  # whatever torch raises: the members hear of it, and take the version otherwise
             log.info("the cell of %s is given up: %s", ", ".join(cell.members), error)
             with self._changed:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...messages.errors import MalformedMessage
 from ..tensors import Snapshot
-from ..wire import ANSWER, REFUSE, WAIT, Brief, Map, Offer, Shelf, Sources, Talk, export_handles, gpu_id
+from ..wire import ANSWER, REFUSE, WAIT, Brief, Map, Offer, Shelf, Sources, Talk, export_handles, gpu_id, layout_of
 from .cells import Cells, Gathering
 
 SILENT_S = 0.6
@@ -217,7 +217,8 @@ class Hub:
                 outgoing.handles = outgoing.handles or export_handles(snapshot.buckets)
                 return answer | {"way": "ipc", "handles": outgoing.handles}
         if direct and self._cells.suits(snapshot, told):
-            place = self._cells.place(outgoing.gathering, told, snapshot, self._timeout_s)
+            ready = told.get("ready") == layout_of(outgoing.brief)
+            place = self._cells.place(outgoing.gathering, told, snapshot, self._timeout_s, ready=ready)
             if place is not None:
                 return answer | place
         with self._lock:

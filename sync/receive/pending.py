@@ -86,7 +86,8 @@ class Pending:
 class Kept:
     """Connections, memory, and the checks and copies for the last buffers, layout and model.
 
-    memory: device -> memory that receives versions. told: the version that was announced last.
+    memory: device -> memory that receives versions. told: the version that was announced last. early: the layout for
+    which there are buffers that broadcasts may begin to fill; "" for none.
     """
 
     def __init__(self, device: torch.device, rank: int, ranks: int, known: Known, staging: StagingPolicy) -> None:
@@ -95,6 +96,7 @@ class Kept:
         self.lines = Lines(device, rank, ranks)
         self.memory = {CPU: Staging(CPU, "on")}
         self.told: Brief | None = None
+        self.early = ""
         self._streams: tuple[Any, Any] | None = None
         self._arrival: tuple[Any, Arrival] | None = None
         self._loading: tuple[Arrival, Model, Loading] | None = None
@@ -116,7 +118,9 @@ class Kept:
             return None
         cuda = self.device.type == "cuda"
         try:
-            answer = self.lines.join(order, deadline, cuda=cuda, gpu=gpu_id(self.device), nccl=nccl_settings())
+            answer = self.lines.join(
+                order, deadline, cuda=cuda, gpu=gpu_id(self.device), nccl=nccl_settings(), ready=self._ready_for(order)
+            )
         except TransferTimeout:  # a trainer that is gone: others have the version
             if not order.holders:
                 raise
@@ -130,6 +134,11 @@ class Kept:
             told = self.told_of(fetch_manifest(order)[0])
         self.told = told
         return answer
+
+    def _ready_for(self, order: TransferOrder) -> str:
+        """The layout that a broadcast may begin with as soon as this rank has joined; "" for none."""
+        here = self.told is not None and self.lines.group is not None and order.mode != "drain"
+        return self.early if here and self.told is not None and self.early == self.told.layout else ""
 
     def already(self, pending: Pending) -> set[int]:
         """Return the buckets that an earlier attempt has received and verified, to be kept up to date."""
@@ -235,6 +244,7 @@ class Kept:
     def drop_buffers(self) -> None:
         """Forget all buffers."""
         self._arrival = self._loading = None
+        self.early = ""
 
 
 def import_early() -> None:

@@ -48,8 +48,11 @@ class Way(Pending):
         """Queue the broadcasts that may begin now."""
         if self.early:
             arriving = self.arriving = self._make_arriving()
-            self.say_ready()
+            assert self.place is not None
+            if not self.place.go:
+                self.say_ready()
             arriving.queue_ahead()
+            self.kept.early = self.told.layout
 
     def receive(self) -> None:
         """Receive the version, or the part of it that belongs to the first half."""

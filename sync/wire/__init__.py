@@ -3,7 +3,7 @@
 A receiver joins at the sender (`Lines`, `Hub` in sync/publish), which says from whom to take the version (`Sources`).
 """
 
-from .brief import Brief
+from .brief import Brief, layout_of
 from .broadcaster import Broadcaster
 from .frames import ANSWER, REFUSE, WAIT, Map, Talk
 from .group import (
@@ -50,6 +50,7 @@ __all__ = [
     "fetch_manifest",
     "gpu_id",
     "join_store",
+    "layout_of",
     "local_end",
     "nccl_environment",
     "nccl_settings",

@@ -26,6 +26,11 @@ def layout_name(manifest: WeightManifest) -> str:
     return hashlib.blake2b(repr((manifest.bucket_nbytes, places)).encode(), digest_size=NAME_BYTES).hexdigest()
 
 
+def layout_of(brief: bytes) -> str:
+    """Return the layout's name of a version in brief."""
+    return brief[:NAME_BYTES].hex()
+
+
 @dataclass(frozen=True, slots=True)
 class Brief:
     """A version as its sender announced it: its layout and its digests.

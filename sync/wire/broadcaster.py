@@ -44,17 +44,18 @@ class Broadcaster:
         if group is not None:
             group.abort()
 
-    def send(self, snapshot: Snapshot, number: str, deadline: float) -> None:
+    def send(self, snapshot: Snapshot, number: str, deadline: float, *, ready: bool = False) -> None:
         """Send every bucket. Blocks. Raises TransferTimeout, also after `give_up`; the cell is of no more use then.
 
-        number: of this broadcast, for `EpochKeys`. deadline: on time.monotonic().
+        number: of this broadcast, for `EpochKeys`. deadline: on time.monotonic(). ready: whether all receivers have
+        their buffers.
         """
         keys, self.sent_bytes = EpochKeys(number), 0
         try:
             # Engines may stand still until the last bucket, so the training loop must not keep the interpreter for
             # long.
             with quiet_torch(), short_turns():
-                self._send(snapshot, keys, deadline)
+                self._send(snapshot, keys, deadline, ready=ready)
         except Exception as error:
             self.store.set(keys.broken, str(error)[:500])
             self.close()
@@ -70,7 +71,7 @@ class Broadcaster:
         for key in (keys.go, *(keys.ready(rank) for rank in range(1, self.world))):
             self.store.delete_key(key)
 
-    def _send(self, snapshot: Snapshot, keys: EpochKeys, deadline: float) -> None:
+    def _send(self, snapshot: Snapshot, keys: EpochKeys, deadline: float, *, ready: bool) -> None:
         if self._group is None:
             self._group = open_group(
                 self.store,
@@ -82,7 +83,8 @@ class Broadcaster:
                 deadline=deadline,
                 broken=self._broken,
             )
-        self._await_ready(keys, deadline)
+        if not ready:
+            self._await_ready(keys, deadline)
         self._check()
         go = partial(self.store.set, keys.go, "1")
         if self._device.type == "cuda":

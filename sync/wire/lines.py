@@ -24,13 +24,17 @@ from .store import join_store, local_end, why_broken
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's place in a cell, for one broadcast. number: of the broadcast, for `EpochKeys`."""
+    """A rank's place in a cell, for one broadcast. number: of the broadcast, for `EpochKeys`.
+
+    go: the broadcast begins at once, because all of the cell have said that they are ready.
+    """
 
     group: Annotated[str, Field(strict=True, max_length=64)]
     number: Annotated[str, Field(strict=True, max_length=64)]
     rank: Annotated[int, Field(strict=True, ge=1)]
     world: Annotated[int, Field(strict=True, ge=2, le=1 << 16)]
     port: Annotated[int, Field(strict=True, ge=1, lt=1 << 16)]
+    go: Annotated[bool, Field(strict=True)]
 
     @classmethod
     def of(cls, told: Map) -> Place:

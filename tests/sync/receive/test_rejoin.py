@@ -119,7 +119,7 @@ def test_a_restarted_sender_has_no_part_in_a_group_of_that_name(rank: Rank) -> N
     assert lines.group is not None
     (order,) = rank.line.begin(version(2), ["w"]).orders
     lines.newest = order
-    lines.store(order, Place(lines.group.name, "1", 1, 2, other.port), time.monotonic() + TIMEOUT_S)
+    lines.store(order, Place(lines.group.name, "1", 1, 2, other.port, go=False), time.monotonic() + TIMEOUT_S)
     assert lines.group is None
 
 

@@ -61,11 +61,13 @@ def test_every_bit_arrives_in_a_cell_and_its_group_stays(cell: Line) -> None:
     assert len(groups - {""}) == 1
 
 
-async def survived(made: Line, at: str, number: int, how: str, timeout_s: float = NEVER_S) -> None:
+async def survived(
+    made: Line, at: str, number: int, how: str, timeout_s: float = NEVER_S, *, stands: bool = False
+) -> None:
     """The version comes to the two others at the first go, and to all who are left at the next."""
     victim, *others = made.peers
     assert all(report is not None and report.ok for report in made.transfer(version(1)))
-    for peer in made.peers:
+    for peer in [] if stands else made.peers:
         peer.ask(leave=True)  # a new group, so that there is a rendezvous to die at
     victim.ask(fault={"at": at, "number": number, "how": how})
     reports = made.transfer(version(2), timeout_s=timeout_s)
@@ -104,6 +106,16 @@ async def test_a_member_of_a_cell_dies_or_stops(cell: Line, at: str, number: int
     """Its survivors take what they lack without a new group."""
     waits = at == "connect" or (how == "SIGSTOP" and at in {"rendezvous", "ready", "broadcast"})
     await survived(cell, at, number, how, GLOO_S if waits else NEVER_S)
+
+
+@pytest.mark.parametrize("how", SIGNALS)
+async def test_a_member_of_a_standing_cell_dies_or_stops(cell: Line, how: str) -> None:
+    """The sender begins as soon as all have joined: nobody says once more that it is ready."""
+    victim = cell.peers[0]
+    assert all(report is not None and report.ok for report in cell.transfer(version(1)))
+    victim.ask(fault={"at": "ready", "number": 1, "how": "SIGKILL"})
+    assert all(report is not None and report.ok for report in cell.transfer(version(2)))
+    await survived(cell, "broadcast", 1, how, GLOO_S if how == "SIGSTOP" else NEVER_S, stands=True)
 
 
 @pytest.mark.parametrize(("at", "how"), [("amid", "SIGKILL"), ("amid", "SIGSTOP"), ("serve", "lie")])
