@@ -3,7 +3,8 @@
 One worker with a real engine generates with no updates, and with a version every so many seconds in each mode. `ratio`
 is tokens per second over those of the same load without updates, which is measured before and after the modes of each
 interval.
---shape: a model of such shapes with random weights, on a GPU that the trainer shares; otherwise a tiny one on the CPU.
+--shape: a model of such shapes with random weights, on the last GPU, and the trainer on the first one; otherwise a tiny
+one on the CPU.
 --before: a folder with an older rolloutmq package, which is measured in the same run, in a process of its own.
 With "auto" the samples of one case are rebuilt by an own forward pass afterwards, each token on the cache it had.
 """
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -99,8 +100,12 @@ class Side:
 
     @contextmanager
     def worker(self, command: list[str]) -> Iterator[None]:
+        environment = dict(os.environ)
+        if self.trainer.in_place:
+            every = [str(number) for number in range(torch.cuda.device_count())]
+            environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(every)).split(",")[-1]
         with tempfile.TemporaryFile("w+") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log)
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
             try:
                 with BlockingRolloutClient(self.url) as client:
                     while not any(worker.state == "serving" for worker in client.workers()):
@@ -187,7 +192,9 @@ class Side:
         }
 
 
-def measure_load(side: Side, none: Load, intervals: list[float], *, older: bool) -> Iterator[dict[str, Any]]:
+def measure_load(
+    side: Side, none: Load, intervals: list[float], modes: Sequence[str], *, older: bool
+) -> Iterator[dict[str, Any]]:
     """Each mode at each interval. Before and after an interval it is measured without updates."""
     # Warms up: the first time of a load is slower. The second one says how long a wave of samples takes.
     first = math.ceil(CASE_S / side.measure(none, 1)["seconds"])
@@ -200,7 +207,6 @@ def measure_load(side: Side, none: Load, intervals: list[float], *, older: bool)
 
     before = measured(none)
     for every_s in intervals:
-        modes = ("resume",) if older else MODES
         cases = [measured(replace(none, mode=mode, every_s=every_s)) for mode in modes]
         after = measured(none)
         still = (before["tokens_per_s"] + after["tokens_per_s"]) / 2
@@ -223,7 +229,7 @@ def run_side(args: argparse.Namespace, model: Path) -> Iterator[list[dict[str, A
                 if args.side and context != BEFORE:
                     continue
                 none, intervals = Load(context, running, args.new_tokens), [*map(float, args.every.split(","))]
-                found += measure_load(side, none, intervals, older=args.side)
+                found += measure_load(side, none, intervals, args.modes.split(","), older=args.side)
                 yield found
         if side.kept:
             yield [*found, {"rebuilt": side.rebuilt()}]
@@ -247,6 +253,7 @@ def main() -> None:
         help="tokens of the prompts, and samples at once",
     )
     parser.add_argument("--every", default="0.25,1,5", help="seconds between versions")
+    parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--shape", default="", help="as of `rolloutmq bench sync`; needs a GPU")
     parser.add_argument(
@@ -277,6 +284,8 @@ def main() -> None:
         args.loads,
         "--every",
         args.every,
+        "--modes",
+        "resume",
         "--worker",
         args.worker,
     ]

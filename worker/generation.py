@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any
 
 from ..messages.errors import EngineDead, EngineError, RequestRefused
-from .engine import Engine, EngineOutput, EngineRequest, TaskRequest
+from .engine import Engine, EngineRequest, TaskRequest
 from .in_flight import InFlight
 from .jobs import Leg, Run, SampleRun
 from .slots import Slots
@@ -119,8 +119,6 @@ class Generation:
                 self.in_flight.remove(request.request_id)
             if leg.spoiled:
                 raise EngineDead("weights that are no version were under it")
-            if leg.keeps is not None and isinstance(output, EngineOutput):
-                output = output.first(leg.keeps)
             self._take_in(sample, leg, output, seconds, beside)
         except EngineDead:
             self.died_with.append(sample)

@@ -84,19 +84,14 @@ class InFlight:
         """The weights are `version` now; the caller tells Generation too. Raises RuntimeError outside `switching`.
 
         counts: by request id, how many tokens the older weights sampled, for every request in the engine at the switch.
-        A leg that is not among them had ended before: the older weights sampled all of it. anew: of these legs only the
-        older weights' tokens are kept. They are stopped, and what they lack is computed anew.
+        A leg that is not among them had ended before: the older weights sampled all of it. anew: the legs of which the
+        engine has no cache at the moment. The newer weights will compute it.
         """
         if self.outputs.is_open:
             raise RuntimeError("weights can only be switched inside `switching`")
         for leg in self._legs():
-            if (count := counts.get(leg.request_id)) is None or leg.keeps is not None:
-                continue
-            if leg.request_id in anew:
-                leg.keeps = count
-                self._engine.abort(leg.request_id)
-            else:
-                leg.switch(version, count)
+            if (count := counts.get(leg.request_id)) is not None:
+                leg.switch(version, count, anew=leg.request_id in anew)
 
     def spoiled(self) -> None:
         """What runs may have tokens that no version sampled: it is thrown away, as if the engine had died with it."""

@@ -146,8 +146,7 @@ class TransferReport:
     intact: whether the engine's weights are a whole version: the old one, or after "done" the new one. An engine that
         is not intact must not serve.
     switched: request id -> number of tokens that the old weights sampled, after an update under running requests.
-    anew: those of them whose caches are neither the old weights' nor computed anew; what they sample behind these
-        tokens is not to be used.
+    anew: those of them of which the engine had no cache then, because they waited: the new weights compute it.
     readback: whether the engine's parameters were compared with the trainer's digests after the load.
     way: how the version came. holder: "host:port" where this engine offers it to others, "" if it does not.
     """

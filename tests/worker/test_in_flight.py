@@ -38,7 +38,7 @@ def test_segments_of_a_leg(switches: list[tuple[int, int]], count: int, expected
     for version, at in switches:
         leg.switch(version, at)
     assert leg.segments(count) == [Segment(*pair) for pair in expected]
-    assert leg.in_place(count) == sorted({at for _, at in switches if 0 < at < count})
+    assert leg.in_place(count) == sorted({at for _, at in switches if at < count})
 
 
 async def test_legs_that_end_during_a_switch_wait_and_are_told_apart() -> None:
@@ -79,25 +79,20 @@ async def test_two_switches_in_one_leg_and_the_next_leg_is_new() -> None:
     assert (sample.legs, sample.in_place) == ([12], [4, 9])
 
 
-async def test_who_begins_anew_keeps_what_the_older_weights_sampled_and_nothing_else() -> None:
+async def test_of_which_there_was_no_cache_is_not_in_place() -> None:
     bench = Bench()
-    (prompt, retracted, other), ids = await bench.run(3)
+    (waiting, retracted, reading), ids = await bench.run(3)
     async with bench.generation.in_flight.switching():
-        bench.switched(2, {ids[0]: 0, ids[1]: 3, ids[2]: 4}, anew=ids[:2])
-    assert bench.engine.aborted == ids[:2]
+        bench.switched(2, {ids[0]: 0, ids[1]: 3, ids[2]: 0}, anew=ids[:2])
     async with bench.generation.in_flight.switching():
-        bench.switched(3, {ids[0]: 1, ids[1]: 5, ids[2]: 6})
-    bench.engine.end(ids[0], 2, "abort")
-    bench.engine.end(ids[1], 9)  # it came to its end before the abort
-    await eventually(lambda: len(bench.engine.requests) == 5)
-    for request in bench.engine.requests[3:]:
-        assert request.cache_key == "3"
-        bench.engine.end(request.request_id, request.max_new_tokens)
-    bench.engine.end(ids[2], 8)
+        bench.switched(3, {ids[0]: 4, ids[1]: 5, ids[2]: 6})
+    for request_id in ids:
+        bench.engine.end(request_id, 9)
     await eventually(lambda: len(bench.finished) == 3)
-    assert (prompt.segments, prompt.legs, prompt.in_place) == ([Segment(3, 100)], [], [])
-    assert (retracted.segments, retracted.legs, retracted.in_place) == ([Segment(1, 3), Segment(3, 97)], [3], [])
-    assert (other.segments, other.in_place) == ([Segment(1, 4), Segment(2, 2), Segment(3, 2)], [4, 6])
+    assert (waiting.segments, waiting.legs, waiting.in_place) == ([Segment(2, 4), Segment(3, 5)], [], [4])
+    assert retracted.segments == [Segment(1, 3), Segment(2, 2), Segment(3, 4)]
+    assert (retracted.legs, retracted.in_place) == ([3], [5])
+    assert (reading.segments, reading.in_place) == ([Segment(2, 6), Segment(3, 3)], [0, 6])
 
 
 async def test_the_gate_is_shut_during_a_switch_and_what_waited_starts_under_the_new_version() -> None:

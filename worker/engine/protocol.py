@@ -104,18 +104,6 @@ class EngineOutput:
     token_arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
-    def first(self, count: int) -> EngineOutput:
-        """As if it had been aborted at its first `count` tokens. Without any, nothing is said of its prompt either."""
-        rows = {name: rows[:count] for name, rows in self.token_arrays.items()}
-        return EngineOutput(
-            self.token_ids[:count],
-            self.logprobs[:count],
-            "abort",
-            cached_tokens=self.cached_tokens,
-            token_arrays=rows,
-            arrays=self.arrays if count else {},
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -240,7 +228,7 @@ class Engine(Protocol):
         """Run the second half: load and verify what was prepared. Unless order.mode is "in_place", no request may run.
 
         In place, `report.switched` has, for every request that was running, the number of tokens that the old weights
-        sampled, and `report.anew` those that should begin anew behind them.
+        sampled, and `report.anew` those of which there was no cache at the moment.
         """
         ...
 

@@ -23,28 +23,33 @@ class Leg:
     """A request from when it is made until its output is taken in.
 
     version: of the weights it began under. switching: weights are being switched right now, and nobody can say yet
-    which version sampled its newest tokens. spoiled: nobody ever will; what it generated must not be used. keeps: so
-    many of its tokens are used, and what comes behind them is computed anew; None for all.
+    which version sampled its newest tokens. spoiled: nobody ever will; what it generated must not be used.
     """
 
     request_id: str
     version: int
     switching: bool = False
     spoiled: bool = False
-    keeps: int | None = None
     _switches: list[Segment] = field(default_factory=list)  # what was sampled up to each switch
+    _anew: dict[int, bool] = field(
+        default_factory=dict
+    )  # token -> whether its cache was computed at the last switch there
 
-    def switch(self, version: int, count: int) -> None:
-        """Tokens from number `count` of this leg on are sampled by `version`; the earlier ones keep theirs."""
-        count = max(0, count)
+    def switch(self, version: int, count: int, *, anew: bool = False) -> None:
+        """Tokens from number `count` of this leg on are sampled by `version`; the earlier ones keep theirs.
+
+        anew: `version` computes the whole cache that it samples them on.
+        """
         before = sum(segment.tokens for segment in self._switches)
-        self._switches.append(Segment(self.version, max(0, count - before)))
+        count = max(0, count, before)
+        self._switches.append(Segment(self.version, count - before))
+        self._anew[count] = anew
         self.version = version
 
     @property
     def crossed(self) -> bool:
         """Whether the weights were switched while its request was in the engine."""
-        return bool(self._switches) or self.keeps is not None
+        return bool(self._switches)
 
     def segments(self, count: int) -> list[Segment]:
         """The versions of the leg's first `count` tokens. Switches beyond them do not appear: they came too late."""
@@ -58,12 +63,12 @@ class Leg:
         return found
 
     def in_place(self, count: int) -> list[int]:
-        """The first token after each switch, ascending, among the leg's first `count`.
+        """The first token after each switch, ascending, among the leg's first `count`, but those in `computed`."""
+        return sorted(token for token, anew in self._anew.items() if token < count and not anew)
 
-        Not the leg's own first one: the newer weights have read all that is before it.
-        """
-        ends = np.cumsum([tokens for _, tokens in self._switches], dtype=int)
-        return sorted({int(end) for end in ends if 0 < end < count})
+    def computed(self, count: int) -> list[int]:
+        """The tokens among the leg's first `count` before which newer weights have computed the whole cache anew."""
+        return sorted(token for token, anew in self._anew.items() if 0 < token < count and anew)
 
 
 @dataclass(frozen=True, slots=True)

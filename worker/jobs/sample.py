@@ -173,7 +173,8 @@ class SampleRun(JobRun[GenerateJob]):
     def _lineage(self, leg: Leg, count: int) -> tuple[list[int], list[int]]:
         """`legs` and `in_place` with the first `count` tokens of a leg behind what is done."""
         start = len(self.done)
-        return [*self.legs, start] if start else self.legs, [*self.in_place, *(start + n for n in leg.in_place(count))]
+        legs = [*self.legs, *[start] * bool(start), *(start + n for n in leg.computed(count))]
+        return legs, [*self.in_place, *(start + n for n in leg.in_place(count))]
 
     def unsaved(self, progress: Callable[[str, int], Progress | None] | None = None) -> Piece | None:
         """The next piece to save: tokens that the pool does not have yet.
@@ -187,7 +188,7 @@ class SampleRun(JobRun[GenerateJob]):
         made_at = time.monotonic()
         unsaved, segments, adapter_segments = self.done.cut(self._saved), self.segments, self.adapter_segments
         leg, legs, in_place = self.leg, self.legs, self.in_place
-        if progress is not None and leg is not None and leg.keeps is None and not (leg.switching or leg.spoiled):
+        if progress is not None and leg is not None and not (leg.switching or leg.spoiled):
             start = max(0, self._saved - len(self.done))
             if (more := progress(leg.request_id, start)) is not None and len(more.token_ids):
                 unsaved = unsaved.then(Generated(more.token_ids, more.logprobs, more.token_arrays))

@@ -66,6 +66,12 @@ class Manager(TokenizerManager):  # type: ignore[misc]
             logger.exception("receiving from the SGLang scheduler failed")
             self.on_lost(f"receiving from the scheduler failed: {error!r}")
 
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """Abort a request, or all. SGLang itself says it once, which may miss one whose prompt is just being read."""
+        if (state := self.rid_to_state.get(rid)) is not None:
+            state.abort_sent = False
+        super().abort_request(rid, abort_all)
+
     def add_logprob_to_meta_info(self, meta_info: dict[str, Any], state: Any, *_args: Any, **_kwargs: Any) -> None:
         """Return the sampled tokens' log-probabilities as the list that SGLang has.
 

@@ -29,7 +29,6 @@ class ManualEngine:
         self.ends: dict[str, asyncio.Future[EngineOutput]] = {}
         self.made: dict[str, int] = {}
         self.looks = 0
-        self.aborted: list[str] = []
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         self.requests.append(request)
@@ -47,9 +46,6 @@ class ManualEngine:
 
     def end(self, request_id: str, count: int, reason: str = "length") -> None:
         self.ends[request_id].set_result(EngineOutput(*tokens(count), reason))  # type: ignore[arg-type]
-
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
 
     def abort_all(self) -> None:
         for request_id, end in self.ends.items():

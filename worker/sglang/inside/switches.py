@@ -15,8 +15,8 @@ weights version there). Seen in 0.5.17 and 0.5.23:
 - A request that was retracted has lost its KV and is prefilled as a new one, all under the new weights. With its old
   key it could find prefixes of the old ones again, so it gets the new key too. Its tokens stay.
 
-A result says of each token whether its cache was computed anew or goes on across a switch. Two kinds of requests fit
-neither: one whose prompt both weights have read, and one that was retracted. They are reported to be begun anew.
+A result says of each token whether its cache was computed anew or goes on across a switch. So those that hold no KV are
+reported too.
 """
 
 from __future__ import annotations
@@ -49,21 +49,16 @@ OnCounts = Callable[[dict[str, int], list[str]], None]
 class _Report:
     """The report on one switch. It is sent when `left` more batches have been processed.
 
-    held: ids of the requests that held KV at the switch. ended: of those that had ended.
+    anew: ids of the requests that held no KV at the switch.
     """
 
     left: int
     requests: list[Any]
-    held: set[str]
-    ended: set[str]
+    anew: list[str]
     tell: OnCounts
 
     def send(self) -> None:
-        counts = {request.rid: len(request.output_ids) for request in self.requests}
-        self.tell(
-            counts,
-            [rid for rid, count in counts.items() if (rid in self.held) != bool(count) and rid not in self.ended],
-        )
+        self.tell({request.rid: len(request.output_ids) for request in self.requests}, self.anew)
 
 
 @dataclass(slots=True)
@@ -120,9 +115,9 @@ def switch(scheduler: Any, new_key: str, on_counts: OnCounts) -> None:
     loader waits for the device, because with overlap scheduling the newest batch may still run.
 
     on_counts({request id: tokens}, anew): number of output tokens that the old weights sampled, for every request that
-    had not ended before, and the ids of those that should begin anew behind them. It is called once, on the main
-    thread, in this call or (with overlap scheduling) one batch later. It must not raise and should not block. A request
-    may have ended meanwhile with fewer tokens than reported.
+    had not ended before, and the ids of those of which there is no KV. It is called once, on the main thread, in this
+    call or (with overlap scheduling) one batch later. It must not raise and should not block. A request may have ended
+    meanwhile with fewer tokens than reported.
     """
     switches: Switches = scheduler.rolloutmq_switches
     switches.retired |= switches.seen - {new_key}
@@ -131,9 +126,7 @@ def switch(scheduler: Any, new_key: str, on_counts: OnCounts) -> None:
         switches.admit(request)
     pending = len(getattr(scheduler, "result_queue", ()))
     requests = list({request.rid: request for request in _live(scheduler)}.values())
-    held = {request.rid for request in requests if _holds_kv(request)}
-    ended = {request.rid for request in requests if request.finished()}
-    report = _Report(pending, requests, held, ended, on_counts)
+    report = _Report(pending, requests, [one.rid for one in requests if not _holds_kv(one)], on_counts)
     if pending:
         switches.reports.append(report)
     else:

@@ -14,15 +14,12 @@ from rolloutmq.worker.sglang.inside.scheduler import current, install
 from rolloutmq.worker.sglang.inside.switches import check, switch
 
 
-def request(
-    rid: str, key: str | None = "1", tokens: int = 0, lora: str | None = None, *, kv: Any = None, ended: bool = False
-) -> Any:
+def request(rid: str, key: str | None = "1", tokens: int = 0, lora: str | None = None, kv: Any = None) -> Any:
     """kv: None, or an object, in 0.5.17; in newer releases always an object, which knows."""
     key = (key or "") + lora if lora else key
     params = SimpleNamespace(custom_params=None)
     return SimpleNamespace(
         rid=rid, extra_key=key, lora_id=lora, output_ids=list(range(tokens)), kv=kv, sampling_params=params,
-        finished=lambda: ended,
     )  # fmt: skip
 
 
@@ -113,13 +110,12 @@ def test_counts_of_every_request_at_once_when_no_result_is_out() -> None:
     assert len(told) == 1
 
 
-def test_whose_cache_no_record_could_describe_begins_anew() -> None:
+def test_of_whom_there_is_no_cache() -> None:
     kv, gone = SimpleNamespace(holds_kv=True), SimpleNamespace(holds_kv=False)
     scheduler = make()
     running, retracted, fresh = request("a", tokens=5, kv=kv), request("b", tokens=3, kv=gone), request("c")
-    ended = request("d", tokens=9, kv=gone, ended=True)
     first, chunked = request("e", kv=kv), request("f", kv=kv)
-    scheduler.running_batch.reqs = [running, ended]
+    scheduler.running_batch.reqs = [running]
     scheduler._add_request_to_queue(retracted)
     scheduler._add_request_to_queue(fresh)
     scheduler.chunked_req = chunked
@@ -127,7 +123,7 @@ def test_whose_cache_no_record_could_describe_begins_anew() -> None:
     told: list[str] = []
     switch(scheduler, "2", lambda counts, anew: told.extend(anew))
     scheduler.process_batch_result(*scheduler.result_queue.pop(0))
-    assert sorted(told) == ["b", "f"]
+    assert sorted(told) == ["b", "c"]
 
 
 def test_who_waits_for_a_grammar_is_counted_and_gets_the_new_key() -> None:
