@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
+import numpy as np
+
 from ...messages.model import GenerateJob, RolloutResult
 from ..calls import Delta
 from ..openai import GrowingText, version_spans
@@ -144,7 +146,7 @@ def _hidden(sample: RolloutResult | None) -> Any:
 
 def _experts(sample: RolloutResult | None) -> Any:
     experts = sample.token_arrays.get("routed_experts") if sample is not None else None
-    return experts.reshape(-1) if experts is not None else None
+    return experts.reshape(-1).astype(np.int32) if experts is not None else None
 
 
 class StreamedSample:

@@ -27,17 +27,26 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Shapes of a model's arrays. dtype: of its hidden states, by torch's name. layers, experts: 0 without experts."""
+    """Shapes of a model's arrays. dtype: of its hidden states, by torch's name.
+
+    layers, experts: layers, and experts of a token in each; 0 without experts. among: experts of a layer; 0 if unknown.
+    """
 
     hidden: int = 0
     dtype: str = "float32"
     layers: int = 0
     experts: int = 0
+    among: int = 0
 
     @property
     def state_dtype(self) -> np.dtype[Any]:
         """The dtype in which hidden states travel. bfloat16 travels as its bits, in uint16."""
         return np.dtype({"bfloat16": "uint16", "float16": "float16"}.get(self.dtype, "float32"))
+
+    @property
+    def expert_dtype(self) -> np.dtype[Any]:
+        """The smallest dtype that has the number of every expert."""
+        return np.min_scalar_type(self.among - 1) if self.among else np.dtype(np.int32)
 
 
 # --- SGLang's records -------------------------------------------------------------------------------------------------
@@ -159,7 +168,9 @@ def check_sizes(request: EngineRequest, shapes: Shapes) -> None:
     if wanted.hidden_states == "all":
         sizes.append(("hidden_states", most, shapes.hidden * shapes.state_dtype.itemsize))
     if wanted.routed_experts:
-        sizes.append(("routed_experts", max(most, prompt), 4 * shapes.layers * shapes.experts))
+        sizes.append(
+            ("routed_experts", max(most, prompt), shapes.expert_dtype.itemsize * shapes.layers * shapes.experts)
+        )
     for name, rows, width in sizes:
         if rows * width > MAX_ARRAY_BYTES:
             raise RequestRefused(
@@ -235,6 +246,8 @@ def _expert_arrays(
         raise EngineError(f"SGLang told no routed experts of {count} tokens")
     data = base64.b64decode(found) if isinstance(found, str) else np.asarray(found, np.int32).tobytes()
     table = np.frombuffer(data, "<i4").reshape(-1, shapes.layers, shapes.experts).astype(np.int32)
+    if table.min(initial=0) >= 0 and table.max(initial=0) <= np.iinfo(shapes.expert_dtype).max:
+        table = table.astype(shapes.expert_dtype)
     before = request.token_ids.size - 1 if request.wanted.prompt else 0
     if len(table) < before + count:
         raise EngineError(f"SGLang told the experts of {len(table)} tokens, of {before + count} at least")
