@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....messages.errors import EngineError, RequestRefused
-from ....messages.model import MAX_ARRAY_BYTES
+from ....messages.model import too_large
 from ...engine import NOTHING_MORE, EngineOutput, EngineRequest, FinishReason, MatchedStop, Progress
 from ..wire import STOP_TEXT, STOP_TOKENS
 
@@ -159,23 +159,17 @@ def _what_ended(reason: dict[str, Any]) -> tuple[MatchedStop | None, int, str]:
 
 
 def check_sizes(request: EngineRequest, shapes: Shapes) -> None:
-    """Raise RequestRefused if an array could be larger than a result may carry."""
+    """Raise RequestRefused if the arrays could be larger than a result may carry."""
     wanted, most = request.wanted, request.sampling.max_new_tokens
     prompt = request.token_ids.size - request.generated
-    logprobs = wanted.logprobs
-    widths = {"logprobs.top": 4 * logprobs.top, "logprobs.token_ids": 4 * len(logprobs.token_ids)}
-    sizes = [(name, rows, width) for name, width in widths.items() for rows in (most, prompt * logprobs.prompt)]
+    sizes = wanted.logprobs.sizes(most, prompt)
     if wanted.hidden_states == "all":
-        sizes.append(("hidden_states", most, shapes.hidden * shapes.state_dtype.itemsize))
+        sizes.append(("hidden_states", shapes.hidden * shapes.state_dtype.itemsize, most))
     if wanted.routed_experts:
-        sizes.append(
-            ("routed_experts", max(most, prompt), shapes.expert_dtype.itemsize * shapes.layers * shapes.experts)
-        )
-    for name, rows, width in sizes:
-        if rows * width > MAX_ARRAY_BYTES:
-            raise RequestRefused(
-                f"{name}: {width} bytes for each of up to {rows} tokens; an array may have {MAX_ARRAY_BYTES} bytes"
-            )
+        width = shapes.layers * shapes.experts * shapes.expert_dtype.itemsize
+        sizes.append(("routed_experts", width, most + prompt))
+    if refused := too_large(sizes):
+        raise RequestRefused(refused)
 
 
 def _token_rows(request: EngineRequest, state: Any, start: int, end: int) -> dict[str, Array]:

@@ -84,9 +84,19 @@ def test_a_number_that_no_expert_should_have_does_not_become_that_of_another(str
 def test_the_experts_of_64k_tokens_fit_where_a_number_is_one_byte() -> None:
     sampling, wanted = SamplingParams(max_new_tokens=1 << 16), Wanted(routed_experts=True)
     request = EngineRequest("r", np.arange(4, dtype=np.int32), sampling, 1 << 16, "0", wanted=wanted)
-    check_sizes(request, Shapes(layers=32, experts=8, among=128))
-    with pytest.raises(RequestRefused, match="routed_experts: 1024 bytes for each of up to 65536 tokens"):
-        check_sizes(request, Shapes(layers=32, experts=8))
+    check_sizes(request, Shapes(layers=48, experts=8, among=128))
+    with pytest.raises(RequestRefused, match="routed_experts: 1536 bytes for each of up to 65540 tokens"):
+        check_sizes(request, Shapes(layers=48, experts=8))
+
+
+def test_what_does_not_fit_together_is_refused_before_anything_is_generated() -> None:
+    sampling, wanted = SamplingParams(max_new_tokens=5000), Wanted(routed_experts=True, hidden_states="all")
+    request = EngineRequest("r", np.arange(4, dtype=np.int32), sampling, 5000, "0", wanted=wanted)
+    shapes = Shapes(hidden=4096, dtype="bfloat16", layers=48, experts=8, among=128)
+    check_sizes(request, shapes)
+    request = replace(request, sampling=SamplingParams(max_new_tokens=6000))
+    with pytest.raises(RequestRefused, match="hidden_states: 8192 bytes for each of up to 6000 tokens, routed_experts"):
+        check_sizes(request, shapes)
 
 
 def test_a_token_that_had_no_distribution_fails_the_job() -> None:
