@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from .errors import InvalidField, MalformedMessage, UnsupportedVersion
 from .model import (
+    MAX_ARRAY_BYTES,
     MAX_TEXT,
     Command,
     CommandReply,
@@ -58,7 +59,7 @@ MINOR = 1
 HEADER = 3
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_STR = MAX_TEXT
-MAX_BIN = 16 << 20
+MAX_BIN = MAX_ARRAY_BYTES
 MAX_ITEMS = 1 << 17
 MAX_KEYS = 1 << 14
 MAX_ELEMENTS = 1 << 21

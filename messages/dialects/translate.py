@@ -77,8 +77,12 @@ def sampling_from(params: Mapping[str, Any], dialect: Dialect = "auto") -> Trans
 
 @dataclass(slots=True)
 class Collected:
-    """The names read so far. fields: field -> its value and the name that set it. errors: name -> error."""
+    """The names read so far. fields: field -> its value and the name that set it. errors: name -> error.
 
+    section: what the fields begin with in fates.
+    """
+
+    section: str = ""
     fields: dict[str, tuple[Any, str]] = field(default_factory=dict)
     fates: list[Fate] = field(default_factory=list)
     errors: dict[str, InvalidField] = field(default_factory=dict)
@@ -118,7 +122,8 @@ class Collected:
                 raise InvalidField(key, value, f"{source} says {path}={other!r} already: one of them, or both alike")
         for path, item in told.items():
             self.fields.setdefault(path, (item, key))
-        return Fate(key, value, "became" if told else "ignored", _shown(told) or "says nothing: it is the default")
+        what = _shown(told, self.section) or "says nothing: it is the default"
+        return Fate(key, value, "became" if told else "ignored", what)
 
     def settle(self) -> None:
         """Finish after the last name: greedy sampling, one count of most likely tokens, values in range."""
@@ -189,14 +194,14 @@ class Collected:
         return said
 
 
-def collect(params: Mapping[str, Any], dialect: Dialect = "auto", prefix: str = "") -> Collected:
-    """Read all names, errors too. prefix: what their keys begin with in fates and errors."""
+def collect(params: Mapping[str, Any], dialect: Dialect = "auto", prefix: str = "", section: str = "") -> Collected:
+    """Read all names, errors too. Keys begin with `prefix` in fates and errors, fields with `section` in fates."""
     if dialect not in DIALECTS:
         raise InvalidField("dialect", dialect, f"one of {', '.join(DIALECTS)}{nearest(str(dialect), DIALECTS)}")
     if not isinstance(params, Mapping):
         raise InvalidField(prefix.rstrip(".") or "params", params, "a mapping of sampling parameters")
     rules = RULES | READ_BY.get(_dialect_of(params) if dialect == "auto" else dialect, {})
-    found = Collected()
+    found = Collected(section)
     for key, name, value in _names(params, prefix):
         found.take(key, value, rules.get(name), name)
     found.settle()
@@ -218,11 +223,11 @@ def _dialect_of(params: Mapping[str, Any]) -> Dialect:
     return next((dialect for dialect, signs in SIGNS.items() if signs & names), "auto")
 
 
-def _shown(told: Mapping[str, Any]) -> str:
+def _shown(told: Mapping[str, Any], section: str) -> str:
     plain = {
         "greedy": ("sampling.temperature", 0),
         "prompt_top": ("logprobs.top", told.get("prompt_top")),
         **{path: ("logit_processors", processor) for path, processor in PROCESSORS.items()},
     }
     pairs = (plain.get(path, (path, item)) for path, item in told.items())
-    return ", ".join(f"{path}={item!r}" for path, item in pairs)
+    return ", ".join(f"{section}{path}={item!r}" for path, item in pairs)

@@ -1,6 +1,6 @@
 """The messages: what travels between trainers, workers and operators, as checked pydantic models."""
 
-from .base import MAX_ARRAY_BYTES, MAX_TOKENS, Float, Int, Message, Metadata, TokenIds, as_invalid_field
+from .base import MAX_ARRAY_BYTES, MAX_TOKENS, Float, Int, Message, Metadata, TokenIds, as_invalid_field, too_large
 from .chat import MAX_CALLS, MAX_TEXT, MAX_TOOL_NAME, ChatMessage, MediaKind
 from .command_params import (
     ACTIONS,
@@ -141,6 +141,7 @@ __all__ = [
     "cut_segments",
     "join_segments",
     "mime_of",
+    "too_large",
     "why_invalid",
     "why_unsendable",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -215,7 +215,8 @@ def as_invalid_field(error: ValidationError) -> InvalidField:
 ARRAY_DTYPES = ("float32", "float16", "int32", "uint8", "uint16")
 """The dtypes that a message can hold. numpy has no bfloat16, so uint16 holds its bits."""
 MAX_AXES = 4
-MAX_ARRAY_BYTES = 16 << 20
+MAX_ARRAY_BYTES = 48 << 20
+"""Most bytes of an array, and of all arrays of a result together. The rest of its frame holds ids and text."""
 
 
 def _read_array(value: Any) -> npt.NDArray[Any]:
@@ -248,9 +249,18 @@ def _packed_array(value: npt.NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]
 Packed = Annotated[
     SkipValidation[npt.NDArray[Any]], BeforeValidator(_read_array), PlainSerializer(_packed_array, return_type=tuple)
 ]
-"""An array of up to four axes and 16 MiB. On the wire it is (dtype, shape, little-endian bytes in row order)."""
+"""An array of up to four axes and 48 MiB. On the wire it is (dtype, shape, little-endian bytes in row order)."""
 Arrays = Annotated[dict[Annotated[str, Field(min_length=1, max_length=64)], Packed], Field(max_length=16)]
 """Named arrays."""
+
+
+def too_large(sizes: Iterable[tuple[str, int, int]]) -> str:
+    """What to say about arrays that do not fit into a result, "" if they do. sizes: (what, bytes of a row, rows)."""
+    sizes = [size for size in sizes if size[1]]
+    if sum(width * rows for _, width, rows in sizes) <= MAX_ARRAY_BYTES:
+        return ""
+    told = ", ".join(f"{name}: {width} bytes for each of up to {rows} tokens" for name, width, rows in sizes)
+    return f"{told}; the arrays of a result may have {MAX_ARRAY_BYTES} bytes"
 
 
 def exactly_one(message: Message, *names: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from .base import MAX_METADATA_ITEMS, Float, Int, Items, Metadata, Name, Submitted, TokenIds, exactly_one
+from .base import MAX_METADATA_ITEMS, Float, Int, Items, Metadata, Name, Submitted, TokenIds, exactly_one, too_large
 from .chat import MAX_TEXT, ChatMessage
 from .media import MAX_MEDIA, Medium, check_media
 from .sampling import GRAMMARS, LogitProcessor, LogprobOptions, SamplingParams
@@ -156,6 +156,9 @@ class GenerateJob(Submitted):
             check_media(self.media, self.messages)
         if self.min_adapter_version and self.lora is None:
             raise ValueError(f"min_adapter_version={self.min_adapter_version}: only together with lora")
+        prompt = 0 if self.token_ids is None else self.token_ids.size
+        if refused := too_large(self.logprobs.sizes(self.sampling.max_new_tokens, prompt)):
+            raise ValueError(refused)
         return self
 
     @property

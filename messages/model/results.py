@@ -103,11 +103,11 @@ class RolloutResult(_Tokens):
     token_arrays: optional data for each generated token, one row per token:
         "top_ids" (t, N) int32 and "top_logprobs" (t, N) float32; "id_logprobs" (t, ids) float32 in the order of
         logprobs.token_ids; "hidden_states" (t, h) in the model's dtype (bfloat16 as its bits in uint16), from the
-        forward pass that sampled the token; "routed_experts" (t, layers, k) int32 from the same pass, so row 0 is the
-        routing of the prompt's last token.
+        forward pass that sampled the token; "routed_experts" (t, layers, k) from the same pass, so row 0 is the
+        routing of the prompt's last token: uint8 for up to 256 experts, uint16 for more, int32 from older workers.
     arrays: optional data for the whole sample: "prompt_logprobs" (p,) float32, where the first one is NaN and bias,
         penalties and processors have no effect; "prompt_top_ids", "prompt_top_logprobs" and "prompt_id_logprobs" as
-        above; "last_hidden_state" (h,); "prompt_routed_experts" (p, layers, k) int32.
+        above; "last_hidden_state" (h,); "prompt_routed_experts" (p, layers, k).
     segments: versions and token counts in order. The counts add up to t, and versions never decrease.
     adapter: name of the LoRA adapter that sampled the tokens, None for the model alone.
     adapter_version: the adapter's version when the sample ended.

@@ -157,6 +157,11 @@ class LogprobOptions(Record):
     token_ids: Items[TokenId] = Field(default=(), max_length=1024)
     kind: Literal["raw", "scaled"] = "raw"
 
+    def sizes(self, generated: int, prompt: int) -> list[tuple[str, int, int]]:
+        """(option, bytes for each token, tokens) of the arrays of a sample and its prompt, both counted in tokens."""
+        rows = generated + (prompt if self.prompt else 0)
+        return [("logprobs.top", 8 * self.top, rows), ("logprobs.token_ids", 4 * len(self.token_ids), rows)]
+
 
 class LogitProcessor(Record):
     """A logit processor by the name under which the worker has it. Code never travels."""

@@ -122,6 +122,7 @@ TRAINERS: Mapping[str, Rule] = {
     "max_num_seqs": MAX_RUNNING,
 }
 """vLLM's arguments for which SkyRL and VERL have settings of their own."""
+SLEEPS = when(True, {"engine.memory_saver": "on"})
 LORA_SWITCH = Rule(why="LoRA is on where engine.max_lora_rank is set")
 PARTS = Rule(why="which parts of a model are loaded is SGLang's choice")
 NO_TOKENIZER = Rule(why="ids go in and out of the engine; text is the worker's edge")
@@ -131,7 +132,7 @@ _COMMON: Mapping[str, Rule] = {
     "data_parallel_size": DP,
     "expert_parallel_size": EP,
     "dtype": DTYPE,
-    "served_model_name": Rule(why="the gateway says by which names models are known"),
+    "served_model_name": Rule(why="names of models are for HTTP, where no worker listens"),
     "max_lora_rank": engine("max_lora_rank"),
     "load_format": LOAD_FORMAT,
 }
@@ -171,7 +172,7 @@ VLLM: Mapping[str, Rule] = {
     "max_loras": Rule(lambda value: {"engine.max_loras_per_batch": value + 1}, "the model alone counts as one"),
     "hf_overrides": Rule(_overrides),
     "enable_lora": LORA_SWITCH,
-    "enable_sleep_mode": Rule(why="an engine sleeps when it is told to"),
+    "enable_sleep_mode": SLEEPS,
     "disable_log_stats": Rule(why="the pool counts for itself"),
     **dict.fromkeys(("disable_log_requests", "enable_log_requests"), Rule(why="requests are not logged")),
     **dict.fromkeys(("compilation_config", "gdn_prefill_backend"), Rule(why="which graphs and kernels vLLM makes")),

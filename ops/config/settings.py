@@ -19,7 +19,7 @@ from ...messages.nearest import nearest
 from ...messages.redis import DEFAULT_URL, parse_shards, redacted
 from ...sync.transfer import SyncSettings
 from ...worker.config import WorkerConfig
-from ...worker.sglang import OWNED_ARGUMENTS, SGLangConfig, check_parallelism
+from ...worker.sglang import OWNED_ARGUMENTS, SGLangConfig, check_extra, check_parallelism
 
 Model = TypeVar("Model", bound=BaseModel)
 SECTIONS = ("worker", "engine", "job", "eval", "publisher")
@@ -76,11 +76,15 @@ class Settings:
         if "max_running" not in given:
             given["max_running"] = self.worker().max_running
         self.check_parallelism()
-        self._check_said_once(given.get("extra", {}))
+        self._check_extra(given.get("extra", {}))
         return self._model(SGLangConfig, "engine", given)
 
-    def _check_said_once(self, extra: Mapping[str, Any]) -> None:
-        """Raises InvalidField if an SGLang argument and the setting for it are both given: the argument would win."""
+    def _check_extra(self, extra: Mapping[str, Any]) -> None:
+        """Raises as `check_extra` does; InvalidField, too, if an argument and its setting are given: it would win."""
+        try:
+            check_extra(extra)
+        except InvalidField as error:
+            raise self._with_source(error, "engine") from None
         for name, value in extra.items():
             setting = self.said.get(f"engine.{SETTING_OF.get(name, name)}")
             if setting is not None and f"engine.extra.{name}" in self.said:

@@ -19,7 +19,8 @@ from .translate import Arguments, Sampling, Table, Whole
 _EPISODES = Rule(why="how episodes are played and trained on is the trainer's")
 _PROMPTS = Rule(why="how long prompts get is the trainer's; the engine's limit is engine.context_length")
 _CLUSTER = Rule(why="workers are started by you, and find the pool on Redis")
-_GATEWAY = Rule(why="HTTP is the gateway's")
+_HTTP = Rule(why="for HTTP, where no worker listens")
+_NO_HTTP = "false: nothing of the pool listens on HTTP; SkyRLEngine.chat_completion and .completion take such bodies"
 _SGLANG = Rule(why="engines are SGLang")
 _VLLM = Rule(why="about vLLM's processes")
 _RENDERED = Whole(Rule(why="SkyRL's generator renders conversations itself, and sends ids"))
@@ -53,7 +54,8 @@ def _engine(*, vllm: bool) -> dict[str, Any]:
     return {
         **engine.TRAINERS,
         **dict.fromkeys(_POOL, _CLUSTER),
-        **dict.fromkeys(("http_endpoint_host", "http_endpoint_port", "enable_http_endpoint"), _GATEWAY),
+        **dict.fromkeys(("http_endpoint_host", "http_endpoint_port"), _HTTP),
+        "enable_http_endpoint": Rule(refuse=_NO_HTTP, unless=(False,)),
         "model_dtype": engine.DTYPE,
         "serialized_weight_sync_mode": Rule(refuse="weights travel in the dtype that the trainer gives them"),
         "num_engines": Rule(why="as many workers as you start; they may come and go"),
@@ -71,7 +73,7 @@ def _engine(*, vllm: bool) -> dict[str, Any]:
         "enable_ray_prometheus_stats": Rule(why="the pool counts for itself"),
         "offload_kv_for_weight_sync": Rule(why="what becomes of the KV cache at an update is publisher.mode"),
         "use_expandable_segments": Rule(why="set PYTORCH_CUDA_ALLOC_CONF where the worker starts"),
-        "served_model_name": _GATEWAY,
+        "served_model_name": _HTTP,
         "distributed_executor_backend": _VLLM,
         "language_model_only": engine.PARTS,
         "engine_init_kwargs": Arguments(VLLM, VLLM_OTHER) if vllm else Arguments(SGLANG),
@@ -141,5 +143,6 @@ _AGENT: Table = {
 BESIDE: Mapping[tuple[str, ...], Rule] = {
     ("trainer", "policy", "model", "path"): engine.MODEL,
     ("trainer", "policy", "model", "lora", "rank"): engine.LORA_RANK,
+    ("trainer", "placement", "colocate_all"): engine.SLEEPS,
 }
 """Keys outside the block that an engine needs."""

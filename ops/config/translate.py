@@ -150,7 +150,7 @@ class Translation:
             except CannotResolve as error:
                 self.refuse((*path, name), known.pop(name, value), str(error))
         prefix = "".join(f"{part}." for part in path)
-        found = collect(known, dialect, prefix)
+        found = collect(known, dialect, prefix, f"{section}.")
         if "" in found.errors:  # a contradiction between several
             found.fates.append(Fate(prefix.rstrip("."), dict(known), "refused", found.errors[""].allowed))
         for fate in found.fates:

@@ -18,7 +18,7 @@ _EPISODES = Rule(why="how episodes are played and trained on is the trainer's")
 _TRAINER = Rule(why="about the trainer's own forward passes")
 _CLUSTER = Rule(why="workers are started by you, and find the pool on Redis")
 _TRACES = Rule(why="VERL's own traces and dumps are written by VERL")
-_SLEEP = Rule(why="an engine sleeps and wakes when it is told to, if engine.memory_saver is on")
+_SLEEP = Rule(why="an engine sleeps and wakes when it is told to, if free_cache_engine is on")
 _PROCESS = Rule(why="workers hold their engine in their own process")
 _CHECKPOINT_ENGINE = Rule(why="for VERL's own checkpoint engine")
 _COUNTS = Rule(why="the pool counts for itself")
@@ -110,7 +110,8 @@ def table(block: Mapping[str, Any]) -> Table:
         "prometheus": Whole(_COUNTS),
         **dict.fromkeys(("sglang_engine_mode", "sglang_rollout_mode"), _PROCESS),
         "server": Whole(Rule(why="there is no server between client and engine: retries are the broker's")),
-        **dict.fromkeys(("free_cache_engine", "enable_sleep_mode", "multi_stage_wake_up"), _SLEEP),
+        "free_cache_engine": Rule(why="standalone engines do not sleep") if standalone else engine.SLEEPS,
+        **dict.fromkeys(("enable_sleep_mode", "multi_stage_wake_up"), _SLEEP),
         "use_preprocessed_multimodal_input": Rule(why="for vLLM"),
         # weights
         "checkpoint_engine": {

@@ -215,16 +215,6 @@ class WorkerControl:
             "load": dataclasses.asdict(load),
         }
 
-    async def memory_pool_size(self) -> dict[str, int]:
-        totals = {"total_tokens": 0, "available_tokens": 0, "used_tokens": 0}
-        for worker, answer in _some("get_memory_pool_size", await self.ask("version")).items():
-            pool = answer.get("kv_tokens")
-            if not isinstance(pool, dict) or not totals.keys() <= pool.keys():
-                raise FeatureUnavailable("get_memory_pool_size", None, f"nothing: worker {worker} does not tell it")
-            for name in totals:
-                totals[name] += int(pool[name])
-        return totals
-
     async def validate(self, weight_names: Iterable[str] | None, check_nan: bool, check_inf: bool) -> dict[str, Any]:
         if check_nan != check_inf:
             raise InvalidField("check_inf", check_inf, f"{check_nan}, as check_nan: both are looked for at once")

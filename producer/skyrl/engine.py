@@ -110,7 +110,7 @@ class SkyRLEngine(Extras):
         return await self._generation.generate(input_batch, model)
 
     async def generate_stream(self, input_batch: InferenceEngineInput) -> AsyncGenerator[StreamingChunk]:
-        """The output of `generate` in chunks. Chunks of one sample come in order; the last one has `is_finished`.
+        """The output of `generate`, token by token. Chunks of one sample come in order; the last has `is_finished`.
         Raises as `generate` does. If the caller leaves it early, it cancels its jobs in the pool."""
         async with contextlib.aclosing(self._generation.stream(input_batch)) as chunks:
             async for chunk in chunks:

@@ -122,11 +122,6 @@ class Extras:
         """The pool's name, its workers as of their last heartbeat, its load and the newest version."""
         return await self._control.server_info()
 
-    async def get_memory_pool_size(self) -> dict[str, int]:
-        """{"total_tokens", "available_tokens", "used_tokens"}: sums over the workers' KV caches. Raises
-        FeatureUnavailable if a worker does not report them."""
-        return await self._control.memory_pool_size()
-
     def tp_size(self) -> int:
         """Tensor-parallel size of a worker's engine. Raises RolloutMQError if workers differ or there is none."""
         return self._control.size("tp_size")

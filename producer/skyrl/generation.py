@@ -74,7 +74,8 @@ class Generation:
                     if delta.result is not None:
                         self._remember(jobs[delta.job_id], [delta.result])
                         del samples[delta.job_id, delta.sample]
-                    yield sample.chunk(delta)
+                    for chunk in sample.chunks(delta):
+                        yield chunk
             for sample in samples.values():  # stopped before they began
                 yield sample.aborted()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
+
+import numpy as np
 
 from ...messages.model import GenerateJob, RolloutResult
 from ..calls import Delta
@@ -60,12 +62,12 @@ class InferenceEngineOutput(TypedDict):
 
 
 class StreamingChunk(TypedDict):
-    """A run of tokens of one sample, `index` in the order of InferenceEngineOutput.
+    """One token of one sample, `index` in the order of InferenceEngineOutput. A last chunk may be without a token.
 
-    delta_text: the text that the run adds. delta_token_id: the run's last token, None for an empty run.
-    delta_logprob: that token's log-probability, None unless asked for. cumulative_text, cumulative_token_ids: all so
-        far.
-    delta_token_ids, delta_logprobs: an addition to SkyRL: all tokens of the run, and their log-probabilities.
+    delta_text: the text that the token completes. delta_token_id: the token, None if there is none.
+    delta_logprob: its log-probability, None unless asked for.
+    cumulative_text, cumulative_token_ids: all so far. They begin anew if a worker with an older version had to take
+        the sample over.
     """
 
     index: int
@@ -76,8 +78,6 @@ class StreamingChunk(TypedDict):
     stop_reason: str | None
     cumulative_text: str
     cumulative_token_ids: list[int]
-    delta_token_ids: list[int]
-    delta_logprobs: list[float] | None
 
 
 def spans_of(sample: RolloutResult | None, versions: VersionNames) -> list[VersionSpan]:
@@ -146,7 +146,7 @@ def _hidden(sample: RolloutResult | None) -> Any:
 
 def _experts(sample: RolloutResult | None) -> Any:
     experts = sample.token_arrays.get("routed_experts") if sample is not None else None
-    return experts.reshape(-1) if experts is not None else None
+    return experts.reshape(-1).astype(np.int32) if experts is not None else None
 
 
 class StreamedSample:
@@ -157,32 +157,34 @@ class StreamedSample:
         self.ids: list[int] = []
         self._text = GrowingText(texts.decode)
 
-    def chunk(self, delta: Delta) -> StreamingChunk:
-        """The chunk for a delta. The delta of a restarted sample has all of its tokens."""
+    def chunks(self, delta: Delta) -> Iterator[StreamingChunk]:
+        """A chunk for each token of a delta. The delta of a restarted sample has all of its tokens."""
         if delta.restarted:
             self.ids, self._text = [], GrowingText(self._texts.decode)
-        ids = delta.token_ids.tolist()
-        logprobs = delta.logprobs.tolist() if self._logprobs and delta.logprobs is not None else None
-        self.ids += ids
-        text = self._text.add(ids, last=delta.result is not None)
-        return self._made(text, ids, logprobs, delta.result.finish_reason if delta.result is not None else None)
+        ids: list[int | None] = delta.token_ids.tolist()
+        logprobs = delta.logprobs.tolist() if self._logprobs and delta.logprobs is not None else [None] * len(ids)
+        stop = delta.result.finish_reason if delta.result is not None else None
+        if stop is not None and not ids:
+            ids, logprobs = [None], [None]
+        for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True), 1):
+            yield self._made(token, logprob, stop if place == len(ids) else None)
 
     def aborted(self) -> StreamingChunk:
         """The last chunk of a sample that was stopped before it had a result."""
-        return self._made("", [], [] if self._logprobs else None, "abort")
+        return self._made(None, None, "abort")
 
-    def _made(self, text: str, ids: list[int], logprobs: list[float] | None, stop: str | None) -> StreamingChunk:
+    def _made(self, token: int | None, logprob: float | None, stop: str | None) -> StreamingChunk:
+        new = [] if token is None else [token]
+        self.ids += new
         return {
             "index": self.index,
-            "delta_text": text,
-            "delta_token_id": ids[-1] if ids else None,
-            "delta_logprob": logprobs[-1] if logprobs else None,
+            "delta_text": self._text.add(new, last=stop is not None),
+            "delta_token_id": token,
+            "delta_logprob": logprob,
             "is_finished": stop is not None,
             "stop_reason": stop,
             "cumulative_text": self._text.text,
             "cumulative_token_ids": list(self.ids),
-            "delta_token_ids": ids,
-            "delta_logprobs": logprobs,
         }
 
 

@@ -201,7 +201,7 @@ class Chaos:
             self.verdict.complain("scenario", text)
 
     async def died(self, *workers: WorkerProcess) -> None:
-        """Kill these now; the time until their jobs are claimed again is `recovered_s`."""
+        """Kill these now; the time until their jobs are queued again is `recovered_s`."""
         self.gone(*workers)
         await asyncio.gather(*(worker.kill() for worker in workers))
 
@@ -247,7 +247,7 @@ class Chaos:
 
     def _measure(self, shards: Sequence[list[ledger.Event]]) -> None:
         for (worker, at_ms), events in product(self._deaths, shards):
-            again = reclaimed_ms(events, worker, at_ms)
+            again = back_ms(events, worker, at_ms)
             self.recovered_s = max(self.recovered_s or 0.0, (again - at_ms) / 1000) if again else self.recovered_s
             self.budget_s = self.lease_s + 1
         if self.recovered_s is not None and self.budget_s is not None:
@@ -339,8 +339,10 @@ async def reap(broker: Broker) -> None:
     await eventually(clean, 20.0, "the leases of dead workers to end")
 
 
-def reclaimed_ms(events: Iterable[ledger.Event], worker: str, at_ms: int) -> int | None:
-    """When the last of the jobs that `worker` held at `at_ms` was claimed again or ended; None if it held none.
+def back_ms(events: Iterable[ledger.Event], worker: str, at_ms: int) -> int | None:
+    """When the last of the jobs that `worker` held at `at_ms` was queued again or had ended; None if it held none.
+
+    A job that is queued waits for a worker that has room, and nobody promises when that is.
 
     events: of one shard. There a worker that has lost its lease comes back under its name: what it claims then is new.
     An event's time is that of the next write that has one, so this may be too late by a heartbeat, never too early.
@@ -352,7 +354,7 @@ def reclaimed_ms(events: Iterable[ledger.Event], worker: str, at_ms: int) -> int
         lost = lost or (event.kind == "lost" and event.worker == worker)
         if event.kind == "claim" and event.worker == worker and not lost:
             held.add(event.job)
-        elif event.job in held and event.kind in {"claim", "terminal"}:
+        elif event.job in held and event.kind in {"requeue", "claim", "terminal"}:
             held.discard(event.job)
             last = event.at_ms if event.at_ms > at_ms else last
     return last

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from chaos import journal
 from chaos.baseline import Size
-from chaos.context import reclaimed_ms
+from chaos.context import back_ms
 from chaos.ledger import Event
 from chaos.oracle import Terms
 from chaos.story import MAX_LOST, Evidence, evidence
@@ -309,9 +309,10 @@ def test_a_worker_that_comes_back_under_its_name_does_not_hold_what_it_claims_th
     def event(kind: str, job: str, worker: str, at_ms: int) -> Event:
         return Event(0, kind, job, worker, at_ms=at_ms)  # type: ignore[arg-type]
 
-    story = [event("claim", "a", "w", 10), event("lost", "a", "w", 40), event("claim", "a", "heir", 50)]
-    later = [event("claim", "b", "w", 60), event("terminal", "b", "w", 90)]
-    assert reclaimed_ms([*story, *later], "w", 20) == reclaimed_ms(story, "w", 20) == 50
+    story = [event("claim", "a", "w", 10), event("lost", "a", "w", 40), event("requeue", "a", "w", 41)]
+    heir = [event("claim", "a", "heir", 5000)]  # when somebody has room for it
+    later = [event("claim", "b", "w", 6000), event("terminal", "b", "w", 9000)]
+    assert back_ms([*story, *heir, *later], "w", 20) == back_ms(story, "w", 20) == 41
 
 
 def test_every_rule_has_several_lies() -> None:

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from support.specimens.messages import specimens
 
-from rolloutmq.messages import InvalidField, Partial, RolloutResult, Segment, decode, encode
+from rolloutmq.messages import (
+    GenerateJob,
+    InvalidField,
+    LogprobOptions,
+    Partial,
+    RolloutResult,
+    SamplingParams,
+    Segment,
+    decode,
+    encode,
+)
 from rolloutmq.messages.model.base import ARRAY_DTYPES, MAX_ARRAY_BYTES
 
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=5)
@@ -59,6 +69,25 @@ def test_what_is_no_array_is_refused_by_name(wire: Any, says: str) -> None:
     with pytest.raises(InvalidField, match=says) as refused:
         decode(good[:3] + msgpack.packb(fields), RolloutResult)
     assert refused.value.field.startswith("arrays.a")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [LogprobOptions(token_ids=tuple(range(1024))), LogprobOptions(top=64, prompt=True)],
+    ids=["token_ids", "top"],
+)
+def test_logprobs_that_no_result_could_hold_are_refused_with_the_job(options: LogprobOptions) -> None:
+    for tokens, fits in ((12_000, True), (110_000, False)):
+        fields: dict[str, Any] = {
+            "token_ids": [1] * tokens,
+            "sampling": SamplingParams(max_new_tokens=tokens),
+            "logprobs": options,
+        }
+        if fits:
+            GenerateJob.build(**fields)
+            continue
+        with pytest.raises(InvalidField, match=rf"bytes for each of up to \d+ tokens.* {MAX_ARRAY_BYTES} bytes"):
+            GenerateJob.build(**fields)
 
 
 def test_rows_are_as_many_as_tokens() -> None:

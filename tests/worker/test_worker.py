@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from rolloutmq.messages import (
     encode,
 )
 from rolloutmq.messages.broker import Reply
+from rolloutmq.worker.engine.protocol import EngineInfo, EngineOutput, EngineRequest
 from rolloutmq.worker.scripted.engine import CONTEXT, ScriptedEngine
 
 SLOW = SamplingParams(max_new_tokens=1000)
@@ -82,6 +84,29 @@ async def test_logprobs_only_if_asked_for(redis_db: str, broker: Broker) -> None
         ((found, *_),) = [[reply.outcome for reply in await wait_replies(broker, 1)]]
     assert isinstance(found, RolloutResult)
     assert found.logprobs is None
+
+
+class Routed(ScriptedEngine):
+    """Says for each token which experts it went to: 8 in each of 48 layers."""
+
+    @property
+    def info(self) -> EngineInfo:
+        return replace(super().info, features=super().info.features | {"routed_experts"})
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        output = await super().generate(request)
+        rows = np.resize(output.token_ids.astype(np.uint8), (len(output.token_ids), 48, 8))
+        return replace(output, token_arrays={"routed_experts": rows})
+
+
+async def test_the_experts_of_64k_tokens_come_through(redis_db: str, broker: Broker) -> None:
+    """24 MiB in one result."""
+    await broker.enqueue([job(routed_experts=True, sampling=SamplingParams(max_new_tokens=1 << 16))])
+    async with worker(redis_db, engine=Routed(echo=True)):
+        (found,) = (await wait_replies(broker, 1))[0:1]
+    assert isinstance(found.outcome, RolloutResult)
+    rows = found.outcome.token_arrays["routed_experts"]
+    np.testing.assert_array_equal(rows, np.resize(found.outcome.token_ids.astype(np.uint8), (1 << 16, 48, 8)))
 
 
 async def test_text_and_messages_are_tokenised_at_the_edge(redis_db: str, broker: Broker) -> None:

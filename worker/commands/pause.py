@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ...messages.errors import EngineError, RequestRefused
-from ...messages.model import AbortParams, NoParams, PauseMode, PauseParams, SleepParams, WakeParams
+from ...messages.model import AbortParams, MemoryTag, NoParams, PauseMode, PauseParams, SleepParams, WakeParams
 from ..engine import Engine
 from ..gate import Holder
 from ..generation import Generation
@@ -207,33 +207,37 @@ class Service:
     # --- memory ----------------------------------------------------------------------------------------------------
 
     async def _go_to_sleep(self, params: SleepParams, deadline: float) -> Mapping[str, Any]:
-        self._state.to_sleep(params.tags)
         self._not_frozen("sleep")
         await self._engine.operate("sleep", {"tags": ()})  # whether it can at all, before anything is interrupted
         follower = self._follower
         async with follower.turn.take("sleep", deadline):
-            tags = self._state.to_sleep(params.tags)
             self._not_frozen("sleep")
-            self._asleep.acquire()
-            try:
-                await self._interrupt()
-                await self._engine.operate("sleep", {"tags": tags})
-            except BaseException:
-                if not self._sleep.asleep:
-                    self._asleep.release()
-                raise
-            self._sleep = self._sleep.sleep(tags)
-            if not self._sleep.takes_weights:
-                self._weights_asleep.acquire()
+            if tags := self._state.to_sleep(params.tags):
+                await self._give_up(tags)
         self._poke()
         if params.hand_back:
             await self._hand_back(deadline)
         return self.told()
 
+    async def _give_up(self, tags: Sequence[MemoryTag]) -> None:
+        self._asleep.acquire()
+        try:
+            await self._interrupt()
+            await self._engine.operate("sleep", {"tags": tags})
+        except BaseException:
+            if not self._sleep.asleep:
+                self._asleep.release()
+            raise
+        self._sleep = self._sleep.sleep(tags)
+        if not self._sleep.takes_weights:
+            self._weights_asleep.acquire()
+
     async def _wake(self, params: WakeParams, deadline: float) -> Mapping[str, Any]:
         self._state.to_wake(params.tags)
         async with self._follower.turn.take("wake", deadline):
             tags, version = self._state.to_wake(params.tags), self._generation.version
+            if not tags:
+                return self.told() | {"intact": True, "version": version}
             answer = await self._engine.operate("wake", {"tags": tags})
             intact = bool(answer.get("intact", True))
             self._sleep = self._sleep.wake(tags, intact=intact)

@@ -24,7 +24,8 @@ from ...messages.model import MEMORY_TAGS, MemoryTag
 class SleepState:
     """asleep: memory that is given up. stale: the weights have been given up, and are no version since.
 
-    Methods give the state after; they raise RequestRefused, with the reason, for what is not legal in this one.
+    Methods give the state after; they raise RequestRefused, with the reason, for what is not legal in this one. What
+    sleeps already, or is awake already, is left out: a command that comes again changes nothing.
     """
 
     asleep: frozenset[MemoryTag] = frozenset()
@@ -42,20 +43,11 @@ class SleepState:
 
     def to_sleep(self, tags: Sequence[MemoryTag]) -> tuple[MemoryTag, ...]:
         """What `sleep(tags)` gives up, in the order in which it is done."""
-        if twice := [tag for tag in MEMORY_TAGS if tag in tags and tag in self.asleep]:
-            raise RequestRefused(f"sleep {', '.join(twice)}: asleep already; what sleeps now: {self._told()}")
-        chosen = tuple(tag for tag in MEMORY_TAGS if (tag in tags if tags else tag not in self.asleep))
-        if not chosen:
-            raise RequestRefused("sleep: everything is asleep already")
-        return chosen
+        return tuple(tag for tag in MEMORY_TAGS if tag in (tags or MEMORY_TAGS) and tag not in self.asleep)
 
     def to_wake(self, tags: Sequence[MemoryTag]) -> tuple[MemoryTag, ...]:
         """What `wake(tags)` takes again, in the order in which it is done."""
-        if awake := [tag for tag in MEMORY_TAGS if tag in tags and tag not in self.asleep]:
-            raise RequestRefused(f"wake {', '.join(awake)}: not asleep; what sleeps now: {self._told()}")
-        chosen = tuple(tag for tag in MEMORY_TAGS if tag in (tags or self.asleep) and tag in self.asleep)
-        if not chosen:
-            raise RequestRefused("wake: nothing is asleep")
+        chosen = tuple(tag for tag in MEMORY_TAGS if tag in (tags or MEMORY_TAGS) and tag in self.asleep)
         if "kv_cache" in chosen and "weights" in self.asleep and "weights" not in chosen:
             raise RequestRefused(
                 "wake kv_cache: the weights are asleep, and come first (or in the same command): "
@@ -82,6 +74,3 @@ class SleepState:
         if not self.takes_weights:
             raise RequestRefused("a version cannot be loaded while the weights are asleep")
         return replace(self, stale=False)
-
-    def _told(self) -> str:
-        return ", ".join(tag for tag in MEMORY_TAGS if tag in self.asleep) or "nothing"

@@ -3,7 +3,15 @@
 :mod:`.engine` is a door of its own, because importing it takes torch.
 """
 
-from .config import DP_REASON, OWNED_ARGUMENTS, PP_REASON, SGLangConfig, check_parallelism
+from .config import DP_REASON, OWNED_ARGUMENTS, PP_REASON, SGLangConfig, check_extra, check_parallelism
 from .processes import EarlySchedulers
 
-__all__ = ["DP_REASON", "OWNED_ARGUMENTS", "PP_REASON", "EarlySchedulers", "SGLangConfig", "check_parallelism"]
+__all__ = [
+    "DP_REASON",
+    "OWNED_ARGUMENTS",
+    "PP_REASON",
+    "EarlySchedulers",
+    "SGLangConfig",
+    "check_extra",
+    "check_parallelism",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,6 +72,10 @@ DP_REASON = (
 NODES_REASON = (
     "only 1: the worker reaches its engine's processes through sockets of its own host; split the model over the GPUs "
     "of one host by tp_size"
+)
+EPLB_REASON = (
+    "only False: experts that move while the engine serves would be somewhere else than where the copy plan of the "
+    "first version writes them"
 )
 
 
@@ -164,14 +169,11 @@ def server_arguments(config: SGLangConfig, device: Literal["cpu", "cuda"], weigh
 
     weight_loader: dotted path of the function that receives weights inside the engine.
 
-    Raises ConfigError if `extra` names an argument that this package sets itself, or a setting needs a GPU and there is
-    none. Raises InvalidField for sizes that weight sync does not support, and for an engine over several hosts.
+    Raises ConfigError if a setting needs a GPU and there is none, InvalidField for sizes that weight sync does not
+    support, and what `check_extra` raises.
     """
     check_parallelism(tp=config.tp_size, pp=config.pp_size, dp=config.dp_size, ep=config.ep_size)
-    if owned := sorted(OWNED_ARGUMENTS & config.extra.keys()):
-        raise ConfigError(f"extra={owned}: RolloutMQ sets these arguments itself")
-    if (nodes := config.extra.get("nnodes", 1)) != 1:
-        raise InvalidField("extra.nnodes", nodes, NODES_REASON)
+    check_extra(config.extra)
     arguments: dict[str, Any] = {
         **config.model_dump(include=SAME_NAMES),
         "model_path": config.model,
@@ -265,3 +267,16 @@ def check_parallelism(*, tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> 
         raise InvalidField("dp_size", dp, DP_REASON)
     if tp % ep:
         raise InvalidField("ep_size", ep, f"a divisor of tp_size={tp}: experts are spread over tensor-parallel ranks")
+
+
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """Check SGLang's own arguments. Raises ConfigError for one that this package sets itself.
+
+    Raises InvalidField for an engine over several hosts, and for experts that move: both would break weight sync.
+    """
+    if owned := sorted(OWNED_ARGUMENTS & extra.keys()):
+        raise ConfigError(f"extra={owned}: RolloutMQ sets these arguments itself")
+    if (nodes := extra.get("nnodes", 1)) != 1:
+        raise InvalidField("extra.nnodes", nodes, NODES_REASON)
+    if eplb := extra.get("enable_eplb"):
+        raise InvalidField("extra.enable_eplb", eplb, EPLB_REASON)

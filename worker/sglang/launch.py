@@ -42,6 +42,8 @@ asyncio.set_event_loop_policy(_policy)  # importing sglang replaces it with uvlo
 
 logger = logging.getLogger(__name__)
 VERSION: str = sglang.__version__
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Names that models' configurations have for the number of a layer's experts."""
 
 
 class Manager(TokenizerManager):  # type: ignore[misc]
@@ -146,11 +148,13 @@ class Launched:
         model = self.manager.model_config
         text = getattr(model, "hf_text_config", None) or model.hf_config
         experts = int(getattr(text, "num_experts_per_tok", None) or 0)
+        among = (getattr(text, name, None) for name in EXPERT_COUNTS)
         return Shapes(
             hidden=int(model.hidden_size),
             dtype=str(model.dtype).removeprefix("torch."),
             layers=int(text.num_hidden_layers) if experts else 0,
             experts=experts,
+            among=next((count for count in among if isinstance(count, int)), 0) if experts else 0,
         )
 
     def fail_pending(self) -> None:

@@ -72,6 +72,7 @@ async def _start(chaos: Chaos, model: Path, count: int) -> list[Served]:
     for number in range(count):
         log = chaos.directory / f"sglang-{number}.log"
         process = await asyncio.to_thread(SGLangProcess, model, chaos.url, log, *OPTIONS, forked=False)
+        chaos.ends_with(process.kill)  # also if another one does not join
         started.append(process)
     await asyncio.gather(*(asyncio.to_thread(process.wait_joined) for process in started))
     return [Served(process) for process in started]

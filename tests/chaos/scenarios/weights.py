@@ -17,9 +17,7 @@ async def weights(chaos: Chaos) -> None:
     """Real transfers of five versions, samples that cross them, and a worker killed in the middle of one."""
     import torch  # noqa: PLC0415 – seconds, and only here
 
-    publisher = await asyncio.to_thread(
-        lambda: WeightPublisher(chaos.url, POOL, join_timeout_s=2.0, transfer_timeout_s=3.0)
-    )
+    publisher = await asyncio.to_thread(WeightPublisher, chaos.url, POOL)
     chaos.ends_with(publisher.close)
     workers = await chaos.start_workers(2, max_running=32, tokens_per_s=100, torch=True)
     unlucky = chaos.rng.randint(2, VERSIONS - 1)
@@ -27,7 +25,7 @@ async def weights(chaos: Chaos) -> None:
         for version in range(1, VERSIONS + 1):
             await trainer.submit(chaos.jobs(20, n=2, tokens=chaos.rng.randint(60, 150)))
             handle = publisher.publish(version, [("w", torch.full((1000,), float(version)))])
-            waiting = asyncio.create_task(asyncio.to_thread(handle.wait, 20))
+            waiting = asyncio.create_task(asyncio.to_thread(handle.wait, 60))
             if version == unlucky:
                 await asyncio.sleep(chaos.rng.uniform(0, 0.1))
                 await workers.pop().kill()

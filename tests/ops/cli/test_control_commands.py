@@ -91,7 +91,6 @@ def test_text_json_and_exit_codes(redis_db: str, serving: Serving, tmp_path: Pat
     for arguments, why in (
         (("clear-storage",), "RequestRefused: clear_storage"),
         (("set-version", "2"), "above 5"),
-        (("wake",), "nothing is asleep"),
         (("load", str(tmp_path / "none"), "9"), "NoSuchSnapshot"),
         (("load-adapter", "a", "1", str(tmp_path / "none")), "NoSuchSnapshot"),
         (("unload-adapter", "a"), "none"),

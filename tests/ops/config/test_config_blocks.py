@@ -158,6 +158,8 @@ VERL = "actor_rollout_ref.rollout"
         ("skyrl_flat.yaml", "generator.model_dtype", "int4", "one of auto"),
         ("skyrl_flat.yaml", "generator.max_num_seqs", 0, "greater than or equal to 1"),
         ("skyrl_flat.yaml", "generator.gpu_memory_utilization", "${trainer.memory}", "this file has no trainer.memory"),
+        ("skyrl_flat.yaml", "generator.engine_init_kwargs.enable_eplb", True, "only False: experts that move"),
+        ("skyrl_flat.yaml", "generator.enable_http_endpoint", True, "false: nothing of the pool listens on HTTP"),
         ("skyrl_nested.yaml", "generator.inference_engine.enable_pd", True, "one engine"),
         ("skyrl_nested.yaml", "generator.inference_engine.speculative_config", {"method": "mtp"}, "draft model"),
         ("skyrl_nested.yaml", "generator.inference_engine.engine_init_kwargs.swap_space", 4, "argument of vLLM"),
@@ -187,6 +189,34 @@ def test_what_cannot_be_honoured_is_refused_by_key(
     assert says in {fate.key: fate.what for fate in refused}.get(place, refused or "nothing was refused")
     with pytest.raises(ConfigError, match=f"{path.name}.*{place.rpartition('.')[2]}"):
         load_settings(path, environment={})
+
+
+@pytest.mark.parametrize(
+    ("file", "place"),
+    [
+        ("skyrl_flat.yaml", "trainer.placement.colocate_all"),
+        ("skyrl_nested.yaml", "generator.inference_engine.engine_init_kwargs.enable_sleep_mode"),
+        ("verl.yaml", f"{VERL}.free_cache_engine"),
+    ],
+)
+def test_a_trainer_that_puts_engines_to_sleep_gets_engines_that_can(tmp_path: Path, file: str, place: str) -> None:
+    for wanted, saver in ((True, "on"), (False, "off")):
+        path = changed(tmp_path, file, (place, wanted))
+        loaded = load_settings(path, environment={"ROLLOUTMQ_ENGINE_MODEL": "m"})
+        assert loaded.engine().memory_saver == saver
+    path = changed(tmp_path, file, (place, True), ("rolloutmq", {"engine": {"memory_saver": False}}))
+    assert load_settings(path, environment={"ROLLOUTMQ_ENGINE_MODEL": "m"}).engine().memory_saver == "off"
+
+
+def test_what_is_said_of_evaluation_is_shown_as_evaluations(tmp_path: Path) -> None:
+    """Also where another key says it already, and where a key beside it is refused."""
+    greedy = changed(tmp_path, "verl.yaml", (f"{VERL}.val_kwargs.temperature", 0))
+    fates = {fate.key: fate.what for fate in explain(greedy, {}).fates}
+    assert fates[f"{VERL}.val_kwargs.temperature"] == "eval.sampling.temperature=0"
+    assert fates[f"{VERL}.val_kwargs.do_sample"] == "eval.sampling.temperature=0.0"
+    wrong = changed(tmp_path, "verl.yaml", (f"{VERL}.val_kwargs.best_of", 3))
+    fates = {fate.key: fate.what for fate in explain(wrong, {}).fates}
+    assert fates[f"{VERL}.val_kwargs.top_p"] == "eval.sampling.top_p=1.0"
 
 
 def test_two_keys_for_one_setting_have_to_agree(tmp_path: Path) -> None:

@@ -81,7 +81,6 @@ COROUTINES = {
     "compute_similarity": ["text1", "text2", "dimensions"],
     "decode": ["token_ids", "skip_special_tokens"],
     "get_server_info": [],
-    "get_memory_pool_size": [],
     "save_sharded_model": ["save_path", "pattern", "max_size"],
     "save_remote_model": ["remote_path", "storage_type"],
     "start_profile": [],

@@ -38,15 +38,12 @@ async def test_chunks_of_several_prompts_and_samples(redis_db: str) -> None:
         assert [chunk["is_finished"] for chunk in found] == [False] * (len(found) - 1) + [True]
         assert last["stop_reason"] == "length"
         assert "".join(chunk["delta_text"] for chunk in found) == last["cumulative_text"]
-        ids = [token for chunk in found for token in chunk["delta_token_ids"]]
+        ids = [chunk["delta_token_id"] for chunk in found if chunk["delta_token_id"] is not None]
         assert ids == last["cumulative_token_ids"]
         assert len(ids) == 40
-        logprobs = [value for chunk in found for value in chunk["delta_logprobs"] or []]
-        assert len(logprobs) == 40
-        for chunk in found:
-            assert chunk["delta_token_id"] == (chunk["delta_token_ids"][-1] if chunk["delta_token_ids"] else None)
-            assert chunk["delta_logprob"] == (chunk["delta_logprobs"][-1] if chunk["delta_logprobs"] else None)
-            assert chunk["cumulative_token_ids"] == ids[: len(chunk["cumulative_token_ids"])]
+        assert len([chunk for chunk in found if chunk["delta_logprob"] is not None]) == 40
+        for place, chunk in enumerate(found, 1):
+            assert chunk["cumulative_token_ids"] == ids[:place]
     texts = [found[-1]["cumulative_text"] for found in chunks.values()]
     assert len(set(texts)) == 6
 

@@ -206,14 +206,16 @@ async def test_what_runs_when_the_engine_goes_to_sleep_comes_back_when_it_wakes(
         assert answer.result["asleep"] == ["cuda_graph", "kv_cache", "weights"]
         more = job(sampling=SHORT)
         await broker.enqueue([more])
-        assert (await control.sleep())[running.id].kind == "RequestRefused"
+        again = (await control.sleep()).check()[running.id]
+        assert again.result["asleep"] == answer.result["asleep"]
         assert (await control.wake(["kv_cache"]))[running.id].error.startswith("wake kv_cache: the weights are asleep")
         assert (await control.pause("in_place"))[running.id].kind == "RequestRefused"
         assert (await control.flush_cache())[running.id].kind == "RequestRefused"
         assert await replies(broker) == []
         assert running.worker._generation.running == 0
         for tags in (["weights"], ["kv_cache"], ["cuda_graph"]):
-            assert (await control.wake(tags)).check()[running.id].result["intact"]
+            for _ in range(2):  # an answer may be lost: what is awake may be woken again
+                assert (await control.wake(tags)).check()[running.id].result["intact"]
         hurry(running)
         await all_done(broker, [*jobs, more])
         assert (running.engine.starts, await running.engine.healthy()) == (1, True)

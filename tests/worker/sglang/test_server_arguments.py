@@ -39,6 +39,14 @@ def test_an_engine_over_several_hosts_is_refused_with_the_reason() -> None:
     assert told(extra={"nnodes": 1})["nnodes"] == 1
 
 
+def test_experts_that_move_are_refused_with_the_reason() -> None:
+    """The copy plan of the first version would write later ones to where experts have been."""
+    with pytest.raises(InvalidField, match=r"extra\.enable_eplb=True: only False: experts that move") as caught:
+        told(tp_size=4, ep_size=4, extra={"enable_eplb": True})
+    assert caught.value.field == "extra.enable_eplb"
+    assert told(extra={"enable_eplb": False})["enable_eplb"] is False
+
+
 @pytest.mark.sglang
 async def test_a_misspelt_argument_is_named_with_what_may_be_meant() -> None:
     engine = SGLangEngine(SGLangConfig(model="m", extra={"atention_backend": "triton"}))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....messages.errors import EngineError, RequestRefused
-from ....messages.model import MAX_ARRAY_BYTES
+from ....messages.model import too_large
 from ...engine import NOTHING_MORE, EngineOutput, EngineRequest, FinishReason, MatchedStop, Progress
 from ..wire import STOP_TEXT, STOP_TOKENS
 
@@ -27,17 +27,26 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Shapes of a model's arrays. dtype: of its hidden states, by torch's name. layers, experts: 0 without experts."""
+    """Shapes of a model's arrays. dtype: of its hidden states, by torch's name.
+
+    layers, experts: layers, and experts of a token in each; 0 without experts. among: experts of a layer; 0 if unknown.
+    """
 
     hidden: int = 0
     dtype: str = "float32"
     layers: int = 0
     experts: int = 0
+    among: int = 0
 
     @property
     def state_dtype(self) -> np.dtype[Any]:
         """The dtype in which hidden states travel. bfloat16 travels as its bits, in uint16."""
         return np.dtype({"bfloat16": "uint16", "float16": "float16"}.get(self.dtype, "float32"))
+
+    @property
+    def expert_dtype(self) -> np.dtype[Any]:
+        """The smallest dtype that has the number of every expert."""
+        return np.min_scalar_type(self.among - 1) if self.among else np.dtype(np.int32)
 
 
 # --- SGLang's records -------------------------------------------------------------------------------------------------
@@ -150,21 +159,17 @@ def _what_ended(reason: dict[str, Any]) -> tuple[MatchedStop | None, int, str]:
 
 
 def check_sizes(request: EngineRequest, shapes: Shapes) -> None:
-    """Raise RequestRefused if an array could be larger than a result may carry."""
+    """Raise RequestRefused if the arrays could be larger than a result may carry."""
     wanted, most = request.wanted, request.sampling.max_new_tokens
     prompt = request.token_ids.size - request.generated
-    logprobs = wanted.logprobs
-    widths = {"logprobs.top": 4 * logprobs.top, "logprobs.token_ids": 4 * len(logprobs.token_ids)}
-    sizes = [(name, rows, width) for name, width in widths.items() for rows in (most, prompt * logprobs.prompt)]
+    sizes = wanted.logprobs.sizes(most, prompt)
     if wanted.hidden_states == "all":
-        sizes.append(("hidden_states", most, shapes.hidden * shapes.state_dtype.itemsize))
+        sizes.append(("hidden_states", shapes.hidden * shapes.state_dtype.itemsize, most))
     if wanted.routed_experts:
-        sizes.append(("routed_experts", max(most, prompt), 4 * shapes.layers * shapes.experts))
-    for name, rows, width in sizes:
-        if rows * width > MAX_ARRAY_BYTES:
-            raise RequestRefused(
-                f"{name}: {width} bytes for each of up to {rows} tokens; an array may have {MAX_ARRAY_BYTES} bytes"
-            )
+        width = shapes.layers * shapes.experts * shapes.expert_dtype.itemsize
+        sizes.append(("routed_experts", width, most + prompt))
+    if refused := too_large(sizes):
+        raise RequestRefused(refused)
 
 
 def _token_rows(request: EngineRequest, state: Any, start: int, end: int) -> dict[str, Array]:
@@ -235,6 +240,8 @@ def _expert_arrays(
         raise EngineError(f"SGLang told no routed experts of {count} tokens")
     data = base64.b64decode(found) if isinstance(found, str) else np.asarray(found, np.int32).tobytes()
     table = np.frombuffer(data, "<i4").reshape(-1, shapes.layers, shapes.experts).astype(np.int32)
+    if table.min(initial=0) >= 0 and table.max(initial=0) <= np.iinfo(shapes.expert_dtype).max:
+        table = table.astype(shapes.expert_dtype)
     before = request.token_ids.size - 1 if request.wanted.prompt else 0
     if len(table) < before + count:
         raise EngineError(f"SGLang told the experts of {len(table)} tokens, of {before + count} at least")

@@ -128,14 +128,14 @@ async def test_a_running_request_tells_its_rows(engine: SGLangEngine, reference:
     ("options", "text"),
     [
         (LogprobOptions(token_ids=(3, 512)), "logprobs.token_ids has 512: token ids of this model are 0 to 511"),
-        (LogprobOptions(token_ids=tuple(range(512))), "logprobs.token_ids: 2048 bytes for each of up to 9000 tokens"),
+        (LogprobOptions(token_ids=tuple(range(512))), "logprobs.token_ids: 2048 bytes for each of up to 30000 tokens"),
     ],
 )
 async def test_refused_with_the_reason(engine: SGLangEngine, options: LogprobOptions, text: str) -> None:
     request = EngineRequest(
         "f" * 44,
         np.array(PROMPT, np.int32),
-        SamplingParams(max_new_tokens=9000),
+        SamplingParams(max_new_tokens=30_000),
         4,
         "a",
         wanted=Wanted(logprobs=options),
