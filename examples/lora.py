@@ -1,7 +1,6 @@
 """A LoRA adapter, trained by TRL's GRPOTrainer over a pool.
 
-    .venv/bin/rolloutmq redis
-    .venv/bin/rolloutmq tiny-model out/tiny && .venv/bin/rolloutmq worker --model out/tiny --dtype float32
+    .venv/bin/rolloutmq tiny-model out/tiny && .venv/bin/rolloutmq up --model out/tiny --dtype float32
     .venv/bin/python examples/lora.py
 
 On a GPU the adapter travels alone: a few megabytes for each step, beside a base model that the workers keep. Start them
@@ -12,7 +11,11 @@ reward is at most 0.32. At a temperature of 0.2 that limit is 1.00. A trained mo
 """
 
 import os
+import sys
+from pathlib import Path
 
+if not Path("out/tiny").exists():
+    sys.exit("out/tiny has no model: start the commands at the top of this file")
 import torch
 from rolloutmq.worker import prepare_transformers
 

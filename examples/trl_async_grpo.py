@@ -1,15 +1,17 @@
 """TRL's AsyncGRPOTrainer over a pool: three lines in place of vLLM. docs/trainers.md explains them.
 
-    .venv/bin/rolloutmq redis
-    .venv/bin/rolloutmq tiny-model out/tiny && .venv/bin/rolloutmq worker --model out/tiny --dtype float32
+    .venv/bin/rolloutmq tiny-model out/tiny && .venv/bin/rolloutmq up --model out/tiny --dtype float32
     .venv/bin/python examples/trl_async_grpo.py
 
 The same command goes on from the last checkpoint, if there is one.
 """
 
 import os
+import sys
 from pathlib import Path
 
+if not Path("out/tiny").exists():
+    sys.exit("out/tiny has no model: start the commands at the top of this file")
 from rolloutmq.worker import prepare_transformers
 
 prepare_transformers()  # only needed beside a CPU build of torch

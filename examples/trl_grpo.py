@@ -1,12 +1,15 @@
 """TRL's GRPOTrainer over a pool: one argument in place of vLLM. docs/trainers.md explains it.
 
-.venv/bin/rolloutmq redis
-.venv/bin/rolloutmq tiny-model out/tiny && .venv/bin/rolloutmq worker --model out/tiny --dtype float32
+.venv/bin/rolloutmq tiny-model out/tiny && .venv/bin/rolloutmq up --model out/tiny --dtype float32
 .venv/bin/python examples/trl_grpo.py
 """
 
 import os
+import sys
+from pathlib import Path
 
+if not Path("out/tiny").exists():
+    sys.exit("out/tiny has no model: start the commands at the top of this file")
 from rolloutmq.worker import prepare_transformers
 
 prepare_transformers()  # only needed beside a CPU build of torch

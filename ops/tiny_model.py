@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..messages.errors import ConfigError
 from ..worker.cpu_support import prepare_transformers
 from .files import save_model
 
@@ -73,8 +74,10 @@ def load_tiny_model(directory: Path | str) -> Any:
     """The model as a trainer uses it: transformers' Qwen2ForCausalLM in float32, on the CPU.
 
     It does what `AutoModelForCausalLM.from_pretrained` does, and also works where torch and torchvision are of
-    different builds.
+    different builds. Raises ConfigError if there is none: transformers would look for it on the hub.
     """
+    if not Path(directory, "config.json").exists():
+        raise ConfigError(f"{directory} has no model: `rolloutmq tiny-model {directory}` writes one")
     prepare_transformers()
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415

@@ -46,6 +46,7 @@ COMPILED = {
 def run_worker(config: WorkerConfig, engine: SGLangConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain. A second SIGINT ends it at once. Raises what Worker.run and
     check_model raise."""
+    log.info("a worker of pool %s starts with model %s", config.pool, engine.model)
     keep_compiled(engine.cache_dir)
     early = EarlySchedulers(engine.tp_size if engine.early_imports else 0)
     try:
@@ -140,7 +141,7 @@ async def _run(config: WorkerConfig, engine: SGLangConfig, early: EarlyScheduler
     loop = asyncio.get_running_loop()
 
     def stop(number: int) -> None:
-        log.info("%s: draining, %g s at most", signal.Signals(number).name, config.drain_s)
+        log.info("%s: draining, %g s at most; Ctrl-C ends it at once", signal.Signals(number).name, config.drain_s)
         worker.drain()
         loop.remove_signal_handler(signal.SIGINT)
 

@@ -1,10 +1,9 @@
 #!/bin/sh
 # Makes a folder with what the Secrets redis-server and redis-client hold: a certificate, users with random passwords,
-# and a URL for each role. The rights are the lines of docs/redis.md, and what ?durable=disk and ?min_replicas= need.
+# and a URL for each role. It needs openssl and no other file.
 #   sh secrets.sh FOLDER [POOL] [NAMESPACE]
 set -eu
 folder=$1 pool=${2:-default} namespace=${3:-rolloutmq}
-docs=$(dirname "$0")/../../docs/redis.md
 umask 077
 mkdir "$folder" # an older one stays as it is: its passwords are in use
 
@@ -18,14 +17,22 @@ openssl x509 -req -in "$folder/tls.csr" -CA "$folder/ca.crt" -CAkey "$folder/ca.
   -extfile "$folder/names" -out "$folder/tls.crt" 2>/dev/null
 rm "$folder/tls.csr" "$folder/names"
 
+# The lines of docs/redis.md, which a test holds these to. What ?durable=disk and ?min_replicas= need is added below.
+rights() {
+  case $1 in
+  producer) echo '~rmq:{POOL}:load ~rmq:{POOL}:job:* ~rmq:{POOL}:queued:* ~rmq:{POOL}:turns:* ~rmq:{POOL}:takers ~rmq:{POOL}:later:* ~rmq:{POOL}:prefers ~rmq:{POOL}:suspects ~rmq:{POOL}:deadlines ~rmq:{POOL}:clock ~rmq:{POOL}:held:* ~rmq:{POOL}:client:* ~rmq:{POOL}:reply:* ~rmq:{POOL}:news:* ~rmq:{POOL}:reader:* ~rmq:{POOL}:unread ~rmq:{POOL}:wake ~rmq:{POOL}:bell ~rmq:{POOL}:mark ~rmq:{POOL}:none +ping +evalsha +script|load +time +del +exists +expire +hdel +hexists +hget +hgetall +hincrby +hlen +hmget +hset +llen +lpush +rpush +sadd +sismember +smembers +srandmember +srem +sscan +unlink +xadd +xdel +xlen +xread +xrevrange +zadd +zcard +zrangebyscore +zrem +zscore' ;;
+  worker) echo '~rmq:{POOL}:* +ping +evalsha +script|load +time +blpop +del +exists +expire +get +hdel +hexists +hget +hgetall +hincrby +hkeys +hmget +hrandfield +hscan +hset +hstrlen +llen +lpush +lrange +lrem +pexpire +pttl +rename +rpush +sadd +scard +set +sismember +smembers +srandmember +srem +unlink +xadd +xdel +xrange +xread +xrevrange +zadd +zcard +zcount +zpopmin +zrange +zrangebyscore +zrem +zremrangebyscore +zrevrange +zscore' ;;
+  publisher) echo '~rmq:{POOL}:load ~rmq:{POOL}:weights ~rmq:{POOL}:version:* ~rmq:{POOL}:epoch:* ~rmq:{POOL}:holders ~rmq:{POOL}:transfers ~rmq:{POOL}:workers ~rmq:{POOL}:clock ~rmq:{POOL}:bell ~rmq:{POOL}:mark ~rmq:{POOL}:none +ping +evalsha +script|load +time +del +exists +expire +hget +hgetall +hincrby +hmget +hscan +hset +unlink +xadd +xread +xrevrange +zrangebyscore' ;;
+  operator) echo '~rmq:{POOL}:* +ping +evalsha +script|load +time +del +exists +expire +hdel +hexists +hget +hgetall +hincrby +hkeys +hlen +hmget +hscan +hset +hvals +info +llen +lpos +lpush +lrange +pexpire +pttl +rpush +sadd +scan +scard +sismember +smembers +srandmember +srem +sscan +type +unlink +xadd +xdel +xlen +xrange +xread +xrevrange +zadd +zcard +zcount +zrange +zrangebyscore +zrank +zrem +zscan +zscore' ;;
+  esac
+}
+
 # Nobody can log in as the default user. Its rights are those with which a server reads its append-only file.
 echo "user default off ~* &* +@all" >"$folder/users.acl"
 echo "user probe on >probe resetchannels +ping" >>"$folder/users.acl"
 for role in producer worker publisher operator; do
   password=$(openssl rand -hex 32)
-  rights=$(sed -n "s/^ACL SETUSER rolloutmq-$role reset on >PASSWORD //p" "$docs" | sed "s/POOL/$pool/g")
-  test -n "$rights"
-  echo "user $role on >$password $rights +wait +waitaof +eval +set +info" >>"$folder/users.acl"
+  echo "user $role on >$password $(rights "$role" | sed "s/POOL/$pool/g") +wait +waitaof +eval +set +info" >>"$folder/users.acl"
   printf 'rediss://%s:%s@redis.%s.svc:6379/0?ssl_ca_certs=/etc/rolloutmq/ca.crt&durable=disk' \
     "$role" "$password" "$namespace" >"$folder/$role"
 done

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,11 @@ from pydantic import (
     model_validator,
 )
 from pydantic.functional_validators import SkipValidation
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ..errors import InvalidField, shortly
 from ..ids import is_id, new_id
-from ..nearest import nearest
+from ..nearest import instead_of
 
 MAX_TOKENS = 1 << 20
 """Most token ids or logprobs in one array (4 MiB packed)."""
@@ -148,9 +149,60 @@ Floats = Annotated[SkipValidation[npt.NDArray[np.float32]], _floats[0], _floats[
 
 
 class Record(BaseModel):
-    """A part of a message: immutable, and strict about the names of its fields."""
+    """A part of a message: immutable, and strict about the names of its fields.
+
+    The error for an unknown name says where the name belongs, if a part of the record has such a field. Otherwise it
+    says which names are nearest.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    OTHER_WORDS: ClassVar[Mapping[str, str]] = {}
+    """Names that are no fields but that people try, each with what to write instead."""
+
+    def __init__(self, /, **fields: Any) -> None:
+        try:
+            self.__pydantic_validator__.validate_python(fields, self_instance=self)
+        except ValidationError as error:
+            raise self._with_right_words(error) from None
+
+    # So marked, pydantic takes it for its own and does not call it for what it decodes, which would take longer.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @classmethod
+    def _with_right_words(cls, error: ValidationError) -> ValidationError:
+        """The errors about unknown names, with what to write instead. If there are none, `error` itself."""
+        told: list[InitErrorDetails] = []
+        for one in error.errors(include_url=False):
+            kind = _record_at(cls, one["loc"][:-1]) if one["type"] == "extra_forbidden" else None
+            if kind is not None:
+                words = {"instead": kind._instead_of(str(one["loc"][-1]), one["input"])}
+                kept = PydanticCustomError("extra_forbidden", "{instead}", words)
+                told.append(InitErrorDetails(type=kept, loc=one["loc"], input=one["input"]))
+        return ValidationError.from_exception_data(error.title, told) if told else error
+
+    @classmethod
+    def _instead_of(cls, name: str, value: object) -> str:
+        """Text that says what to write instead of a field that `cls` does not have."""
+        if name in cls.OTHER_WORDS:
+            return cls.OTHER_WORDS[name]
+        defaults = {field: type(info.default) for field, info in cls.model_fields.items()}
+        parts = {field: kind for field, kind in defaults.items() if issubclass(kind, Record)}
+        return instead_of(name, value, f"{cls.__name__} has no such field", cls.model_fields, parts)
+
+
+def _record_at(kind: Any, path: Sequence[int | str]) -> type[Record] | None:
+    """The record at a place in a record of this kind. None if that cannot be told."""
+    for name in path:
+        if isinstance(name, str):
+            kind = kind and name in kind.model_fields and _record_in(kind.model_fields[name].annotation)
+    return kind or None
+
+
+def _record_in(annotation: Any) -> type[Record] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Record):
+        return annotation
+    return next(filter(None, map(_record_in, get_args(annotation))), None)
 
 
 class Message(Record):
@@ -160,47 +212,20 @@ class Message(Record):
 
     KIND: ClassVar[int]
     """The kind byte of the frame, see codec.py. It is unique and never reused."""
-    OTHER_WORDS: ClassVar[Mapping[str, str]] = {}
-    """Names that are no fields but that people try, each with what to write instead."""
 
     @classmethod
     def build(cls, /, **fields: Any) -> Self:
-        """Construct the message. Raises InvalidField instead of pydantic's ValidationError.
-
-        The error for an unknown name says where the name belongs, if a part of the message has such a field. Otherwise
-        it says which names are nearest.
-        """
+        """Construct the message. Raises InvalidField instead of pydantic's ValidationError."""
         try:
             return cls(**fields)
         except ValidationError as error:
-            for name in fields.keys() - cls.model_fields.keys():
-                raise InvalidField(name, fields[name], cls._instead_of(name, fields[name])) from None
             raise as_invalid_field(error) from None
-
-    @classmethod
-    def _instead_of(cls, name: str, value: object) -> str:
-        """Text that says what to write instead of a field that `cls` does not have."""
-        if name in cls.OTHER_WORDS:
-            return cls.OTHER_WORDS[name]
-        places = {field: field for field in cls.model_fields}
-        for field, info in cls.model_fields.items():
-            if isinstance(part := info.default, BaseModel):
-                kind = type(part)
-                if name in kind.model_fields:
-                    return f"a field of {kind.__name__}: {field}={kind.__name__}({name}={_short(value)})"
-                places = {other: f"{field}={kind.__name__}({other}=...)" for other in kind.model_fields} | places
-        return f"{cls.__name__} has no such field{nearest(name, places)}"
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self.model_dump() == other.model_dump()
 
     def __hash__(self) -> int:
         return hash((type(self), repr(self.model_dump())))
-
-
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 40 else "..."
 
 
 def as_invalid_field(error: ValidationError) -> InvalidField:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from re import _parser  # type: ignore[attr-defined]  # nothing else says what an expression can match
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, WrapValidator, field_validator, model_validator
 
@@ -63,6 +63,10 @@ class SamplingParams(Record):
     logit_bias: token id -> number that is added to its logit before sampling. -10,000 excludes the token, as long as
         there is another one.
     """
+
+    OTHER_WORDS: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("n", "seed", "logprobs", "lora", "stream", "logit_processors"), "a field of the job, beside `sampling`"
+    )
 
     max_new_tokens: Int = Field(default=128, ge=1, le=MAX_TOKENS)
     min_new_tokens: Int = Field(default=0, ge=0, le=MAX_TOKENS)

@@ -23,8 +23,7 @@ class WorkerStatus(Message):
 
     version: the weights version that it serves. running: samples in the engine. held: samples of the jobs it holds.
     generated_tokens, finished_samples, refused_publishes: totals since the worker joined.
-    tokens_per_s: generated over the last 10 s. A sample's tokens count when the engine hands them over, at its end or
-    when it is interrupted.
+    tokens_per_s: generated over the last 10 s, those of running samples too, as far as the engine reports them.
     unfinished_tokens: what its unfinished samples have generated, as of their last save. If it leaves, others compute
     the KV cache of these tokens again.
     staleness: finished samples by how many versions their oldest token was behind the pool's newest when they ended.

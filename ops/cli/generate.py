@@ -34,7 +34,7 @@ def generate(
     chat: Annotated[bool, typer.Option(help="The text is a user's message, in the model's chat template.")] = False,
     stream: Annotated[bool, typer.Option(help="Print tokens as they are generated.")] = False,
     session: Annotated[bool, typer.Option(help="Every further line of stdin is a turn, until it ends.")] = False,
-    n: Annotated[int, typer.Option(help="Samples; more than one neither with --stream nor with --session.")] = 1,
+    n: Annotated[int, typer.Option(min=1, help="Samples; more than one neither with --stream nor with --session.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of a sample, or of a turn.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends a sample; repeatable.")] = None,

@@ -39,7 +39,7 @@ Folder = Annotated[str, typer.Argument(help="Folder or URL of a journal.")]
 Jobs = Annotated[list[str] | None, typer.Option("--job", help="Only of this job; may be repeated.")]
 Client = Annotated[str | None, typer.Option(help="Only of this client.")]
 Group = Annotated[str | None, typer.Option("--group", help="Only of this group.")]
-Version = Annotated[int | None, typer.Option(help="Only results that these weights sampled.")]
+Version = Annotated[int | None, typer.Option(min=0, help="Only results that these weights sampled.")]
 Since = Annotated[
     str, typer.Option(help="From then on: an age (90s, 30m, 2h, 7d) or a date in UTC (2026-01-31T08:00).")
 ]

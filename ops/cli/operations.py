@@ -65,6 +65,7 @@ def run(
         run_id = queue.submit(name, params, None if once_per is None else period("--once-per", once_per))
         if not wait:
             say({"id": run_id}, [run_id], json)
+            _tell_if_nobody_runs(queue)
             return
         typer.secho(f"operation {run_id}", err=True)
         raise typer.Exit(_follow(queue, run_id, timeout))
@@ -157,14 +158,21 @@ def _run_here(name: str, params: dict[str, Any], redis_url: str, pool: str) -> i
     return int(operations()[name].found_trouble(result))
 
 
+def _tell_if_nobody_runs(queue: OperationQueue) -> bool:
+    """Say on stderr that what is queued waits for a worker, if there is none."""
+    if lonely := not queue.has_worker():
+        told = "nobody runs this pool's operations: it waits until you start  rolloutmq ops worker"
+        typer.secho(told, fg="yellow", err=True)
+    return lonely
+
+
 def _follow(queue: OperationQueue, run_id: str, timeout: float | None) -> int:
     deadline = None if timeout is None else time.monotonic() + timeout
     lonely = False
     with ProgressLine() as line:
         while not (run := queue.run(run_id)).over:
-            if run.state == "queued" and not lonely and not queue.has_worker():
-                lonely = True
-                typer.secho("nobody runs operations here: start one with  rolloutmq ops worker", fg="yellow", err=True)
+            if run.state == "queued" and not lonely:
+                lonely = _tell_if_nobody_runs(queue)
             if deadline is not None and time.monotonic() >= deadline:
                 typer.secho(f"still {run.state}; it continues: rolloutmq ops watch {run_id}", err=True)
                 return 3

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from ...messages.broker import Reply
 from ...messages.errors import InvalidField
 from ...messages.ids import new_id
+from ...messages.model import LogprobOptions, SamplingParams, TurnFields
+from ...messages.nearest import instead_of
 from ..core import ClientCore
 from ..inbox import HandOut, own_context
 from .environment import Environment
@@ -45,9 +47,16 @@ def run_episodes(
             raise InvalidField(name, value, f"at least {least}")
     if run is not None and not 1 <= len(run) <= 64:
         raise InvalidField("run", run, "a name of 1 to 64 characters, or None")
+    for name in fields.keys() - TurnFields.__optional_keys__:
+        unknown = "episodes has no such argument"
+        raise InvalidField(name, fields[name], instead_of(name, fields[name], unknown, _ARGUMENTS, _PARTS))
     player = Player(core, environment, limits, fields, run or new_id())
     episodes = (Episode(task, number, sample) for number, task in enumerate(tasks, start) for sample in range(n))
     return _Run(core, player, resumable=run is not None).all(episodes, concurrency)
+
+
+_ARGUMENTS = ("n", "limits", "run", "start", "concurrency", *TurnFields.__optional_keys__)
+_PARTS = {"limits": EpisodeLimits, "sampling": SamplingParams, "logprobs": LogprobOptions}
 
 
 class _Run:

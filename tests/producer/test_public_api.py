@@ -9,15 +9,19 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from support.pools.pool import short_retries
 
 import rolloutmq
 from rolloutmq import GenerateJob, InvalidField, LogprobOptions, SamplingParams
+from rolloutmq.messages import decode, encode
 from rolloutmq.messages.model import EmbedJob, JobFields, QueueFields, RewardJob, ScoreJob
+from rolloutmq.messages.model.base import Record
 from rolloutmq.messages.model.tasks import TaskJob
 from rolloutmq.producer import (
     BlockingJobHandle,
@@ -140,6 +144,31 @@ def test_a_misspelt_field_is_told_the_nearest(given: dict[str, Any], told: str) 
     with pytest.raises(InvalidField, match=re.escape(told)) as caught:
         GenerateJob.build(token_ids=[1], **given)
     assert [caught.value.field] == list(given)
+
+
+@pytest.mark.parametrize(
+    ("build", "field", "told"),
+    [
+        (lambda: SamplingParams(max_tokens=5), "max_tokens", "nearest: max_new_tokens"),  # type: ignore[call-arg]
+        (lambda: SamplingParams(n=4), "n", "a field of the job"),  # type: ignore[call-arg]
+        (lambda: LogprobOptions(topp=1), "topp", "nearest: top"),  # type: ignore[call-arg]
+        (lambda: GenerateJob(text="a", sampling={"max_tokens": 5}), "sampling.max_tokens", "nearest: max_new_tokens"),
+        (lambda: GenerateJob(messages=[{"rol": "user"}]), "messages.0.rol", "nearest: role"),
+        (lambda: GenerateJob(text="a", seeed=1), "seeed", "nearest: seed"),  # type: ignore[call-arg]
+    ],
+    ids=lambda it: it if isinstance(it, str) else "",
+)
+def test_a_class_that_is_called_directly_tells_the_same(build: Callable[[], Any], field: str, told: str) -> None:
+    with pytest.raises(ValidationError, match=told) as caught:
+        build()
+    (error,) = caught.value.errors()
+    assert (".".join(map(str, error["loc"])), error["type"]) == (field, "extra_forbidden")
+
+
+def test_what_is_decoded_does_not_pass_through_a_constructor_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = encode(GenerateJob(token_ids=[1], sampling=SamplingParams(max_new_tokens=3)))
+    monkeypatch.setattr(Record, "__init__", None)
+    assert decode(frame, GenerateJob).sampling.max_new_tokens == 3
 
 
 async def test_submit_says_where_temperature_belongs(client: RolloutClient) -> None:

@@ -36,8 +36,6 @@ def rendered(folder: Path, overlay: str = "") -> list[Object]:
     example = folder / "deploy" / "example"
     if not example.exists():
         shutil.copytree(DEPLOY, folder / "deploy", ignore=shutil.ignore_patterns("secrets"))
-        (folder / "docs").mkdir()
-        shutil.copy(ROOT / "docs" / "redis.md", folder / "docs")
         subprocess.run(["sh", "../kubernetes/secrets.sh", "secrets"], cwd=example, check=True)
         (folder / "overlay").mkdir()
     base = "namespace: rolloutmq\nresources: [../deploy/example]\n"

@@ -148,6 +148,10 @@ class EngineInfo:
     empty: bool = False
     startup: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
 
+    def __str__(self) -> str:
+        what = f"{self.name} {self.version} with {self.model}, {self.dtype} on {self.device}"
+        return f"{what}, at most {self.context_length:,} tokens of prompt and output"
+
     @property
     def kind(self) -> str:
         """A hex digest of what its speed depends on."""

@@ -40,6 +40,7 @@ class StatusReport:
         self.refused_publishes = 0
         self._host, self._engine, self._held, self._vitals, self._max_running = host, engine, held, vitals, max_running
         self._pace, self._cost = Pace(), Pace(COST_S)
+        self._under_way: dict[str, int] = {}  # request id -> its tokens so far
         self._started_at = time.time()
 
     def write(self, worker_id: str, state: WorkerState, engine_restarts: int, **blocks: Any) -> WorkerStatus:
@@ -61,7 +62,7 @@ class StatusReport:
             running=generation.running,
             held=self._held.unpublished,
             generated_tokens=generation.generated_tokens,
-            tokens_per_s=round(self._pace.per_s(generation.generated_tokens), 1),
+            tokens_per_s=round(max(0.0, self._pace.per_s(self._generated_so_far())), 1),
             finished_samples=generation.finished,
             refused_publishes=self.refused_publishes,
             unfinished_tokens=self._unfinished_tokens(),
@@ -72,6 +73,16 @@ class StatusReport:
             startup=self._vitals.startup.seconds.copy(),
             **blocks,
         )
+
+    def _generated_so_far(self) -> float:
+        """Tokens of the legs that have ended, and of those that run. It falls if the engine dies."""
+        seen, self._under_way = self._under_way, {}
+        for request_id, sample in self._vitals.generation.in_flight.running.items():
+            if isinstance(sample, SampleRun):
+                before = seen.get(request_id, 0)
+                more = self._engine.progress(request_id, before)
+                self._under_way[request_id] = before + (len(more.token_ids) if more is not None else 0)
+        return self._vitals.generation.generated_tokens + sum(self._under_way.values())
 
     def _unfinished_tokens(self) -> int:
         samples = (sample for held in self._held for sample in held.samples.values())

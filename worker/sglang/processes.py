@@ -14,6 +14,7 @@ import io
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import threading
@@ -65,7 +66,7 @@ class EngineProcesses:
         self._roots: set[BaseProcess] = set()
         self._descendants: set[psutil.Process] = set()
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch", initializer=_deaf_to_interrupts)
         # multiprocessing's own exit handler waits for children. This one is registered later, so it runs before that.
         atexit.register(self.kill)
 
@@ -108,6 +109,15 @@ class EngineProcesses:
         self.kill()
         atexit.unregister(self.kill)
         self._thread.shutdown(wait=True)
+
+
+def _deaf_to_interrupts() -> set[signal.Signals]:
+    """Block SIGINT in this thread, and in what it starts from now on. Returns the mask that it had.
+
+    A terminal sends Ctrl-C to every process. The worker ends those of its engine when their samples are handed back.
+    """
+    resource_tracker.ensure_running()  # starting it later would let SIGINT in again
+    return signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # type: ignore[return-value]
 
 
 def _tree(root: BaseProcess) -> set[psutil.Process]:
@@ -172,7 +182,11 @@ class _Early:
         options = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
         command: list[Any] = [self.executable, *options, "-c", code, "--multiprocessing-fork"]
         inherited = [control.fileno(), alive, pipe, tracker]
-        self.pid: int = util.spawnv_passfds(self.executable, command, inherited)
+        mask = _deaf_to_interrupts()
+        try:
+            self.pid: int = util.spawnv_passfds(self.executable, command, inherited)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         control.close()
         _close(alive, pipe)
 

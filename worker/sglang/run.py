@@ -150,6 +150,7 @@ class SGLangRun:
         device: Literal["cpu", "cuda"] = "cuda" if gpu_found() else "cpu"
         if self.config.device not in ("auto", device):
             raise EngineError(f"device={self.config.device!r}: torch finds only {device!r} here")
+        logger.info("importing SGLang")
         from . import launch as sglang  # noqa: PLC0415 – seconds of imports, wanted only where an engine runs
 
         sglang.check_names(self.config.extra)
@@ -171,6 +172,8 @@ class SGLangRun:
         if device == "cpu" and self.config.tp_size > 1:
             share_cores(self.config.tp_size)
         arguments = server_arguments(self.config, device, self.weight_loader)
+        self.check()  # it may be closed by now, which nothing else would heed before the model is loaded
+        logger.info("starting SGLang on %s: its processes import it, too, and load the model", device)
         try:
             engine = sglang.launch(arguments, setup, self._lose, self._early)
         finally:

@@ -23,6 +23,7 @@ from rolloutmq.messages.errors import ConfigError, InvalidField
 from rolloutmq.ops.cli.main import COMMANDS, app, load
 from rolloutmq.ops.flags import as_config, parse_extra
 from rolloutmq.ops.status import pool_state, status_lines
+from rolloutmq.ops.tiny_model import load_tiny_model
 from rolloutmq.worker.config import WorkerConfig
 
 
@@ -260,3 +261,16 @@ async def test_status_fits_80_columns_and_cuts_no_word(redis_db: str) -> None:
 def test_the_readme_shows_the_example_that_is_tested() -> None:
     root = Path(__file__).parents[3]
     assert f"```python\n{(root / 'examples' / 'trainer.py').read_text()}```" in (root / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["trl_grpo", "trl_async_grpo", "lora"])
+def test_an_example_without_its_model_says_so_in_one_line(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).parents[3] / "examples" / f"{name}.py")]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == "out/tiny has no model: start the commands at the top of this file\n"
+
+
+def test_a_tiny_model_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tiny has no model: `rolloutmq tiny-model .*tiny` writes one"):
+        load_tiny_model(tmp_path / "tiny")

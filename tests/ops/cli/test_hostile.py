@@ -163,6 +163,8 @@ def test_a_disk_that_is_full_when_a_model_is_written(files: Path) -> None:
         (("generate", "--token-ids", "9" * 5000), ("--token-ids=",)),
         (("generate", "a", "--timeout", "nan"), ("--timeout",)),
         (("generate", "a", "--temperature", "nan"), ("temperature=nan",)),
+        (("generate", "a", "--n", "0"), ("--n", "1")),
+        (("journal", "show", ".", "--version", "-1"), ("--version", "0")),
         (("score", "a", "--prompt", "-1", "--ids"), ("--prompt='-1'",)),
         (("decode", "--model", ".", "-1"), ("-1",)),
         (("reward", "prompts.jsonl", "--timeout", "inf"), ("--timeout", "inf")),

@@ -191,7 +191,9 @@ def test_an_operation_has_one_name_and_a_name_one_operation() -> None:
 
 def test_run_list_watch_and_worker(queue: OperationQueue, redis_db: str) -> None:
     at = ["--redis", redis_db]
-    run_id = CliRunner().invoke(app, ["ops", "run", "audit-broker", "--param", "pause_s=0.01", *at]).stdout.strip()
+    submitted = CliRunner().invoke(app, ["ops", "run", "audit-broker", "--param", "pause_s=0.01", *at])
+    assert (submitted.exit_code, "until you start  rolloutmq ops worker" in submitted.stderr) == (0, True)
+    run_id = submitted.stdout.strip()
     shown = CliRunner().invoke(app, ["ops", "watch", run_id, "--timeout", "0", *at])
     assert shown.exit_code == 3
     assert "rolloutmq ops worker" in shown.stderr
@@ -199,6 +201,7 @@ def test_run_list_watch_and_worker(queue: OperationQueue, redis_db: str) -> None
     assert {"audit-broker", "dead-requeue", "replay"} <= {one["name"] for one in listed["operations"]}
     assert [(run["id"], run["state"]) for run in listed["runs"]] == [(run_id, "queued")]
     with WorkerProcess(queue, redis_db):
+        assert CliRunner().invoke(app, ["ops", "run", "audit-broker", *at]).stderr == ""
         done = CliRunner().invoke(app, ["ops", "watch", run_id, *at])
         assert done.exit_code == 0, done.output
         assert json.loads(done.stdout)["violations"] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from contextlib import aclosing
 from typing import Any
@@ -253,6 +254,22 @@ async def test_wrong_arguments_are_named_at_once(client: RolloutClient) -> None:
     for limit, number in (("turns", 0), ("turn_s", 0.0), ("tokens", 1.5), ("on_full", "shrug"), ("close_s", None)):
         with pytest.raises(InvalidField, match=f"{limit}="):
             EpisodeLimits(**{limit: number})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("max_turns", "nearest: limits=EpisodeLimits(turns=...)"),
+        ("turns", "limits=EpisodeLimits(turns=3)"),
+        ("temperature", "sampling=SamplingParams(temperature=3)"),
+        ("concurency", "nearest: concurrency"),
+        ("text", "episodes has no such argument"),
+    ],
+)
+async def test_an_unknown_argument_is_told_where_it_belongs(client: RolloutClient, name: str, told: str) -> None:
+    with pytest.raises(InvalidField, match=re.escape(told)) as caught:
+        client.episodes([1], Counting, **{name: 3})  # type: ignore[arg-type]
+    assert caught.value.field == name
 
 
 async def test_leaving_cancels_what_is_under_way_and_closes_it(redis_db: str, client: RolloutClient) -> None:

@@ -72,6 +72,16 @@ async def test_it_shows_what_it_does(redis_db: str, broker: Broker) -> None:
         assert running.worker._status().staleness == (6, 0, 0, 0, 0, 0, 0)
 
 
+async def test_what_runs_counts_before_it_has_ended(redis_db: str, broker: Broker) -> None:
+    async with watched(redis_db, ScriptedEngine(tokens_per_s=1000.0), lease_s=1.0) as (running, _):
+        vitals = running.worker.vitals
+        await broker.enqueue([job(n=4, sampling=SamplingParams(max_new_tokens=1_000_000))])
+        await eventually(lambda: vitals.status is not None and vitals.status.tokens_per_s > 100)
+        assert (vitals.generation.generated_tokens, vitals.status and vitals.status.finished_samples) == (0, 0)
+        running.engine.kill()  # what it had under way is lost: the total falls, and the rate is no negative number
+        await eventually(lambda: vitals.status is not None and vitals.status.engine_restarts > 0)
+
+
 async def test_it_shows_how_full_the_kv_cache_is(
     redis_db: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

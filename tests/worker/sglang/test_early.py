@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import psutil
 import pytest
 
-from rolloutmq.worker.sglang.processes import EarlySchedulers
+from rolloutmq.worker.sglang.processes import EarlySchedulers, EngineProcesses
 
 MARK = "ROLLOUTMQ_TEST_MARK"
 
@@ -67,6 +67,27 @@ def test_it_runs_what_it_is_told_with_the_environment_of_that_moment(
     assert run(early) == (pid, "later", True, signal.default_int_handler)
     assert {child.pid for child in psutil.Process().children()} == children
     assert run(early)[0] != pid  # a second one is started as always
+
+
+def survive(connection: Connection) -> None:
+    signal.raise_signal(signal.SIGINT)
+    connection.send("went on")
+
+
+@pytest.mark.parametrize("begun", ["early", "anew"])
+def test_what_a_terminal_sends_at_ctrl_c_is_the_workers_alone(early: EarlySchedulers, begun: str) -> None:
+    if begun == "anew":
+        early.close()
+    reader, writer = multiprocessing.get_context("spawn").Pipe(duplex=False)
+    process, processes = early.process(target=survive, args=(writer,)), EngineProcesses()
+    try:
+        processes.launch(process.start).result()
+        writer.close()
+        assert reader.recv() == "went on"
+    finally:
+        processes.close()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert signal.SIGINT not in before, "the worker hears it"
 
 
 @pytest.mark.parametrize("why", ["another library", "killed"])

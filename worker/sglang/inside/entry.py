@@ -12,7 +12,6 @@ import gc
 import importlib
 import logging
 import os
-import signal
 import socket
 import threading
 import warnings
@@ -80,7 +79,6 @@ def begin_early(control: int, pipe: int, tracker: int, always: Sequence[str], wi
     control: a socket to `processes._Early`. always, without_gpu: names of modules. With a torch for GPUs the second
     ones wait: importing them initialises CUDA, before SGLang's launch has set the variables that CUDA reads then.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's
     _before_imports()
     logging.disable()  # SGLang warns of every kernel and model that this host cannot have
     with warnings.catch_warnings():
@@ -100,7 +98,6 @@ def begin_early(control: int, pipe: int, tracker: int, always: Sequence[str], wi
             if not descriptors:
                 os._exit(0)  # the worker is gone
             worker.send(str(descriptors[0]).encode())
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     spawn.spawn_main(pipe_handle=pipe, tracker_fd=tracker)
 
 

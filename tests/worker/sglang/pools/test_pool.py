@@ -289,5 +289,13 @@ def test_a_worker_as_operators_start_it(model_dir: Path, tmp_path: Path) -> None
         assert [result.versions for result in client.wait(client.submit(greedy(4, n=2)), 60)] == [(0,)] * 2
         assert "imports were made early" in worker.text()
         family = worker.family()
-        assert worker.terminate(20) == 0
+        client.submit(greedy(1900, n=2))
+        until_running(client, 2)
+        os.killpg(worker.process.pid, signal.SIGINT)  # as a terminal does at Ctrl-C
+        assert worker.process.wait(20) == 0
         assert psutil.wait_procs(family, timeout=5)[1] == []
+        assert (client.load().open_jobs, client.load().queued[1]) == (1, 1), "it was handed back"
+    told = ["a worker of pool", "importing SGLang", "starting SGLang on cpu", "engine is up: sglang", "joined pool"]
+    assert [line for line in told if line not in worker.text()] == []
+    assert "Traceback" not in worker.text()
+    assert "frozenset" not in worker.text()
