@@ -133,8 +133,8 @@ class Worker:
             on_done=self._blocks.done,
         )
         try:
+            await ping(redis)
             async with beside(self._heed_notices()), beside(says_it_starts(redis, self.config.pool, self.joined)):
-                await ping(redis)
                 await self._start_engine(ledger)
                 async with beside(undisturbed(self._commands.run)):
                     while not self._draining.is_set():
